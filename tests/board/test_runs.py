@@ -18,6 +18,7 @@ from hybrid_rlhf.board.events import EventHub, Watcher
 from hybrid_rlhf.board.runs.folders import RunFolders, run_id
 from hybrid_rlhf.board.runs.metrics import MetricsFile
 from hybrid_rlhf.board.runs.summary import RunSummaries, printed_text
+from hybrid_rlhf.runtime.files.folder_lock import FolderLock
 from tests.support.board import (
     ServedBoard,
     append_metrics,
@@ -301,3 +302,39 @@ def test_the_end_of_a_process_is_told_though_its_lock_ended_before(tmp_path: Pat
 def test_progress_bars_are_shown_as_in_a_terminal(tmp_path: Path, printed: str, shown: str) -> None:
     (tmp_path / "board.log").write_text(printed, newline="")
     assert printed_text(tmp_path) == shown
+
+
+def test_a_title_and_notes_are_kept_in_the_folder(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "output" / "noted", steps=1)
+    with served_board(tmp_path / "output") as board:
+        found = board.run("noted")
+        assert found["title"] is None
+        path = f"/api/runs/{found['id']}"
+        assert board.post(f"{path}/marks", {"title": " Higher rate ", "notes": "diverged\nat 40"}).status_code == 200
+        assert board.run("noted")["title"] == "Higher rate" and board.get(path)["notes"] == "diverged\nat 40"
+        assert run.is_dir(), "the title does not rename the folder"
+        assert board.post(f"{path}/marks", {"title": "", "notes": ""}).status_code == 200
+        assert board.run("noted")["title"] is None and board.get(path)["notes"] == ""
+        for wrong in ({"title": 3}, {"title": "x" * 201}, {"name": "x"}):
+            assert board.post(f"{path}/marks", wrong).status_code in (400, 422)
+
+
+def test_a_run_is_deleted_by_its_name_unless_it_is_running(tmp_path: Path) -> None:
+    folder = tmp_path / "output"
+    gone, kept = write_run(folder / "gone", steps=1), write_run(folder / "kept", steps=1)
+    outer = write_run(folder / "outer", steps=1)
+    write_run(outer / "inner", steps=1)
+    with served_board(folder) as board:
+        ids = {run["name"]: run["id"] for run in board.get("/api/runs")}
+        answer = board.post(f"/api/runs/{ids['gone']}/delete", {"name": "kept"})
+        assert answer.status_code == 400 and "type its name" in answer.json()["error"] and gone.is_dir()
+        answer = board.post(f"/api/runs/{ids['outer']}/delete", {"name": "outer"})
+        assert answer.status_code == 400 and "contains other runs (outer/inner)" in answer.json()["error"]
+        lock = FolderLock(kept)
+        assert lock.acquire() is None
+        answer = board.post(f"/api/runs/{ids['kept']}/delete", {"name": "kept"})
+        assert answer.status_code == 400 and "must not be running" in answer.json()["error"] and kept.is_dir()
+        lock.release()
+        assert board.post(f"/api/runs/{ids['gone']}/delete", {"name": "gone"}).status_code == 200
+        assert {run["name"] for run in board.get("/api/runs")} == {"kept", "outer", "outer/inner"}
+        assert {path.name for path in folder.iterdir()} == {"kept", "outer"}

@@ -8,8 +8,10 @@ from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from hybrid_rlhf.board.routes.answers import answer
+from hybrid_rlhf.board.runs.marks import delete_run, read_marks, write_marks
 from hybrid_rlhf.board.runs.summary import printed_text
 from hybrid_rlhf.board.workspace import BoardWorkspace
+from hybrid_rlhf.configs.errors import UserError
 
 _MOST_RUNS, _MOST_NAMES, _MOST_FILES = 50, 500, 2000
 _Step = Annotated[int | None, Field(ge=0, lt=2**31)]
@@ -33,6 +35,23 @@ class TimelineQuery(BaseModel):
 
     first: _Step = Field(None, alias="from")
     last: _Step = Field(None, alias="to")
+
+
+class MarksBody(BaseModel):
+    """What people write about a run."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    title: str = Field("", max_length=200)
+    notes: str = Field("", max_length=20_000)
+
+
+class DeleteBody(BaseModel):
+    """The name of the run to delete."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    name: str = Field(max_length=1000)
 
 
 def routes(workspace: BoardWorkspace) -> APIRouter:
@@ -62,9 +81,31 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
                 "metric_names": metrics.names(),
                 "memory_plan": workspace.memory_plan(run),
                 "files": files[:_MOST_FILES],
+                "notes": read_marks(run.folder).get("notes", ""),
                 "printed": printed_text(run.folder),
             }
         )
+
+    @router.post("/runs/{run_id}/marks")
+    def mark(run_id: str, body: MarksBody) -> Response:
+        write_marks(folders.get(run_id), title=body.title, notes=body.notes)
+        workspace.hub.publish("runs", {})
+        return answer({})
+
+    @router.post("/runs/{run_id}/delete")
+    def delete(run_id: str, body: DeleteBody) -> Response:
+        run = folders.get(run_id)
+        others = [
+            other.name for other in folders.all() if other.folder != run.folder and run.folder in other.folder.parents
+        ]
+        if others:
+            raise UserError(f"{run.name} contains other runs ({', '.join(others[:3])}): delete those first")
+        if run.folder in folders.roots:
+            raise UserError(f"{run.name} is a folder of the board itself: remove it by hand")
+        delete_run(run, name=body.name)
+        folders.scan()
+        workspace.hub.publish("runs", {})
+        return answer({})
 
     @router.get("/metrics")
     def metrics(query: Annotated[MetricsQuery, Query()]) -> Response:

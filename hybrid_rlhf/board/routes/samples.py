@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.samples.queries import PROMPT_KEY, PromptQuery, SampleQuery
@@ -15,6 +16,14 @@ _MOST_OF_PROMPT = 500
 """Samples of a prompt over all runs."""
 
 
+class DistributionsQuery(BaseModel):
+    """The query of GET /api/runs/RUN/distributions."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int | None = Field(None, ge=0, lt=2**31)
+
+
 def routes(workspace: BoardWorkspace) -> APIRouter:
     """The routes of this subject."""
     router = APIRouter(prefix="/api")
@@ -23,6 +32,10 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
     @router.get("/runs/{run_id}/samples")
     def page(run_id: str, query: Annotated[SampleQuery, Query()]) -> Response:
         return answer(workspace.samples(folders.get(run_id)).page(query))
+
+    @router.get("/runs/{run_id}/distributions")
+    def distributions(run_id: str, query: Annotated[DistributionsQuery, Query()]) -> Response:
+        return answer(workspace.samples(folders.get(run_id)).distributions(query.step))
 
     @router.get("/runs/{run_id}/samples/{step}/{index}")
     def one(run_id: str, step: int, index: int) -> Response:

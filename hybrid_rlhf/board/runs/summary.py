@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder
+from hybrid_rlhf.board.runs.marks import read_marks
 from hybrid_rlhf.board.runs.reading import (
     file_problem,
     file_size,
@@ -113,6 +114,7 @@ class RunSummaries:
         return {
             "id": run.id,
             "name": run.name,
+            "title": read_marks(run.folder).get("title"),
             "folder": str(run.folder),
             "state": state,
             "problem": problem,

@@ -28,6 +28,11 @@ _CATCH_UP_SECONDS = 0.2
 """How long a request waits for lines that are not indexed yet; the watcher indexes the rest."""
 
 
+_BINS = 20
+_LIMIT_ROWS = 2**20
+"""Rows that are compared at a time, so that no column is copied whole."""
+
+
 class UnknownSample(UserError):
     """There is no sample of that step and index, or no prompt of that key."""
 
@@ -73,7 +78,34 @@ class Samples:
             "advantage": finite(number(row.get("advantage"))),
             "weight_versions": row.get("weight_versions"),
             "tokens": None if tokens is None else self._shown_tokens(tokens),
+            "component_limit": self._component_limit(self.view()),
         }
+
+    def distributions(self, step: int | None) -> dict[str, Any]:
+        """GET /api/runs/RUN/distributions: how many samples of a step, or of the newest, are in each of equal ranges.
+
+        The ranges are those of the whole run, so that steps can be compared.
+        """
+        view = self.view()
+        steps = self._steps(view)
+        chosen = (steps[-1] if steps else None) if step is None else step
+        of_step = view.column("step") == chosen
+        found: dict[str, Any] = {"step": chosen}
+        for name in ("score", "length"):
+            column = view.column(name)
+            limits = _limits(column)
+            if limits is None:
+                found[name] = None
+                continue
+            values = column[of_step].astype(float)
+            counts, edges = np.histogram(values[np.isfinite(values)], bins=_BINS, range=limits)
+            found[name] = {"edges": edges.tolist(), "counts": counts.tolist()}
+        return found
+
+    def _component_limit(self, view: IndexView) -> float | None:
+        """The largest absolute value of a reward component in the run: the scale of their bars."""
+        limits = [_limits(view.column(f"component/{name}")) for name in view.state.components]
+        return max((abs(value) for pair in limits if pair is not None for value in pair), default=None)
 
     def line(self, step: int, position: int) -> dict[str, Any]:
         """The row of samples.jsonl of a sample; see `sample`."""
@@ -166,6 +198,17 @@ class Samples:
             steps |= _distinct(view.column("step")[rows:])
             self._steps_seen = (view.state.generation, view.rows, steps)
             return sorted(steps)
+
+
+def _limits(column: NDArray[Any]) -> tuple[float, float] | None:
+    """The smallest and the largest finite value of a column."""
+    low, high = np.inf, -np.inf
+    for first in range(0, len(column), _LIMIT_ROWS):
+        part = np.asarray(column[first : first + _LIMIT_ROWS], dtype=float)
+        part = part[np.isfinite(part)]
+        if len(part):
+            low, high = min(low, float(part.min())), max(high, float(part.max()))
+    return (low, high) if low <= high else None
 
 
 def _distinct(steps: NDArray[np.int32]) -> set[int]:

@@ -13,6 +13,7 @@ import { nextTheme, useTheme } from "./core/theme.js";
 import { Dialog, Empty, Toggle, focusSearch } from "./parts/basic.js";
 import { Chat } from "./views/chat.js";
 import { Curves } from "./views/curves.js";
+import { Diff } from "./views/diff.js";
 import { Preferences } from "./views/preferences.js";
 import { Prompt } from "./views/prompt.js";
 import { Rollouts } from "./views/rollouts.js";
@@ -32,10 +33,11 @@ const VIEWS = {
   chat: [Chat, "Chat", "h"],
   start: [Start, "New run", "n"],
   run: [Run, "Run"],
+  diff: [Diff, "Settings"],
   sample: [Sample, "Sample"],
   prompt: [Prompt, "Prompt"],
 };
-const PARENTS = { run: "runs", sample: "rollouts", prompt: "rollouts" };
+const PARENTS = { run: "runs", diff: "runs", sample: "rollouts", prompt: "rollouts" };
 const JUMP_MS = 1200;
 const THEME_NAMES = { system: "System", light: "Light", dark: "Dark" };
 

@@ -14,10 +14,12 @@ from tests.support.showcase import write_showcase
 
 @pytest.fixture(scope="package")
 def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedBoard]:
-    """The runs of the showcase, and one with many samples."""
+    """The runs of the showcase, one with many samples, and one with a sample of each prompt."""
     require_browser()
     folder = write_showcase(tmp_path_factory.mktemp("board") / "output")
     append_rows(write_run(folder / "many", steps=2), [row for step in range(1, 6) for row in sample_rows(step, 1000)])
+    rows = [{**row, "components": {"model": row["score"]}} for row in sample_rows(1, 3, group=1)]
+    append_rows(write_run(folder / "single", steps=1), rows)
     with served_board(folder) as board:
         yield board
 

@@ -35,6 +35,41 @@ def test_runs_are_listed_with_what_is_wrong_and_compared(board: ServedBoard, pag
     assert page.url.count("run=") == 2 and page.locator(".chip").all_inner_texts()[0].startswith("gsm-grpo-seed1")
 
 
+def test_settings_of_two_marked_runs_are_compared(board: ServedBoard, page: Any) -> None:
+    show(page, board.url, "runs")
+    for name in ("gsm-grpo-seed1", "gsm-grpo-seed2"):
+        page.get_by_label(f"Compare {name}").check()
+    page.get_by_role("link", name="Settings diff").click()
+    page.wait_for_selector(".diff-table")
+    rows = page.locator(".diff-table tbody tr").all_inner_texts()
+    assert len(rows) == 1 and rows[0].split() == ["seed", *sorted(rows[0].split()[1:])]
+    page.get_by_label("Equal settings too").check()
+    wait_in_page(page, "document.querySelectorAll('.diff-table tbody tr').length > 50")
+
+
+def test_a_run_has_a_title_and_notes_and_its_memory_stays_in_the_card(board: ServedBoard, page: Any) -> None:
+    run = _id(board, "gsm-ppo")
+    page.set_viewport_size({"width": 400, "height": 800})
+    show(page, board.url, f"run?run={run}")
+    page.locator(".memory").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    page.get_by_role("button", name="Edit title and notes").click()
+    page.get_by_role("textbox", name="Title").fill("Baseline")
+    page.get_by_role("textbox", name="Notes").fill("Stable.")
+    page.get_by_role("button", name="Save").click()
+    wait_in_page(page, "document.querySelector('h1').innerText === 'Baseline'")
+    page.locator(".notes-text", has_text="Stable.").wait_for()
+    board.post(f"/api/runs/{run}/marks", {})
+
+
+def test_prompts_with_one_sample_are_no_groups(board: ServedBoard, page: Any) -> None:
+    show(page, board.url, f"rollouts?run={_id(board, 'single')}&view=groups")
+    page.locator(".result-count", has_text="3 prompts with one sample").wait_for()
+    page.locator(".histogram").nth(1).wait_for()
+    assert page.locator("section.group").count() == 0
+    assert page.locator(".component").count() == 0, "one component that repeats the score is not shown beside it"
+
+
 def test_curves_show_the_last_values_and_bands_over_seeds(board: ServedBoard, page: Any) -> None:
     runs = [_id(board, f"gsm-grpo-seed{seed}") for seed in (1, 2, 3)]
     query = "&".join(f"run={run}" for run in runs)

@@ -5,8 +5,14 @@ import { link } from "../core/route.js";
 
 export const sampleLink = (run, row, more = {}) => link("sample", { run, step: row.step, index: row.index, ...more });
 
-export function SampleNumbers({ row }) {
+/** [[name, value], ...] of the reward components, unless the only one repeats the score. */
+export function shownComponents(row) {
   const components = Object.entries(row.components ?? {});
+  return components.length === 1 && components[0][1] === row.score ? [] : components;
+}
+
+export function SampleNumbers({ row }) {
+  const components = shownComponents(row);
   return html`<span class="numbers">
     <span><span class="muted">score</span> <b>${formatNumber(row.score)}</b></span>
     <span><span class="muted">KL</span> ${formatNumber(row.kl)}</span>

@@ -72,7 +72,7 @@ export function Memory({ plan, measured }) {
   return html`<table class="table compact memory">
     <thead><tr><th scope="col">Phase</th><th scope="col">Planned</th><th scope="col">Measured peak</th></tr></thead>
     <tbody>${names.map((name) => html`<tr key=${name}><th scope="row">${phaseTitle(name)}</th>
-      <td>${bar(plan?.[name], "planned")}<span>${gib(plan?.[name])}</span></td>
-      <td>${bar(peaks[name], "measured")}<span>${gib(peaks[name])}</span></td></tr>`)}</tbody>
+      <td>${bar(plan?.[name], "planned")}<span class="memory-value">${gib(plan?.[name])}</span></td>
+      <td>${bar(peaks[name], "measured")}<span class="memory-value">${gib(peaks[name])}</span></td></tr>`)}</tbody>
   </table>`;
 }

@@ -1,10 +1,11 @@
 /** Samples of a run: filters, a list of any length, or the groups of a step side by side. */
 import { useData, useEvents } from "../core/api.js";
 import { html, useMemo, useState } from "../core/dom.js";
-import { formatNumber } from "../core/format.js";
+import { formatNumber, plural } from "../core/format.js";
 import { link, setQuery } from "../core/route.js";
 import { useChosen, useIndexing, useRuns } from "../core/runs.js";
 import { Choice, Empty, ErrorLine, Loading, QueryInput, ViewHead } from "../parts/basic.js";
+import { Distributions } from "../parts/histogram.js";
 import { RunPicker } from "../parts/picker.js";
 import { SampleCard, SampleRow, count } from "../parts/sample_row.js";
 import { VirtualList, useNarrow } from "../parts/virtual_list.js";
@@ -84,17 +85,21 @@ function Groups({ run, query, steps }) {
   if (error) return html`<${ErrorLine} text=${error} />`;
   if (!data) return html`<${Loading} what="groups" />`;
   if (!data.total) return html`<${Empty} title="No sample matches">Widen the ranges or clear the filters.</${Empty}>`;
-  return html`<p class="result-count" role="status">${count(data.total)} of step ${formatNumber(Number(step))} in ${groups.length}${data.rows.length < data.total ? " loaded" : ""} groups</p>
-    ${groups.map(([key, rows]) => {
+  const compared = groups.filter(([, rows]) => rows.length > 1);
+  const single = groups.filter(([, rows]) => rows.length === 1).map(([, rows]) => rows[0]);
+  const loaded = data.rows.length < data.total ? " loaded" : "";
+  return html`<p class="result-count" role="status">${count(data.total)} of step ${formatNumber(Number(step))}${compared.length ? ` in ${plural(compared.length, "group")}${loaded}` : ""}${single.length ? `, ${plural(single.length, "prompt")} with one sample${loaded}` : ""}</p>
+    ${compared.map(([key, rows]) => {
       const scores = rows.map((row) => row.score).filter((score) => score !== null);
       const best = Math.max(...scores);
       return html`<section class="group" key=${key}>
         <header><h2 dir="auto">${rows[0].prompt_preview || "–"}</h2>
-          <span class="muted">${rows.length} samples, scores ${scores.length ? `${formatNumber(Math.min(...scores))} to ${formatNumber(best)}` : "–"}</span>
+          <span class="muted">${plural(rows.length, "sample")}, scores ${scores.length ? `${formatNumber(Math.min(...scores))} to ${formatNumber(best)}` : "–"}</span>
           <a href=${link("prompt", { run: run.id, key: rows[0].prompt_key })}>All steps</a></header>
         <div class="group-cards">${rows.map((row) => html`<${SampleCard} key=${row.index} run=${run.id} row=${row} best=${scores.length > 1 && best > Math.min(...scores) && row.score === best} />`)}</div>
       </section>`;
     })}
+    ${single.length > 0 && html`<div class="card sample-list">${single.map((row) => html`<${SampleRow} key=${row.index} run=${run.id} row=${row} />`)}</div>`}
     ${data.rows.length < data.total && limit < 500 && html`<button class="button" onClick=${() => setLimit(Math.min(500, limit + GROUP_ROWS))}>Load more</button>`}`;
 }
 
@@ -120,6 +125,7 @@ export function Rollouts({ query }) {
     <${ErrorLine} text=${error} />
     ${!run?.has_samples ? html`<${Empty} title="No samples here">${run?.samples_problem ?? html`A run records samples every <code>logging.samples_every</code> steps, which is 0 in this one, or it has made no step yet.`}</${Empty}>` : html`
       <${Filters} query=${query} steps=${facets.data?.steps ?? []} components=${facets.data?.components ?? []} groups=${groups} />
+      <${Distributions} run=${run} step=${query.step} />
       ${groups && facets.data ? html`<${Groups} run=${run} query=${query} steps=${facets.data.steps} />` : groups || !known ? html`<${ErrorLine} text=${facets.error} />${!facets.error && html`<${Loading} what="samples" />`}` : html`
         <${VirtualList} path=${`/api/runs/${run.id}/samples`} query=${filter} revision=${revision} rowHeight=${narrow ? NARROW_ROW_HEIGHT : ROW_HEIGHT} label="Samples"
           renderRow=${(row) => html`<${SampleRow} run=${run.id} row=${row} />`}>

@@ -2,9 +2,9 @@
 import { post, useData, useEvents } from "../core/api.js";
 import { html, useEffect, useRef, useState } from "../core/dom.js";
 import { formatAgo, formatNumber, shortPath } from "../core/format.js";
-import { link } from "../core/route.js";
+import { go, link } from "../core/route.js";
 import { useChosen, useRuns } from "../core/runs.js";
-import { Dialog, Empty, ErrorLine, Fact, Loading, State, ViewHead } from "../parts/basic.js";
+import { Dialog, Empty, ErrorLine, Fact, Field, Loading, State, ViewHead } from "../parts/basic.js";
 import { RunPicker } from "../parts/picker.js";
 import { Memory, Timeline } from "../parts/timeline.js";
 
@@ -42,6 +42,55 @@ function Actions({ run, onDone }) {
         <button class="button danger" disabled=${busy} onClick=${() => act("stop")}>Stop the run</button></footer>
     </${Dialog}>`}
     <${ErrorLine} text=${error} />`;
+}
+
+/** The title and the notes of a run, and its deletion. */
+function Marks({ run, notes, onDone }) {
+  const [open, setOpen] = useState(null);
+  const [title, setTitle] = useState("");
+  const [text, setText] = useState("");
+  const [typed, setTyped] = useState("");
+  const [error, setError] = useState(null);
+  const [busy, setBusy] = useState(false);
+  const show = (what) => {
+    setTitle(run.title ?? "");
+    setText(notes);
+    setTyped("");
+    setError(null);
+    setOpen(what);
+  };
+  const send = async (event, action, content) => {
+    event.preventDefault();
+    setBusy(true);
+    try {
+      await post(`/api/runs/${run.id}/${action}`, content);
+      setOpen(null);
+      if (action === "delete") go("runs");
+      else onDone();
+    } catch (failure) {
+      setError(failure.message);
+    }
+    setBusy(false);
+  };
+  return html`<section class="card"><header class="card-head"><h2>Notes</h2>
+      <span><button class="button" onClick=${() => show("marks")}>Edit title and notes</button>
+      ${run.state !== "running" && html` <button class="button" onClick=${() => show("delete")}>Delete…</button>`}</span></header>
+    ${notes ? html`<p class="notes-text">${notes}</p>` : html`<p class="muted">No notes.</p>`}
+    ${open === "marks" && html`<${Dialog} title="Title and notes" onClose=${() => setOpen(null)}>
+      <form onSubmit=${(event) => send(event, "marks", { title, notes: text })}>
+        <${Field} label="Title" hint="Shown in place of the folder's name, which stays."><input class="input" maxlength="200" value=${title} onInput=${(event) => setTitle(event.target.value)} /></${Field}>
+        <${Field} label="Notes"><textarea class="input" rows="8" maxlength="20000" value=${text} onInput=${(event) => setText(event.target.value)}></textarea></${Field}>
+        <${ErrorLine} text=${error} />
+        <footer><button type="button" class="button" onClick=${() => setOpen(null)}>Cancel</button><button class="button primary" disabled=${busy}>Save</button></footer>
+      </form></${Dialog}>`}
+    ${open === "delete" && html`<${Dialog} title=${`Delete ${run.name}?`} onClose=${() => setOpen(null)}>
+      <form onSubmit=${(event) => send(event, "delete", { name: typed })}>
+        <p>The folder <code>${run.folder}</code> is deleted, with its models, checkpoints and samples. This cannot be undone.</p>
+        <${Field} label=${`Type ${run.name} to confirm`}><input class="input" value=${typed} onInput=${(event) => setTyped(event.target.value)} autocomplete="off" spellcheck=${false} /></${Field}>
+        <${ErrorLine} text=${error} />
+        <footer><button type="button" class="button" onClick=${() => setOpen(null)}>Keep</button><button class="button danger" disabled=${busy || typed !== run.name}>${busy ? "Deleting…" : "Delete the run"}</button></footer>
+      </form></${Dialog}>`}
+  </section>`;
 }
 
 function Settings({ config }) {
@@ -82,7 +131,7 @@ export function Run({ query }) {
     return html`<${ViewHead} title="Run" /><${ErrorLine} text=${error} /><${Empty} title="There is no such run">It may have been moved or removed. See <a href=${link("runs")}>all runs</a>.</${Empty}>`;
   }
   return html`
-    <${ViewHead} title=${run.name} note=${run.folder}>
+    <${ViewHead} title=${run.title ?? run.name} note=${run.folder}>
       <${RunPicker} runs=${runs} run=${run} />
       <a class="button" href=${link("curves", { run: run.id })}>Curves</a>
       ${run.has_samples && html`<a class="button" href=${link("rollouts", { run: run.id })}>Rollouts</a>`}
@@ -102,8 +151,9 @@ export function Run({ query }) {
       <section class="card"><header class="card-head"><h2>Time of each step</h2></header>
         <${ErrorLine} text=${timeline.error} />${timeline.data ? html`<${Timeline} timeline=${timeline.data} />` : html`<${Loading} what="the timeline" />`}</section>
       <section class="card"><header class="card-head"><h2>Memory</h2></header>
-        ${timeline.data && detail.data && html`<${Memory} plan=${detail.data.memory_plan} measured=${timeline.data.memory} />`}</section>
+        ${timeline.data && detail.data ? html`<${Memory} plan=${detail.data.memory_plan} measured=${timeline.data.memory} />` : html`<${Loading} what="the memory" />`}</section>
     </div>
     ${typeof detail.data?.printed === "string" && html`<${Printed} text=${detail.data.printed} />`}
-    ${detail.data && html`<${Settings} config=${detail.data.config} />`}`;
+    ${detail.data ? html`<${Marks} run=${run} notes=${detail.data.notes} onDone=${() => { detail.reload(); reload(); }} />
+      <${Settings} config=${detail.data.config} />` : !detail.error && html`<${Loading} what="the settings" />`}`;
 }

@@ -17,7 +17,8 @@ function Row({ run, marked, onMark }) {
   const values = Object.entries(run.last ?? {}).slice(0, 3);
   return html`<tr class=${marked ? "marked" : ""}>
     <td class="cell-mark"><input type="checkbox" checked=${marked} onChange=${onMark} aria-label=${`Compare ${run.name}`} /></td>
-    <th scope="row" class="cell-name"><a href=${link("run", { run: run.id })} data-entry>${run.name}</a>
+    <th scope="row" class="cell-name"><a href=${link("run", { run: run.id })} data-entry>${run.title ?? run.name}</a>
+      ${run.title && html`<span class="run-path muted">${run.name}</span>`}
       ${run.problem && html`<span class="problem">${run.problem}</span>`}</th>
     <td data-label="State"><${State} state=${run.state} /></td>
     <td data-label="Step"><${Progress} run=${run} /></td>
@@ -46,7 +47,7 @@ export function Runs() {
   const { runs, error, loading, reload } = useRuns();
   const [marked, setMarked] = useState([]);
   const [text, setText] = useState("");
-  const shown = runs.filter((run) => `${run.name} ${run.model} ${run.algorithm}`.toLowerCase().includes(text.toLowerCase()));
+  const shown = runs.filter((run) => `${run.title ?? ""} ${run.name} ${run.model} ${run.algorithm}`.toLowerCase().includes(text.toLowerCase()));
   const mark = (id) => setMarked(marked.includes(id) ? marked.filter((other) => other !== id) : [...marked, id]);
   const training = runs.filter((run) => run.state === "running").length;
   return html`
@@ -54,6 +55,7 @@ export function Runs() {
       <input class="input" type="search" data-search placeholder="Search runs" aria-label="Search runs" value=${text} onInput=${(event) => setText(event.target.value)} />
       <a class=${`button primary ${marked.length ? "" : "disabled"}`} aria-disabled=${!marked.length} href=${marked.length ? link("curves", { run: marked }) : null}>
         Compare${marked.length ? ` ${marked.length}` : ""}</a>
+      ${marked.length === 2 && html`<a class="button" href=${link("diff", { run: marked })}>Settings diff</a>`}
     </${ViewHead}>
     <${ErrorLine} text=${error} retry=${reload} />
     <${Linked} />

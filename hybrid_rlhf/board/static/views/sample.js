@@ -8,15 +8,17 @@ import { useIndexing, useRuns } from "../core/runs.js";
 import { Choice, Empty, ErrorLine, Fact, Loading, ViewHead } from "../parts/basic.js";
 import { Conversation, Message } from "../parts/messages.js";
 import { Branch, Replay, Rescore } from "../parts/sample_actions.js";
+import { shownComponents } from "../parts/sample_row.js";
 import { Tokens } from "../parts/tokens.js";
 
-function Components({ components }) {
-  const rows = Object.entries(components ?? {});
+/** The bars have the scale of the whole run, so that those of two samples can be compared. */
+function Components({ sample }) {
+  const rows = shownComponents(sample);
   if (!rows.length) return null;
-  const limit = Math.max(...rows.map(([, value]) => Math.abs(value ?? 0))) || 1;
+  const limit = sample.component_limit || 1;
   return html`<table class="table compact components"><caption>Reward components</caption><tbody>${rows.map(([name, value]) => html`<tr key=${name}>
     <th scope="row">${name}</th><td class="number">${formatNumber(value)}</td>
-    <td class="bar-cell" aria-hidden="true"><span class=${`bar ${value < 0 ? "low" : "high"}`} style=${{ width: `${(50 * Math.abs(value ?? 0)) / limit}%` }}></span></td>
+    <td class="bar-cell" aria-hidden="true"><span class=${`bar ${value < 0 ? "low" : "high"}`} style=${{ width: `${Math.min(50, (50 * Math.abs(value ?? 0)) / limit)}%` }}></span></td>
   </tr>`)}</tbody></table>`;
 }
 
@@ -35,7 +37,7 @@ function Facts({ sample }) {
       <${Fact} name="Ended by itself">${sample.stopped === null || sample.stopped === undefined ? "–" : sample.stopped ? "yes" : "no, truncated"}</${Fact}>
       <${Fact} name="Weight version">${versions(sample.weight_versions)}</${Fact}>
     </dl>
-    <${Components} components=${sample.components} />
+    <${Components} sample=${sample} />
   </section>`;
 }
 
