@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.reader import InferenceReader
+from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, RouterAgreement, scatter_rows
 from hybrid_rlhf.rl.environments.episodes import episode_metrics
@@ -97,7 +98,7 @@ class RolloutScorer:
         prompt = rollout.places(len(prompts))
         scores = report.scores
         if rollout.turn_rewards is not None:
-            scores = scores + rollout.turn_rewards.sum(dim=1)
+            scores = scores + row_sums(rollout.turn_rewards)
         penalties = score_penalties(
             rollout,
             self._algorithm.penalties,
