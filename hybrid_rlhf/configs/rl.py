@@ -358,7 +358,7 @@ class RLConfig(StepConfig):
     @property
     def uses_reference(self) -> bool:
         """Whether the reference's log-probs are needed."""
-        return self.algorithm.kl is not None or self.algorithm.needs_reference
+        return self.algorithm.uses_reference
 
     @property
     def learned_per_prompt(self) -> int:

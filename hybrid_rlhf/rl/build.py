@@ -383,7 +383,6 @@ def build_parts(
         timers=run.timers,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, roles.actor.facts.eos_token_ids),
-        reads_reference=config.uses_reference,
         environments=environments,
         average=average,
         ptx_batches=ptx_batches,
