@@ -48,6 +48,7 @@ from tests.support.families import variant
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rl import chat_row, episode_parts
 from tests.support.routes import module_routes
+from tests.support.templates import FAMILIES, tokenizer_of
 from tests.support.tiny import CHATML, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -478,6 +479,33 @@ def test_observations_are_turns_of_the_tool_or_else_of_the_user(template: str | 
         before = render(messages[:1], tokenizer, add_generation_prompt=True) + ("a" if template else " a")
         messages.append({"role": "tool", "content": "4 < 5"})
         assert before + expected == render(messages, tokenizer, add_generation_prompt=True), "as a conversation reads"
+
+
+@pytest.mark.parametrize(
+    ("name", "sampled", "expected"),
+    [
+        ("gpt-oss, channels, another end in history", "<|return|>", "<|start|>functions.look to=assistant<|message|>4"),
+        ("gpt-oss, channels, another end in history", "<|call|>", "<|start|>functions.look to=assistant<|message|>4"),
+        ("gpt-oss, channels, another end in history", None, "<|end|><|start|>functions.look to=assistant<|message|>4"),
+        ("llama 3.1, calls as parameters, results of ipython", "</s>", "<|start_header_id|>ipython<|end_header_id|>"),
+    ],
+)
+def test_a_turn_ends_with_one_token(name: str, sampled: str | None, expected: str) -> None:
+    """The end of a past turn in the template followed the stop token that was sampled, so that a turn had both."""
+    tokenizer = tokenizer_of(FAMILIES[name])
+    end = None if sampled is None else tokenizer.convert_tokens_to_ids(sampled)
+    turns = ObservationEncoder(tokenizer, max_observation_tokens=6)
+    assert tokenizer.decode(turns.observation_ids("4", end_token=end)).startswith(expected)
+
+
+def test_the_opening_of_a_turn_is_no_end() -> None:
+    """A template without a token at the end of past turns: the next turn keeps its beginning."""
+    history = "{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' + m.content }}{% endfor %}"
+    last = "{{ '<|im_start|>assistant' if add_generation_prompt else '<|im_end|>' }}"
+    tokenizer = tiny_tokenizer(history + last)
+    turns = ObservationEncoder(tokenizer, max_observation_tokens=6)
+    found = tokenizer.decode(turns.observation_ids("4", end_token=tokenizer.eos_token_id))
+    assert found == "<|im_start|>tool 4<|im_start|>assistant"
 
 
 def test_a_template_without_a_place_for_observations_is_refused() -> None:
