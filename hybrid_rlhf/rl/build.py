@@ -18,6 +18,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.configs.algorithms import GSPOConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.configs.sections.placement import Placement, adapts
@@ -335,7 +336,25 @@ def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:
     log_plan(plan, run)
     if run.world.is_main:
         _log_updates(config, completions=config.rollout.prompts_per_step * config.learned_per_prompt)
+        _warn_of_bias(config)
     return plan
+
+
+def _warn_of_bias(config: RLConfig) -> None:
+    """Warn where weights per token are a poor correction (docs/async.md#what-the-correction-leaves-out)."""
+    if config.algorithm.correction is None:
+        return
+    cases = {
+        "the ratio of whole sequences (algorithm gspo)": isinstance(config.algorithm, GSPOConfig),
+        "completions of several weight versions (rollout.partial)": config.rollout.partial is not None,
+        "8-bit sampling of long completions (rollout.quantization)": config.rollout.quantization is not None,
+    }
+    for case in (case for case, is_on in cases.items() if is_on):
+        logger.warning(
+            "algorithm.correction weighs each token by its own ratio, without those of the tokens before it, which is "
+            "biased for %s: watch rollout/correction_mean and rollout/logprob_abs_diff_mean, or leave this out",
+            case,
+        )
 
 
 def _log_updates(config: RLConfig, *, completions: int) -> None:

@@ -45,6 +45,27 @@ def test_a_clip_that_never_acts_is_reported(
     assert any(f"updates: {config.algorithm.mini_batches} from a rollout of " in text for text in lines)
 
 
+@pytest.mark.parametrize(
+    ("line", "cases"),
+    [
+        ("--algorithm gspo --algorithm.correction.method mask", ["algorithm gspo"]),
+        ("--rollout.partial.extra_prompts 0.5 --algorithm.correction.method truncate", ["rollout.partial"]),
+        ("--rollout.quantization int8 --algorithm.correction.method truncate", ["rollout.quantization"]),
+        ("--algorithm grpo --algorithm.correction.method truncate", []),
+        ("--algorithm gspo", []),
+    ],
+)
+def test_a_biased_correction_is_reported(
+    line: str, cases: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Weights per token were accepted silently for a loss on sequences, mixed weight versions and 8-bit sampling."""
+    config = parse_config(RLConfig, [*line.split(), "--output_dir", str(tmp_path / "run")])
+    with start_run(config) as run:
+        plan_step(config, run, place_roles(config, run, "actor"))
+    warned = [text for text in "".join(capfd.readouterr()).splitlines() if "algorithm.correction weighs" in text]
+    assert len(warned) == len(cases) and all(case in text for case, text in zip(cases, warned, strict=True))
+
+
 def test_the_log_tells_the_rate_of_adapters(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path
 ) -> None:
