@@ -8,9 +8,11 @@ import math
 import re
 import shlex
 import textwrap
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -406,7 +408,7 @@ def test_an_environment_that_fails_stops_the_run_or_ends_its_episode(
 
 
 def test_calls_run_at_once_and_a_blocked_loop_is_left() -> None:
-    calls = EnvironmentCalls(timeout_seconds=1.0, device=CPU)
+    calls = EnvironmentCalls(timeout_seconds=1.0, device=CPU, threads=32)
 
     async def wait() -> int:
         await asyncio.sleep(0.2)
@@ -424,7 +426,7 @@ def test_calls_run_at_once_and_a_blocked_loop_is_left() -> None:
     start = time.perf_counter()
     assert calls([wait] * 50) == [3] * 50 and calls([lambda: time.sleep(0.2)] * 20) == [None] * 20
     assert time.perf_counter() - start < 1.0
-    quick = EnvironmentCalls(timeout_seconds=0.2, device=CPU)
+    quick = EnvironmentCalls(timeout_seconds=0.2, device=CPU, threads=32)
 
     async def leave() -> None:
         raise SystemExit(3)
@@ -435,9 +437,29 @@ def test_calls_run_at_once_and_a_blocked_loop_is_left() -> None:
     start = time.perf_counter()
     assert quick([block] * 9) == [CallFailure("it took longer than 0.2 s")] * 9
     assert time.perf_counter() - start < 1.5, "they waited together"
-    assert calls([wait]) == [3] and EnvironmentCalls(timeout_seconds=1.0, device=CPU)([wait]) == [3]
+    assert calls([wait]) == [3] and EnvironmentCalls(timeout_seconds=1.0, device=CPU, threads=32)([wait]) == [3]
     assert quick([lambda: time.sleep(2)] * 16) == [CallFailure("it took longer than 0.2 s")] * 16
     assert "16 earlier calls still hang" in quick([lambda: 1])[0].reason
+
+
+def test_a_long_call_does_not_delay_the_next_ones() -> None:
+    """A call started when all calls 32 places before it had ended, so one long call stopped the others."""
+    calls = EnvironmentCalls(timeout_seconds=20.0, device=CPU, threads=2)
+    reached = threading.Event()
+    running, most = [], []
+
+    def count(place: int) -> int:
+        running.append(place)
+        most.append(len(running))
+        if place == 0:
+            assert reached.wait(15), "the last call never started"
+        if place == 9:
+            reached.set()
+        running.remove(place)
+        return place
+
+    assert calls([partial(count, place) for place in range(10)]) == [*range(10)]
+    assert max(most) == 2, "as many as there are threads"
 
 
 def test_reset_may_give_the_prompt(world: World, paths: dict[str, str]) -> None:
