@@ -39,6 +39,7 @@ from hybrid_rlhf.loop.setup import (
 from hybrid_rlhf.loop.step import Step
 from hybrid_rlhf.loop.user_code import register
 from hybrid_rlhf.memory.kept_weights import resolve_keep_weights
+from hybrid_rlhf.placement.kv_cache import resolve_kv_cache
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.environments import Environment, EpisodeRunner, build_runner
 from hybrid_rlhf.rl.parts import RLParts
@@ -239,7 +240,7 @@ class _SessionBuilder:
         run, tokenizer = self._run, self._tokenizer
         placement = place_roles(config, run, self._actor_path)
         plan = plan_step(config, run, placement)
-        config = resolve_keep_weights(config, run.world)
+        config = resolve_kv_cache(resolve_keep_weights(config, run.world), placement, run.world)
         log_placement(config, placement, run.world)
         require_room(config, placement, run.world)
         run.placed = config, placement
@@ -336,14 +337,21 @@ def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:
     log_plan(plan, run)
     if run.world.is_main:
         _log_updates(config, completions=config.rollout.prompts_per_step * config.learned_per_prompt)
-        _warn_of_bias(config)
+        _log_correction(config)
     return plan
 
 
-def _warn_of_bias(config: RLConfig) -> None:
-    """Warn where weights per token are a poor correction (docs/async.md#what-the-correction-leaves-out)."""
-    if config.algorithm.correction is None:
+def _log_correction(config: RLConfig) -> None:
+    """Log the correction for the sampler, and warn where weights per token are biased (docs/async.md)."""
+    correction = config.algorithm.correction
+    if correction is None:
         return
+    if config.rollout.samples_otherwise:
+        logger.info(
+            "algorithm.correction.method %s, clip %g: other weights than those that train sample",
+            correction.method,
+            correction.clip,
+        )
     cases = {
         "the ratio of whole sequences (algorithm gspo)": isinstance(config.algorithm, GSPOConfig),
         "completions of several weight versions (rollout.partial)": config.rollout.partial is not None,

@@ -23,6 +23,7 @@ from datasets import Dataset
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.loaders import RowStream
@@ -330,6 +331,32 @@ def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, 
     assert all(told["rollout/logprob_abs_diff_max"] > 1e-2 for told in found[1][1:])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_policy_lag_needs_no_other_key(ranks: int, model_folder: Path, tmp_path: Path) -> None:
+    """The KV cache and the correction were two more keys, each asked for in an error of its own."""
+    line = rollout_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"))
+    for key in ("--rollout.kv_cache_gib", "--algorithm.correction.method"):
+        del line[line.index(key) : line.index(key) + 2]
+    run_main("hybrid_rlhf.cli.rl", ranks, [*line, "--rollout.async_sampling.policy_lag", "1"])
+    told = metrics_without_times(tmp_path / "run")
+    assert [step["rollout/stale_updates"] for step in told[1:]] == [0.0, 1.0, 1.0, 1.0]
+    assert all("rollout/correction_mean" in step for step in told[1:])
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "algorithm.correction.method truncate, clip 2: other weights than those that train sample" in log
+    assert re.search(r"rollout.kv_cache_gib 0\.\d+: by the memory plan, for all completions of a rollout", log)
+
+
+@pytest.mark.parametrize(
+    "line", ["--rollout.async_sampling.policy_lag 1", "--rollout.partial.max_lag 1", "--rollout.quantization int8"]
+)
+def test_samples_of_other_weights_are_corrected_by_default(line: str) -> None:
+    assert parse_config(RLConfig, line.split()).algorithm.correction == CorrectionConfig()
+    given = [*line.split(), "--algorithm.correction.method", "mask"]
+    assert parse_config(RLConfig, given).algorithm.correction == CorrectionConfig(method="mask")
+    assert parse_config(RLConfig, [*line.split(), "--algorithm", "online_dpo"]).algorithm.correction is None
+    assert parse_config(RLConfig, []).algorithm.correction is None
+
+
 def test_the_command_of_the_page_runs(model_folder: Path, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "async.md").read_text()
     (command,) = re.findall(r"^    hybrid-rlhf rl (--.*?[^\\])$", page, re.MULTILINE | re.DOTALL)
@@ -351,8 +378,6 @@ def test_the_command_of_the_page_runs(model_folder: Path, tmp_path: Path) -> Non
             ["--rollout.async_sampling.policy_lag", "0", "--rollout.kv_cache_gib", "1"],
             "policy_lag must be 1 or more, got 0",
         ),
-        (["--rollout.async_sampling.policy_lag", "1"], "rollout.kv_cache_gib"),
-        (["--rollout.async_sampling.policy_lag", "1", "--rollout.kv_cache_gib", "1"], "algorithm.correction null"),
         (
             ["--rollout.async_sampling.policy_lag", "1", "--rollout.keep_weights", "true"],
             "keep_weights True: give False",
