@@ -135,7 +135,6 @@ def step_of(
         roles,
         algorithm,
         sampling=config.rollout,
-        reads_reference=config.uses_reference,
         tokenizer=tokenizer,
         stop_token_ids=(int(tokenizer.eos_token_id),),  # type: ignore[arg-type]
         micro_batches=MicroBatches(None, options.micro_batch_tokens),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOConfig, RAFTConfig
+from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, PolicyGradientConfig
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
@@ -204,15 +205,12 @@ class RLConfig(StepConfig):
             "rollout.endpoint is for programs, got environment.path "
             f"{self.environment and self.environment.path}: leave one out",
         )
+        if self.rollout.samples_otherwise and not self.algorithm.allows_other_sampler:
+            self._correct()
         if self.rollout.policy_lag:
             self._check_ahead(alone)
         if self.rollout.partial is not None:
             self._check_partial()
-        require(
-            self.rollout.quantization is None or self.algorithm.allows_other_sampler,
-            f"rollout.quantization {self.rollout.quantization} samples from rounded weights, got algorithm.correction "
-            "null: give --algorithm.correction.method truncate or mask",
-        )
         require(
             not self.rollout.routing_replay or self.algorithm.uses_sampler_policy,
             f"rollout.routing_replay is for losses on the policy that sampled, got algorithm {name}, which learns from "
@@ -245,34 +243,30 @@ class RLConfig(StepConfig):
             found["algorithm.mini_batches"] = max(divisors, default=1)
         return found
 
+    def _correct(self) -> None:
+        """Correct the loss for the sampler, by default by truncation."""
+        name = self.algorithm.name
+        require(
+            isinstance(self.algorithm, PolicyGradientConfig),
+            f"samples of other weights than those that train need algorithm.correction, got algorithm {name} without: "
+            "give another, or leave out rollout.async_sampling, rollout.partial and rollout.quantization",
+        )
+        assert isinstance(self.algorithm, PolicyGradientConfig)
+        object.__setattr__(self, "algorithm", replace(self.algorithm, correction=CorrectionConfig()))
+
     def _check_ahead(self, alone: bool) -> None:
         """Rules of sampling beside training; `alone`: on ranks of its own."""
-        rollout, lag = self.rollout, self.rollout.policy_lag
+        rollout = self.rollout
         require(
             alone or rollout.tensor_parallel == 1,
             "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
             f"rollout.tensor_parallel {rollout.tensor_parallel}: give 1, or --placement separation",
-        )
-        require(
-            rollout.kv_cache_gib is not None,
-            "rollout.async_sampling samples beside training and scoring, got no rollout.kv_cache_gib: give the GiB of "
-            "the KV cache",
-        )
-        require(
-            self.algorithm.allows_other_sampler,
-            f"rollout.async_sampling.policy_lag {lag} trains on samples of older weights, got algorithm.correction "
-            "null: give --algorithm.correction.method truncate or mask",
         )
 
     def _check_partial(self) -> None:
         require(
             self.environment is None,
             "rollout.partial carries completions of one turn, got the section environment: leave one out",
-        )
-        require(
-            self.algorithm.allows_other_sampler,
-            "rollout.partial trains on tokens of older weights, got algorithm.correction null: give "
-            "--algorithm.correction.method truncate or mask",
         )
 
     def _check_program(self, name: str, environment: EnvironmentConfig) -> None:
@@ -358,7 +352,7 @@ class RLConfig(StepConfig):
     @property
     def uses_reference(self) -> bool:
         """Whether the reference's log-probs are needed."""
-        return self.algorithm.kl is not None or self.algorithm.needs_reference
+        return self.algorithm.uses_reference
 
     @property
     def learned_per_prompt(self) -> int:

@@ -64,6 +64,8 @@ class EngineFacts:
     """Shapes of the weights of the base model by name."""
     max_logprob_diff: float = 0.0
     """See HybridEngine."""
+    rounds_otherwise: bool = False
+    """See HybridEngine."""
 
 
 @dataclass(frozen=True)

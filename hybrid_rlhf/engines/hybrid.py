@@ -29,7 +29,7 @@ from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions,
 from hybrid_rlhf.engines.partition import GatheredWeight, base_parameters, full_weights, gathered, has_partitions
 from hybrid_rlhf.engines.residency.offload import OffloadedStates
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
-from hybrid_rlhf.engines.sampling_engine import groups_of, rollout_backend, rollout_drafter
+from hybrid_rlhf.engines.sampling_engine import groups_of, rollout_backend, rollout_drafter, rounds_otherwise
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
 from hybrid_rlhf.generation.backends.native import NativeBackend
@@ -117,6 +117,8 @@ class HybridEngine(ModelEngine):
             max_logprob_diff, dtype, inference_dtype, quantised=quantization is not None
         )
         """Largest mean difference of log-probs between sampler and trainer, in nats, beyond which a run stops."""
+        self.rounds_otherwise = rounds_otherwise(self._rollout, dtype)
+        """Whether log-probs of the sampler, by whatever ranks sample, have other precision than those of training."""
         self._kept: _KeptBackend | None = None
         self._module_support: ModuleSupport | None = None
         self._inference_weights: InferenceWeights | None = None
@@ -190,7 +192,7 @@ class HybridEngine(ModelEngine):
     @property
     def facts(self) -> EngineFacts:
         """See ModelEngine."""
-        return replace(super().facts, max_logprob_diff=self.max_logprob_diff)
+        return replace(super().facts, max_logprob_diff=self.max_logprob_diff, rounds_otherwise=self.rounds_otherwise)
 
     @contextlib.contextmanager
     def inference(
@@ -334,7 +336,7 @@ class AbsentActor(AbsentEngine):
         self.drafter: Drafter | None = None
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
-        self.max_logprob_diff = facts.max_logprob_diff
+        self.max_logprob_diff, self.rounds_otherwise = facts.max_logprob_diff, facts.rounds_otherwise
 
     @property
     def device(self) -> torch.device:

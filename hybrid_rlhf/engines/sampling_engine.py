@@ -15,6 +15,7 @@ from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.runtime.world import World
 
 
@@ -26,6 +27,11 @@ def rollout_backend(decoder: Decoder, rollout: RolloutConfig, *, cuda_graphs: bo
         kv_cache_gib=rollout.kv_cache_gib,
         cuda_graphs=cuda_graphs,
     )
+
+
+def rounds_otherwise(rollout: RolloutConfig, training: torch.dtype) -> bool:
+    """Whether sampling computes with other precision than training in a dtype: 8-bit products, or another dtype."""
+    return rollout.quantization is not None or DTYPES.get(rollout.dtype, training) != training
 
 
 def rollout_drafter(rollout: RolloutConfig, architecture: ModelDescription | None) -> Drafter | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.functional.masking import at_least_float32, keep, last_index
+from hybrid_rlhf.functional.masking import at_least_float32, keep, last_index, row_sums
 
 
 def shaped_rewards(
@@ -49,7 +49,7 @@ def shaped_rewards(
     rewards = keep(-kl_coef * at_least_float32(kl), mask)
     scores = at_least_float32(scores)
     parts = torch.zeros_like(rewards) if earned is None else keep(earned, mask)
-    at_end = scores - parts.sum(dim=1)
+    at_end = scores - row_sums(parts)
     parts = parts.scatter_add(1, last_index(mask)[:, None], at_end.to(parts)[:, None])
     if score_clip is not None:
         parts = parts * (score_clip / scores.abs().clamp(min=score_clip))[:, None]

@@ -1,10 +1,15 @@
 """Statistics over the completions of each prompt, whose number may differ between prompts.
 
+Equal values of a group have exactly that value as their mean, so that differences from it and their standard deviation
+are exactly 0: `differs_in_group` and the statistics agree on which groups are equal.
+
 Shapes: N completions; groups [N] identifies the prompt of each by any integer. Results are float32 or better; they are
 not meant to be differentiated.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +31,9 @@ def group_size(groups: Tensor) -> Tensor:
 
 def group_mean(values: Tensor, *, groups: Tensor) -> Tensor:
     """Mean [N] of each completion's group."""
-    return group_sum(values, groups=groups) / group_size(groups)
+    values = at_least_float32(values)
+    low = _of_group(values, groups, "amin")  # a sum of equal values divided by their number would be rounded
+    return low + group_sum(values - low, groups=groups) / group_size(groups)
 
 
 def group_std(values: Tensor, *, groups: Tensor) -> Tensor:
@@ -44,11 +51,7 @@ def leave_one_out(values: Tensor, *, groups: Tensor) -> Tensor:
 
 def differs_in_group(values: Tensor, *, groups: Tensor) -> Tensor:
     """Whether the values of each completion's group are not all equal, [N] bool."""
-    order, member = groups.unique(return_inverse=True)
-    empty = torch.zeros(len(order), dtype=values.dtype, device=values.device)
-    low = empty.scatter_reduce(0, member, values, "amin", include_self=False)
-    high = empty.scatter_reduce(0, member, values, "amax", include_self=False)
-    return (high > low)[member]
+    return _of_group(values, groups, "amax") > _of_group(values, groups, "amin")
 
 
 def rank_in_group(values: Tensor, *, groups: Tensor) -> Tensor:
@@ -61,3 +64,10 @@ def rank_in_group(values: Tensor, *, groups: Tensor) -> Tensor:
     begins[1:] = ordered[1:] != ordered[:-1]
     start = torch.where(begins, positions, 0).cummax(0).values
     return torch.empty_like(order).scatter(0, order, positions - start)
+
+
+def _of_group(values: Tensor, groups: Tensor, extreme: Literal["amin", "amax"]) -> Tensor:
+    """The least or the largest value [N] of each completion's group."""
+    order, member = groups.unique(return_inverse=True)
+    empty = torch.zeros(len(order), dtype=values.dtype, device=values.device)
+    return empty.scatter_reduce(0, member, values, extreme, include_self=False)[member]

@@ -29,6 +29,16 @@ def keep(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), at_least_float32(values), 0.0)
 
 
+def row_sums(values: Tensor) -> Tensor:
+    """Sums [B] of rows [B, T], accumulated in float64: rows with the same values in other places have equal sums."""
+    return values.sum(dim=1, dtype=torch.float64).to(values.dtype)
+
+
+def spread(values: Tensor) -> float:
+    """Standard deviation of all values, by their count; exactly 0 where all are equal."""
+    return float((values - values.min()).std(correction=0))
+
+
 def masked_sum(values: Tensor, *, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of the values where the mask is 1, over all entries or one dimension."""
     kept = keep(values, mask)
@@ -60,7 +70,7 @@ def masked_whiten(
 ) -> Tensor:
     """Values with variance 1 and, with shift_mean, mean 0; 0 where the mask is 0 (N details, no. 18).
 
-    The statistics carry no gradient. Equal values give finite results.
+    The statistics carry no gradient, and are accumulated in float64: equal float32 values have a deviation of 0.
 
     Args:
         values: any shape.
@@ -73,12 +83,11 @@ def masked_whiten(
         the shape of values, in float32 or better.
     """
     kept = keep(values, mask)
-    sums = torch.stack([kept.detach().sum(), mask.bool().sum().to(kept.dtype)])
+    sums = torch.stack([kept.detach().sum(dtype=torch.float64), mask.bool().sum().double()])
     sums = _all_reduce(sums, group)
-    count = sums[1].clamp(min=1)
-    mean = sums[0] / count
-    squares = _all_reduce(keep(kept.detach() - mean, mask).square().sum(), group)
-    variance = squares / (sums[1] - int(unbiased)).clamp(min=1)
+    mean = (sums[0] / sums[1].clamp(min=1)).to(kept.dtype)
+    squares = _all_reduce(keep(kept.detach() - mean, mask).square().sum(dtype=torch.float64), group)
+    variance = (squares / (sums[1] - int(unbiased)).clamp(min=1)).to(kept.dtype)
     whitened = (kept - mean) * torch.rsqrt(variance + 1e-8)
     return keep(whitened if shift_mean else whitened + mean, mask)
 

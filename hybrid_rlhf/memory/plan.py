@@ -25,6 +25,7 @@ from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
+from hybrid_rlhf.engines.sampling_engine import rounds_otherwise
 from hybrid_rlhf.memory.engine import FLOAT32, EngineMemory, MemoryUse, engine_memory
 from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, route_bytes
 from hybrid_rlhf.memory.inference_weights import inference_weight_bytes
@@ -163,8 +164,9 @@ class Planner:
         rows = -(-rollout.prompts_per_step * config.learned_per_prompt // (config.algorithm.mini_batches * ranks))
         length = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
         batch = micro_batch(config.train, rows, length, head_tokens=rollout.sampling.max_new_tokens)
-        reads_actor = (
-            config.uses_reference and (own_reference or rollout.samples_older) or config.algorithm.reads_old_logprobs
+        other = rollout.samples_older or rounds_otherwise(rollout, training_dtype(config.model, self.machine.device))
+        reads_actor = (config.uses_reference and own_reference) or config.algorithm.actor_scores_rollout(
+            other_sampler=other
         )
         reads = [e.forward(batch) for e in (*readers, *learners[1:], *([actor] if reads_actor else []))]
         yield generation

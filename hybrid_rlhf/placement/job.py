@@ -19,6 +19,7 @@ import torch
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig, frozen_zero
+from hybrid_rlhf.engines.sampling_engine import rounds_otherwise
 from hybrid_rlhf.generation.weights.describe import attention_sizes
 from hybrid_rlhf.memory.shapes import ShapedModel, Shapes
 from hybrid_rlhf.models.families import family_of
@@ -227,9 +228,9 @@ class RLJob:
 
     def actor_reads(self, *, lag: int) -> int:
         """How many times the actor reads a rollout before its updates."""
-        old = self.config.algorithm.reads_old_logprobs or (
-            self.config.uses_reference and (lag > 0 or self.config.rollout.samples_older)
-        )
+        rollout = self.config.rollout
+        other = lag > 0 or rollout.samples_older or rounds_otherwise(rollout, self.dtype)
+        old = self.config.algorithm.actor_scores_rollout(other_sampler=other)
         return int(old) + int(self.reads_own_reference)
 
     def at(self, *, lengths: StepLengths) -> RLJob:

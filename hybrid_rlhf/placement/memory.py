@@ -7,6 +7,7 @@ phases, and with a policy lag its cache too.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.engines.residency.rules import RoleResidency
+from hybrid_rlhf.generation.batching.capacity import FREE_SHARE
 from hybrid_rlhf.memory.engine import FLOAT32, EngineMemory, MemoryUse, engine_memory, split_memory
 from hybrid_rlhf.memory.generation import cache_plan, decode_buffer_bytes, route_bytes
 from hybrid_rlhf.memory.inference_weights import inference_weight_bytes
@@ -24,6 +26,10 @@ from hybrid_rlhf.memory.plan import Device, PhaseMemory, Planner, micro_batch
 from hybrid_rlhf.memory.shapes import BatchShape, ShapedModel
 from hybrid_rlhf.placement.job import JobReader, RLJob, RoleJob, default_lengths
 from hybrid_rlhf.placement.plans import SAMPLER, StepPlan
+
+_LITTLE_GIB, _ABUNDANT_GIB = 1e-6, 1e6
+"""Caches that hold one completion, as generation takes at least, and all of them."""
+_GRANULE_GIB = 0.001
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class PlanMemory:
 def placed_memory(config: RLConfig, placement: Placement, planner: Planner) -> list[RankMemory]:
     """The memory of each phase of a run on each rank, all rows at their maximum length."""
     machine = planner.machine
+    if config.rollout.policy_lag and config.rollout.kv_cache_gib is None:
+        return placed_memory(with_kv_cache(config, placement, planner), placement, planner)
     if config.placement in (None, "flattening"):
         return [RankMemory(tuple(range(machine.ranks)), phase) for phase in planner.phases(config)]
     lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
@@ -64,6 +72,24 @@ def placed_memory(config: RLConfig, placement: Placement, planner: Planner) -> l
     job = read(config, lengths, overrides=read_overrides(config.deepspeed_config))
     memory = MemoryModel(job, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, exact=True)
     return list(memory(StepPlan.of(config, placement)).phases)
+
+
+def with_kv_cache(config: RLConfig, placement: Placement, planner: Planner) -> RLConfig:
+    """The config with a KV cache for sampling beside training: for all completions of a rollout at their maximum
+    length, or the share of the free memory that generation takes where less is free; at least for one completion.
+    """
+
+    def sampling_memory(gib: float) -> list[PhaseMemory]:
+        sized = replace(config, rollout=replace(config.rollout, kv_cache_gib=gib))
+        samples = {rank for group in placement.sampling_groups for rank in group}
+        return [each.phase for each in placed_memory(sized, placement, planner) if samples & {*each.ranks}]
+
+    least, most = (sampling_memory(gib) for gib in (_LITTLE_GIB, _ABUNDANT_GIB))
+    one, all_rows = (max(phase.need.cache for phase in phases) for phases in (least, most))
+    free = min(phase.machine.device_bytes - phase.total + phase.need.cache for phase in most)
+    cache = max(one, min(all_rows, FREE_SHARE[planner.machine.device.type] * free))
+    gib = math.ceil(cache / 2**30 / _GRANULE_GIB) * _GRANULE_GIB
+    return replace(config, rollout=replace(config.rollout, kv_cache_gib=round(gib, 3)))
 
 
 class MemoryModel:

@@ -18,6 +18,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.configs.algorithms import GSPOConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.configs.sections.placement import Placement, adapts
@@ -38,6 +39,7 @@ from hybrid_rlhf.loop.setup import (
 from hybrid_rlhf.loop.step import ModelSource, Step
 from hybrid_rlhf.loop.user_code import register
 from hybrid_rlhf.memory.kept_weights import resolve_keep_weights
+from hybrid_rlhf.placement.kv_cache import resolve_kv_cache
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.environments import Environment, EpisodeRunner, build_runner
 from hybrid_rlhf.rl.parts import RLParts
@@ -238,7 +240,7 @@ class _SessionBuilder:
         run, tokenizer = self._run, self._tokenizer
         placement = place_roles(config, run, self._actor_path)
         plan = plan_step(config, run, placement)
-        config = resolve_keep_weights(config, run.world)
+        config = resolve_kv_cache(resolve_keep_weights(config, run.world), placement, run.world)
         log_placement(config, placement, run.world)
         require_room(config, placement, run.world)
         run.placed = config, placement
@@ -335,7 +337,32 @@ def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:
     log_plan(plan, run)
     if run.world.is_main:
         _log_updates(config, completions=config.rollout.prompts_per_step * config.learned_per_prompt)
+        _log_correction(config)
     return plan
+
+
+def _log_correction(config: RLConfig) -> None:
+    """Log the correction for the sampler, and warn where weights per token are biased (docs/async.md)."""
+    correction = config.algorithm.correction
+    if correction is None:
+        return
+    if config.rollout.samples_otherwise:
+        logger.info(
+            "algorithm.correction.method %s, clip %g: other weights than those that train sample",
+            correction.method,
+            correction.clip,
+        )
+    cases = {
+        "the ratio of whole sequences (algorithm gspo)": isinstance(config.algorithm, GSPOConfig),
+        "completions of several weight versions (rollout.partial)": config.rollout.partial is not None,
+        "8-bit sampling of long completions (rollout.quantization)": config.rollout.quantization is not None,
+    }
+    for case in (case for case, is_on in cases.items() if is_on):
+        logger.warning(
+            "algorithm.correction weighs each token by its own ratio, without those of the tokens before it, which is "
+            "biased for %s: watch rollout/correction_mean and rollout/logprob_abs_diff_mean, or leave this out",
+            case,
+        )
 
 
 def _log_updates(config: RLConfig, *, completions: int) -> None:
@@ -383,7 +410,6 @@ def build_parts(
         timers=run.timers,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, roles.actor.facts.eos_token_ids),
-        reads_reference=config.uses_reference,
         environments=environments,
         average=average,
         ptx_batches=ptx_batches,

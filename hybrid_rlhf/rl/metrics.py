@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.functional.groups import group_size, group_std
-from hybrid_rlhf.functional.masking import masked_mean, masked_sum
+from hybrid_rlhf.functional.groups import differs_in_group, group_size
+from hybrid_rlhf.functional.masking import masked_mean, masked_sum, spread
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.placement.job import StepLengths
 from hybrid_rlhf.rl.batch import Batch, Rollout
@@ -29,7 +29,7 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         **({} if explained is None else {"val/explained_variance": explained}),
         "objective/entropy": float(masked_sum(-old_logprobs, mask=mask, dim=1).mean()),
         "objective/scores": float(scores.mean()),
-        "objective/scores_std": float(scores.std(correction=0)),
+        "objective/scores_std": spread(scores),
         **({} if clipped is None else {"objective/score_clipfrac": float(clipped.float().mean())}),
         "objective/rlhf_reward": float(batch.rewards.sum(dim=1).mean()),
         **_equal_groups(rollout, scores),
@@ -48,7 +48,7 @@ def _equal_groups(rollout: Rollout, scores: Tensor) -> dict[str, float]:
     weights = (sizes > 1) / sizes  # 1 in each group of several
     if not weights.any():
         return {}
-    equal = group_std(scores, groups=rollout.groups) == 0
+    equal = ~differs_in_group(scores, groups=rollout.groups)
     return {"rollout/frac_reward_zero_std": float((equal * weights).sum() / weights.sum())}
 
 
@@ -57,7 +57,7 @@ def evaluation_metrics(rollout: Rollout, *, prefix: str) -> dict[str, float]:
     scores, kl = rollout.penalized_scores, rollout.kl
     return {
         f"{prefix}/scores": float(scores.mean()),
-        f"{prefix}/scores_std": float(scores.std(correction=0)),
+        f"{prefix}/scores_std": spread(scores),
         **({} if kl is None else {f"{prefix}/kl": float(kl.mean())}),
         f"{prefix}/mean_length": float(rollout.response_mask.sum(dim=1).float().mean()),
         f"{prefix}/clipped_ratio": float((~rollout.stopped).float().mean()),

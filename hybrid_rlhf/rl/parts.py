@@ -55,7 +55,6 @@ class RLParts:
         timers: Timers,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: tuple[int, ...],
-        reads_reference: bool = True,
         environments: EpisodeRunner | None = None,
         average: WeightAverage | None = None,
         ptx_batches: PtxBatches | None = None,
@@ -72,7 +71,6 @@ class RLParts:
             timers: of generation, scoring and training.
             tokenizer: the actor's.
             stop_token_ids: tokens that end a completion.
-            reads_reference: whether the reference's log-probs are needed.
             environments: run multi-turn episodes; none: a completion is one turn.
             average: moving average of the actor's weights.
             ptx_batches: pretraining text mixed into the updates.
@@ -96,7 +94,6 @@ class RLParts:
             sampling=sampling,
             planner=planner,
             scaling=scaling,
-            reads_reference=reads_reference,
             tokenizer=tokenizer,
             timers=timers,
         )

@@ -41,13 +41,16 @@ class BackgroundCall(Generic[T]):
             CallTimeout: if the call has not ended by then. It keeps running: Python cannot stop a thread.
             BaseException: whatever the call raised.
         """
-        left = None if timeout_seconds is None else max(0.0, self._start + timeout_seconds - time.monotonic())
-        self._thread.join(left)
+        self._thread.join(None if timeout_seconds is None else self.seconds_left(timeout_seconds))
         if self._thread.is_alive():
             raise CallTimeout
         if self._error is not None:
             raise self._error
         return self._value
+
+    def seconds_left(self, timeout_seconds: float) -> float:
+        """Time until a time limit since the start of the call; 0 beyond it."""
+        return max(0.0, self._start + timeout_seconds - time.monotonic())
 
     def has_ended(self, within_seconds: float | None = 0.0) -> bool:
         """Whether the call has ended, after waiting for it for at most this long; None: until it has."""

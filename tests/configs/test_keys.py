@@ -70,8 +70,6 @@ RULES = {
     "--rollout.sampling.stop x": ("rollout.sampling", "got stop ['x']"),
     "--rollout.sampling.repetition_penalty 1.2": ("rollout.sampling", "got repetition_penalty 1.2"),
     "--actor.lora.rank 0": ("lora.rank", "got 0"),
-    "--rollout.quantization int8": ("rollout.quantization int8", "got algorithm.correction null"),
-    "--algorithm grpo --rollout.quantization fp8": ("rollout.quantization fp8", "got algorithm.correction null"),
     "--rollout.quantization int8 --rollout.backend module": ("rollout.quantization", "got rollout.backend module"),
     "--rollout.quantization int4": ("rollout.quantization", "int4"),
     "--rollout.draft eagle": ("rollout.draft", "eagle"),

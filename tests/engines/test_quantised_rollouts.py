@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, actor_spec, state_of, train_step
+from tests.support.placement import small_job
 from tests.support.ranks import run_main, run_ranks
+from tests.support.rl import ALGORITHM, SAMPLING, build_parts, sample_and_score
 from tests.support.steps import MODULES, step_line, write_rows
 
 SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2)
@@ -89,3 +94,24 @@ def test_a_run_corrects_for_the_rounding(ranks: int, model_folder: Path, tmp_pat
     for metrics in steps:
         assert metrics["rollout/correction_mean"] != 1.0
         assert 1e-5 < metrics["rollout/logprob_abs_diff_mean"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("sampled_in", "differs"), [({"quantization": "int8"}, True), ({"dtype": "bfloat16"}, True), ({}, False)]
+)
+def test_the_kl_of_a_single_update_is_that_of_the_training_arithmetic(
+    sampled_in: dict[str, Any], differs: bool, world: World, paths: dict[str, str]
+) -> None:
+    """The sampler's log-probs stood in for the actor's, so that an untrained actor had a KL to its own weights."""
+    sampling = replace(SAMPLING, **sampled_in)
+    algorithm = replace(ALGORITHM, epochs=1, correction=CorrectionConfig())
+    parts = build_parts(world, paths | {"reference": paths["actor"]}, algorithm=algorithm, sampling=sampling)
+    rollout, _ = sample_and_score(parts)
+    assert rollout.kl is not None and rollout.ref_logprobs is not None
+    assert rollout.kl.abs().max() < 1e-4
+    of_sampler = masked_sum(rollout.sampled_logprobs - rollout.ref_logprobs, mask=rollout.response_mask, dim=1)
+    assert (float(of_sampler.abs().max()) > 1e-3) == differs
+    job = small_job()
+    config = replace(job.config, algorithm=algorithm, rollout=replace(job.config.rollout, **sampled_in))
+    reads = replace(job, config=config, dtype=torch.float32).actor_reads(lag=0)
+    assert reads == int(differs), "the planner counts the forward"

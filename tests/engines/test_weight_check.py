@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
@@ -16,7 +17,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines import hybrid
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.checks import weight_check
-from hybrid_rlhf.engines.checks.weight_check import Rerouted, TrainingProbe
+from hybrid_rlhf.engines.checks.weight_check import Rerouted, TrainingProbe, WeightCheck
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.generation.model import quantised
 from hybrid_rlhf.generation.model.decoder import Decoder
@@ -211,6 +212,35 @@ def test_experts_that_rounding_may_choose_are_no_alarm(
     assert least == pytest.approx([1 - tokens / (2 * (PROBE_TOKENS - 1))]), "two experts of each token"
     module: Any = actor.module
     assert not module.replay._replays, "training goes on with the experts that it chooses"
+
+
+class TwoRanks:
+    """The collectives of a rank whose peer has these values."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *of_peer: float) -> None:
+        self.of_peer = list(of_peer)
+
+    def all_gather_objects(self, item: Any) -> list[Any]:
+        return [item, torch.zeros(1)]
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> Tensor:
+        return tensor.maximum(torch.tensor(self.of_peer.pop(0)))
+
+
+@pytest.mark.parametrize(("of_peer", "agrees"), [([-0.4], False), ([-0.6, -1.0], True)])
+def test_ranks_agree_on_the_experts_before_they_compare_log_probs(of_peer: list[float], agrees: bool) -> None:
+    """A rank above the limit entered a collective that its peer, below the limit, did not."""
+
+    class Agreeing:
+        def rerouted(self, routes: Tensor) -> Rerouted:
+            return Rerouted(torch.zeros(1), 0.9)
+
+    world: Any = TwoRanks(*of_peer)
+    probe: Any = Agreeing()
+    assert WeightCheck(world, None, quantised=False)._agrees_with_its_experts(None, probe) == agrees
+    assert not world.of_peer, "both ranks run the same collectives"
 
 
 @pytest.mark.parametrize("part", ["up", "down", "qkv", "o"])

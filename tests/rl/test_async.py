@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import re
 import shlex
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +23,15 @@ from datasets import Dataset
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
 from hybrid_rlhf.rl.rollouts.sampler import Pending, RolloutSampler
+from hybrid_rlhf.runtime.background import BackgroundCall
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, solo_world
@@ -58,8 +66,8 @@ def whose(world: World, path: str, staleness: int, stage: int, rank: int) -> lis
     ahead = ahead_of(actor, stream, staleness)
     taken = []
     for step in range(1, STEPS + 1):
-        with ahead._sampler._one_at_a_time:  # the threads wait until the weights have changed
-            taken.append(ahead.take(step)[1])
+        taken.append(ahead.take(step)[1])
+        with ahead._sampler._in_turn():  # the threads wait until the weights have changed
             ahead.begin(step)
             change_weights(actor, step)
         for later in ahead._ahead.values():
@@ -78,6 +86,83 @@ def whose(world: World, path: str, staleness: int, stage: int, rank: int) -> lis
         assert one.stale_updates(place) == place - version
         found.append((version, float(off[version][place]), float(off[place + 1][place])))
     return found
+
+
+class Meeting:
+    """The collectives of two ranks of a tensor-parallel group: both must call the same ones in the same order."""
+
+    def __init__(self) -> None:
+        self._barrier, self._calls = threading.Barrier(2, timeout=20), ["", ""]
+
+    def __call__(self, rank: int, call: str) -> None:
+        self._calls[rank] = call
+        self._barrier.wait()
+        if self._calls[0] != self._calls[1]:
+            self._barrier.abort()
+            raise AssertionError(f"the ranks wait for each other in {self._calls}")
+        self._barrier.wait()
+
+
+class FakeEngine:
+    """A sampling engine of one of two tensor-parallel ranks, that computes nothing."""
+
+    def __init__(self, world: World) -> None:
+        self.world = self.generation_world = world
+        self.device, self.work, self.drafter = world.device, DecodeWork(), None
+        self.weight_sync_seconds = self.weight_check_seconds = 0.0
+        self.groups = (1, 0)
+
+    def snapshot(self, **stop: Any) -> Any:
+        return SimpleNamespace(work=DecodeWork(), close=lambda: None)
+
+    def inference(self, **stop: Any) -> Any:
+        return contextlib.nullcontext(self.snapshot())
+
+
+class MeetingSampler(RolloutSampler):
+    """A sampler whose rollouts are two collectives of both ranks, after some delay."""
+
+    def __init__(self, rank: int, meeting: Meeting, delays: Callable[[], float]) -> None:
+        world = solo_world(torch.device("cpu"))
+        config = RolloutConfig(sampling=SamplingParams(n=1, max_new_tokens=2))
+        timers = Timers(world.device)
+        super().__init__(FakeEngine(world), config, world=world, stop_token_ids=(), seed=0, timers=timers)  # type: ignore[arg-type]
+        self._place, self._meeting, self.delay = rank, meeting, lambda: time.sleep(delays())
+
+    def _sample(self, generation: Any, mine: Any, *rest: Any, **more: Any) -> Any:
+        (prompt,) = mine
+        for part in ("prefill", "decode"):
+            self.delay()
+            self._meeting(self._place, f"{part} of {prompt.row['name']}")
+        return mine, [[]]
+
+    def _gathered(self, sampled: Any, cost: Any, *, partial: bool = False) -> Any:
+        return sampled
+
+
+def sample_on(rank: int, meeting: Meeting, *, seed: int, lag: int) -> None:
+    """A main thread that samples ahead and evaluates after every step."""
+    chance = random.Random(2 * seed + rank)
+    sampler = MeetingSampler(rank, meeting, lambda: chance.choice([0.0, 0.0, 0.004]))
+    pending: list[Pending] = []
+    for step in range(5):
+        while len(pending) < lag:
+            pending.append(sampler.begin([{"name": f"rollout {step + len(pending)}"}], step=step))
+        sampler.delay()
+        sampler.sample([{"name": f"evaluation {step}"}], step=step)
+        pending.pop(0).call.result()
+
+
+@pytest.mark.parametrize("lag", [2, 3])
+def test_ranks_that_share_a_model_sample_in_the_same_order(lag: int) -> None:
+    """A main thread took its turn by its arrival: on one rank before the next pending rollout, on the other after."""
+    for seed in range(10):
+        meeting, device = Meeting(), torch.device("cpu")
+        ranks = [
+            BackgroundCall(partial(sample_on, rank, meeting, seed=seed, lag=lag), device=device) for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.result(60)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +331,32 @@ def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, 
     assert all(told["rollout/logprob_abs_diff_max"] > 1e-2 for told in found[1][1:])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_policy_lag_needs_no_other_key(ranks: int, model_folder: Path, tmp_path: Path) -> None:
+    """The KV cache and the correction were two more keys, each asked for in an error of its own."""
+    line = rollout_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"))
+    for key in ("--rollout.kv_cache_gib", "--algorithm.correction.method"):
+        del line[line.index(key) : line.index(key) + 2]
+    run_main("hybrid_rlhf.cli.rl", ranks, [*line, "--rollout.async_sampling.policy_lag", "1"])
+    told = metrics_without_times(tmp_path / "run")
+    assert [step["rollout/stale_updates"] for step in told[1:]] == [0.0, 1.0, 1.0, 1.0]
+    assert all("rollout/correction_mean" in step for step in told[1:])
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "algorithm.correction.method truncate, clip 2: other weights than those that train sample" in log
+    assert re.search(r"rollout.kv_cache_gib 0\.\d+: by the memory plan, for all completions of a rollout", log)
+
+
+@pytest.mark.parametrize(
+    "line", ["--rollout.async_sampling.policy_lag 1", "--rollout.partial.max_lag 1", "--rollout.quantization int8"]
+)
+def test_samples_of_other_weights_are_corrected_by_default(line: str) -> None:
+    assert parse_config(RLConfig, line.split()).algorithm.correction == CorrectionConfig()
+    given = [*line.split(), "--algorithm.correction.method", "mask"]
+    assert parse_config(RLConfig, given).algorithm.correction == CorrectionConfig(method="mask")
+    assert parse_config(RLConfig, [*line.split(), "--algorithm", "online_dpo"]).algorithm.correction is None
+    assert parse_config(RLConfig, []).algorithm.correction is None
+
+
 def test_the_command_of_the_page_runs(model_folder: Path, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "async.md").read_text()
     (command,) = re.findall(r"^    hybrid-rlhf rl (--.*?[^\\])$", page, re.MULTILINE | re.DOTALL)
@@ -267,8 +378,6 @@ def test_the_command_of_the_page_runs(model_folder: Path, tmp_path: Path) -> Non
             ["--rollout.async_sampling.policy_lag", "0", "--rollout.kv_cache_gib", "1"],
             "policy_lag must be 1 or more, got 0",
         ),
-        (["--rollout.async_sampling.policy_lag", "1"], "rollout.kv_cache_gib"),
-        (["--rollout.async_sampling.policy_lag", "1", "--rollout.kv_cache_gib", "1"], "algorithm.correction null"),
         (
             ["--rollout.async_sampling.policy_lag", "1", "--rollout.keep_weights", "true"],
             "keep_weights True: give False",

@@ -50,6 +50,23 @@ def test_a_single_update_reads_the_actor_once(world: World, paths: dict[str, str
     assert 0 < rollout_metrics(report.batch)["rollout/logprob_abs_diff_mean"] < 1e-5
 
 
+class StaleOnTheFirst(World):
+    """A rank whose first peer sees samples of older weights."""
+
+    def broadcast_object(self, item: Any, *, source: int = 0) -> Any:
+        assert item is False and source == 0
+        return True
+
+
+def test_all_ranks_read_old_samples_where_the_first_does(world: World, paths: dict[str, str]) -> None:
+    """Each rank decided from its own count of updates whether to run the forward and its collectives."""
+    parts = build_parts(world, paths, algorithm=replace(ALGORITHM, epochs=1))
+    parts.scorer._world = StaleOnTheFirst(**vars(world))
+    rollout, _ = sample_and_score(parts)
+    assert rollout.old_logprobs is not None and rollout.entropy is not None, "the actor read it"
+    assert not torch.equal(rollout.old_logprobs, rollout.sampled_logprobs)
+
+
 def test_a_learning_rate_of_zero_never_moves_the_ratio(world: World, paths: dict[str, str]) -> None:
     parts = build_parts(world, paths, algorithm=replace(ALGORITHM, epochs=3, mini_batches=2))
     for group in parts.roles.actor._engine.optimizer.param_groups:

@@ -8,9 +8,11 @@ import math
 import re
 import shlex
 import textwrap
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ from tests.support.families import variant
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rl import chat_row, episode_parts
 from tests.support.routes import module_routes
+from tests.support.templates import FAMILIES, tokenizer_of
 from tests.support.tiny import CHATML, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -405,7 +408,7 @@ def test_an_environment_that_fails_stops_the_run_or_ends_its_episode(
 
 
 def test_calls_run_at_once_and_a_blocked_loop_is_left() -> None:
-    calls = EnvironmentCalls(timeout_seconds=1.0, device=CPU)
+    calls = EnvironmentCalls(timeout_seconds=1.0, device=CPU, threads=32)
 
     async def wait() -> int:
         await asyncio.sleep(0.2)
@@ -423,7 +426,7 @@ def test_calls_run_at_once_and_a_blocked_loop_is_left() -> None:
     start = time.perf_counter()
     assert calls([wait] * 50) == [3] * 50 and calls([lambda: time.sleep(0.2)] * 20) == [None] * 20
     assert time.perf_counter() - start < 1.0
-    quick = EnvironmentCalls(timeout_seconds=0.2, device=CPU)
+    quick = EnvironmentCalls(timeout_seconds=0.2, device=CPU, threads=32)
 
     async def leave() -> None:
         raise SystemExit(3)
@@ -434,9 +437,29 @@ def test_calls_run_at_once_and_a_blocked_loop_is_left() -> None:
     start = time.perf_counter()
     assert quick([block] * 9) == [CallFailure("it took longer than 0.2 s")] * 9
     assert time.perf_counter() - start < 1.5, "they waited together"
-    assert calls([wait]) == [3] and EnvironmentCalls(timeout_seconds=1.0, device=CPU)([wait]) == [3]
+    assert calls([wait]) == [3] and EnvironmentCalls(timeout_seconds=1.0, device=CPU, threads=32)([wait]) == [3]
     assert quick([lambda: time.sleep(2)] * 16) == [CallFailure("it took longer than 0.2 s")] * 16
     assert "16 earlier calls still hang" in quick([lambda: 1])[0].reason
+
+
+def test_a_long_call_does_not_delay_the_next_ones() -> None:
+    """A call started when all calls 32 places before it had ended, so one long call stopped the others."""
+    calls = EnvironmentCalls(timeout_seconds=20.0, device=CPU, threads=2)
+    reached = threading.Event()
+    running, most = [], []
+
+    def count(place: int) -> int:
+        running.append(place)
+        most.append(len(running))
+        if place == 0:
+            assert reached.wait(15), "the last call never started"
+        if place == 9:
+            reached.set()
+        running.remove(place)
+        return place
+
+    assert calls([partial(count, place) for place in range(10)]) == [*range(10)]
+    assert max(most) == 2, "as many as there are threads"
 
 
 def test_reset_may_give_the_prompt(world: World, paths: dict[str, str]) -> None:
@@ -478,6 +501,33 @@ def test_observations_are_turns_of_the_tool_or_else_of_the_user(template: str | 
         before = render(messages[:1], tokenizer, add_generation_prompt=True) + ("a" if template else " a")
         messages.append({"role": "tool", "content": "4 < 5"})
         assert before + expected == render(messages, tokenizer, add_generation_prompt=True), "as a conversation reads"
+
+
+@pytest.mark.parametrize(
+    ("name", "sampled", "expected"),
+    [
+        ("gpt-oss, channels, another end in history", "<|return|>", "<|start|>functions.look to=assistant<|message|>4"),
+        ("gpt-oss, channels, another end in history", "<|call|>", "<|start|>functions.look to=assistant<|message|>4"),
+        ("gpt-oss, channels, another end in history", None, "<|end|><|start|>functions.look to=assistant<|message|>4"),
+        ("llama 3.1, calls as parameters, results of ipython", "</s>", "<|start_header_id|>ipython<|end_header_id|>"),
+    ],
+)
+def test_a_turn_ends_with_one_token(name: str, sampled: str | None, expected: str) -> None:
+    """The end of a past turn in the template followed the stop token that was sampled, so that a turn had both."""
+    tokenizer = tokenizer_of(FAMILIES[name])
+    end = None if sampled is None else tokenizer.convert_tokens_to_ids(sampled)
+    turns = ObservationEncoder(tokenizer, max_observation_tokens=6)
+    assert tokenizer.decode(turns.observation_ids("4", end_token=end)).startswith(expected)
+
+
+def test_the_opening_of_a_turn_is_no_end() -> None:
+    """A template without a token at the end of past turns: the next turn keeps its beginning."""
+    history = "{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' + m.content }}{% endfor %}"
+    last = "{{ '<|im_start|>assistant' if add_generation_prompt else '<|im_end|>' }}"
+    tokenizer = tiny_tokenizer(history + last)
+    turns = ObservationEncoder(tokenizer, max_observation_tokens=6)
+    found = tokenizer.decode(turns.observation_ids("4", end_token=tokenizer.eos_token_id))
+    assert found == "<|im_start|>tool 4<|im_start|>assistant"
 
 
 def test_a_template_without_a_place_for_observations_is_refused() -> None:

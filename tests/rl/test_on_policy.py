@@ -15,7 +15,10 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig
+from hybrid_rlhf.functional.advantages import shaped_rewards
+from hybrid_rlhf.functional.groups import differs_in_group
 from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.functional.masking import masked_whiten, row_sums
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
 from hybrid_rlhf.rl.batch import Batch, Rollout
@@ -268,6 +271,32 @@ def test_a_group_of_equal_rewards_teaches_nothing(name: str) -> None:
     loss = replace(case, batch=batch).loss(learner)
     gradient = torch.autograd.grad(loss.total, case.logprobs)[0]
     assert (gradient[equal] == 0).all() and (gradient[~equal] != 0).any()
+
+
+@pytest.mark.parametrize("name", [*BY_OUTCOME, "online_dpo", "reinforce"])
+@pytest.mark.parametrize("score", [-0.1, 100.1, 1000.1, 1e6 / 3])
+def test_equal_scores_have_advantages_of_exactly_0(name: str, score: float) -> None:
+    """The mean of equal scores was rounded: 8 scores of 1000.1 had GRPO advantages of 0.54."""
+    for rows in (2, 3, 7, 8, 12, 16):
+        mask = torch.ones(rows, 4, dtype=torch.bool)
+        rewards = torch.zeros(rows, 4)
+        rewards[:, -1] = score
+        rollout = rollout_of(mask, mask, groups=torch.zeros(rows, dtype=torch.long))
+        assert (algorithm(name).advantages(rewards, rollout) == 0).all()
+        assert (masked_whiten(rewards[:, -1:], mask=mask[:, -1:]) == 0).all(), "of a whole rollout too"
+
+
+def test_turn_rewards_of_equal_sum_are_equal_wherever_they_are_earned() -> None:
+    """Float32 sums depend on the order: parts of a score in other places gave other outcomes, so advantages of 0.4."""
+    parts = torch.tensor([1000.1, 0.3, 33.3, 0.7])
+    turn_rewards = torch.stack([parts[torch.tensor(order)] for order in ([0, 1, 2, 3], [3, 1, 0, 2], [1, 3, 2, 0])])
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    scores = row_sums(turn_rewards)
+    rewards = shaped_rewards(scores=scores, kl=torch.zeros(3, 4), mask=mask, kl_coef=0.0, earned=turn_rewards)
+    rollout = rollout_of(mask, mask, groups=torch.zeros(3, dtype=torch.long))
+    assert not differs_in_group(scores, groups=torch.zeros(3, dtype=torch.long)).any()
+    for name in ("grpo", "dr_grpo", "rloo"):
+        assert (algorithm(name).advantages(rewards, rollout) == 0).all()
 
 
 def pairs(seed: int = 0) -> tuple[LossCase, list[tuple[int, int]]]:

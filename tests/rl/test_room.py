@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import READS_ACTOR, Placement, resolve_placement
-from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, Device
+from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, Device, Planner
 from hybrid_rlhf.memory.remedies import with_settings
+from hybrid_rlhf.placement.memory import RankMemory, with_kv_cache
 from hybrid_rlhf.rl.roles.placing import log_placement
 from hybrid_rlhf.rl.roles.room import PlacedPlanner, misfit, require_room
 from hybrid_rlhf.runtime.world import World
@@ -122,3 +124,25 @@ def test_a_named_placement_is_refused_at_start_and_a_run_without_one_is_warned(
     assert not log_lines
     require_room(plain, placed(plain, 1), gpu)
     assert any("must fit into memory" in line for line in log_lines)
+
+
+@pytest.mark.parametrize("placement", [None, "separation"])
+def test_the_cache_of_sampling_beside_training_is_what_the_plan_leaves(
+    placement: str | None, model_folder: Path
+) -> None:
+    """Without a size, a cache of what is free when sampling starts would take the memory of training."""
+    config = config_of(model_folder, placement, "--rollout.async_sampling.policy_lag", "1")
+    config = replace(config, rollout=replace(config.rollout, kv_cache_gib=None, prompts_per_step=4096))
+    where = placed(config, 2)
+
+    def sized(device_bytes: float) -> tuple[float, list[RankMemory]]:
+        planner = PlacedPlanner(Device(GPU, 2, device_bytes))
+        found = with_kv_cache(config, where, Planner(planner.machine)).rollout.kv_cache_gib
+        assert found is not None
+        return found, planner.memory(config, where)
+
+    whole, memory = sized(PLENTY)
+    assert not any(each.phase.note for each in memory), "room for all completions at full length"
+    most = max(each.phase.total for each in memory)
+    little, memory = sized(most - 0.4 * whole * 2**30)
+    assert 0 < little < whole and all(each.phase.fits for each in memory)

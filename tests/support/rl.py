@@ -151,7 +151,6 @@ def episode_parts(
         GRPO(algorithm),
         sampling=sampling,
         tokenizer=tokenizer,
-        reads_reference=False,
         stop_token_ids=stop_token_ids,
         micro_batches=MicroBatches(2),
         seed=0,

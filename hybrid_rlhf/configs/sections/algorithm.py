@@ -250,6 +250,17 @@ class AlgorithmConfig:
         return not self.updates_once or not (self.correction is None or self.correction.count_masked)
 
     @property
+    def uses_reference(self) -> bool:
+        """Whether the reference's log-probs are needed."""
+        return self.kl is not None or self.needs_reference
+
+    def actor_scores_rollout(self, *, other_sampler: bool) -> bool:
+        """Whether the actor reads a rollout before training on it: also where a KL to the reference is taken and older
+        weights or other arithmetic than that of training sampled, whose log-probs would enter the KL.
+        """
+        return self.reads_old_logprobs or (self.uses_reference and other_sampler)
+
+    @property
     def allows_other_sampler(self) -> bool:
         """Whether older or rounded weights may sample: the loss is corrected, or does not depend on who sampled."""
         return self.correction is not None or self.learns_pairs

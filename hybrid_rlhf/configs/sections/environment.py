@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.sections.rules import is_plain, require
+from hybrid_rlhf.configs.sections.rules import is_plain, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,8 @@ class EnvironmentConfig:
     """Longest observation, in tokens; longer ones are truncated."""
     timeout_seconds: float = 60.0
     """Time limit of a call of reset or step, or of a program, in seconds."""
+    threads: int = setting(32, advanced=True)
+    """Calls of plain functions that run concurrently on a rank; coroutines all do."""
     on_failure: Literal["stop", "zero"] = "stop"
     """Action if an environment raises, times out or returns an invalid step. stop: the run ends; zero: the episode
     ends, and its last turn has reward 0."""
@@ -49,7 +51,7 @@ class EnvironmentConfig:
             "environment.max_observation_tokens is read with environment.path, got "
             f"{self.max_observation_tokens} without: leave it out",
         )
-        for name in ("max_turns", "max_turn_tokens", "max_observation_tokens"):
+        for name in ("max_turns", "max_turn_tokens", "max_observation_tokens", "threads"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"environment.{name} must be 1 or more, got {value}: raise it")
         require(

@@ -107,7 +107,7 @@ class RolloutConfig:
     """Type of the inference weights; auto: as in training."""
     quantization: Literal["int8", "fp8"] | None = setting(None, advanced=True)
     """8-bit matrix multiplications in the layers during sampling (on a CPU int8); training weights and the head keep
-    their type. Needs algorithm.correction. null: none."""
+    their type. null: none."""
     routing_replay: bool = setting(False, advanced=True)
     """Scoring and training reuse the experts chosen during sampling (R3, arXiv 2510.11370). For mixtures of experts
     with rollout/router_agreement below 1 and noisy ratios. Takes one byte of host memory on each rank per token, layer
@@ -120,7 +120,7 @@ class RolloutConfig:
     """Longest draft of rollout.draft, in tokens."""
     kv_cache_gib: float | None = setting(None, mutable=True)
     """KV cache per rank, in GiB; null: half of the free memory on a CPU; 0.9 of it on a GPU, minus the memory of a
-    prefill and of CUDA graphs."""
+    prefill and of CUDA graphs; with async_sampling, at most these shares of what the memory plan leaves free."""
     max_decode_rows: int | None = setting(None, advanced=True, mutable=True)
     """Maximum number of completions that a rank decodes together; null: limited only by memory."""
     offload_states: bool = setting(False, mutable=True)
@@ -197,6 +197,11 @@ class RolloutConfig:
     def samples_older(self) -> bool:
         """Whether weights of earlier steps sample some of the tokens that a step trains on."""
         return self.policy_lag > 0 or self.partial is not None
+
+    @property
+    def samples_otherwise(self) -> bool:
+        """Whether a sampling policy differs from the trained one: older weights, or 8-bit products."""
+        return self.samples_older or self.quantization is not None
 
     def _check_draft(self) -> None:
         require(

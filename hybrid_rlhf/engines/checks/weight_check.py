@@ -205,7 +205,7 @@ class WeightCheck:
         if routes is None:
             return False
         rerouted = probe.rerouted(routes)
-        if rerouted.same_experts < _LEAST_SAME_EXPERTS:
+        if -self._largest(-rerouted.same_experts) < _LEAST_SAME_EXPERTS:  # of all ranks: a collective follows
             return False
         return self._largest(self._excess(decoder, rerouted.logprobs)[0]) <= 0
 

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.sections.algorithm import GroupConfig
 from hybrid_rlhf.functional.groups import group_mean, group_std
+from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
 from hybrid_rlhf.rl.batch import Rollout
 
 _EPSILON = 1e-4
-"""TRL's; a group of equal outcomes has advantages of 0 in any case."""
+"""TRL's."""
 
 
 class GRPO(Algorithm):
@@ -37,7 +38,7 @@ class GRPO(Algorithm):
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """See Algorithm."""
-        outcomes, groups = rewards.sum(dim=1), groups_of(rollout)
+        outcomes, groups = row_sums(rewards), groups_of(rollout)
         advantages = outcomes - group_mean(outcomes, groups=groups)
         if self.config.divide_by_std:
             advantages = advantages / (group_std(outcomes, groups=groups) + _EPSILON)

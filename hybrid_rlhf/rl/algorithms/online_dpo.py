@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 from hybrid_rlhf.configs.algorithms import OnlineDPOConfig
 from hybrid_rlhf.functional.groups import differs_in_group, group_mean, group_size
 from hybrid_rlhf.functional.losses import LossSum, policy_sum
-from hybrid_rlhf.functional.masking import keep
+from hybrid_rlhf.functional.masking import keep, row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
 from hybrid_rlhf.rl.batch import Batch, Rollout
 
@@ -34,7 +34,7 @@ class OnlineDPO(Algorithm):
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """See Algorithm."""
-        outcomes = rewards.sum(dim=1)
+        outcomes = row_sums(rewards)
         return per_token(torch.sign(outcomes - group_mean(outcomes, groups=groups_of(rollout))), rollout)
 
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:

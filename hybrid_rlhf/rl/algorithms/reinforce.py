@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig
+from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, per_token
 from hybrid_rlhf.rl.batch import Rollout
 
@@ -29,9 +31,10 @@ class Reinforce(Algorithm):
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """See Algorithm."""
-        outcomes = rewards.sum(dim=1)
-        baseline = self._sum / self._count if self._count else float(outcomes.mean())
-        self._count, self._sum = self._count + len(outcomes), self._sum + float(outcomes.sum())
+        outcomes = row_sums(rewards)
+        total = float(outcomes.sum(dtype=torch.float64))
+        baseline = self._sum / self._count if self._count else total / len(outcomes)
+        self._count, self._sum = self._count + len(outcomes), self._sum + total
         return per_token(outcomes - baseline, rollout)
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.algorithms import ReinforcePPConfig
 from hybrid_rlhf.functional.advantages import gae, shaped_rewards
 from hybrid_rlhf.functional.groups import group_mean
+from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of
 from hybrid_rlhf.rl.batch import Rollout
 
@@ -38,6 +39,6 @@ class ReinforcePPBaseline(ReinforcePP):
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """See Algorithm."""
-        baseline = group_mean(rewards.sum(dim=1), groups=groups_of(rollout))
+        baseline = group_mean(row_sums(rewards), groups=groups_of(rollout))
         less = shaped_rewards(scores=-baseline, kl=torch.zeros_like(rewards), mask=rollout.response_mask, kl_coef=0.0)
         return super().advantages(rewards + less, rollout)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybrid_rlhf.functional.groups import leave_one_out
+from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
 from hybrid_rlhf.rl.batch import Rollout
 
@@ -22,4 +23,4 @@ class RLOO(Algorithm):
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """See Algorithm."""
-        return per_token(leave_one_out(rewards.sum(dim=1), groups=groups_of(rollout)), rollout)
+        return per_token(leave_one_out(row_sums(rewards), groups=groups_of(rollout)), rollout)

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from hybrid_rlhf.loop.user_code import describe_error
-from hybrid_rlhf.runtime.background import BackgroundCall, CallTimeout
+from hybrid_rlhf.runtime.background import BackgroundCall
 
-THREADS = 32
-"""Functions that run concurrently."""
 MAX_HANGING_CALLS = 16
 """Limit on calls that never return, because each occupies a thread."""
 _CANCELLED_SECONDS = 0.5
@@ -36,8 +37,9 @@ class CallFailure:
 class EnvironmentCalls:
     """Makes calls and waits for their results."""
 
-    def __init__(self, *, timeout_seconds: float, device: torch.device) -> None:
-        self._timeout_seconds, self._device = timeout_seconds, device
+    def __init__(self, *, timeout_seconds: float, device: torch.device, threads: int) -> None:
+        """Take the time limit of a call, this rank's device, and how many functions run concurrently."""
+        self._timeout_seconds, self._device, self._threads = timeout_seconds, device, threads
         self._hanging: list[BackgroundCall[Any]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -46,30 +48,31 @@ class EnvironmentCalls:
         self._hanging = [call for call in self._hanging if not call.has_ended()]
         if len(self._hanging) >= MAX_HANGING_CALLS:
             return [CallFailure(f"{len(self._hanging)} earlier calls still hang")] * len(calls)
-        at_once = len(calls) if any(map(inspect.iscoroutinefunction, calls)) else THREADS
-        started: list[Callable[[], Any]] = []
-        found = []
-        for place in range(len(calls)):
-            started += [self._start(call) for call in calls[len(started) : place + at_once]]
-            found.append(started[place]())
-        return found
+        if not any(map(inspect.iscoroutinefunction, calls)):
+            return self._in_threads(calls)
+        loop = self._running_loop()
+        futures = [asyncio.run_coroutine_threadsafe(self._caught(call), loop) for call in calls]
+        return [self._await(future, loop) for future in futures]
 
-    def _start(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """Start a call; the returned function waits for its result."""
-        if inspect.iscoroutinefunction(call):
-            loop = self._running_loop()
-            future = asyncio.run_coroutine_threadsafe(self._caught(call), loop)
-            return lambda: self._await(future, loop)
-        background = BackgroundCall(lambda: _caught(call), device=self._device)
-
-        def wait() -> Any:
+    def _in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Results of functions; the next one starts when any has ended or exceeded its time."""
+        found: list[Any] = [self._late] * len(calls)
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        waiting = deque(enumerate(calls))
+        running: dict[int, BackgroundCall[Any]] = {}  # the one that started first is first
+        while waiting or running:
+            while waiting and len(running) < self._threads:
+                place, call = waiting.popleft()
+                running[place] = BackgroundCall(partial(_report, call, ended, place), device=self._device)
+            oldest = next(iter(running))
             try:
-                return background.result(self._timeout_seconds)
-            except CallTimeout:
-                self._hanging.append(background)
-                return self._late
-
-        return wait
+                place = ended.get(timeout=running[oldest].seconds_left(self._timeout_seconds))
+            except queue.Empty:
+                self._hanging.append(running.pop(oldest))
+            else:
+                if place in running:
+                    found[place] = running.pop(place).result()
+        return found
 
     async def _caught(self, call: Callable[[], Any]) -> Any:
         try:
@@ -97,8 +100,10 @@ class EnvironmentCalls:
         return self._loop
 
 
-def _caught(call: Callable[[], Any]) -> Any:
+def _report(call: Callable[[], Any], ended: queue.SimpleQueue[int], place: int) -> Any:
     try:
         return call()
     except BaseException as error:  # noqa: BLE001 - in this thread only the environment can raise
         return CallFailure(describe_error(error))
+    finally:
+        ended.put(place)

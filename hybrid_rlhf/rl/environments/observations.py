@@ -9,7 +9,8 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.template import render
+from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.chat.template import ChatTemplate, render
 
 _ROLES = ("tool", "user")
 _PLACEHOLDER, _PROBE = "q7turnq7", "q7toldq7"
@@ -37,7 +38,7 @@ class ObservationEncoder:
 
         Args:
             observation: the text; cut to max_observation_tokens.
-            end_token: token that ended the turn before, which is not repeated; none: the turn was truncated.
+            end_token: see ids_after_turn.
         """
         ids = self._ids(observation)
         if len(ids) > self._max_tokens:
@@ -68,7 +69,25 @@ def ids_after_turn(text: str, tokenizer: PreTrainedTokenizerBase, *, end_token: 
     Args:
         text: from the end of the turn's text.
         tokenizer: of the template.
-        end_token: token that ended the turn, which is not repeated; none: the turn was truncated.
+        end_token: stop token that ended the turn: neither it nor the token with which the template ends a turn follows
+            it; none: the turn was truncated.
     """
     whole, closed = (list(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (text, text.lstrip()))
-    return closed[1:] if closed[:1] == [end_token] else whole
+    if end_token is None or not closed:
+        return whole
+    return closed[1:] if closed[0] == end_token or _begins_with_an_end(text.lstrip(), tokenizer) else whole
+
+
+def _begins_with_an_end(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a special token ends the turn before a text, rather than open the next one.
+
+    It may be another token than that of a final turn: gpt-oss samples `<|return|>` and reads `<|end|>`.
+    """
+    template = ChatTemplate.of(tokenizer)
+    if template is None or template.special.match((template.turn_suffix or "").lstrip()) is None:
+        return False
+    user: list[Message] = [{"role": "user", "content": "."}]
+    asked, opened = (template.render(user, add_generation_prompt=opens) for opens in (False, True))
+    opening = template.special.match(opened.removeprefix(asked).lstrip())
+    found = template.special.match(text)
+    return found is not None and (opening is None or found[0] != opening[0])

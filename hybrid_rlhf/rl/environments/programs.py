@@ -91,7 +91,9 @@ class ProgramRunner:
                 set.
         """
         self._program, self._config, self._rollout, self._tokenizer = program, config, rollout, tokenizer
-        self._calls = EnvironmentCalls(timeout_seconds=config.timeout_seconds, device=world.device)
+        self._calls = EnvironmentCalls(
+            timeout_seconds=config.timeout_seconds, threads=config.threads, device=world.device
+        )
         endpoint = rollout.endpoint or EndpointConfig()
         with shared_user_errors(world):
             key = endpoint.expanded_api_key()

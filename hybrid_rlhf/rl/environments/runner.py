@@ -70,7 +70,7 @@ class EnvironmentRunner:
         self._make, self._config, self._rollout = make, config, rollout
         self._tokenizer = tokenizer
         self._turns = ObservationEncoder(tokenizer, max_observation_tokens=config.max_observation_tokens)
-        self._calls = EnvironmentCalls(timeout_seconds=config.timeout_seconds, device=device)
+        self._calls = EnvironmentCalls(timeout_seconds=config.timeout_seconds, threads=config.threads, device=device)
 
     def run(
         self,

@@ -15,6 +15,7 @@ from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_
 from hybrid_rlhf.data.chat.conversation import turn_end
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.separate.reader import InferenceReader
+from hybrid_rlhf.functional.masking import spread
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
 from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
@@ -185,7 +186,7 @@ class Reward:
             scores = values[place][scored[place]]
             if len(scores):
                 metrics[f"reward/{component.name}/mean"] = float(scores.mean())
-                metrics[f"reward/{component.name}/std"] = float(scores.std(correction=0))
+                metrics[f"reward/{component.name}/std"] = spread(scores)
             if component.on_failure != "stop":
                 count = COUNTS[0] if component.on_failure == "zero" else COUNTS[1]
                 metrics[f"reward/{component.name}{count}"] = float(failed[place].sum())

@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset
 
 from hybrid_rlhf.data.loaders import RowStream
+from hybrid_rlhf.functional.masking import spread
 from hybrid_rlhf.placement.job import StepLengths
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Rollout
@@ -131,7 +132,7 @@ class Collector:
             scores = whole.penalized_scores
             metrics |= {
                 "objective/scores": float(scores.mean()),
-                "objective/scores_std": float(scores.std(correction=0)),
+                "objective/scores_std": spread(scores),
                 "rollout/chosen_scores": float(scores[mask].mean()) if bool(mask.any()) else 0.0,
             }
         if self._algorithm.config.dynamic_sampling is not None:

@@ -2,8 +2,10 @@
 completions.
 
 Samples with the actor's current weights between updates, or with a copy of them in a thread while the actor trains.
-Weights and completions are gathered by collectives in the main thread only; the sampling thread runs none. One caller
-samples at a time: an evaluation in the main thread waits for a rollout in the thread.
+Weights and completions are gathered by collectives in the main thread only; the sampling thread runs only those of its
+tensor-parallel group. One call samples at a time, in the order in which the main thread makes the calls, which is the
+same on every rank: an evaluation waits for all rollouts that began before it. An order by arrival could differ between
+the ranks of a tensor-parallel group, which would then wait for each other in different calls.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,10 +106,9 @@ class RolloutSampler:
         """Of the last rollout; the same on every rank."""
         self._stop: dict[str, Any] = {"stop_token_ids": stop_token_ids, "tokenizer": tokenizer}
         self._timers, self._environments = timers, environments
-        self._one_at_a_time = threading.RLock()
         self._stream = SideStream(world.device)
         self._last_ended = threading.Event()
-        """Set when the rollout of the last `begin` has been sampled."""
+        """Set when the last call has sampled."""
         self._last_ended.set()
 
     def sample(
@@ -131,7 +132,7 @@ class RolloutSampler:
             part: of a partial rollout: its prompts are those in flight that it finishes, by their places in `groups`.
         """
         mine = self._assigned(prompts, step, first, greedy, part)
-        with self._one_at_a_time, self.sampler.inference(**self._stop) as generation:
+        with self._in_turn(), self.sampler.inference(**self._stop) as generation:
             sampled = self._sample(generation, mine, self._timers, self._progress(mine, step, shown_as), part)
         sampler = self.sampler
         cost = SamplingCost(0.0, sampler.work, sampler.weight_sync_seconds, sampler.weight_check_seconds)
@@ -158,21 +159,17 @@ class RolloutSampler:
         )
         # the copy of the weights is complete behind this position
         mine, copied = self._assigned(prompts, step, 0, greedy, part), self._stream.position()
-        earlier_ended, ended = self._last_ended, threading.Event()
-        self._last_ended = ended
+        turn = self._in_turn()
 
         def in_thread() -> tuple[_Sampled, SamplingCost]:
-            try:
-                earlier_ended.wait()
+            with turn:
                 if generation is None:
                     return ([], []), SamplingCost()
-                with self._one_at_a_time, self._stream.after(copied):
+                with self._stream.after(copied):
                     start = time.perf_counter()
                     timers = Timers(torch.device("cpu"))  # without synchronization with training
                     sampled = self._sample(generation, mine, timers, self._progress(mine, step), part)
                     cost = SamplingCost(time.perf_counter() - start, generation.work)
-            finally:
-                ended.set()
             generation.close()
             return sampled, cost
 
@@ -204,6 +201,23 @@ class RolloutSampler:
             place: in `Rollout.groups`.
         """
         return AssignedPrompt(place, row, self._params(step, index), self._records(index))
+
+    def _in_turn(self) -> contextlib.AbstractContextManager[None]:
+        """A place in the order of calls, taken now in the main thread; the context, which any thread must enter, waits
+        until all calls before it have sampled.
+        """
+        earlier_ended, ended = self._last_ended, threading.Event()
+        self._last_ended = ended
+
+        @contextlib.contextmanager
+        def turn() -> Iterator[None]:
+            try:
+                earlier_ended.wait()
+                yield
+            finally:
+                ended.set()
+
+        return turn()
 
     def _params(self, step: int, index: int) -> SamplingParams:
         return replace(self._config.sampling, seed=derive_seed(self._seed, step, index))

@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.functional.masking import spread
+
 
 class ScoreScaling:
     """Scales scores by their statistics, which are the same on every rank because scores are."""
@@ -27,10 +29,11 @@ class ScoreScaling:
     def observe(self, scores: Tensor) -> None:
         """Add scores [N] to the statistics (Chan et al.'s parallel variance)."""
         values = scores.double()
-        count, mean = len(values), float(values.mean())
+        low = values.min()
+        count, mean = len(values), float(low + (values - low).mean())  # equal scores have a deviation of exactly 0
         squares = float((values - mean).square().sum())
         shift, total = mean - self._mean, self._count + count
-        self._mean += shift * count / total
+        self._mean += shift * (count / total)
         self._squares += squares + shift**2 * self._count * count / total
         self._count = total
 
@@ -53,7 +56,7 @@ class ScoreScaling:
         """Standard deviation of scores [N] after scaling: 1 with scaling; 0 without scores."""
         if self._how != "none":
             return 1.0
-        return float(scores.std(correction=0)) if len(scores) else 0.0
+        return spread(scores) if len(scores) else 0.0
 
     def scale_rewards(self, rewards: Tensor) -> Tensor:
         """Rewards of turns, divided by the standard deviation of the scores."""

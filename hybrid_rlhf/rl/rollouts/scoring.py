@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.reader import InferenceReader
+from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, RouterAgreement, scatter_rows
 from hybrid_rlhf.rl.environments.episodes import episode_metrics
@@ -45,13 +46,12 @@ class RolloutScorer:
         sampling: RolloutConfig,
         planner: MiniBatchPlanner,
         scaling: ScoreScaling,
-        reads_reference: bool,
         tokenizer: PreTrainedTokenizerBase,
         timers: Timers,
     ) -> None:
-        """Take the roles, the settings, and whether the reference's log-probs are needed."""
+        """Take the roles and the settings."""
         self._roles, self._algorithm, self._config = roles, algorithm, sampling
-        self._planner, self._scaling, self._reads_reference = planner, scaling, reads_reference
+        self._planner, self._scaling = planner, scaling
         self._tokenizer, self._timers, self._world = tokenizer, timers, roles.world
 
     def score(
@@ -79,7 +79,7 @@ class RolloutScorer:
         """
         plan, ref = self._planner.plan(rollout), None
         with self._timers("scoring"):
-            if self._reads_reference and self._roles.reference_beside_rewards:
+            if self._algorithm.uses_reference and self._roles.reference_beside_rewards:
                 ref = torch.zeros(rollout.input_ids.shape, device=self._world.device)
             report = self._roles.reward(
                 rollout,
@@ -97,7 +97,7 @@ class RolloutScorer:
         prompt = rollout.places(len(prompts))
         scores = report.scores
         if rollout.turn_rewards is not None:
-            scores = scores + rollout.turn_rewards.sum(dim=1)
+            scores = scores + row_sums(rollout.turn_rewards)
         penalties = score_penalties(
             rollout,
             self._algorithm.penalties,
@@ -129,16 +129,15 @@ class RolloutScorer:
         """Add the actor's and the reference's log-probs and the critic's values, in the micro-batches of a plan.
 
         The actor does not read a rollout that makes one update: its log-probs come with that update's own forward, and
-        until then the generation engine's stand in, unless older weights sampled and a KL to the reference needs the
-        actor's own, or a loss divides by the tokens that a correction keeps.
+        until then the generation engine's stand in, unless older weights or other arithmetic sampled and a KL to the
+        reference needs the actor's own, or a loss divides by the tokens that a correction keeps.
 
         Recorded routes are dropped where they are only compared, as later forwards have other weights.
         """
         roles, metrics = self._roles, dict(rollout.metrics)
-        reads_ref = self._reads_reference and rollout.ref_logprobs is None
-        reads_old = self._algorithm.reads_old_logprobs or (
-            self._reads_reference and bool(rollout.stale_updates(roles.actor.weight_version))
-        )
+        reads_ref = self._algorithm.uses_reference and rollout.ref_logprobs is None
+        other_sampler = roles.actor.rounds_otherwise or self._is_stale(rollout)
+        reads_old = self._algorithm.actor_scores_rollout(other_sampler=other_sampler)
         wanted = [reads_ref, reads_old, reads_old, roles.critic is not None]
         batches, agreement = _batches(rollout, plan), RouterAgreement(self._world.device)
         # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
@@ -166,6 +165,10 @@ class RolloutScorer:
             routes=None if reads_old and not self._config.routing_replay else rollout.routes,
             metrics=metrics,
         )
+
+    def _is_stale(self, rollout: Rollout) -> bool:
+        """Whether older weights sampled any token, as the first rank sees it: collectives follow from the answer."""
+        return self._world.broadcast_object(bool(rollout.stale_updates(self.weight_version)))
 
     def _read_reference(self, batches: _Batches, found: Tensor) -> None:
         """Fill this rank's rows of the reference's log-probs [N, T]; nothing on a rank without the reference."""
