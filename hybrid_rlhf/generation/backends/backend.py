@@ -55,5 +55,8 @@ class GenerationBackend(Protocol):
     def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
         """Log-probs of all tokens but the first, at temperature 1, with the adapter of this number; 0: none."""
 
+    def reset(self) -> None:
+        """Release the KV cache and what else an exception in `run_open` may have left inconsistent."""
+
     def close(self) -> None:
         """Release weights, KV cache and CUDA graphs. A backend is not used afterwards."""

@@ -121,6 +121,10 @@ class ModuleBackend:
         assert self._module is not None
         return module_logprobs(self._module.lm, tokens).tolist()  # type: ignore[no-any-return]
 
+    def reset(self) -> None:
+        """See GenerationBackend."""
+        self._load = BatchLoad()
+
     def close(self) -> None:
         """See GenerationBackend."""
         self._module = None

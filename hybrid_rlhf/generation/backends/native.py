@@ -211,6 +211,11 @@ class NativeBackend:
         logprobs, _ = InferencePolicy(self.decoder, adapter)(ids, torch.ones_like(ids), places > 0)
         return logprobs[0, 1:].tolist()  # type: ignore[no-any-return]
 
+    def reset(self) -> None:
+        """See GenerationBackend."""
+        self._release_workspace()
+        self.held = self._open = None
+
     def close(self) -> None:
         """See GenerationBackend."""
         self._release_workspace()

@@ -37,6 +37,11 @@ class Arrivals:
             self._requests += requests
             self._changed.notify()
 
+    def has(self, request: Request) -> bool:
+        """Whether a request waits here."""
+        with self._changed:
+            return request in self._requests
+
     def cancel(self, requests: Collection[Request]) -> None:
         """End requests that have not finished."""
         with self._changed:
