@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         from hybrid_rlhf.models.pretrained.folders import load_config
         from hybrid_rlhf.models.pretrained.loading import is_scorer
         from hybrid_rlhf.serving.scores import ScoreService
-        from hybrid_rlhf.serving.server import LoadedModel, Served, serve
+        from hybrid_rlhf.serving.server import FAILED_EXIT_CODE, LoadedModel, Served, serve
 
         def load() -> Served:
             place = find_model(config)
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             print_result({"event": "serving", "model": name, "url": url}, f"serving {name} on {url}")
 
         start = time.perf_counter()
-        serve(config, load, api_key=api_key, report=report)
+        if not serve(config, load, api_key=api_key, report=report):
+            sys.exit(FAILED_EXIT_CODE)
         if wants_json():
             print_document({"model": config.served_name, "seconds": time.perf_counter() - start})
 
