@@ -105,8 +105,8 @@ class ServeConfig(InferenceConfig):
     max_sequence_tokens: int = 4096
     """Maximum number of tokens of a prompt and its completion together."""
     kv_cache_gib: float | None = setting(None, advanced=True)
-    """Memory for keys and values, in GiB; null: the free device memory, up to the size for all rows at maximum
-    length."""
+    """Memory for keys and values, in GiB; null: the size for all rows at maximum length, at most 0.9 of the free memory
+    of a GPU or 0.125 of that of a host, unless one row needs more."""
     shutdown_seconds: int = setting(30, advanced=True)
     """Time for requests to finish after SIGTERM or SIGINT."""
     sampling: SamplingParams = setting(default_factory=lambda: SamplingParams(max_new_tokens=512), keys=_SERVE_KEYS)

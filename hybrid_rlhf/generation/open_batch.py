@@ -79,12 +79,15 @@ class Submission:
 class OpenBatch:
     """Decodes on a thread of its own until it is closed. All methods may be called from any thread."""
 
-    def __init__(self, engine: GenerationEngine, *, rows: int, max_tokens: int) -> None:
+    def __init__(
+        self, engine: GenerationEngine, *, rows: int, max_tokens: int, memory_share: float | None = None
+    ) -> None:
         """Start; see `GenerationEngine.open`."""
         self._engine, self._backend = engine, engine.backend
         limit = engine.max_positions
         self.rows, self.max_tokens = rows, max_tokens if limit is None else min(max_tokens, limit)
-        self._arrivals = Arrivals(rows=rows, max_tokens=self.max_tokens)
+        self._memory_share = memory_share
+        self._arrivals = Arrivals(rows=rows, max_tokens=self.max_tokens, memory_share=memory_share)
         self._lock = threading.Lock()
         self._owners: dict[Request, Submission] = {}
         self._prompts = itertools.count()
@@ -168,6 +171,11 @@ class OpenBatch:
     def vocab_size(self) -> int:
         """Of the model; token ids are smaller."""
         return self._backend.vocab_size
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Reserved for keys and values; 0 for a module's own cache, which grows."""
+        return self._backend.kv_cache_bytes
 
     def _check(self, index: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         if len(prompt) + sampling.max_new_tokens > self.max_tokens:
@@ -330,7 +338,8 @@ class OpenBatch:
 
     def _trial(self, requests: list[Request]) -> Exception | None:
         """What decoding a few tokens of requests raises; the tokens are discarded."""
-        arrivals = Arrivals(rows=min(len(requests), self.rows), max_tokens=self.max_tokens)
+        rows = min(len(requests), self.rows)
+        arrivals = Arrivals(rows=rows, max_tokens=self.max_tokens, memory_share=self._memory_share)
         arrivals.add(requests)
         failure: Exception | None = None
         try:

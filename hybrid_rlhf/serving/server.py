@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+import torch
 import uvicorn
 from fastapi import FastAPI
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +30,8 @@ from hybrid_rlhf.serving.service import Service
 
 FAILED_EXIT_CODE = 70
 """As of a run that its watchdog ends: EX_SOFTWARE of sysexits.h."""
+_CPU_MEMORY_SHARE = 1 / 8
+"""Largest share of a host's free memory that the KV cache takes; the memory of a GPU is the server's alone."""
 _LAST_SECONDS = 5.0
 """For last events to reach clients that read them."""
 
@@ -39,6 +42,7 @@ class LoadedModel:
 
     engine: GenerationEngine
     tokenizer: PreTrainedTokenizerBase
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,12 @@ class StoppingServer(uvicorn.Server):
 
 
 def serve(
-    config: ServeConfig, load: Callable[[], Served], *, api_key: str | None, report: Callable[[str, str], None]
+    config: ServeConfig,
+    load: Callable[[], Served],
+    *,
+    api_key: str | None,
+    report: Callable[[str, str], None],
+    progress: Callable[[str], None],
 ) -> bool:
     """Serve models until a signal stops it; false if decoding has failed.
 
@@ -103,6 +112,7 @@ def serve(
         load: gives the models; called after the address was taken.
         api_key: what requests must send; none: nothing.
         report: receives the name of the model and the base URL of the API when the server accepts requests.
+        progress: receives what the start reserves.
 
     Raises:
         UserError: when the address cannot be taken, or one sequence of the longest kind does not fit in memory.
@@ -110,6 +120,12 @@ def serve(
     listener = bound_socket(config.host, config.port)
     served = load()
     service = None if served.model is None else _service(config, served.model)
+    if service is not None:
+        batch = service.batch
+        progress(
+            f"KV cache of {batch.kv_cache_bytes / 2**30:.2f} GiB for up to {batch.rows} completions of up to "
+            f"{batch.max_tokens} tokens"
+        )
     created, activity = int(time.time()), Activity()
     access = Access(config.host, api_key, config.cors_origins)
     if service is not None:
@@ -149,7 +165,11 @@ def serve(
 def _service(config: ServeConfig, model: LoadedModel) -> Service:
     """The service of a model, whose batch is open."""
     return Service(
-        model.engine.open(rows=config.max_batch_rows, max_tokens=config.max_sequence_tokens),
+        model.engine.open(
+            rows=config.max_batch_rows,
+            max_tokens=config.max_sequence_tokens,
+            memory_share=_CPU_MEMORY_SHARE if model.device.type == "cpu" else None,
+        ),
         model.tokenizer,
         name=config.served_name,
         sampling=config.sampling,

@@ -7,12 +7,15 @@ import threading
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.batching import capacity
+from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
@@ -269,6 +272,30 @@ def test_a_client_that_cannot_take_tokens_ends_alone() -> None:
         batch.submit(PROMPTS[:1], SamplingParams(max_new_tokens=20), lambda tokens: 1 / 0)
         assert ids_of(completed(batch, PROMPTS, SAMPLED)) == completions_alone()
         wait_until(lambda: batch.unfinished == 0)
+
+
+def test_the_cache_of_an_open_batch_takes_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a host's free memory was reserved, and written, for a model of 135 million parameters."""
+
+    def reserved(free: int, rows: int, share: float | None) -> int:
+        monkeypatch.setattr(capacity, "device_memory", lambda device: capacity.DeviceMemory(free))
+        with tiny_engine().open(rows=rows, max_tokens=1600, memory_share=share) as batch:
+            return batch.kv_cache_bytes
+
+    one, many = reserved(10**12, 1, None), reserved(10**12, 40, None)
+    assert 30 < many / one < 40.1
+    assert reserved(10**12, 40, 0.001) == many  # no more than all rows need
+    assert one < reserved(40 * one, 40, 0.125) <= 5 * one
+    assert one <= reserved(40 * one, 40, 0.001) < 1.5 * one  # no less than one completion needs
+
+
+def test_memory_of_a_large_cache_is_mapped_when_it_is_written() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    layout = CacheLayout.of_layers([None], [(4, 64)], stores=2)
+    cache = KVCache(layout, pages=40_000, dtype=torch.float32, device=torch.device("cpu"))
+    assert cache.bytes > 1.2 * 2**30 and process.memory_info().rss - before < cache.bytes / 4
+    assert not cache.keys[:, :5].any() and not cache.values[:, -5:].any()
 
 
 def test_a_top_k_that_no_table_holds_is_refused() -> None:

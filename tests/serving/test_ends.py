@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
 from tests.support.generation import wait_until
 from tests.support.serving import KEY, server_process
@@ -37,21 +38,23 @@ def streamed(url: str, path: str, begun: threading.Semaphore, events: list[str])
                 begun.release()
 
 
-def test_sigterm_ends_streams_with_a_last_event(model_folder: Path, tmp_path: Path) -> None:
-    """They were cut in the middle, with a traceback for each, and new clients could not connect."""
+@pytest.mark.parametrize("seconds", [1, 600])
+def test_sigterm_ends_streams_with_a_last_event(model_folder: Path, tmp_path: Path, seconds: int) -> None:
+    """They were cut in the middle, with a traceback for each, and new clients could not connect.
+
+    After the time for running requests, or a second signal, which this test can wait for on any machine.
+    """
     begun = threading.Semaphore(0)
     streams: list[tuple[str, list[str]]] = [(path, []) for path in PATHS]
     whole: list[httpx2.Response] = []
     with (tmp_path / "errors.txt").open("w") as errors:
-        line = [str(model_folder), *LINE, "--shutdown_seconds", "3"]
+        line = [str(model_folder), *LINE, "--shutdown_seconds", str(seconds)]
         with server_process(line, errors=errors) as (process, url):
             threads = [threading.Thread(target=streamed, args=(url, path, begun, events)) for path, events in streams]
-            body = body_of(PATHS[1])
+            body, target = body_of(PATHS[1]), f"{url}{PATHS[1]}"
             threads.append(
                 threading.Thread(
-                    target=lambda: whole.append(
-                        httpx2.post(f"{url}{PATHS[1]}", json=body, headers=HEADERS, timeout=120)
-                    )
+                    target=lambda: whole.append(httpx2.post(target, json=body, headers=HEADERS, timeout=120))
                 )
             )
             # a client that never reads what it is sent
@@ -65,9 +68,12 @@ def test_sigterm_ends_streams_with_a_last_event(model_folder: Path, tmp_path: Pa
             for _ in range(20):
                 assert begun.acquire(timeout=60)
             process.send_signal(signal.SIGTERM)
-            wait_until(lambda: httpx2.get(f"{url}/health").status_code == 503)
-            refused = httpx2.post(f"{url}{PATHS[1]}", json=body, headers=HEADERS)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopped")
+            if seconds > 1:
+                wait_until(lambda: httpx2.get(f"{url}/health").status_code == 503)
+                refused = httpx2.post(target, json=body, headers=HEADERS)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopped")
+                assert refused.headers["Retry-After"]
+                process.send_signal(signal.SIGTERM)
             for thread in threads:
                 thread.join()
             silent.close()
@@ -84,7 +90,10 @@ def test_sigterm_ends_streams_with_a_last_event(model_folder: Path, tmp_path: Pa
         }
         assert reasons == {0: "abort", 1: "abort"} and last["object"] == usage["object"], path
     assert [answer.status_code for answer in whole] == [503] and whole[0].json()["error"]["code"] == "stopped"
-    assert "Traceback" not in (tmp_path / "errors.txt").read_text()
+    log = (tmp_path / "errors.txt").read_text()
+    assert "Traceback" not in log
+    assert f"loading {model_folder} in float32 on cpu\n" in log
+    assert re.search(r"KV cache of \d+\.\d\d GiB for up to 6 completions of up to 30000 tokens\n", log)
 
 
 BROKEN = """

@@ -116,6 +116,11 @@ class ModuleBackend:
         """See GenerationBackend; the cache has no pages."""
         return self._load
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """See GenerationBackend."""
+        return 0
+
     def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
         """See GenerationBackend."""
         assert self._module is not None
