@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
 import torch
 import uvicorn
-from fastapi import FastAPI
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.inference import ServeConfig
@@ -63,6 +62,7 @@ class StoppingServer(uvicorn.Server):
         *,
         seconds: float,
         failed: Callable[[], bool],
+        started: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
         """Prepare.
@@ -72,10 +72,12 @@ class StoppingServer(uvicorn.Server):
             activity: of the application.
             seconds: for requests that run when a signal comes.
             failed: whether nothing can be answered any more.
+            started: called when connections are accepted.
             close: ends what still runs.
         """
         super().__init__(config)
-        self._activity, self._seconds, self._failed, self._close = activity, seconds, failed, close
+        self._activity, self._seconds = activity, seconds
+        self._failed, self._started, self._close = failed, started, close
         self._end: float | None = None
         """When requests that still run are ended."""
 
@@ -83,6 +85,11 @@ class StoppingServer(uvicorn.Server):
         """Stop taking requests; a second signal ends those that run."""
         self._end = time.monotonic() + (0 if self._activity.stops else self._seconds)
         self._activity.stops = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self._started()
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to exit; called ten times a second."""
@@ -143,14 +150,13 @@ def serve(
         if service is not None:
             service.batch.close()
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    def started() -> None:
         report(config.served_name, f"{url_of(*listener.getsockname()[:2])}/v1")
-        yield
 
-    app.router.lifespan_context = lifespan
     settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, server_header=False)
-    server = StoppingServer(settings, activity, seconds=config.shutdown_seconds, failed=failed, close=close)
+    server = StoppingServer(
+        settings, activity, seconds=config.shutdown_seconds, failed=failed, started=started, close=close
+    )
     gc.collect()
     gc.freeze()  # a collection would look at all objects of torch and the model, which stay
     try:

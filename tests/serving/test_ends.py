@@ -44,13 +44,16 @@ def test_sigterm_ends_streams_with_a_last_event(model_folder: Path, tmp_path: Pa
 
     After the time for running requests, or a second signal, which this test can wait for on any machine.
     """
-    begun = threading.Semaphore(0)
+    begun = [threading.Semaphore(0) for _ in PATHS]
     streams: list[tuple[str, list[str]]] = [(path, []) for path in PATHS]
     whole: list[httpx2.Response] = []
     with (tmp_path / "errors.txt").open("w") as errors:
         line = [str(model_folder), *LINE, "--shutdown_seconds", str(seconds)]
         with server_process(line, errors=errors) as (process, url):
-            threads = [threading.Thread(target=streamed, args=(url, path, begun, events)) for path, events in streams]
+            threads = [
+                threading.Thread(target=streamed, args=(url, path, semaphore, events))
+                for (path, events), semaphore in zip(streams, begun, strict=True)
+            ]
             body, target = body_of(PATHS[1]), f"{url}{PATHS[1]}"
             threads.append(
                 threading.Thread(
@@ -65,8 +68,8 @@ def test_sigterm_ends_streams_with_a_last_event(model_folder: Path, tmp_path: Pa
             silent.sendall(f"POST {PATHS[1]} HTTP/1.1\r\n{head}".encode() + content)
             for thread in threads:
                 thread.start()
-            for _ in range(20):
-                assert begun.acquire(timeout=60)
+            for semaphore in begun:
+                assert all(semaphore.acquire(timeout=60) for _ in range(10))
             process.send_signal(signal.SIGTERM)
             if seconds > 1:
                 wait_until(lambda: httpx2.get(f"{url}/health").status_code == 503)
