@@ -28,6 +28,8 @@ Score = Callable[[list[dict[str, Any]], str], float]
 Messages = list[dict[str, Any]]
 _MOST_MODELS = 2
 _ROWS, _MOST_TOKENS = 4, 4096
+_MEMORY_SHARE = 1 / 16
+"""Largest share of the free memory that the KV cache of a model takes."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class Chats:
             for path in paths:
                 if path not in self._models:
                     engine, tokenizer = self._load(InferenceConfig(path=path))
-                    self._models[path] = ChatModel(engine, tokenizer, engine.open(rows=_ROWS, max_tokens=_MOST_TOKENS))
+                    batch = engine.open(rows=_ROWS, max_tokens=_MOST_TOKENS, memory_share=_MEMORY_SHARE)
+                    self._models[path] = ChatModel(engine, tokenizer, batch)
             models = {path: self._models[path] for path in paths}
             if reward is None:
                 return models, None

@@ -13,6 +13,7 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 _SERVE_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GENERATING_KEYS = (*("adapters", "reward_model", "max_batch_rows", "max_sequence_tokens", "kv_cache_gib", "sampling"),)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*]+")
 _CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
 _MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks", "inspect": "inspect_tasks"}  # nosec B105
 """What a measure needs besides rows; those that are not listed need nothing."""
@@ -97,6 +98,8 @@ class ServeConfig(InferenceConfig):
     """Port to listen on; 0: any free port."""
     api_key: str | None = None
     """Required bearer token of requests, usually ${NAME} of an environment variable; null: none."""
+    cors_origins: list[str] = setting(default_factory=list, advanced=True)
+    """Origins of pages on other sites that may send requests, such as https://app.example; without, none may."""
     model_name: str | None = None
     """Name of the model in requests; null: its path."""
     adapters: dict[str, str] = setting(default_factory=dict)
@@ -111,8 +114,8 @@ class ServeConfig(InferenceConfig):
     max_sequence_tokens: int = 4096
     """Maximum number of tokens of a prompt and its completion together."""
     kv_cache_gib: float | None = setting(None, advanced=True)
-    """Memory for keys and values, in GiB; null: the free device memory, up to the size for all rows at maximum
-    length."""
+    """Memory for keys and values, in GiB; null: the size for all rows at maximum length, at most 0.9 of the free memory
+    of a GPU or 0.125 of that of a host, unless one row needs more."""
     shutdown_seconds: int = setting(30, advanced=True)
     """Time for requests to finish after SIGTERM or SIGINT."""
     sampling: SamplingParams = setting(default_factory=lambda: SamplingParams(max_new_tokens=512), keys=_SERVE_KEYS)
@@ -138,6 +141,11 @@ class ServeConfig(InferenceConfig):
             f"a server that other machines reach needs an api_key, got host {self.host} without one: give --api_key "
             "'${NAME}', or leave host out",
         )
+        for origin in self.cors_origins:
+            require(
+                _ORIGIN.fullmatch(origin) is not None,
+                f"cors_origins must be SCHEME://HOST or SCHEME://HOST:PORT each, got {origin}: write it out",
+            )
         require(self.api_key is None or bool(self.api_key), "api_key must not be empty: give a key, or leave it out")
         require(
             self.served_name not in self.adapters,

@@ -276,7 +276,7 @@ class GenerationEngine:
             raise UserError(f"an adapter must be one of the engine's, {known}, got {name}: name one of them")
         return 0 if name is None else 1 + self.adapters.index(name)
 
-    def open(self, *, rows: int, max_tokens: int) -> OpenBatch:
+    def open(self, *, rows: int, max_tokens: int, memory_share: float | None = None) -> OpenBatch:
         """Decode requests from other threads as they arrive, until the batch is closed.
 
         The engine cannot be used for anything else meanwhile. Drafts are not used.
@@ -284,11 +284,13 @@ class GenerationEngine:
         Args:
             rows: maximum number of completions decoded together.
             max_tokens: of prompt and completion of any request; keys and values of one such request must fit in memory.
+            memory_share: largest share of the free memory for keys and values, unless one request needs more; none: the
+                engine's.
 
         Raises:
             UserError: when they do not.
         """
-        return OpenBatch(self, rows=rows, max_tokens=max_tokens)
+        return OpenBatch(self, rows=rows, max_tokens=max_tokens, memory_share=memory_share)
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
         """Complete one prompt, token by token, including the stop token."""

@@ -3,6 +3,10 @@
 `GenerationEngine.generate` decodes a list of prompts to their ends. A server needs requests that enter and leave at any
 step, tokens as they are sampled, and cancellation. The scheduler is the same (batching/continuous.py), and so are the
 tokens: those of a request depend on its own seed alone.
+
+An exception in a step ends only the requests that cause it. A step does not say which ones these are, so the running
+requests are tried in halves down to the prompts with which decoding fails alone; the others continue from the tokens
+that were delivered. When a plain request fails too, the fault is not a request's, and the batch ends.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -32,6 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(LOGGER_NAME)
 ResultT = TypeVar("ResultT")
+_MOST_TOP_K = 2**31 - 1
+_TRIAL_TOKENS = 3
+"""Tokens of a request after which decoding with it has not failed: on a GPU, steps run ahead of their results."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,8 @@ class StreamedToken:
 
 
 Deliver = Callable[[list[StreamedToken]], None]
-"""Takes the new tokens of a step; empty: the batch has ended and no more will come. It must not block or raise."""
+"""Takes the new tokens of a step; empty: the batch or the submission has ended and no more will come. It must not
+block."""
 
 
 @dataclass(eq=False)
@@ -63,22 +72,31 @@ class Submission:
     samples: dict[Request, tuple[int, int]]
     """Unfinished requests, with the indices of their prompt and sample."""
     deliver: Deliver
+    error: Exception | None = None
+    """What decoding with one of the requests raises, set before the last, empty delivery."""
 
 
 class OpenBatch:
     """Decodes on a thread of its own until it is closed. All methods may be called from any thread."""
 
-    def __init__(self, engine: GenerationEngine, *, rows: int, max_tokens: int) -> None:
+    def __init__(
+        self, engine: GenerationEngine, *, rows: int, max_tokens: int, memory_share: float | None = None
+    ) -> None:
         """Start; see `GenerationEngine.open`."""
         self._engine, self._backend = engine, engine.backend
         limit = engine.max_positions
         self.rows, self.max_tokens = rows, max_tokens if limit is None else min(max_tokens, limit)
-        self._arrivals = Arrivals(rows=rows, max_tokens=self.max_tokens)
+        self._memory_share = memory_share
+        self._arrivals = Arrivals(rows=rows, max_tokens=self.max_tokens, memory_share=memory_share)
         self._lock = threading.Lock()
         self._owners: dict[Request, Submission] = {}
         self._prompts = itertools.count()
         self.failure: BaseException | None = None
         """What ended the batch before it was closed."""
+        self.ended: Future[None] = Future()
+        """Done when the batch has been closed or has failed."""
+        self._has_progress = True
+        """Whether a token was delivered since the last failure."""
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(started, torch.get_num_threads(), _stream()), name="open-batch", daemon=True
@@ -149,16 +167,29 @@ class OpenBatch:
             self._arrivals.add(requests)
         return submission
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the model; token ids are smaller."""
+        return self._backend.vocab_size
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Reserved for keys and values; 0 for a module's own cache, which grows."""
+        return self._backend.kv_cache_bytes
+
     def _check(self, index: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
         if len(prompt) + sampling.max_new_tokens > self.max_tokens:
             raise UserError(
                 f"prompt and completion must have at most {self.max_tokens} tokens together, prompt {index} has "
                 f"{len(prompt)} and max_new_tokens is {sampling.max_new_tokens}: shorten one of them"
             )
-        most = self._backend.vocab_size - 1
-        unknown = [token for token in (*prompt, *sampling.stop_token_ids) if not 0 <= token <= most]
-        if unknown:
-            raise UserError(f"token ids must be in 0..{most}, prompt {index} has {unknown[0]}: remove it")
+        most = self.vocab_size - 1
+        for name, tokens in ((f"prompt {index}", prompt), ("stop_token_ids", sampling.stop_token_ids)):
+            unknown = next((token for token in tokens if not 0 <= token <= most), None)
+            if unknown is not None:
+                raise UserError(f"token ids must be in 0..{most}, {name} has {unknown}: remove it")
+        if sampling.top_k > _MOST_TOP_K:
+            raise UserError(f"top_k must be at most {_MOST_TOP_K}, got {sampling.top_k}: lower it")
 
     def cancel(self, submission: Submission) -> None:
         """End requests at the next step; nothing is delivered for them afterwards."""
@@ -202,8 +233,7 @@ class OpenBatch:
         if stream is not None:
             torch.cuda.set_stream(stream)  # its device too
         try:
-            for new in self._backend.run_open(self._arrivals):
-                self._deliver(new)
+            self._decode(started)
         except BaseException as error:  # noqa: BLE001 - reported by `failure`, or by the constructor
             self.failure = error
             if started.done():
@@ -216,7 +246,20 @@ class OpenBatch:
             self._owners.clear()
         self._arrivals.take()  # makes the calls that still wait
         for submission in submissions.values():
-            submission.deliver([])
+            self._hand(submission, [])
+        self.ended.set_result(None)
+
+    def _decode(self, started: Future[None]) -> None:
+        """Decode until the batch is closed."""
+        while True:
+            try:
+                for new in self._backend.run_open(self._arrivals):
+                    self._deliver(new)
+                return
+            except Exception as error:
+                if not started.done():
+                    raise
+                self._isolate(error)
 
     def _deliver(self, new: NewTokens) -> None:
         steps: dict[Submission, list[StreamedToken]] = {}
@@ -225,6 +268,7 @@ class OpenBatch:
                 owner = self._owners.get(request)
                 if owner is None:
                     continue
+                self._has_progress, request.delivered = True, len(request.token_ids)
                 place = owner.samples[request]
                 ended = request.finish_reason
                 logprobs = request.logprobs[-1], request.sampling_logprobs[-1]
@@ -233,7 +277,106 @@ class OpenBatch:
                 if ended is not None:
                     del self._owners[request], owner.samples[request]
         for owner, tokens in steps.items():
-            owner.deliver(tokens)
+            self._hand(owner, tokens)
+
+    def _hand(self, submission: Submission, tokens: list[StreamedToken]) -> None:
+        try:
+            submission.deliver(tokens)
+        except Exception:
+            logger.exception("an open batch could not deliver tokens, the requests that wait for them are cancelled")
+            self.cancel(submission)
+
+    # -- after an exception in a step
+
+    def _isolate(self, error: Exception) -> None:
+        """End the requests with which decoding fails, and continue the others.
+
+        Raises:
+            Exception: of a plain request, when decoding fails with that too.
+        """
+        logger.error("decoding has failed: the requests that cause it end with an error", exc_info=error)
+        self._reset(error)
+        running = self._taken()
+        failed: dict[Request, Exception] = {}
+        if not self._has_progress:  # they fail together, and each alone does not
+            failed = dict.fromkeys(running, error)
+        elif not self._backend.continues:
+            ended = RuntimeError("a request that was decoded together with this one has failed")
+            failed = {request: ended for request in running if request.delivered}
+        self._has_progress = False
+        if untried := [request for request in running if request not in failed]:
+            failed |= self._failing(_by_prompt(untried))
+            plain = self._engine.requests([[0]], SamplingParams(temperature=0.0, max_new_tokens=1))
+            if failed and (failure := self._trial(plain)) is not None:
+                raise failure
+        self._fail(failed)
+        self._arrivals.add(self._taken())
+
+    def _taken(self) -> list[Request]:
+        """Unfinished requests that have left the arrivals."""
+        with self._lock:
+            return [request for request in self._owners if not self._arrivals.has(request)]
+
+    def _reset(self, error: Exception) -> None:
+        """Release what the failed step held; requests keep the tokens that were delivered."""
+        traceback.clear_frames(error.__traceback__)
+        self._backend.reset()
+        for request in self._taken():
+            request.rewind(request.delivered)
+
+    def _failing(self, prompts: list[list[Request]]) -> dict[Request, Exception]:
+        """Requests of prompts with which decoding fails, and what it raises."""
+        if len(prompts) > 1 and not self._backend.continues:  # it would decode one batch to its end before the next
+            return {request: error for prompt in prompts for request, error in self._failing([prompt]).items()}
+        error = self._trial([request for prompt in prompts for request in prompt])
+        if error is None:
+            return {}
+        if len(prompts) == 1:
+            return dict.fromkeys(prompts[0], error)
+        half = len(prompts) // 2
+        return {**self._failing(prompts[:half]), **self._failing(prompts[half:])}
+
+    def _trial(self, requests: list[Request]) -> Exception | None:
+        """What decoding a few tokens of requests raises; the tokens are discarded."""
+        rows = min(len(requests), self.rows)
+        arrivals = Arrivals(rows=rows, max_tokens=self.max_tokens, memory_share=self._memory_share)
+        arrivals.add(requests)
+        failure: Exception | None = None
+        try:
+            for _ in self._backend.run_open(arrivals):
+                untried = [each for each in requests if not _is_tried(each)]
+                if len(untried) <= self._backend.load.waiting:  # for a row or for memory
+                    arrivals.close()
+        except Exception as error:  # noqa: BLE001 - the caller decides
+            logger.error("decoding %d requests alone has failed", len(requests), exc_info=error)
+            self._reset(failure := error)
+        for request in requests:
+            request.rewind(request.delivered)
+        return failure
+
+    def _fail(self, failed: dict[Request, Exception]) -> None:
+        """End the submissions of requests."""
+        ended = set[Submission]()
+        with self._lock:
+            for request, error in failed.items():
+                if (owner := self._owners.get(request)) is not None:
+                    owner.error = error
+                    ended.add(owner)
+            for submission in ended:
+                for request in submission.samples:
+                    del self._owners[request]
+                submission.samples = {}
+        for submission in ended:
+            self._hand(submission, [])
+
+
+def _is_tried(request: Request) -> bool:
+    return request.finish_reason is not None or len(request.token_ids) >= request.delivered + _TRIAL_TOKENS
+
+
+def _by_prompt(requests: Sequence[Request]) -> list[list[Request]]:
+    """Adjacent requests of one prompt together."""
+    return [list(group) for _, group in itertools.groupby(requests, key=lambda request: request.prompt_index)]
 
 
 def _stream() -> torch.cuda.Stream | None:

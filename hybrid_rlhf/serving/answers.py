@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 import uuid
@@ -14,8 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.data.chat.calls import ToolCall, function_names
 from hybrid_rlhf.generation.open_batch import StreamedToken
 from hybrid_rlhf.serving.bodies import ChatBody, GenerationBody
-from hybrid_rlhf.serving.service import Job, TokenStream
+from hybrid_rlhf.serving.service import BatchEnded, Job, TokenStream
 from hybrid_rlhf.serving.text_stream import ReplyStream, TextStream
+from hybrid_rlhf.serving.token_text import TokenText
+
+_ABORTED = "abort"
+"""The finish reason of a completion that the server ends because it stops (vLLM's name)."""
 
 
 @dataclass
@@ -36,9 +41,12 @@ class AnswerPart:
 class Answer:
     """The answer to one request."""
 
-    def __init__(self, body: GenerationBody, job: Job, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Args: the request, its prompts and sampling, and the tokenizer of the text."""
-        self._body, self._job, self._tokenizer = body, job, tokenizer
+    def __init__(
+        self, body: GenerationBody, job: Job, tokenizer: PreTrainedTokenizerBase, token_text: TokenText
+    ) -> None:
+        """Args: the request, its prompts and sampling, the tokenizer of the text, and its tokens."""
+        self._body, self._job, self._tokenizer, self._token_text = body, job, tokenizer, token_text
+        self._most_calls = 1 if isinstance(body, ChatBody) and body.parallel_tool_calls is False else None
         self._is_chat = isinstance(body, ChatBody)
         # As completion_text in data/chat/conversation.py: without a template, a space follows the role's name.
         drops_space = self._is_chat and tokenizer.chat_template is None
@@ -49,7 +57,11 @@ class Answer:
             return ReplyStream(TextStream(self._decode, job.sampling.stop, drops_space=drops_space), names)
 
         self._streams = [stream() for _ in range(len(job.prompts) * job.sampling.n)]
+        self._unfinished = dict.fromkeys(range(len(self._streams)))
+        """Places of streamed completions, in order."""
         self._offsets = [0] * len(self._streams)
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._streams]
+        """Of the bytes of tokens, for the places of tokens in the text."""
         self._completion_tokens = 0
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -89,12 +101,20 @@ class Answer:
                 delta = {"role": "assistant", "content": ""}
                 choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
                 yield _event({**head, **ids, "choices": [choice], **usage})
-        async for tokens in stream.steps():
-            for token in tokens:
-                index, (text, calls) = self._index(token), self._add([token])
-                if text or token.finish_reason or wants_tokens:
-                    choices = [self._choice(index, AnswerPart(text, [token], calls), streamed=True)]
-                    yield _event({**head, "choices": choices, **usage})
+        try:
+            async for tokens in stream.steps():
+                for token in tokens:
+                    index, (text, calls) = self._index(token), self._add([token])
+                    if text or token.finish_reason or wants_tokens:
+                        choices = [self._choice(index, AnswerPart(text, [token], calls), streamed=True)]
+                        yield _event({**head, "choices": choices, **usage})
+                    if token.finish_reason is not None:
+                        del self._unfinished[index]
+        except BatchEnded:
+            for index in self._unfinished:
+                rest, _ = self._streams[index].add([], "length")
+                choice = self._choice(index, AnswerPart(rest), streamed=True)
+                yield _event({**head, "choices": [{**choice, "finish_reason": _ABORTED}], **usage})
         if usage:
             yield _event({**head, "choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
@@ -109,7 +129,8 @@ class Answer:
             return "", ()
         self._completion_tokens += len(tokens)
         ids = [token.token_id for token in tokens]
-        return self._streams[self._index(tokens[0])].add(ids, tokens[-1].finish_reason)
+        text, calls = self._streams[self._index(tokens[0])].add(ids, tokens[-1].finish_reason)
+        return text, calls[: self._most_calls]
 
     def _choice(self, index: int, piece: AnswerPart, *, streamed: bool = False) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason, "logprobs": None}
@@ -135,27 +156,32 @@ class Answer:
     def _chat_logprobs(self, piece: AnswerPart) -> dict[str, Any]:
         shown = []
         for token in piece.tokens:
-            top = [self._shown_logprob(*likely) for likely in token.top]
+            top = [self._shown_logprob(*likely) for likely in _with_sampled(token)]
             shown.append({**self._shown_logprob(token.token_id, token.logprob), "top_logprobs": top})
         return {"content": shown, "refusal": None}
 
     def _shown_logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        text = str(self._tokenizer.decode([token]))
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        known = self._token_text
+        return {"token": known.text(token), "logprob": logprob, "bytes": list(known.content(token))}
 
     def _text_logprobs(self, index: int, piece: AnswerPart) -> dict[str, Any]:
-        texts, offsets = [], []
+        known, texts, offsets = self._token_text, list[str](), list[int]()
         for token in piece.tokens:
-            texts.append(str(self._tokenizer.decode([token.token_id])))
+            texts.append(known.label(token.token_id))
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(texts[-1])
+            self._offsets[index] += len(self._decoders[index].decode(known.content(token.token_id)))
         values = [token.logprob for token in piece.tokens]
-        top = None
-        if self._job.top_logprobs:
-            top = [
-                {str(self._tokenizer.decode([other])): value for other, value in token.top} for token in piece.tokens
-            ]
+        top = [self._labelled(token) for token in piece.tokens] if self._job.top_logprobs else None
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+    def _labelled(self, token: StreamedToken) -> dict[str, float]:
+        """The likely tokens by their labels; one whose label another token has is named by its id."""
+        found = {self._token_text.label(token.token_id): token.logprob}
+        for other, value in token.top:
+            if other != token.token_id:
+                label = self._token_text.label(other)
+                found[f"token_id:{other}" if label in found else label] = value
+        return found
 
     def _usage(self) -> dict[str, int]:
         prompt, completion = sum(map(len, self._job.prompts)), self._completion_tokens
@@ -163,6 +189,13 @@ class Answer:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _with_sampled(token: StreamedToken) -> Sequence[tuple[int, float]]:
+    """The likely tokens of a place, and the sampled one where it is none of them."""
+    if not token.top or any(other == token.token_id for other, _ in token.top):
+        return token.top
+    return [*token.top, (token.token_id, token.logprob)]
 
 
 def _shown_calls(calls: Sequence[ToolCall], *, indexed: bool = False) -> list[dict[str, Any]]:

@@ -6,45 +6,67 @@ A request that fails has OpenAI's error object. A client that disconnects cancel
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.access import AccessRules
+from hybrid_rlhf.serving.admission import CLIENT_CLOSED, Activity, Admission, error_response
 from hybrid_rlhf.serving.answers import Answer
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody, ScoreBody, read_request
 from hybrid_rlhf.serving.episodes import EpisodeQueue, episode_routes
 from hybrid_rlhf.serving.metrics import ServerMetrics
 from hybrid_rlhf.serving.scores import ScoreService
-from hybrid_rlhf.serving.service import BatchEnded, QueueFull, Service, TokenStream, UnknownEpisode, UnknownModel
+from hybrid_rlhf.serving.service import (
+    BatchEnded,
+    BatchFailed,
+    QueueFull,
+    RequestFailed,
+    Service,
+    TokenStream,
+    UnknownEpisode,
+    UnknownModel,
+)
 
-_CLIENT_CLOSED = 499
-"""Status that is counted for a client that disconnects; it receives none."""
 _STATUSES: dict[type[Exception], tuple[int, str, str | None]] = {
     UserError: (400, "invalid_request_error", None),
     UnknownModel: (404, "invalid_request_error", "model_not_found"),
     UnknownEpisode: (404, "invalid_request_error", "episode_not_found"),
     QueueFull: (429, "rate_limit_error", "queue_full"),
     BatchEnded: (503, "server_error", "stopped"),
+    BatchFailed: (503, "server_error", "failed"),
+    RequestFailed: (500, "server_error", "request_failed"),
 }
 """HTTP status, and OpenAI's type and code, of what a request may raise."""
-_OPEN_PATHS = ("/health", "/metrics")
-"""Those that need no key and have no texts."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask a server."""
+
+    host: str = "127.0.0.1"
+    """That it listens on."""
+    api_key: str | None = None
+    """What requests to the API must send as a bearer token; none: nothing."""
+    origins: Sequence[str] = ()
+    """Of pages on other sites that may ask."""
 
 
 def build_app(
     service: Service,
+    access: Access,
     *,
-    api_key: str | None,
     created: int,
+    activity: Activity | None = None,
     episodes: Callable[[str], Service] | None = None,
     queue: EpisodeQueue | None = None,
     scores: ScoreService | None = None,
@@ -53,14 +75,15 @@ def build_app(
 
     Args:
         service: of the model.
-        api_key: what requests to the API must send as a bearer token; none: nothing.
+        access: who may ask.
         created: when the model was loaded, in seconds since 1970.
+        activity: counts requests, and says that the server stops; none: it never does.
         episodes: gives the service of an episode by its name, whose API is then below /episodes/NAME/v1, or raises
             UnknownEpisode; none: the API of `service` is below /v1.
         queue: of the episodes that programs outside of this process play; none: there are none.
         scores: of a reward model, at /score and /v1/score; none: those do not exist.
     """
-    app = _bare_app(service.metrics, api_key, lambda: service.failed)
+    app = _bare_app(service.metrics, access, activity, lambda: service.failed)
 
     def asked(request: Request) -> Service:
         return service if episodes is None else episodes(request.path_params["episode"])
@@ -73,9 +96,11 @@ def build_app(
     return app
 
 
-def build_scoring_app(scores: ScoreService, *, api_key: str | None, created: int) -> FastAPI:
+def build_scoring_app(
+    scores: ScoreService, access: Access, *, created: int, activity: Activity | None = None
+) -> FastAPI:
     """The application of a reward model alone; see `build_app`."""
-    app = _bare_app(ServerMetrics(None), api_key, lambda: False)
+    app = _bare_app(ServerMetrics(None), access, activity, lambda: False)
     thread = ThreadPoolExecutor(1, "scores")  # the only one that uses the device
 
     @app.get("/v1/models")
@@ -98,19 +123,27 @@ def build_scoring_app(scores: ScoreService, *, api_key: str | None, created: int
     return app
 
 
-def _bare_app(metrics: ServerMetrics, api_key: str | None, failed: Callable[[], bool]) -> FastAPI:
+def _bare_app(metrics: ServerMetrics, access: Access, activity: Activity | None, failed: Callable[[], bool]) -> FastAPI:
     """Errors, access, health and metrics."""
+    activity = activity or Activity()
     app = FastAPI(title="hybrid-rlhf serve", docs_url=None, redoc_url=None)
     for kind, (status, error_type, code) in _STATUSES.items():
         app.add_exception_handler(kind, _handler(status, error_type, code))
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)  # it is logged too
-    app.add_middleware(AccessCheck, metrics=metrics, api_key=api_key)
+    rules = AccessRules(access.host, access.origins)
+    app.add_middleware(Admission, metrics=metrics, api_key=access.api_key, rules=rules, activity=activity)
+    if access.origins:  # outermost: errors have the headers too, and no preflight has a key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=access.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
 
     @app.get("/health")
     async def health() -> Response:
         if failed():
-            return error_response(503, "the batch has failed: restart the server", "server_error", "failed")
+            return error_response(503, "decoding has failed: the server ends", "server_error", "failed")
+        if activity.stops:
+            return error_response(503, "the server stops", "server_error", "stopped")
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -160,49 +193,6 @@ def _add_scores(app: FastAPI, scores: ScoreService, call: Callable[[Callable[[],
         return _whole(await _until_disconnect(request.receive, scores.answer(body, call)))
 
 
-def error_response(
-    status: int, message: str, kind: str, code: str | None = None, *, param: str | None = None
-) -> JSONResponse:
-    """OpenAI's error object; `param` is the key of the body that is wrong."""
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
-
-
-class AccessCheck:
-    """ASGI middleware: refuses requests without the API key, and counts all."""
-
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, api_key: str | None) -> None:
-        self._app, self._metrics, self._api_key = app, metrics, api_key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = _CLIENT_CLOSED
-
-        async def counted(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        try:
-            if scope["path"] not in _OPEN_PATHS and not self._is_allowed(Headers(scope=scope)):
-                message = "requests must carry the server's API key, this one does not: send Authorization: Bearer KEY"
-                refusal = error_response(401, message, "authentication_error", "invalid_api_key")
-                await refusal(scope, receive, counted)
-            else:
-                await self._app(scope, receive, counted)
-        finally:
-            path = getattr(scope.get("route"), "path", "other")  # a label has few values, whatever is asked for
-            self._metrics.requests.labels(path, str(status)).inc()
-
-    def _is_allowed(self, headers: Headers) -> bool:
-        if self._api_key is None:
-            return True
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._api_key.encode())
-
-
 class EventStream(StreamingResponse):
     """Server-sent events; cancels the request when the client disconnects, also before its first token."""
 
@@ -220,9 +210,9 @@ class EventStream(StreamingResponse):
 
 async def _generate(asked: Service, request: Request, body: GenerationBody) -> Response:
     service = asked.of_model(body.model)
-    job = service.job(body)
+    job = await asyncio.to_thread(service.job, body)
     stream = service.start(job, whole=not body.stream)
-    answer = Answer(body, job, service.tokenizer)
+    answer = Answer(body, job, service.tokenizer, service.token_text)
     if body.stream:
         return EventStream(_closed_by_errors(answer.events(stream)), stream)
 
@@ -244,7 +234,7 @@ async def _generate(asked: Service, request: Request, body: GenerationBody) -> R
 
 def _whole(answer: dict[str, Any] | None) -> Response:
     """An answer that is not streamed; none: the client has disconnected."""
-    return Response(status_code=_CLIENT_CLOSED) if answer is None else JSONResponse(answer)
+    return Response(status_code=CLIENT_CLOSED) if answer is None else JSONResponse(answer)
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
@@ -265,12 +255,14 @@ async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, Any]) ->
 
 
 async def _closed_by_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Events, and an error object in place of the rest if the batch ends."""
+    """Events, and an error object in place of the rest if decoding fails."""
     try:
         async for event in events:
             yield event
-    except BatchEnded as error:
-        yield f"data: {bytes(error_response(503, str(error), 'server_error', 'stopped').body).decode()}\n\n"
+    except (BatchFailed, RequestFailed) as error:
+        status, kind, code = _STATUSES[type(error)]
+        yield f"data: {bytes(error_response(status, str(error), kind, code).body).decode()}\n\n"
+        yield "data: [DONE]\n\n"
 
 
 def _model(service: Service, base: Service, created: int) -> dict[str, Any]:
@@ -284,7 +276,8 @@ def _entry(name: str, created: int) -> dict[str, Any]:
 
 def _handler(status: int, kind: str, code: str | None) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
-        return error_response(status, str(error), kind, code, param=getattr(error, "key", None))
+        shown = getattr(error, "code", code)
+        return error_response(status, str(error), kind, shown, param=getattr(error, "key", None))
 
     return handle
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from hybrid_rlhf.serving.server import bound_socket, url_of
+from hybrid_rlhf.serving.addresses import bound_socket, url_of
 
 _CLOSING_SECONDS = 1
 """For requests that still run at the end."""

@@ -1,14 +1,17 @@
 """Bodies of requests, checked: OpenAI's keys, and those that vLLM has beside them.
 
 A key that this server does not read is refused by name, unless its value asks for nothing (`_NEUTRAL`). All values have
-the type that OpenAI's reference gives them; nothing is converted.
+the type that OpenAI's reference gives them; nothing is converted. Numbers and counts are bounded here, before a text is
+tokenized or a tensor is made of them; a body is parsed on another thread than the one that answers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -31,14 +34,28 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
 }
 """Keys that other servers read, with the values that this one accepts."""
+_SUBJECT = re.compile("^(Input|List|String) should ")
+"""With which pydantic's messages begin."""
 _IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("parallel_tool_calls", "reasoning_effort", "verbosity"),
+    *("reasoning_effort", "verbosity"),
 )
 """Keys that ask for nothing that could change an answer here."""
 _MOST_BODY_BYTES = 32 * 2**20
+_MOST_VALUES = 2**21
+"""Values of a body: parsing more of them holds the interpreter for too long, on any thread."""
 _MOST_SAMPLES = 128
 """OpenAI's limit on `n`."""
+_MOST_PROMPTS, _MOST_MESSAGES, _MOST_TOOLS = 4096, 8192, 1024
+_MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 64, 1000, 128
+_MOST_INTEGER = 2**31 - 1
+_MOST_TEMPERATURE = 100.0
+_MOST_PENALTY = 100.0
+_MOST_REWARD = 1e6
+_TokenIds = Annotated[list[int], Field(fail_fast=True)]
+_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST_MESSAGES)]
+_Texts = Annotated[list[str], Field(fail_fast=True, max_length=_MOST_PROMPTS)]
+_StopText = Annotated[str, Field(max_length=_MOST_STOP_CHARACTERS)]
 BodyT = TypeVar("BodyT", bound="_StrictBody")
 
 
@@ -54,8 +71,14 @@ class KeyRejected(UserError):
         self.key = key
 
 
+class ContextTooLong(KeyRejected):
+    """A prompt, alone or with its completion, that is longer than a sequence may be."""
+
+    code = "context_length_exceeded"
+
+
 class _StrictBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class StreamOptions(_StrictBody):
@@ -70,16 +93,16 @@ class GenerationBody(_StrictBody):
 
     model: str
     n: int = Field(1, ge=1, le=_MOST_SAMPLES)
-    max_tokens: int | None = None
-    temperature: float | None = None
+    max_tokens: int | None = Field(None, le=_MOST_INTEGER)
+    temperature: float | None = Field(None, le=_MOST_TEMPERATURE)
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: int | None = Field(None, le=_MOST_INTEGER)
     min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    seed: int | None = None
+    repetition_penalty: float | None = Field(None, ge=1 / _MOST_PENALTY, le=_MOST_PENALTY)
+    min_tokens: int | None = Field(None, le=_MOST_INTEGER)
+    stop: _StopText | Annotated[list[_StopText], Field(fail_fast=True, max_length=_MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=_MOST_STOP_TOKENS)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stream: bool = False
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
@@ -115,9 +138,9 @@ class GenerationBody(_StrictBody):
             return SamplingParams(n=self.n, **chosen)
         except UserError as error:  # begins with the engine's name of the key
             name, _, rest = str(error).partition(" ")
-            raise KeyRejected(self._key_of(name), rest) from None
+            raise KeyRejected(self.key_of(name), rest) from None
 
-    def _key_of(self, parameter: str) -> str:
+    def key_of(self, parameter: str) -> str:
         """The key of this body that a sampling parameter is read from."""
         return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}.get(parameter, parameter)
 
@@ -125,6 +148,16 @@ class GenerationBody(_StrictBody):
     def limit(self) -> int | None:
         """Most tokens of a completion, where the request names it."""
         return self.max_tokens
+
+    @property
+    def prompt_key(self) -> str:
+        """The key that has the prompts."""
+        return "prompt"
+
+    @property
+    def completions(self) -> int:
+        """How many the answer has."""
+        return self.n
 
     @property
     def wants_logprobs(self) -> bool:
@@ -150,14 +183,21 @@ class GenerationBody(_StrictBody):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    messages: _Objects = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, le=_MOST_INTEGER)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
     tool_choice: str | None = None
-    prompt_token_ids: list[int] | None = None
+    parallel_tool_calls: bool | None = None
+    """False: the answer has one call at most."""
+    prompt_token_ids: _TokenIds | None = None
     """Tokens of the prompt, used in place of rendered messages: an agent's turns are then never tokenised again."""
+
+    @property
+    def prompt_key(self) -> str:
+        """See GenerationBody."""
+        return "messages" if self.prompt_token_ids is None else "prompt_token_ids"
 
     @property
     def used_tools(self) -> list[dict[str, Any]] | None:
@@ -169,8 +209,9 @@ class ChatBody(GenerationBody):
         """See GenerationBody."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def _key_of(self, parameter: str) -> str:
-        key = super()._key_of(parameter)
+    def key_of(self, parameter: str) -> str:
+        """See GenerationBody."""
+        key = super().key_of(parameter)
         return "max_completion_tokens" if key == "max_tokens" and self.max_completion_tokens is not None else key
 
     @property
@@ -195,7 +236,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _Texts | _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True, max_length=_MOST_PROMPTS)]
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
 
     @property
@@ -211,6 +252,11 @@ class CompletionBody(GenerationBody):
         return [given] if isinstance(given[0], int) else given
 
     @property
+    def completions(self) -> int:
+        """See GenerationBody."""
+        return self.n * len(self.prompts)
+
+    @property
     def wants_logprobs(self) -> bool:
         """See GenerationBody."""
         return self.logprobs is not None
@@ -224,7 +270,7 @@ class CompletionBody(GenerationBody):
 class RewardBody(_StrictBody):
     """POST /episodes/NAME/reward."""
 
-    reward: float | None = Field(allow_inf_nan=False)
+    reward: float | None = Field(ge=-_MOST_REWARD, le=_MOST_REWARD)
     """Of the whole episode; null: 0, where a reward component gives more."""
 
 
@@ -232,10 +278,10 @@ class ScoreBody(_StrictBody):
     """POST /v1/score."""
 
     model: str
-    messages: list[dict[str, Any]] | list[list[dict[str, Any]]] | None = None
+    messages: _Objects | Annotated[list[_Objects], Field(fail_fast=True, max_length=_MOST_PROMPTS)] | None = None
     """A conversation that ends with the assistant's answer, or several."""
-    prompt: str | list[str] | None = None
-    completion: str | list[str] | None = None
+    prompt: str | _Texts | None = None
+    completion: str | _Texts | None = None
     """Answers to the prompts, which are user turns."""
 
     def conversations(self) -> list[list[dict[str, Any]]]:
@@ -267,11 +313,18 @@ async def read_request(request: Request, kind: type[BodyT]) -> BodyT:
         UserError: see `read_body`.
     """
     content = bytearray()
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > _MOST_BODY_BYTES:
+        raise _too_long()  # before any of it is read
     async for part in request.stream():
         content += part
         if len(content) > _MOST_BODY_BYTES:
-            raise HTTPException(413, f"a body has at most {_MOST_BODY_BYTES} bytes: shorten it")
-    return read_body(kind, bytes(content))
+            raise _too_long()
+    return await asyncio.to_thread(read_body, kind, bytes(content))
+
+
+def _too_long() -> HTTPException:
+    return HTTPException(413, f"a body has at most {_MOST_BODY_BYTES} bytes: shorten it")
 
 
 def read_body(kind: type[BodyT], content: bytes) -> BodyT:
@@ -280,6 +333,12 @@ def read_body(kind: type[BodyT], content: bytes) -> BodyT:
     Raises:
         UserError: with the rule, the value and the fix.
     """
+    most = sum(map(content.count, (b",", b"[", b"{")))  # text has them too: a bound that is found at once
+    if most > _MOST_VALUES:
+        raise UserError(
+            f"a body must have at most {_MOST_VALUES} values, counted by commas and opening brackets, got {most}: "
+            "send several requests"
+        )
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -314,7 +373,7 @@ def _rejected(kind: type[BaseModel], error: ValidationError) -> KeyRejected:
     if first["type"] == "missing":
         return KeyRejected(key, "is required, got none: add it")
     rules = [first["msg"], *(other["msg"] for other in others if other["loc"][:1] == place[:1])]
-    rule = " or ".join(dict.fromkeys(rule.removeprefix("Input should ").removeprefix("List should ") for rule in rules))
+    rule = " or ".join(dict.fromkeys(_SUBJECT.sub("", rule) for rule in rules))
     return KeyRejected(key, f"must {rule}, got {_shown(first['input'])}: change it")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from hybrid_rlhf.serving.addresses import url_of
 from hybrid_rlhf.serving.bodies import RewardBody, read_request
 from hybrid_rlhf.serving.service import UnknownEpisode
 
@@ -65,7 +66,8 @@ def episode_routes(queue: EpisodeQueue) -> APIRouter:
         if taken is None:
             return Response(status_code=204, headers={"Retry-After": str(_RETRY_SECONDS)})
         name, content = taken
-        root = f"{request.base_url}episodes/{name}"  # as the program reaches this server
+        # where the connection ends, not the Host header, which a client may invent
+        root = f"{url_of(*request.scope['server'])}/episodes/{name}"
         return JSONResponse({"base_url": f"{root}/v1", "reward_url": f"{root}/reward", **content})
 
     @router.post("/episodes/{episode}/reward")

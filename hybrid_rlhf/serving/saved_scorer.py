@@ -6,10 +6,11 @@ RL does for a reward model with a tokenizer of its own (rl/rewards/models.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import ModuleList
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
@@ -20,9 +21,18 @@ from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.models.policy import Scorer, scores_at_end
 from hybrid_rlhf.models.pretrained.folders import load_config
 from hybrid_rlhf.models.pretrained.loading import load_model, require_scorer, stored_heads
+from hybrid_rlhf.serving.token_text import characters, longest_token
 
 _MOST_BATCH_TOKENS = 8192
 """Of one forward, unless one conversation alone is longer."""
+
+
+class NotWanted(Exception):
+    """Nobody waits for the scores any more."""
+
+
+def _always() -> bool:
+    return True
 
 
 class SavedScorer:
@@ -52,6 +62,10 @@ class SavedScorer:
         """Names of its scores; empty for a single one."""
         self.model = Scorer(lm.to(device).eval())  # type: ignore[arg-type]
         self._limit: int | None = getattr(lm.config, "max_position_embeddings", None)
+        self._is_wanted: Callable[[], bool] = _always
+        for layers in [module for module in self.model.modules() if isinstance(module, ModuleList)]:
+            for layer in layers:
+                layer.register_forward_pre_hook(self._stop_unwanted)
 
     def encode(
         self, prompt: list[Message], completion: list[Message], *, tools: Tools | None = None, shown: str
@@ -61,18 +75,35 @@ class SavedScorer:
         Raises:
             UserError: when it cannot be rendered, or is longer than the model reads.
         """
+        if self._limit is not None:
+            given = characters([*prompt, *completion])
+            if given > self._limit * longest_token(self.tokenizer):
+                raise UserError(f"{shown} must have at most {self._limit} tokens, got {given} characters: shorten it")
         ids = encode_completion(prompt, completion, self.tokenizer, tools=tools).input_ids
         if self._limit is not None and len(ids) > self._limit:
             raise UserError(f"{shown} must have at most {self._limit} tokens, got {len(ids)}: shorten it")
         return ids
 
     @torch.no_grad()
-    def scores(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Scores [n] float32 of token rows in one forward, or [n, heads] of a model with several."""
+    def scores(self, rows: Sequence[Sequence[int]], is_wanted: Callable[[], bool] = _always) -> Tensor:
+        """Scores [n] float32 of token rows in one forward, or [n, heads] of a model with several.
+
+        Args:
+            rows: token ids.
+            is_wanted: asked before each layer, whose forward may take seconds on a CPU.
+
+        Raises:
+            NotWanted: when they are not wanted any more.
+        """
+        self._is_wanted = is_wanted
         ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = torch.arange(ids.shape[1], device=self.device) < lengths[:, None]
         return scores_at_end(self.model(ids, mask), mask).cpu()
+
+    def _stop_unwanted(self, *_: object) -> None:
+        if not self._is_wanted():
+            raise NotWanted
 
     def score(self, conversations: Sequence[tuple[list[Message], str, Tools | None]]) -> list[list[float]]:
         """One score per head, after the last token of each conversation.

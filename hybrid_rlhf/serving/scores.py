@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -12,8 +13,8 @@ from torch import Tensor
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.serving.bodies import ScoreBody
-from hybrid_rlhf.serving.saved_scorer import SavedScorer, batches
-from hybrid_rlhf.serving.service import QueueFull, UnknownModel, read_conversation
+from hybrid_rlhf.serving.saved_scorer import NotWanted, SavedScorer, batches
+from hybrid_rlhf.serving.service import BatchEnded, QueueFull, UnknownModel, read_conversation
 
 
 class ScoreService:
@@ -29,6 +30,8 @@ class ScoreService:
         """
         self.name, self._scorer = name or scorer.name, scorer
         self._max_queue, self._unfinished = max_queue, 0
+        self.closed = False
+        """Whether requests end without their scores, as the server stops."""
 
     def check_name(self, name: str) -> None:
         """Raise UnknownModel unless this is the name of the reward model."""
@@ -44,6 +47,7 @@ class ScoreService:
 
         Raises:
             QueueFull: when too many wait.
+            BatchEnded: when the server stops.
             UserError: for a conversation that is none, does not end with the assistant, or is too long.
         """
         if self._unfinished > self._max_queue:
@@ -58,18 +62,31 @@ class ScoreService:
             self._unfinished -= 1
 
     async def _scored(self, body: ScoreBody, call: Callable[[Callable[[], Tensor]], Future[Tensor]]) -> dict[str, Any]:
-        given, heads = body.conversations(), self._scorer.heads
-        rows = [self._encode(f"conversation {place}", messages) for place, messages in enumerate(given)]
+        heads, rows = self._scorer.heads, await asyncio.to_thread(self._rows, body)
         shown: list[dict[str, Any]] = [{} for _ in rows]
-        for places in batches(rows):
-            ids = [rows[place] for place in places]
-            scores = await asyncio.wrap_future(call(lambda ids=ids: self._scorer.scores(ids)))  # type: ignore[misc]
-            for place, score in zip(places, scores.tolist(), strict=True):
-                value = dict(zip(heads, score, strict=True)) if heads else score
-                shown[place] = {"object": "score", "index": place, "score": value}
+        left = threading.Event()
+        try:
+            for places in batches(rows):
+                ids = [rows[place] for place in places]
+
+                def score(ids: list[list[int]] = ids) -> Tensor:
+                    return self._scorer.scores(ids, lambda: not (left.is_set() or self.closed))
+
+                scores = await asyncio.wrap_future(call(score))
+                for place, value in zip(places, scores.tolist(), strict=True):
+                    named = dict(zip(heads, value, strict=True)) if heads else value
+                    shown[place] = {"object": "score", "index": place, "score": named}
+        except NotWanted as error:
+            raise BatchEnded("the server stops: send the request again later") from error
+        finally:
+            left.set()
         tokens = sum(map(len, rows))
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"object": "list", "model": self.name, "data": shown, "usage": usage}
+
+    def _rows(self, body: ScoreBody) -> list[list[int]]:
+        """The tokens of each conversation."""
+        return [self._encode(f"conversation {place}", messages) for place, messages in enumerate(body.conversations())]
 
     def _encode(self, name: str, conversation: Sequence[dict[str, Any]]) -> list[int]:
         messages: list[Message] = read_conversation(name, conversation)

@@ -1,28 +1,38 @@
 """The process of a server: its socket, the batch, signals, and the end.
 
-SIGTERM and SIGINT stop it: it accepts no more connections, finishes the requests that run within a limit, and ends with
-exit code 0.
+SIGTERM and SIGINT stop it: it refuses further requests, finishes those that run within a limit, ends the rest with a
+last event, and exits with code 0; a second signal ends the wait. When decoding fails for good it exits with code 70,
+after which a supervisor starts it again.
 """
 
 from __future__ import annotations
 
-import signal
+import asyncio
+import gc
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
+import torch
 import uvicorn
-from fastapi import FastAPI
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.serving.app import build_app, build_scoring_app
+from hybrid_rlhf.serving.addresses import bound_socket, url_of
+from hybrid_rlhf.serving.admission import Activity
+from hybrid_rlhf.serving.app import Access, build_app, build_scoring_app
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Service
+
+FAILED_EXIT_CODE = 70
+"""As of a run that its watchdog ends: EX_SOFTWARE of sysexits.h."""
+_CPU_MEMORY_SHARE = 1 / 8
+"""Largest share of a host's free memory that the KV cache takes; the memory of a GPU is the server's alone."""
+_LAST_SECONDS = 5.0
+"""For last events to reach clients that read them."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,7 @@ class LoadedModel:
 
     engine: GenerationEngine
     tokenizer: PreTrainedTokenizerBase
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -41,16 +52,74 @@ class Served:
     scores: ScoreService | None
 
 
+class StoppingServer(uvicorn.Server):
+    """Answers while it stops: uvicorn itself closes its socket first, and cuts what still runs at the end."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        activity: Activity,
+        *,
+        seconds: float,
+        failed: Callable[[], bool],
+        started: Callable[[], None],
+        close: Callable[[], None],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            config: of uvicorn.
+            activity: of the application.
+            seconds: for requests that run when a signal comes.
+            failed: whether nothing can be answered any more.
+            started: called when connections are accepted.
+            close: ends what still runs.
+        """
+        super().__init__(config)
+        self._activity, self._seconds = activity, seconds
+        self._failed, self._started, self._close = failed, started, close
+        self._end: float | None = None
+        """When requests that still run are ended."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop taking requests; a second signal ends those that run."""
+        self._end = time.monotonic() + (0 if self._activity.stops else self._seconds)
+        self._activity.stops = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self._started()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to exit; called ten times a second."""
+        if self._failed():
+            self._activity.stops, self._end = True, time.monotonic()
+        if self._end is not None and (not self._activity.requests or time.monotonic() >= self._end):
+            await asyncio.to_thread(self._close)
+            last = time.monotonic() + _LAST_SECONDS
+            while self._activity.requests and time.monotonic() < last:
+                await asyncio.sleep(0.02)
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
 def serve(
-    config: ServeConfig, load: Callable[[], Served], *, api_key: str | None, report: Callable[[str, str], None]
-) -> None:
-    """Serve models until a signal stops it.
+    config: ServeConfig,
+    load: Callable[[], Served],
+    *,
+    api_key: str | None,
+    report: Callable[[str, str], None],
+    progress: Callable[[str], None],
+) -> bool:
+    """Serve models until a signal stops it; false if decoding has failed.
 
     Args:
         config: the settings.
         load: gives the models; called after the address was taken.
         api_key: what requests must send; none: nothing.
         report: receives the name of the model and the base URL of the API when the server accepts requests.
+        progress: receives what the start reserves.
 
     Raises:
         UserError: when the address cannot be taken, or one sequence of the longest kind does not fit in memory.
@@ -58,72 +127,58 @@ def serve(
     listener = bound_socket(config.host, config.port)
     served = load()
     service = None if served.model is None else _service(config, served.model)
-    created = int(time.time())
     if service is not None:
-        app = build_app(service, api_key=api_key, created=created, scores=served.scores)
+        batch = service.batch
+        progress(
+            f"KV cache of {batch.kv_cache_bytes / 2**30:.2f} GiB for up to {batch.rows} completions of up to "
+            f"{batch.max_tokens} tokens"
+        )
+    created, activity = int(time.time()), Activity()
+    access = Access(config.host, api_key, config.cors_origins)
+    if service is not None:
+        app = build_app(service, access, created=created, activity=activity, scores=served.scores)
     else:
         assert served.scores is not None
-        app = build_scoring_app(served.scores, api_key=api_key, created=created)
+        app = build_scoring_app(served.scores, access, created=created, activity=activity)
+
+    def failed() -> bool:
+        return service is not None and service.failed
 
     def close() -> None:
+        if served.scores is not None:
+            served.scores.closed = True
         if service is not None:
             service.batch.close()
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    def started() -> None:
         report(config.served_name, f"{url_of(*listener.getsockname()[:2])}/v1")
-        yield
-        close()
 
-    app.router.lifespan_context = lifespan
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            timeout_graceful_shutdown=config.shutdown_seconds,
-            server_header=False,
-        )
+    settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, server_header=False)
+    server = StoppingServer(
+        settings, activity, seconds=config.shutdown_seconds, failed=failed, started=started, close=close
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)  # uvicorn raises a signal again after it has stopped
+    gc.collect()
+    gc.freeze()  # a collection would look at all objects of torch and the model, which stay
     try:
         server.run(sockets=[listener])
     finally:
         close()
         if served.model is not None:
             served.model.engine.close()
+    return not failed()
 
 
 def _service(config: ServeConfig, model: LoadedModel) -> Service:
     """The service of a model, whose batch is open."""
     return Service(
-        model.engine.open(rows=config.max_batch_rows, max_tokens=config.max_sequence_tokens),
+        model.engine.open(
+            rows=config.max_batch_rows,
+            max_tokens=config.max_sequence_tokens,
+            memory_share=_CPU_MEMORY_SHARE if model.device.type == "cpu" else None,
+        ),
         model.tokenizer,
         name=config.served_name,
         sampling=config.sampling,
         max_queue=config.max_queue,
         adapters=model.engine.adapters,
     )
-
-
-def url_of(host: str, port: int) -> str:
-    """The URL of an address, without a path."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket with the address, which does not listen yet: until the model is loaded, connections are refused.
-
-    Raises:
-        UserError: when the address cannot be taken.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise UserError(
-            f"host and port must be an address that is free here, got {host}:{port} ({error.strerror}): choose another"
-        ) from error
-    return listener

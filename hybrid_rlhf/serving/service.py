@@ -1,6 +1,7 @@
 """From the body of a request to tokens: prompts are rendered and checked, admitted to the open batch, and streamed.
 
-All methods run on the server's event loop; the batch delivers tokens to it from its own thread.
+A request becomes a job on a thread of its own, since tokenizing takes time; everything else runs on the server's event
+loop, to which the batch delivers tokens from its own thread.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -20,10 +23,11 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.data.chat.messages import Message, read_message
 from hybrid_rlhf.data.chat.template import leading_bos
-from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken
+from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import SamplingParams
-from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody, KeyRejected
+from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, ContextTooLong, GenerationBody, KeyRejected
 from hybrid_rlhf.serving.metrics import ServerMetrics
+from hybrid_rlhf.serving.token_text import TokenText, characters, longest_token
 
 ResultT = TypeVar("ResultT")
 
@@ -43,7 +47,15 @@ class UnknownEpisode(Exception):
 
 
 class BatchEnded(Exception):
-    """The server stops, or its batch has failed."""
+    """The server stops."""
+
+
+class BatchFailed(Exception):
+    """Decoding has failed, and the server with it."""
+
+
+class RequestFailed(Exception):
+    """Decoding with this request has failed."""
 
 
 @dataclass(frozen=True)
@@ -120,19 +132,21 @@ class TokenStream:
                 job.prompts, each or job.sampling, deliver, top_logprobs=job.top_logprobs, adapter=job.adapter
             )
         except RuntimeError as error:
-            raise BatchEnded(str(error)) from error
+            raise _ended(batch) from error
         metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
 
     async def steps(self) -> AsyncIterator[list[StreamedToken]]:
         """The new tokens of each step, to the last one; of a whole answer, of the steps until a completion ends.
 
         Raises:
-            BatchEnded: when the batch ends before.
+            BatchEnded: when the batch is closed before.
+            BatchFailed: when the batch fails before.
+            RequestFailed: when decoding with this request fails.
         """
         while self._unfinished:
             tokens = await self._steps.get()
             if not tokens:
-                raise BatchEnded("the server stops: send the request again later")
+                raise _ended(self._batch, self._submission)
             self._unfinished -= sum(token.finish_reason is not None for token in tokens)
             if self._job.record is not None:
                 self._record(tokens, self._job.record)
@@ -184,6 +198,12 @@ class Service:
         self.adapters = {name: Service(batch, tokenizer, name=name, adapter=name, **shared) for name in adapters}
         """Services of the adapters."""
         self.defaults, self.max_queue = sampling, max_queue
+        self._most_characters = batch.max_tokens * longest_token(tokenizer)
+
+    @cached_property
+    def token_text(self) -> TokenText:
+        """The tokens of the model as text."""
+        return TokenText(self.tokenizer)
 
     def of_model(self, name: str) -> Service:
         """The service of the model that a request names: this one, or that of an adapter.
@@ -201,15 +221,30 @@ class Service:
         return self.batch.failure is not None
 
     def job(self, body: GenerationBody) -> Job:
-        """The prompts of a request.
+        """The prompts of a request; called on any thread.
 
         Raises:
             UnknownModel: when it names another model.
+            QueueFull: when too many wait.
             UserError: when it cannot be completed.
         """
         self.check_name(body.model)
+        wanted = body.completions
+        if wanted > self._most_completions:
+            raise UserError(
+                f"a request has at most {self._most_completions} completions (prompts x n), got {wanted}: send several "
+                "requests"
+            )
+        self._check_queue(wanted)
         prompts = [self._chat_prompt(body)] if isinstance(body, ChatBody) else self._prompts(body)
-        sampling = self.sampling(body, longest_prompt=max(map(len, prompts), default=0))
+        longest = max(map(len, prompts), default=0)
+        sampling = self.sampling(body, longest_prompt=longest)
+        if longest + sampling.max_new_tokens > self.batch.max_tokens:
+            raise ContextTooLong(
+                body.prompt_key,
+                f"must leave room in the maximum context length of {self.batch.max_tokens} tokens, got {longest} "
+                f"tokens and {body.key_of('max_new_tokens')} {sampling.max_new_tokens}: shorten one of them",
+            )
         return Job(prompts, sampling, body.most_likely, adapter=self._adapter)
 
     def sampling(self, body: GenerationBody, *, longest_prompt: int) -> SamplingParams:
@@ -226,6 +261,10 @@ class Service:
             )
         for text in sampling.stop:
             _check_text(text, "stop")
+        most = self.batch.vocab_size - 1
+        unknown = [token for token in sampling.stop_token_ids if not 0 <= token <= most]
+        if unknown:
+            raise KeyRejected("stop_token_ids", f"must be token ids in 0..{most}, got {unknown[0]}: remove it")
         return sampling
 
     def check_name(self, name: str) -> None:
@@ -243,17 +282,22 @@ class Service:
 
         Raises:
             QueueFull: when too many wait.
-            UserError: when it is longer than a sequence may be, or larger than the queue.
+            UserError: when it is longer than a sequence may be.
             BatchEnded: when the server stops.
         """
-        wanted, most = len(job.prompts) * job.sampling.n, self.batch.rows + self.max_queue
-        if wanted > most:
-            raise UserError(
-                f"a request has at most {most} completions (prompts x n), got {wanted}: send several requests"
-            )
-        if self.batch.unfinished + wanted > most:
-            raise QueueFull(f"{self.batch.unfinished} completions run or wait, the limit is {most}: try again later")
+        self._check_queue(len(job.prompts) * job.sampling.n)
         return TokenStream(self.batch, job, self.metrics, self._deliveries, whole=whole)
+
+    @property
+    def _most_completions(self) -> int:
+        return self.batch.rows + self.max_queue
+
+    def _check_queue(self, wanted: int) -> None:
+        if self.batch.unfinished + wanted > self._most_completions:
+            raise QueueFull(
+                f"{self.batch.unfinished} completions run or wait, the limit is {self._most_completions}: try again "
+                "later"
+            )
 
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
         """Call a function on the thread that uses the device.
@@ -264,14 +308,14 @@ class Service:
         try:
             return self.batch.call(function)
         except RuntimeError as error:
-            raise BatchEnded(str(error)) from error
+            raise _ended(self.batch) from error
 
     async def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
         """Log-probs of a prompt's tokens in vLLM's form; none for the first."""
         try:
             future = self.batch.prompt_logprobs(prompt, adapter=self._adapter)
         except RuntimeError as error:
-            raise BatchEnded(str(error)) from error
+            raise _ended(self.batch) from error
         found = await asyncio.wrap_future(future)
         shown: list[dict[str, Any] | None] = [None]
         for token, logprob in zip(prompt[1:], found, strict=True):
@@ -281,7 +325,8 @@ class Service:
     def _chat_prompt(self, body: ChatBody) -> list[int]:
         if body.prompt_token_ids is not None:
             return body.prompt_token_ids
-        return encode_prompt(self.messages(body), self.tokenizer, tools=body.used_tools)
+        with request_errors("messages"):
+            return encode_prompt(self.messages(body), self.tokenizer, tools=body.used_tools)
 
     def _prompts(self, body: GenerationBody) -> list[list[int]]:
         assert isinstance(body, CompletionBody)
@@ -289,14 +334,46 @@ class Service:
 
     def messages(self, body: ChatBody) -> list[Message]:
         """The conversation of a request, see `read_conversation`."""
+        self._check_characters("messages", characters(body.messages) + characters(body.tools))
         _check_text(json.dumps(body.tools, ensure_ascii=False), "tools")
         return read_conversation("messages", body.messages)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with BOS if the tokenizer adds it."""
+        self._check_characters("prompt", len(text))
         _check_text(text, "prompt")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [*leading_bos(text, self.tokenizer, plain=True), *ids]
+
+    def _check_characters(self, key: str, count: int) -> None:
+        """Refuse what is too long for any tokens, before it is tokenized."""
+        if count > self._most_characters:
+            raise ContextTooLong(
+                key,
+                f"must fit in the maximum context length of {self.batch.max_tokens} tokens, got {count} characters: "
+                "shorten it",
+            )
+
+
+def _ended(batch: OpenBatch, submission: Submission | None = None) -> Exception:
+    """Why no more tokens come."""
+    if submission is not None and submission.error is not None:
+        return RequestFailed(f"decoding has failed with this request ({submission.error!r:.200}): change it")
+    if batch.failure is not None:
+        return BatchFailed("decoding has failed and the server ends: send the request again after its restart")
+    return BatchEnded("the server stops: send the request again later")
+
+
+@contextmanager
+def request_errors(key: str) -> Iterator[None]:
+    """Name a key of the request in errors of readers whose advice is for rows of data."""
+    try:
+        yield
+    except KeyRejected:
+        raise
+    except UserError as error:
+        rule, _, _ = str(error).removeprefix(f"{key}: ").rpartition(": ")
+        raise KeyRejected(key, f"is refused: {rule}: change it") from error
 
 
 def read_conversation(name: str, conversation: Sequence[dict[str, Any]]) -> list[Message]:
@@ -315,10 +392,11 @@ def read_conversation(name: str, conversation: Sequence[dict[str, Any]]) -> list
 
 def _message(location: str, message: dict[str, Any]) -> Message:
     content = message.get("content")
-    if message.get("role") == "assistant" and isinstance(content, str) and not content.strip():
+    if message.get("role") in ("user", "assistant") and isinstance(content, str) and not content.strip():
         if not message.get("tool_calls"):
-            return {"role": "assistant", "content": content}  # a model may end its turn at once
-    return read_message(location, message)
+            return {key: value for key, value in message.items() if value is not None}  # training refuses empty turns
+    with request_errors(location):
+        return read_message(location, message)
 
 
 def _check_text(text: str, name: str) -> None:
@@ -326,4 +404,4 @@ def _check_text(text: str, name: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{name} must be Unicode text, got {text[error.start]!r}: remove it") from None
+        raise KeyRejected(name, f"must be Unicode text, got {text[error.start]!r}: remove it") from None

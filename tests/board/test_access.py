@@ -61,7 +61,8 @@ def raw(board: ServedBoard, request: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("host", "status"),
     [("127.0.0.1", 200), ("localhost:99", 200), ("[::1]:7", 200), ("192.168.1.5", 200), (socket.gethostname(), 200)]
-    + [("evil.example", 403), ("127.0.0.1.evil.example", 403), ("", 403), ("localhost.evil.example:80", 403)],
+    + [("evil.example", 403), ("127.0.0.1.evil.example", 403), ("", 403), ("localhost.evil.example:80", 403)]
+    + [("[::1]evil.com", 403)],
 )
 def test_a_name_of_another_machine_is_refused(board: ServedBoard, host: str, status: int) -> None:
     answer = raw(board, f"GET /api/runs HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
@@ -75,9 +76,13 @@ def test_a_form_of_another_page_changes_nothing(board: ServedBoard) -> None:
         ({"X-Board": "0"}, 403),
         ({"X-Board": "1", "Content-Type": "text/plain"}, 415),
         ({"X-Board": "1", "Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"X-Board": "1", "Content-Type": "application/json", "Origin": "http://evil.example"}, 403),
+        ({"X-Board": "1", "Content-Type": "application/json", "Origin": "null"}, 403),
     ):
         answer = board.client.post(f"/api/runs/{run}/stop", content=b"{}", headers=headers)
         assert (answer.status_code, list(answer.json())) == (status, ["error"])
+    own = {"X-Board": "1", "Content-Type": "application/json", "Origin": board.url}
+    assert board.client.post("/api/form/estimate", content=b"{}", headers=own).status_code == 400  # of its content
     for method in ("PUT", "DELETE", "OPTIONS", "PATCH"):
         answer = board.client.request(method, "/api/runs")
         assert answer.status_code == 405 and "access-control-allow-origin" not in answer.headers

@@ -7,12 +7,17 @@ import threading
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.batching import capacity
+from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
+from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
+from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken
 from tests.support.families import variant
@@ -183,6 +188,120 @@ def test_a_batch_that_ends_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> No
     assert steps.get(timeout=60) == []
     assert isinstance(batch.failure, ZeroDivisionError)
     batch.close()
+
+
+class Poisoned(Exception):
+    """What decoding raises with a poisoned request."""
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, seeds: set[int], *, after: int) -> None:
+    """Let decoding fail with requests of some seeds, at a token."""
+    append = Request.append
+
+    def failing(request: Request, *values: float) -> None:
+        append(request, *values)  # type: ignore[arg-type]
+        if request.params.seed in seeds and len(request.token_ids) > after:
+            raise Poisoned
+
+    monkeypatch.setattr(Request, "append", failing)
+
+
+@pytest.mark.parametrize("backend", ["auto", "module"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_an_exception_ends_only_the_requests_that_cause_it(
+    backend: str, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others, which decode with them or wait, keep their tokens, and so do those that come later."""
+    prompts = [random_tokens(5 + place) for place in range(12)]
+    seeds = [100 + place for place in range(12)]
+    each = [SamplingParams(max_new_tokens=20, seed=seed) for seed in seeds]
+    engine = tiny_engine(backend=backend)
+    expected = [
+        engine.generate([prompt], [params])[0][0].token_ids for prompt, params in zip(prompts, each, strict=True)
+    ]
+    poisoned = {103, 110}
+    poison(monkeypatch, poisoned, after=after)
+    queues = [queue.SimpleQueue[list[StreamedToken]]() for _ in prompts]
+    with engine.open(rows=5, max_tokens=120) as batch:
+        submissions = [
+            batch.submit([prompt], [params], steps.put)
+            for prompt, params, steps in zip(prompts, each, queues, strict=True)
+        ]
+        failed = set()
+        for place, steps in enumerate(queues):
+            found: list[StreamedToken] = []
+            while not found or found[-1].finish_reason is None:
+                new = steps.get(timeout=60)
+                if not new:
+                    break
+                found += new
+            if submissions[place].error is None:
+                assert [token.token_id for token in found] == expected[place], place
+            else:
+                failed.add(seeds[place])
+        # A module continues no completion: what had begun beside a poisoned one ends with it.
+        assert failed == poisoned if backend == "auto" or not after else failed >= poisoned
+        assert batch.failure is None and batch.unfinished == 0
+        wait_until(lambda: batch.load == BatchLoad())
+        assert ids_of(completed(batch, PROMPTS, SAMPLED)) == completions_alone()
+
+
+def test_requests_that_fail_together_alone_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding that fails with two requests and with neither alone would else be tried again for ever."""
+    engine = tiny_engine()
+    steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
+    launch = ContinuousBatch._launch
+
+    def failing(batch: ContinuousBatch, drafts: list[list[int]] | None) -> None:
+        if len(batch._waiting) + len(batch._live) > 1:
+            raise Poisoned
+        launch(batch, drafts)
+
+    monkeypatch.setattr(ContinuousBatch, "_launch", failing)
+    with engine.open(rows=5, max_tokens=120) as batch:
+        submission = batch.submit(PROMPTS[:2], SamplingParams(max_new_tokens=20, seed=1), steps.put)
+        while steps.get(timeout=60):
+            pass
+        assert isinstance(submission.error, Poisoned) and batch.failure is None
+        assert len(completed(batch, PROMPTS[:1], SamplingParams(max_new_tokens=5))[0][0]) <= 5
+
+
+def test_a_client_that_cannot_take_tokens_ends_alone() -> None:
+    """An exception in a delivery is not one of the batch."""
+    with tiny_engine().open(rows=2, max_tokens=120) as batch:
+        batch.submit(PROMPTS[:1], SamplingParams(max_new_tokens=20), lambda tokens: 1 / 0)
+        assert ids_of(completed(batch, PROMPTS, SAMPLED)) == completions_alone()
+        wait_until(lambda: batch.unfinished == 0)
+
+
+def test_the_cache_of_an_open_batch_takes_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a host's free memory was reserved, and written, for a model of 135 million parameters."""
+
+    def reserved(free: int, rows: int, share: float | None) -> int:
+        monkeypatch.setattr(capacity, "device_memory", lambda device: capacity.DeviceMemory(free))
+        with tiny_engine().open(rows=rows, max_tokens=1600, memory_share=share) as batch:
+            return batch.kv_cache_bytes
+
+    one, many = reserved(10**12, 1, None), reserved(10**12, 40, None)
+    assert 30 < many / one < 40.1
+    assert reserved(10**12, 40, 0.001) == many  # no more than all rows need
+    assert one < reserved(40 * one, 40, 0.125) <= 5 * one
+    assert one <= reserved(40 * one, 40, 0.001) < 1.5 * one  # no less than one completion needs
+
+
+def test_memory_of_a_large_cache_is_mapped_when_it_is_written() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    layout = CacheLayout.of_layers([None], [(4, 64)], stores=2)
+    cache = KVCache(layout, pages=40_000, dtype=torch.float32, device=torch.device("cpu"))
+    assert cache.bytes > 1.2 * 2**30 and process.memory_info().rss - before < cache.bytes / 4
+    assert not cache.keys[:, :5].any() and not cache.values[:, -5:].any()
+
+
+def test_a_top_k_that_no_table_holds_is_refused() -> None:
+    with tiny_engine().open(rows=2, max_tokens=120) as batch:
+        with pytest.raises(UserError, match="top_k must be at most 2147483647, got 9223372036854775808"):
+            batch.submit([[1]], SamplingParams(top_k=2**63, max_new_tokens=5), lambda tokens: None)
 
 
 @pytest.mark.parametrize("backend", ["auto", "module"])

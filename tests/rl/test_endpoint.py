@@ -40,7 +40,7 @@ def play_outside(url: str, headers: dict[str, str], ended: threading.Event, stat
     with httpx2.Client(headers=headers, timeout=60) as client:
         while not ended.wait(0.02):
             try:
-                taken = client.post(f"{url}/episodes")
+                taken = client.post(f"{url}/episodes", json={})
                 statuses.add(("take", taken.status_code))
                 if taken.status_code != 200:
                     continue

@@ -6,7 +6,8 @@ import asyncio
 import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,28 @@ from fastapi import FastAPI
 from torch.nn.functional import cross_entropy
 
 from hybrid_rlhf.cli.saved_models import serve
+from hybrid_rlhf.cli.saved_models.loading import find_model, load_scorer
+from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import encode_completion, encode_prompt
+from hybrid_rlhf.generation import SamplingParams
+from hybrid_rlhf.generation.open_batch import StreamedToken
 from hybrid_rlhf.models.policy import Scorer
 from hybrid_rlhf.models.pretrained.loading import load_model
-from hybrid_rlhf.serving.app import build_scoring_app
+from hybrid_rlhf.serving.answers import Answer
+from hybrid_rlhf.serving.app import Access, build_scoring_app
+from hybrid_rlhf.serving.bodies import ChatBody
+from hybrid_rlhf.serving.saved_scorer import NotWanted
 from hybrid_rlhf.serving.scores import ScoreService
+from hybrid_rlhf.serving.service import Job
+from hybrid_rlhf.serving.token_text import TokenText
 from tests.support.serving import KEY, server_process
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 CALL = 'Yes. <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 ASK: list[Any] = [{"role": "user", "content": "call"}]
-HEADERS = {"Authorization": f"Bearer {KEY}"}
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -147,12 +157,13 @@ def test_scores_wait_within_a_bound_and_for_clients_that_are_there() -> None:
         async def send(message: Any) -> None:
             statuses.append(message.get("status"))
 
-        scope = {"type": "http", "method": "POST", "path": "/score", "headers": [], "query_string": b""}
+        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/score", "headers": headers, "query_string": b""}
         await app(scope, receive, send)
         return int(statuses[0])
 
     async def posts() -> list[int]:
-        app = build_scoring_app(ScoreService(scorer, max_queue=1), api_key=None, created=0)  # type: ignore[arg-type]
+        app = build_scoring_app(ScoreService(scorer, max_queue=1), Access(), created=0)  # type: ignore[arg-type]
         tasks = []
         for leaves in (asyncio.Event(), left):
             tasks.append(asyncio.create_task(post(app, leaves)))
@@ -181,7 +192,7 @@ class SlowScorer:
         self.encoded.append(answer)
         return [1]
 
-    def scores(self, ids: list[list[int]]) -> torch.Tensor:
+    def scores(self, ids: list[list[int]], is_wanted: Callable[[], bool]) -> torch.Tensor:
         assert self.may_end.wait(60)
         self.scored += 1
         return torch.zeros(len(ids))
@@ -220,6 +231,34 @@ def test_calls_are_returned_as_calls(client: openai.OpenAI) -> None:
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         plain = client.chat.completions.create(model="caller", messages=ASK, temperature=0, **more).choices[0]
         assert plain.message.tool_calls is None and plain.finish_reason == "stop" and plain.message.content == CALL
+
+
+def test_one_call_at_most_where_the_request_says_so() -> None:
+    """`parallel_tool_calls: false` was ignored."""
+    token = StreamedToken(0, 0, 5, -0.1, -0.1, "stop")
+    for parallel, count in ((None, 2), (True, 2), (False, 1)):
+        body = ChatBody(model="m", messages=ASK, tools=TOOLS, parallel_tool_calls=parallel)
+        tokenizer = tiny_tokenizer()
+        ids = tokenizer(CALL.partition(" ")[2] * 2, add_special_tokens=False)["input_ids"]
+        answer = Answer(body, Job([[1]], SamplingParams()), tokenizer, TokenText(tokenizer))
+        tokens = [replace(token, token_id=each, finish_reason=None) for each in ids[:-1]]
+        _, calls = answer._add([*tokens, replace(token, token_id=ids[-1])])
+        assert len(calls) == count
+
+
+def test_a_forward_whose_scores_nobody_wants_ends(reward_folder: str) -> None:
+    """After a client has left, the next request waited until all of the first one's conversations were scored."""
+    place = find_model(ServeConfig(path=reward_folder))
+    scorer, asked = load_scorer(place), list[int]()
+
+    def is_wanted() -> bool:
+        asked.append(1)
+        return len(asked) < 2
+
+    with pytest.raises(NotWanted):
+        scorer.scores([[1, 2, 3]], is_wanted)
+    assert len(asked) == 2  # one before each layer
+    assert scorer.scores([[1, 2, 3]]).shape == (1,)
 
 
 def test_streamed_calls_are_the_same(client: openai.OpenAI) -> None:

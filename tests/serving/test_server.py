@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from hybrid_rlhf.cli.saved_models.loading import load_engine
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
 from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
+from hybrid_rlhf.serving.app import Access, build_app
+from hybrid_rlhf.serving.background import served_in_background
+from hybrid_rlhf.serving.service import Service
 from tests.support.generation import wait_until
 from tests.support.serving import KEY, server_process
 
@@ -28,6 +32,9 @@ NAME, ROWS, QUEUE, TOKENS = "tiny", 4, 30, 3000
 HELLO = [{"role": "user", "content": "hello"}]
 LONG: dict[str, Any] = {"max_tokens": TOKENS - 100, "extra_body": {"min_tokens": TOKENS - 100}}
 """A completion that no stop token ends, of many seconds."""
+LONGEST = TOKENS * 20
+"""More characters than any TOKENS tokens of the tiny tokenizer have."""
+JSON = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 
 
 @dataclass
@@ -53,7 +60,7 @@ class Served:
 
     def post(self, path: str, content: Any) -> httpx2.Response:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        return httpx2.post(f"{self.url}{path}", content=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+        return httpx2.post(f"{self.url}{path}", content=body, headers=JSON, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -256,8 +263,8 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 @pytest.mark.parametrize(
     ("path", "changes", "key", "rule"),
     [
-        (TEXT, {"temperature": -1}, "temperature", r"temperature must be 0 \(greedy\) or more, got -1.0: change it"),
-        (TEXT, {"temperature": float("nan")}, "temperature", "temperature must be 0"),
+        (TEXT, {"temperature": -1}, "temperature", r"temperature must be 0 \(greedy\) or .*, got -1.0: change it"),
+        (TEXT, {"temperature": float("nan")}, "temperature", "temperature must be a finite number"),
         (TEXT, {"top_p": "1"}, "top_p", "top_p must be a valid number, got '1': change it"),
         (TEXT, {"n": 0}, "n", "n must be greater than or equal to 1, got 0"),
         (TEXT, {"n": 99}, None, "a request has at most 34 completions"),
@@ -278,20 +285,41 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
         (TEXT, {"prompt": [1, 259]}, None, r"token ids must be in 0\.\.258, prompt 0 has 259"),
         (TEXT, {"prompt": [-1]}, None, "token ids must be in"),
         (TEXT, {"prompt": {"a": 1}}, "prompt", "prompt must be a valid string or be a valid list, got {'a': 1}"),
-        (TEXT, {"prompt": "\ud800"}, None, "prompt"),
-        (TEXT, {"prompt": "x" * TOKENS}, None, f"at most {TOKENS} tokens together"),
-        (TEXT, {"max_tokens": TOKENS}, None, "shorten one of them"),
+        (TEXT, {"prompt": "\ud800"}, "prompt", "prompt must be Unicode text"),
+        (
+            TEXT,
+            {"prompt": "x" * TOKENS},
+            "prompt",
+            f"context length of {TOKENS} tokens, got {TOKENS} tokens and max_tokens",
+        ),
+        (TEXT, {"max_tokens": TOKENS}, "prompt", "got 1 tokens and max_tokens 3000: shorten one of them"),
         (TEXT, {"max_tokens": 0}, "max_tokens", "max_tokens must be 1 or more, got 0: change it"),
         (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be 1 or more, got 0"),
         (TEXT, {"min_tokens": -1}, "min_tokens", "min_tokens must be 0 or more, got -1"),
         (TEXT, {"min_tokens": 9, "max_tokens": 5}, "min_tokens", "min_tokens must be at most max_tokens 5, got 9"),
         (TEXT, {"stop": [""]}, "stop", "stop must contain no empty string"),
         (TEXT, {"stream": True, "prompt_logprobs": 0}, "prompt_logprobs", "prompt_logprobs needs stream false"),
+        (TEXT, {"stop_token_ids": [999]}, "stop_token_ids", r"stop_token_ids must be token ids in 0\.\.258, got 999"),
+        (TEXT, {"stop_token_ids": [1] * 129}, "stop_token_ids", "stop_token_ids must have at most 128 items"),
+        (TEXT, {"stop": ["a"] * 65}, "stop", "stop must .*have at most 64 items"),
+        (TEXT, {"stop": "a" * 1001}, "stop", "stop must have at most 1000 characters"),
+        (TEXT, {"prompt": ["a"] * 4097}, "prompt", "at most 4096 items"),
+        (TEXT, {"prompt": ["a"] * 35}, None, "a request has at most 34 completions"),
+        (TEXT, {"prompt": "x" * 10 * LONGEST}, "prompt", f"context length of {TOKENS} tokens, got {10 * LONGEST} char"),
+        (CHAT, {"messages": HELLO * 8193}, "messages", "messages must have at most 8192 items"),
+        (CHAT, {"messages": HELLO * TOKENS}, "messages", f"maximum context length of {TOKENS} tokens, got"),
+        (
+            CHAT,
+            {"max_completion_tokens": TOKENS},
+            "messages",
+            f"and max_completion_tokens {TOKENS}: shorten one of them",
+        ),
+        (CHAT, {"prompt_token_ids": [1] * TOKENS}, "prompt_token_ids", "maximum context length"),
         (CHAT, {"messages": []}, "messages", "messages must have at least 1 item"),
         (CHAT, {"messages": [3]}, "messages.0", "messages.0 must be a valid dictionary, got 3"),
-        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, None, "a role must be one of"),
-        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, None, "messages must be Unicode text"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "must be text or a list"),
+        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0", "a role must be one of .*: change it$"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "messages must be Unicode text"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0", "be text or a list"),
     ],
 )
 def test_bad_input_is_refused_with_the_rule(
@@ -303,6 +331,152 @@ def test_bad_input_is_refused_with_the_rule(
     error = answer.json()["error"]
     assert re.search(rule, error["message"]) and error["type"] == "invalid_request_error", error
     assert error["param"] == key
+
+
+@pytest.mark.parametrize(("path", "key"), [(CHAT, "messages"), (TEXT, "prompt")])
+def test_too_long_a_prompt_has_the_code_of_openai(served: Served, path: str, key: str) -> None:
+    """Clients shorten the conversation by this code; agents match the words too."""
+    text = "x" * TOKENS
+    prompt = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    error = served.post(path, {"model": NAME, **prompt}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", key)
+    assert "maximum context length" in error["message"] and "max_new_tokens" not in error["message"]
+
+
+NUMBERS: tuple[dict[str, Any], ...] = (
+    *({"top_k": value} for value in (2**31, 2**63, 10**4000, -2, -(2**63))),
+    *({"temperature": value} for value in (1e-300, 5e-324, 1e300, 1e-5, 100)),
+    *({"top_p": value} for value in (1e-300, 5e-324, 1)),
+    *({"min_p": value} for value in (1e-300, 0.999999999999)),
+    *({"repetition_penalty": value} for value in (1e-300, 1e300, 0.01, 100)),
+    *({"seed": value} for value in (2**64, 2**63, -(2**63), -1, 10**30)),
+    *({key: value} for key in ("max_tokens", "min_tokens", "n", "prompt_logprobs") for value in (2**63, -(2**63))),
+    *({"stop_token_ids": [value]} for value in (2**63, -1, 258)),
+    *({"prompt": [value]} for value in (2**63, -(2**63))),
+    {"temperature": 1e-300, "logprobs": 5},
+    {"top_p": 1e-300, "logprobs": 5, "temperature": 100},
+)
+
+
+@pytest.mark.parametrize("changes", NUMBERS, ids=lambda changes: "-".join(f"{key}" for key in changes))
+def test_no_number_reaches_the_batch_out_of_bounds(served: Served, changes: dict[str, Any]) -> None:
+    """A top_k of 2^63 ended decoding for every client; a temperature of 1e-300 gave NaN."""
+    body = json.dumps({"model": NAME, "prompt": "x", "max_tokens": 2, **changes}).encode()
+    answer = served.post(TEXT, body)
+    assert answer.status_code in (200, 400), answer.text
+    json.loads(answer.text, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+    assert served.post(TEXT, {"model": NAME, "prompt": "x", "max_tokens": 1}).status_code == 200
+    assert httpx2.get(f"{served.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, b'{"model":"tiny","prompt":"a\\u0000b","max_tokens":1}'),
+        (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"a\\u0000b"}],"max_tokens":1}'),
+        (TEXT, b'{"model":"other","model":"tiny","prompt":"a","prompt":"b","max_tokens":9,"max_tokens":1}'),
+        (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"<|im_end|></s><s>[INST]"}],"max_tokens":1}'),
+        (CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"tools":[{"a":[{}]},{}],"max_tokens":1}'),
+    ],
+    ids=["nul", "nul_in_chat", "duplicate_keys", "template_tokens", "odd_tools"],
+)
+def test_odd_bodies_that_are_valid_are_answered(served: Served, path: str, body: bytes) -> None:
+    answer = served.post(path, body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 1
+
+
+def test_empty_content_of_a_user_is_accepted(served: Served) -> None:
+    for content in ("", " \n"):
+        body = {"model": NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        assert served.post(CHAT, body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["a"] * 300_000},
+        {"prompt": [1, "a"] * 150_000},
+        {"prompt": "ab " * 1_000_000},
+        {"prompt": "x", "stop": ["a"] * 300_000},
+        {"messages": HELLO * 100_000},
+        {"messages": [{"role": "user", "content": "ab " * 1_000_000}]},
+        {"messages": HELLO, "tools": [{}] * 300_000},
+        {"prompt": "x", "user": [[]] * 1_500_000},
+    ],
+    ids=["prompts", "mixed", "long", "stops", "messages", "content", "tools", "lists"],
+)
+def test_a_large_body_is_refused_before_its_texts_are_tokenized(
+    served: Served, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sizes that took the event loop seconds: limits are checked first, and on another thread."""
+    content = json.dumps({"model": NAME, **body}).encode()
+    slowest, done = 0.0, threading.Event()
+
+    def ask() -> None:
+        nonlocal slowest
+        with httpx2.Client(timeout=60) as client:
+            while not done.is_set():
+                start = time.monotonic()
+                assert client.get(f"{served.url}/health").status_code == 200
+                slowest = max(slowest, time.monotonic() - start)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    start = time.monotonic()
+    answer = served.post(CHAT if "messages" in body else TEXT, content)
+    taken = time.monotonic() - start
+    done.set()
+    asking.join()
+    assert answer.status_code == 400, answer.text
+    assert slowest < 5 and taken < 20, (slowest, taken)  # of a machine that does much else
+
+
+def test_text_is_tokenized_on_another_thread(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/health is answered while a tokenizer is busy."""
+    engine, tokenizer = load_engine(ServeConfig(path=str(model_folder)))
+    busy, may_end = threading.Event(), threading.Event()
+    with engine.open(rows=2, max_tokens=100) as batch:
+        service = Service(batch, tokenizer, name=NAME, sampling=SamplingParams(max_new_tokens=2), max_queue=2)
+        encode = service.encode
+
+        def slow(text: str) -> list[int]:
+            busy.set()
+            assert may_end.wait(60)
+            return encode(text)
+
+        monkeypatch.setattr(service, "encode", slow)
+        with served_in_background(build_app(service, Access(), created=0)) as url:
+            answers: list[int] = []
+            body = {"model": NAME, "prompt": "x"}
+            asking = threading.Thread(
+                target=lambda: answers.append(httpx2.post(f"{url}{TEXT}", json=body, timeout=60).status_code)
+            )
+            asking.start()
+            assert busy.wait(60)
+            assert httpx2.get(f"{url}/health", timeout=60).status_code == 200
+            may_end.set()
+            asking.join()
+            assert answers == [200]
+
+
+def test_the_bytes_of_tokens_are_those_of_the_content(served: Served) -> None:
+    """A token that is a part of a character has bytes of its own, and is not merged with others of the same text."""
+    settings: dict[str, Any] = {"model": NAME, "seed": 3, "max_tokens": 60, "temperature": 2.0}
+    chat = served.client.chat.completions.create(
+        messages=HELLO, logprobs=True, top_logprobs=5, extra_body={"return_token_ids": True}, **settings
+    ).choices[0]
+    special = set(served.tokenizer.all_special_ids)
+    pieces = zip(chat.logprobs.content, chat.token_ids, strict=True)
+    joined = b"".join(bytes(entry.bytes) for entry, token in pieces if token not in special)
+    assert "\ufffd" in chat.message.content  # a random model writes parts of characters
+    assert joined.decode("utf-8", "replace").strip() == chat.message.content.strip()
+    for entry in chat.logprobs.content:
+        assert (entry.token, entry.bytes) in [(top.token, top.bytes) for top in entry.top_logprobs]
+        assert len(entry.top_logprobs) in (5, 6)
+    text = served.client.completions.create(prompt="hello", logprobs=20, **settings).choices[0].logprobs
+    for token, value, top in zip(text.tokens, text.token_logprobs, text.top_logprobs, strict=True):
+        assert top[token] == pytest.approx(value, abs=1e-5) and len(top) in (20, 21)
 
 
 def test_any_bytes_are_answered_without_a_traceback(served: Served) -> None:
@@ -322,6 +496,24 @@ def test_any_bytes_are_answered_without_a_traceback(served: Served) -> None:
     assert httpx2.get(f"{served.url}{TEXT}", headers={"Authorization": f"Bearer {KEY}"}).status_code == 405
     assert served.post(TEXT, b" " * (33 * 2**20)).status_code == 413
     assert served.metric("rows_running") == 0 and httpx2.get(f"{served.url}/health").status_code == 200
+
+
+def test_pages_of_other_sites_are_refused_also_with_the_key(served: Served) -> None:
+    body = json.dumps({"model": NAME, "prompt": "x", "max_tokens": 1}).encode()
+    for more, status in (
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": served.url}, 200),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": ""}, 415),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+        ({"Host": "judge.internal:8000"}, 200),  # the key is proof enough, whatever name a proxy gives
+    ):
+        answer = httpx2.post(f"{served.url}{TEXT}", content=body, headers={**JSON, **more})
+        assert answer.status_code == status, (more, answer.text)
+        assert "access-control-allow-origin" not in answer.headers
+    preflight = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    assert httpx2.request("OPTIONS", f"{served.url}{TEXT}", headers=preflight).status_code == 403
 
 
 def test_sigterm_lets_running_requests_finish(served: Served) -> None:

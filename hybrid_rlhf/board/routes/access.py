@@ -1,17 +1,13 @@
 """Who may ask: pages of this board alone.
 
-A page of another origin in the same browser can send requests to 127.0.0.1, and a name that an attacker's DNS moves to
-127.0.0.1 even makes it the same origin. So the Host must be an address or a name of this machine, and a request that
-changes something needs a header and a content type that a form or an image cannot send. A board that other machines
-reach needs a token besides, which a browser keeps as a cookie.
+The rules of serving/access.py hold, and a request that changes something needs a header that a form or an image cannot
+send. A board that other machines reach needs a token besides, which a browser keeps as a cookie.
 """
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
-import socket
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
@@ -20,6 +16,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_rlhf.board.routes.answers import error_answer
+from hybrid_rlhf.serving.access import AccessRules, Refusal
 
 COOKIE = "board_token"
 MOST_BODY_BYTES = 4 * 2**20
@@ -40,7 +37,7 @@ class BoardAccess:
     def __init__(self, app: ASGIApp, host: str, token: str | None) -> None:
         """Take the application, the configured host, and the token; None: everybody who reaches the board may ask."""
         self._app, self._token = app, token
-        self._names = {"localhost", host.lower(), socket.gethostname().lower()}
+        self._rules = AccessRules(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -65,8 +62,8 @@ class BoardAccess:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """Why a request is refused, as an answer; None: it is not."""
-        if not self._is_own_name(headers.get("host", "")):
-            return error_answer("Host must be an address or a name of this machine: open the board by that", 403)
+        if (refused := self._rules.host_refusal(headers) or self._rules.origin_refusal(headers)) is not None:
+            return _refused(refused)
         if scope["method"] not in ("GET", "HEAD", "POST"):
             return error_answer(f"the method must be GET or POST, got {scope['method'][:20]}", 405)
         if self._token is not None and scope["path"] != "/health":
@@ -77,25 +74,18 @@ class BoardAccess:
                 return moved
             if not self._is_token(_cookie(headers)):
                 return error_answer("this board needs its token: open it as http://HOST:PORT/?token=TOKEN", 401)
-        if scope["method"] == "POST":
-            if headers.get("x-board") != "1":
-                return error_answer("a POST needs the header X-Board: 1", 403)
-            if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-                return error_answer("a POST needs Content-Type: application/json", 415)
-        return None
-
-    def _is_own_name(self, host: str) -> bool:
-        """Whether a Host header is an address, which no DNS gives, or a name of this machine."""
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return name.lower() in self._names
-        return True
+        if scope["method"] == "POST" and headers.get("x-board") != "1":
+            return error_answer("a POST needs the header X-Board: 1", 403)
+        refused = self._rules.content_refusal(scope["method"], headers)
+        return None if refused is None else _refused(refused)
 
     def _is_token(self, given: str) -> bool:
         assert self._token is not None
         return hmac.compare_digest(given.encode(), self._token.encode())
+
+
+def _refused(refusal: Refusal) -> Response:
+    return error_answer(refusal.message, refusal.status)
 
 
 def _cookie(headers: Headers) -> str:

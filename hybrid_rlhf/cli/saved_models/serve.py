@@ -24,10 +24,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         from hybrid_rlhf.models.pretrained.folders import load_config
         from hybrid_rlhf.models.pretrained.loading import is_scorer
         from hybrid_rlhf.serving.scores import ScoreService
-        from hybrid_rlhf.serving.server import LoadedModel, Served, serve
+        from hybrid_rlhf.serving.server import FAILED_EXIT_CODE, LoadedModel, Served, serve
 
         def load() -> Served:
             place = find_model(config)
+            beside = [f"adapters {', '.join(config.adapters)}"] if config.adapters else []
+            beside += [f"reward model {config.reward_model}"] if config.reward_model else []
+            progress(", ".join([f"loading {place.name} in {str(place.dtype)[6:]} on {place.device}", *beside]))
             if is_scorer(load_config(place.path, trust_remote_code=place.trust_remote_code)):
                 config.check_scores_alone()
                 alone = ScoreService(load_scorer(place), max_queue=config.max_queue, name=config.served_name)
@@ -38,13 +41,17 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
                 engine = engine_at(place, kv_cache_gib=config.kv_cache_gib)
             judge = config.reward_model
             scores = ScoreService(load_scorer(find_model(config, judge)), max_queue=config.max_queue) if judge else None
-            return Served(LoadedModel(engine, place.tokenizer), scores)
+            return Served(LoadedModel(engine, place.tokenizer, place.device), scores)
+
+        def progress(text: str) -> None:
+            print(text, file=sys.stderr, flush=True)
 
         def report(name: str, url: str) -> None:
             print_result({"event": "serving", "model": name, "url": url}, f"serving {name} on {url}")
 
         start = time.perf_counter()
-        serve(config, load, api_key=api_key, report=report)
+        if not serve(config, load, api_key=api_key, report=report, progress=progress):
+            sys.exit(FAILED_EXIT_CODE)
         if wants_json():
             print_document({"model": config.served_name, "seconds": time.perf_counter() - start})
 

@@ -52,8 +52,15 @@ class GenerationBackend(Protocol):
     def load(self) -> BatchLoad:
         """What runs and waits in `run_open`; zeros otherwise."""
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Reserved for keys and values; 0 where the cache grows with its rows."""
+
     def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
         """Log-probs of all tokens but the first, at temperature 1, with the adapter of this number; 0: none."""
+
+    def reset(self) -> None:
+        """Release the KV cache and what else an exception in `run_open` may have left inconsistent."""
 
     def close(self) -> None:
         """Release weights, KV cache and CUDA graphs. A backend is not used afterwards."""

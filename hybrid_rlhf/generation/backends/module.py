@@ -116,10 +116,19 @@ class ModuleBackend:
         """See GenerationBackend; the cache has no pages."""
         return self._load
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """See GenerationBackend."""
+        return 0
+
     def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
         """See GenerationBackend."""
         assert self._module is not None
         return module_logprobs(self._module.lm, tokens).tolist()  # type: ignore[no-any-return]
+
+    def reset(self) -> None:
+        """See GenerationBackend."""
+        self._load = BatchLoad()
 
     def close(self) -> None:
         """See GenerationBackend."""

@@ -25,6 +25,7 @@ from hybrid_rlhf.generation.batching.capacity import (
     WorkingMemory,
     available_bytes,
     capacity_tokens,
+    least_bytes,
     rows_and_pages,
     saved_states,
     working_memory,
@@ -116,6 +117,8 @@ class NativeBackend:
         self.workspace: Workspace | None = None
         """Tables and CUDA graphs of the last call."""
         self._open: ContinuousBatch | None = None
+        self._memory_share: float | None = None
+        """Largest share of free memory for the cache of an open batch."""
 
     @property
     def decoder(self) -> Decoder:
@@ -171,6 +174,7 @@ class NativeBackend:
         next one continues its requests in wider tables; they are computed again, except prefixes that are cached.
         """
         decoder, shapes = self.decoder, _shapes(arrivals.max_tokens)
+        self._memory_share = arrivals.memory_share
         requests: list[Request] = []
         while not arrivals.closed:
             shapes += [request for request in requests if not self._accepts(request)]
@@ -204,12 +208,22 @@ class NativeBackend:
         batch = self._open
         return BatchLoad() if batch is None else batch.load
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """See GenerationBackend."""
+        return 0 if self.held is None else self.held.cache.bytes
+
     def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
         """See GenerationBackend."""
         ids = torch.tensor([tokens], device=self.decoder.world.device)
         places = torch.arange(len(tokens), device=ids.device)[None]
         logprobs, _ = InferencePolicy(self.decoder, adapter)(ids, torch.ones_like(ids), places > 0)
         return logprobs[0, 1:].tolist()  # type: ignore[no-any-return]
+
+    def reset(self) -> None:
+        """See GenerationBackend."""
+        self._release_workspace()
+        self.held = self._open = None
 
     def close(self) -> None:
         """See GenerationBackend."""
@@ -332,7 +346,11 @@ class NativeBackend:
         )
         working = replace(working, row=working.row * sequences.places)
         states = 0 if self.workspace is None else (1 + self.workspace.most_rows) * decoder.state_bytes
-        return available_bytes(decoder.world) + own + states, working
+        most = available_bytes(decoder.world) + own + states
+        if self._memory_share is not None:
+            share = available_bytes(decoder.world, self._memory_share) + own + states
+            most = min(most, max(share, least_bytes(sequences, working)))
+        return most, working
 
 
 def _shapes(max_tokens: int) -> list[Request]:

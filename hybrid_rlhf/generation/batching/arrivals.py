@@ -16,14 +16,15 @@ from hybrid_rlhf.generation.batching.requests import Request
 class Arrivals:
     """What the thread of an open batch has not taken yet. Its own methods are `take` and `take_cancelled`."""
 
-    def __init__(self, *, rows: int, max_tokens: int) -> None:
+    def __init__(self, *, rows: int, max_tokens: int, memory_share: float | None = None) -> None:
         """Nothing has arrived.
 
         Args:
             rows: most requests that are decoded together.
             max_tokens: of prompt and completion of any request.
+            memory_share: most of the free memory that their KV cache takes; none: as that of other calls.
         """
-        self.rows, self.max_tokens = rows, max_tokens
+        self.rows, self.max_tokens, self.memory_share = rows, max_tokens, memory_share
         self._changed = threading.Condition()
         self._requests: list[Request] = []
         self._cancelled: list[Request] = []
@@ -36,6 +37,11 @@ class Arrivals:
         with self._changed:
             self._requests += requests
             self._changed.notify()
+
+    def has(self, request: Request) -> bool:
+        """Whether a request waits here."""
+        with self._changed:
+            return request in self._requests
 
     def cancel(self, requests: Collection[Request]) -> None:
         """End requests that have not finished."""

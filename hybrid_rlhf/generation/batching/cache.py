@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from hybrid_rlhf.generation.weights.description import ModelDescription
@@ -174,8 +175,8 @@ class KVCache:
         self.layout = layout
         shape = (layout.places_per_page, pages, BLOCK_TOKENS, layout.width)
         # Zeros, not uninitialised memory: an attention weight of 0 times NaN is NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys) if layout.stores == 2 else self.keys
+        self.keys = _zeros(shape, dtype, device)
+        self.values = _zeros(shape, dtype, device) if layout.stores == 2 else self.keys
         # made once: views for each layer of each step would take 1% of a step of a small model
         self._layers = [None if own is None else self._view(own) for own in layout.places]
         self.routes: torch.Tensor | None = None
@@ -183,6 +184,11 @@ class KVCache:
         if (size := layout.routes) is not None:
             route_shape = (pages, BLOCK_TOKENS, size.mixtures, size.per_token)
             self.routes = torch.full(route_shape, -1, dtype=size.dtype, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values."""
+        return self.keys.nbytes * self.layout.stores
 
     @property
     def pages(self) -> int:
@@ -266,3 +272,10 @@ def _route_size(architecture: ModelDescription) -> RouteSize | None:
 
 def _stores(architecture: ModelDescription) -> int:
     return 2 if architecture.latent is None else 1
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU in memory that the system maps when it is written: most of a large cache may never be."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(*shape)

@@ -130,6 +130,11 @@ def rows_and_pages(budget_bytes: float, sequences: Sequences, working: WorkingMe
     return low, pages if pages >= sequences.longest_pages else 0
 
 
+def least_bytes(sequences: Sequences, working: WorkingMemory) -> float:
+    """Memory of one completion of the maximum length, without saved states."""
+    return _beside_cache(sequences, working, 1) + sequences.longest_pages * sequences.page_bytes
+
+
 def saved_states(budget_bytes: float, sequences: Sequences, working: WorkingMemory, rows: int) -> int:
     """How many states of recurrent layers are saved beside so many rows.
 
@@ -148,11 +153,11 @@ def _beside_cache(sequences: Sequences, working: WorkingMemory, rows: int) -> fl
     return temporary + (rows + 1) * sequences.state_bytes
 
 
-def available_bytes(world: World) -> float:
-    """Memory that generation may take on this rank."""
+def available_bytes(world: World, share: float | None = None) -> float:
+    """Memory that generation may take on this rank; `share`: of the free memory, none: FREE_SHARE."""
     memory = device_memory(world.device)
     ranks = 1 if world.device.type == "cuda" else world.local_size
-    return FREE_SHARE[world.device.type] * memory.available / ranks
+    return (FREE_SHARE[world.device.type] if share is None else share) * memory.available / ranks
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

@@ -47,12 +47,20 @@ class Request:
     """Number of its adapter; 0: none."""
     limit: TokenLimit | None = None
     """Of all requests of the call; none: each runs to its end."""
+    delivered: int = 0
+    """Tokens that an open batch has given out."""
 
     def continue_from(self, completion: Completion) -> None:
         """Take the tokens of a completion that an earlier call began."""
         self.begun, self.finish_reason = completion, completion.finish_reason
         self.token_ids, self.logprobs = list(completion.token_ids), list(completion.logprobs)
         self.sampling_logprobs = list(completion.sampling_logprobs)
+
+    def rewind(self, tokens: int) -> None:
+        """Forget all but the first tokens of the completion, and its end."""
+        for values in (self.token_ids, self.logprobs, self.sampling_logprobs, self.top):
+            del values[tokens:]
+        self.finish_reason = None
 
     @property
     def begun_tokens(self) -> int:

@@ -36,10 +36,10 @@ from hybrid_rlhf.rl.environments.recording import EpisodeService
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, shared_user_errors
-from hybrid_rlhf.serving.app import build_app
+from hybrid_rlhf.serving.addresses import bound_socket, url_of
+from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.background import served_in_background
 from hybrid_rlhf.serving.episodes import EpisodeQueue
-from hybrid_rlhf.serving.server import bound_socket, url_of
 from hybrid_rlhf.serving.service import Service, UnknownEpisode
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -186,7 +186,8 @@ class ProgramRunner:
             return named[name].service
 
         queue = EpisodeQueue() if self._program is None else None
-        app = build_app(shared, api_key=self._api_key, created=int(time.time()), episodes=find, queue=queue)
+        access = Access(self._host, self._api_key)
+        app = build_app(shared, access, created=int(time.time()), episodes=find, queue=queue)
         with served_in_background(app, self._host, self._port) as url:
             results = self._calls([_followed(self._call(queue, url, *each), count) for each in named.items()])
             for episode in played:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -98,7 +99,7 @@ class EpisodeService(Service):
         self._config, self._seed = config, (sampling.seed or 0, sample)
         self._version, self._stop = weight_version, stop_token_ids
         self._turns: list[_Turn] = []
-        self._requested = 0
+        self._requested, self._numbering = 0, threading.Lock()
         self.sequences: list[Episode] = []
         """Of the answered requests."""
         self.overran = False
@@ -116,8 +117,10 @@ class EpisodeService(Service):
             UserError: also when the episode has no room for another turn.
         """
         prompts = self._chat(body) if isinstance(body, ChatBody) else self._plain(body)
-        sampling = self._limited(self._fixed(body, prompts), prompts)
-        first, self._requested = self._requested, self._requested + len(prompts)
+        asked = self._fixed(body, prompts)
+        with self._numbering:
+            sampling = self._limited(asked, prompts)
+            first, self._requested = self._requested, self._requested + len(prompts)
         seeds = [derive_seed(*self._seed, first + place) for place in range(len(prompts))]
 
         def record(place: int, tokens: list[StreamedToken]) -> None:

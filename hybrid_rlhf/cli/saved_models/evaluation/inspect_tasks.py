@@ -21,7 +21,7 @@ from hybrid_rlhf.cli.saved_models.loading import Place, engine_at
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.models.pretrained.folders import first_line
-from hybrid_rlhf.serving.app import build_app
+from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.background import served_in_background
 from hybrid_rlhf.serving.service import Service
 
@@ -41,7 +41,7 @@ def inspect_tasks(config: EvaluateConfig, place: Place) -> Measurement:
     try:
         with engine.open(rows=_ROWS, max_tokens=config.max_length + sampling.max_new_tokens) as batch:
             service = Service(batch, place.tokenizer, name=_NAME, sampling=sampling, max_queue=sys.maxsize)
-            app = build_app(service, api_key=key, created=int(time.time()))
+            app = build_app(service, Access(api_key=key), created=int(time.time()))
             with served_in_background(app) as url:
                 logs = _run(config, f"{url}/v1", key)
     finally:

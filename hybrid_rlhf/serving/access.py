@@ -1,0 +1,68 @@
+"""Who may ask a server: rules against pages of other sites, which `serve`, the endpoint of a run and the board share.
+
+A page of another origin in the same browser can send requests to 127.0.0.1, and a name that an attacker's DNS moves to
+127.0.0.1 even makes it the same origin. So the Host must be an address or a name of this machine, an Origin, which only
+browsers send, must be the server's own or allowed, and a POST needs a content type that no form or image can send.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Collection
+from typing import NamedTuple
+
+from starlette.datastructures import Headers
+
+_HOST = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::\d{1,5})?")
+
+
+class Refusal(NamedTuple):
+    """Why a request is refused."""
+
+    status: int
+    message: str
+
+
+class AccessRules:
+    """The rules of one server."""
+
+    def __init__(self, host: str, origins: Collection[str] = ()) -> None:
+        """Take the configured host, and the origins of pages on other sites that may ask."""
+        self._names = {"localhost", host.lower(), socket.gethostname().lower()}
+        self._origins = frozenset(origins)
+
+    def host_refusal(self, headers: Headers) -> Refusal | None:
+        """Why the Host is refused; none: it is an address, which no DNS gives, or a name of this machine."""
+        host = headers.get("host", "")
+        if self._is_own(host):
+            return None
+        return Refusal(403, f"Host must be an address or a name of this machine, got {host[:100]!r}: ask it by that")
+
+    def origin_refusal(self, headers: Headers) -> Refusal | None:
+        """Why the Origin is refused; none: there is none, it is this server's own, or it is allowed."""
+        origin, host = headers.get("origin"), headers.get("host")
+        if origin is None or origin in {*self._origins, f"http://{host}", f"https://{host}"}:
+            return None
+        return Refusal(
+            403,
+            f"Origin must be this server's own or one of serve's cors_origins, got {origin[:100]!r}: allow it there",
+        )
+
+    def content_refusal(self, method: str, headers: Headers) -> Refusal | None:
+        """Why the content type is refused; none: the request has no body, or it is JSON."""
+        given = headers.get("content-type", "")
+        if method != "POST" or given.partition(";")[0].strip().lower() == "application/json":
+            return None
+        return Refusal(415, f"a POST needs Content-Type: application/json, got {given[:100]!r}: send it")
+
+    def _is_own(self, host: str) -> bool:
+        found = _HOST.fullmatch(host)
+        if found is None:
+            return False
+        try:
+            ipaddress.ip_address(found["address"] or found["name"] or "")
+        except ValueError:
+            return found["name"] is not None and found["name"].lower() in self._names
+        return found["address"] is None or ":" in found["address"]

@@ -1,0 +1,82 @@
+"""Single tokens as text and bytes, as a token may be a part of a character; and how many tokens a text has at least."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+_INCOMPLETE = "\ufffd"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A byte in vocabularies of SentencePiece."""
+
+
+def _letters_of_bytes() -> dict[str, int]:
+    """The letter that byte-level BPE writes for each byte: the byte itself where it is visible (GPT-2)."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+_LETTERS = _letters_of_bytes()
+
+
+class TokenText:
+    """The tokens of one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # some tokenizers write a space only after another token
+        self._before: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+        self._shown = self._decode(self._before)
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def text(self, token: int) -> str:
+        """The text of a token within a text."""
+        return self._of(token)[0]
+
+    def content(self, token: int) -> bytes:
+        """The bytes of a token, which for a part of a character are no text."""
+        return self._of(token)[1]
+
+    def label(self, token: int) -> str:
+        """The text of a token; of a part of a character, its bytes, as OpenAI's completions show them."""
+        text, content = self._of(token)
+        if _INCOMPLETE not in text or content == text.encode():
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+    def _of(self, token: int) -> tuple[str, bytes]:
+        if token not in self._known:
+            whole = self._decode([*self._before, token])
+            text = whole[len(self._shown) :] if whole.startswith(self._shown) else self._decode([token])
+            self._known[token] = text, text.encode() if _INCOMPLETE not in text else self._bytes(token, text)
+        return self._known[token]
+
+    def _bytes(self, token: int, text: str) -> bytes:
+        piece = str(self._tokenizer.convert_ids_to_tokens(token))
+        if (byte := _BYTE_PIECE.fullmatch(piece)) is not None:
+            return bytes.fromhex(byte[1])
+        if all(letter in _LETTERS for letter in piece):
+            return bytes(_LETTERS[letter] for letter in piece)
+        return text.encode()
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+@functools.lru_cache(maxsize=8)
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters of the longest token: a text of n characters has at least n divided by this tokens."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def characters(value: Any) -> int:
+    """Of all texts in a value of JSON."""
+    if isinstance(value, dict):
+        return sum(len(key) + characters(item) for key, item in value.items())
+    if isinstance(value, list):
+        return sum(map(characters, value))
+    return len(value) if isinstance(value, str) else 0

@@ -1,0 +1,157 @@
+"""Which pages, hosts and content types a server without a key refuses, what it never repeats, and who is allowed."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+
+from hybrid_rlhf.cli.saved_models.loading import load_engine
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import ServeConfig
+from hybrid_rlhf.generation import SamplingParams
+from hybrid_rlhf.serving.access import AccessRules
+from hybrid_rlhf.serving.app import Access, build_app
+from hybrid_rlhf.serving.background import served_in_background
+from hybrid_rlhf.serving.episodes import EpisodeQueue
+from hybrid_rlhf.serving.service import Service
+
+PAGE = "https://app.example"
+COMPLETE = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [
+        *((name, True) for name in ("127.0.0.1", "localhost:99", "LOCALHOST", "[::1]", "[::1]:7", "192.168.1.5:80")),
+        (socket.gethostname(), True),
+        ("my.name:8000", True),
+        *((name, False) for name in ("", "evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80")),
+        *((name, False) for name in ("[::1]evil.com", "[::1]evil.com:80", "[evil.com]", "[localhost]", "[127.0.0.1]")),
+        *((name, False) for name in ("127.0.0.1:80:evil", "127.0.0.1@evil.example", "evil.example:127.0.0.1", "[::1")),
+        *((name, False) for name in ("::1", "localhost:", "localhost:1234567", "[]", ":80", "localhost evil")),
+    ],
+)
+def test_a_host_is_an_address_or_a_name_of_this_machine(host: str, is_own: bool) -> None:
+    """`[::1]evil.com` was taken for an address."""
+    refusal = AccessRules("my.name").host_refusal(Headers({"host": host}))
+    assert (refusal is None) == is_own
+
+
+@pytest.fixture(scope="module")
+def service(model_folder: Path) -> Iterator[Service]:
+    engine, tokenizer = load_engine(ServeConfig(path=str(model_folder)))
+    with engine.open(rows=2, max_tokens=100) as batch:
+        yield Service(batch, tokenizer, name="tiny", sampling=SamplingParams(max_new_tokens=2), max_queue=2)
+
+
+def ask(app: FastAPI, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> httpx2.Response:
+    with served_in_background(app) as url:
+        return httpx2.request(method, f"{url}{path}", headers=headers, content=body, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:8000"}, 200),
+        ({"Host": "evil.example.com"}, 403),
+        ({"Host": "[::1]evil.com"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Host": "evil.example.com", "Content-Type": "text/plain"}, 403),
+    ],
+)
+def test_a_page_of_another_site_completes_nothing(service: Service, headers: dict[str, str], status: int) -> None:
+    """A page could end a server without a key by one request, which needs no preflight as text/plain."""
+    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1}).encode()
+    app = build_app(service, Access(), created=0)
+    answer = ask(app, "POST", COMPLETE, {"Content-Type": "application/json", **headers}, body)
+    assert answer.status_code == status, answer.text
+    if status != 200:
+        assert answer.json()["error"]["message"]
+    if "Host" in headers:
+        assert ask(app, "GET", "/metrics", headers).status_code == (200 if status == 200 else 403)
+
+
+def test_an_allowed_page_asks_as_browsers_do(service: Service) -> None:
+    app = build_app(service, Access(api_key="a-key", origins=[PAGE]), created=0)
+    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    preflight = ask(app, "OPTIONS", COMPLETE, {"Origin": PAGE, **wanted})
+    assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == PAGE
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1}).encode()
+    headers = {"Origin": PAGE, "Content-Type": "application/json"}
+    for key, status in (("a-key", 200), ("wrong", 401)):
+        answer = ask(app, "POST", COMPLETE, {**headers, "Authorization": f"Bearer {key}"}, body)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
+    for origin in ("http://app.example", "https://app.example.evil.com", "null"):
+        refused = ask(app, "OPTIONS", COMPLETE, {"Origin": origin, **wanted})
+        assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
+        answer = ask(app, "POST", COMPLETE, {**headers, "Origin": origin, "Authorization": "Bearer a-key"}, body)
+        assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("origin", ["*", "app.example", "https://app.example/", "https://*.example", "https://a b"])
+def test_origins_are_written_out(origin: str) -> None:
+    with pytest.raises(UserError, match="cors_origins must be SCHEME://HOST or SCHEME://HOST:PORT each"):
+        ServeConfig(path="x", cors_origins=[origin])
+
+
+class Playing:
+    """An endpoint at which one episode waits."""
+
+    def __init__(self, service: Service) -> None:
+        self.queue = EpisodeQueue()
+        self.queue._waiting.append(("name", {"model": "actor", "row": {}, "options": {}}))
+        self.app = build_app(service, Access(), created=0, episodes=lambda name: service, queue=self.queue)
+
+
+@pytest.fixture
+def playing(service: Service) -> Playing:
+    return Playing(service)
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example", **JSON}, 403),
+        ({"Origin": "http://evil.example", **JSON}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({}, 415),
+    ],
+)
+def test_a_page_of_another_site_takes_no_episode(playing: Playing, headers: dict[str, str], status: int) -> None:
+    """Nor does it ask the actor or report a reward."""
+    with served_in_background(playing.app) as url:
+        for path in ("/episodes", "/episodes/name/reward", "/episodes/name/v1/completions"):
+            assert httpx2.post(f"{url}{path}", content=b"{}", headers=headers).status_code == status
+    assert len(playing.queue._waiting) == 1
+
+
+def test_addresses_of_an_episode_are_those_of_the_server(playing: Playing) -> None:
+    """They repeated the Host header, by which a page or proxy could send programs elsewhere."""
+    with served_in_background(playing.app) as url:
+        port = url.rpartition(":")[2]
+        told = httpx2.post(f"{url}/episodes", json={}, headers={"Host": f"localhost:{int(port) - 1}"}).json()
+    assert told["base_url"] == f"{url}/episodes/name/v1" and told["reward_url"] == f"{url}/episodes/name/reward"
+
+
+@pytest.mark.parametrize("reward", [1e308, -1e7, 1.1e6, "Infinity", "NaN", "1e999", "true", '"1"', f"1{'0' * 400}"])
+def test_rewards_are_finite_and_bounded(playing: Playing, reward: Any) -> None:
+    with served_in_background(playing.app) as url:
+        body = f'{{"reward": {reward}}}'.encode()
+        answer = httpx2.post(f"{url}/episodes/name/reward", content=body, headers=JSON)
+    assert answer.status_code == 400 and "reward must" in answer.json()["error"]["message"], answer.text
