@@ -213,9 +213,23 @@ def test_bad_requests_are_refused() -> None:
     engine = GenerationEngine.from_model(tiny_model())
     with pytest.raises(UserError, match="prompt 1 has none"):
         engine.generate([[4], []], SHORT_GREEDY)
-    for wrong in ({"temperature": -0.5}, {"top_p": 0.0}, {"top_k": -1}, {"n": 0}, {"max_new_tokens": 0}):
+    for wrong in ({"top_p": 0.0}, {"top_k": -1}, {"n": 0}, {"max_new_tokens": 0}, {"seed": -1}):
         with pytest.raises(UserError, match=next(iter(wrong))):
             SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [-0.5, 1e-40, 9e-6, float("inf"), float("nan")])
+def test_temperatures_that_logits_cannot_be_divided_by_are_refused(temperature: float) -> None:
+    """1e-40 is 0 in float32: every token was number 0, with a log-prob that is not a number."""
+    with pytest.raises(UserError, match=r"temperature must be 0 \(greedy\) or a finite number of at least 1e-05, got"):
+        SamplingParams(temperature=temperature)
+
+
+def test_at_the_least_temperature_the_likeliest_token_is_sampled() -> None:
+    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=())
+    coldest = engine.generate(SHORT_PROMPTS, replace(SHORT_GREEDY, temperature=1e-5, seed=1))
+    assert token_ids_of(coldest) == token_ids_of(engine.generate(SHORT_PROMPTS, SHORT_GREEDY))
+    assert all(abs(logprob) < 1e-3 for samples in coldest for logprob in samples[0].logprobs)
 
 
 def test_a_saved_folder_generates(model_folder) -> None:  # type: ignore[no-untyped-def]

@@ -4,9 +4,13 @@ names of vLLM and OpenAI.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hybrid_rlhf.configs.sections.rules import require, setting
+
+_LEAST_TEMPERATURE = 1e-5
+"""Logits divided by less can overflow float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +22,8 @@ class SamplingParams:
     max_new_tokens: int = 128
     """Longest completion, in tokens, including the stop token."""
     temperature: float = 1.0
-    """Logits are divided by this; 0: greedy, with log-probs of the model's own distribution (as in vLLM)."""
+    """Logits are divided by this; 0: greedy, with log-probs of the model's own distribution (as in vLLM); else at least
+    1e-5."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens with at least this probability (nucleus sampling); 1: from all."""
     top_k: int = setting(0, advanced=True)
@@ -41,13 +46,16 @@ class SamplingParams:
         rules = {
             "n must be 1 or more": self.n >= 1,
             "max_new_tokens must be 1 or more": self.max_new_tokens >= 1,
-            "temperature must be 0 (greedy) or more": self.temperature >= 0,
+            f"temperature must be 0 (greedy) or a finite number of at least {_LEAST_TEMPERATURE:g}": (
+                self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature < math.inf
+            ),
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "top_k must be 0 (all) or more": self.top_k >= 0,
             "min_p must be in [0, 1)": 0 <= self.min_p < 1,
             "repetition_penalty must be above 0 (1 is none)": self.repetition_penalty > 0,
             "min_new_tokens must be 0 or more": self.min_new_tokens >= 0,
             "stop must contain no empty string": all(self.stop),
+            "seed must be 0 or more": self.seed is None or self.seed >= 0,
         }
         for rule, holds in rules.items():
             require(holds, f"{rule}, got {getattr(self, rule.split()[0])}: change it")
