@@ -125,8 +125,7 @@ class OpenBatch:
             adapter: one of the engine's; none: the model itself.
 
         Raises:
-            UserError: for what `generate` refuses, prompts and completions that are longer than `max_tokens`, and token
-                ids that the model does not have.
+            UserError: for what `generate` refuses, and prompts and completions that are longer than `max_tokens`.
             RuntimeError: when the batch has ended.
         """
         each = per_request(sampling, len(prompts))
@@ -155,10 +154,6 @@ class OpenBatch:
                 f"prompt and completion must have at most {self.max_tokens} tokens together, prompt {index} has "
                 f"{len(prompt)} and max_new_tokens is {sampling.max_new_tokens}: shorten one of them"
             )
-        most = self._backend.vocab_size - 1
-        unknown = [token for token in (*prompt, *sampling.stop_token_ids) if not 0 <= token <= most]
-        if unknown:
-            raise UserError(f"token ids must be in 0..{most}, prompt {index} has {unknown[0]}: remove it")
 
     def cancel(self, submission: Submission) -> None:
         """End requests at the next step; nothing is delivered for them afterwards."""

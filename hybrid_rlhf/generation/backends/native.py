@@ -105,12 +105,12 @@ class NativeBackend:
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[decoder.world.device.type]
         self._cuda_graphs = cuda_graphs
         self.max_positions = decoder.architecture.max_positions
+        self.trained_positions = decoder.architecture.trained_positions
         self.vocab_size = decoder.architecture.vocab_size
         self.work = DecodeWork()
         self.records_routes, self.continues = bool(decoder.architecture.expert_layers), True
         self.preemptions = 0
         """Requests that were computed again because blocks ran out."""
-        self._written = decoder.written
         self.held: HeldCache | None = None
         """KV cache of the last call."""
         self.workspace: Workspace | None = None
@@ -228,9 +228,6 @@ class NativeBackend:
         """Workspace and cache for requests, of which up to `rows` run together."""
         self.workspace = workspace = self._workspace_for(decoder, requests, places, rows)
         assert self.held is not None
-        if self._written != decoder.written:
-            self.held.pool.forget_prefixes()
-            self._written = decoder.written
         return workspace, self.held
 
     def _workspace_for(self, decoder: Decoder, requests: Sequence[Request], places: int, rows: int) -> Workspace:
