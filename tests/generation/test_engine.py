@@ -280,7 +280,10 @@ def test_after_training_the_next_call_samples_with_the_new_weights(family: str, 
         model(input_ids=ids, labels=ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        after, expected = engine.generate([SYSTEM_PROMPT], SHORT_GREEDY), built().generate([SYSTEM_PROMPT], SHORT_GREEDY)
+        after, expected = (
+            engine.generate([SYSTEM_PROMPT], SHORT_GREEDY),
+            built().generate([SYSTEM_PROMPT], SHORT_GREEDY),
+        )
         assert after == expected != before
         assert (engine.backend.decoder is decoder) == (way == "views"), "what is not packed stays at its addresses"
         held = engine.backend.held
