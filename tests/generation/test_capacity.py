@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ from hybrid_rlhf.generation.batching.capacity import (
     saved_states,
 )
 from hybrid_rlhf.generation.batching.workspace import Workspace, _Graphs
+from hybrid_rlhf.generation.preparation import PreparationLog, log_compilation
 from hybrid_rlhf.runtime.observability import timers
 from tests.support.families import variant
 from tests.support.generation import (
@@ -340,6 +342,39 @@ def test_graphs_of_a_workspace_are_captured_on_one_stream_which_the_next_reuses(
     assert fake_cuda[4] is fake_cuda[0], "cuBLAS keeps a workspace for each stream that it has seen"
     third.close(), second.close()
     assert FakeGraph.alive == 0
+
+
+def test_captures_are_counted_in_the_log(fake_cuda: list[Any], log_lines: list[str]) -> None:
+    """The first rollout captures about twenty graphs, and looked hung."""
+    capturing(rows=8)
+    lines = [line for line in log_lines if line.startswith("CUDA graphs captured")]
+    assert lines and re.fullmatch(r"CUDA graphs captured, one per .*: 1 of at most 3, \d+\.\d s in all", lines[0])
+
+
+def test_lines_of_preparation_are_few(log_lines: list[str]) -> None:
+    now = [100.0]
+    log = PreparationLog("graphs", most=7, clock=lambda: now[0])
+    for _ in range(7):
+        log.add(2.0)
+        now[0] += 2.0
+    assert log_lines == [
+        "graphs: 1 of at most 7, 2.0 s in all",
+        "graphs: 4 of at most 7, 8.0 s in all",
+        "graphs: 7 of at most 7, 14.0 s in all",
+    ]
+
+
+def test_kernels_that_are_compiled_are_counted(monkeypatch: pytest.MonkeyPatch, log_lines: list[str]) -> None:
+    knobs = importlib.import_module("triton").knobs
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    log_compilation.cache_clear()
+    log_compilation()
+    log_compilation()
+    times = knobs.CompileTimes(ir_initialization=0, lowering_stages=[("ttir", 1_500_000)], store_results=0)
+    for hit in (True, False):
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=hit)
+    assert log_lines == ["GPU kernels compiled: 1, 1.5 s in all"]
+    log_compilation.cache_clear()
 
 
 def test_capturing_a_graph_changes_no_state_of_a_row(fake_cuda: list[Any]) -> None:

@@ -37,6 +37,7 @@ from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
+from hybrid_rlhf.generation.preparation import log_compilation
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.generation.scoring import InferencePolicy
 
@@ -111,6 +112,8 @@ class NativeBackend:
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[decoder.world.device.type]
         self._open_prefill_tokens = prefill_tokens or OPEN_PREFILL_TOKENS
         self._cuda_graphs = cuda_graphs
+        if decoder.world.device.type == "cuda":
+            log_compilation()
         self.max_positions = decoder.architecture.max_positions
         self.trained_positions = decoder.architecture.trained_positions
         self.vocab_size = decoder.architecture.vocab_size
