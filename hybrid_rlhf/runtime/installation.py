@@ -173,7 +173,8 @@ def device_line(world: World) -> tuple[str, list[Fault]]:
     faults = [fault for fault in (missing_gpu(),) if fault is not None] or _triton_faults()
     if world.device.type == "cpu":
         what = f"device: CPU, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-        return f"{what}; this machine has {'an' if faults else 'no'} NVIDIA device", faults
+        gpu = "this machine has an NVIDIA device" if faults else "this machine has no NVIDIA device"
+        return f"{what}; {gpu}", faults
     device = torch.cuda.get_device_properties(world.device)
     several = f", one for each of {world.size} ranks" if world.size > 1 else ""
     return f"device: {device.name}, {device.total_memory / 2**30:.0f} GiB{several}", faults

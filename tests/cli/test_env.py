@@ -73,7 +73,7 @@ def test_the_command_prints_versions_and_fails_on_a_fault(
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def devices_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder in the place of /dev and of the driver's version; there is no GPU, and no nvidia-smi."""
     monkeypatch.setattr(installation, "_DEVICES", tmp_path)
     monkeypatch.setattr(installation, "_DRIVER", tmp_path / "version")
@@ -86,7 +86,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 02:18:23 UTC 2025"
 
 
-def test_the_reason_why_torch_does_not_find_a_gpu(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_why_torch_does_not_find_a_gpu(devices_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert installation.missing_gpu() is None
 
     def reason(cuda: str | None) -> str:
@@ -95,38 +95,38 @@ def test_the_reason_why_torch_does_not_find_a_gpu(machine: Path, monkeypatch: py
         assert found is not None
         return f"{found.problem}: {found.fix}"
 
-    (machine / "nvidia0").touch()
+    (devices_folder / "nvidia0").touch()
     assert "this machine has an NVIDIA device, torch" in reason(None) and "built without CUDA" in reason(None)
     assert "finds no GPU with driver unknown" in reason("13.0")
-    (machine / "version").write_text(DRIVER)
+    (devices_folder / "version").write_text(DRIVER)
     assert "(CUDA 13.0) needs driver 580 or newer, this machine has 570.124.06" in reason("13.0")
     assert "finds no GPU with driver 570.124.06" in reason("12.8")
-    (machine / "nvidia0").unlink()
+    (devices_folder / "nvidia0").unlink()
     assert "/dev/nvidia* is missing: give the container its GPUs" in reason("12.8")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "unset CUDA_VISIBLE_DEVICES" in reason("12.8")
-    (machine / "version").unlink()
+    (devices_folder / "version").unlink()
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/lib/wsl/lib/nvidia-smi" if name == "nvidia-smi" else None)
     assert "CUDA_VISIBLE_DEVICES hides every GPU" in reason("12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert installation.missing_gpu() is None
 
 
-def test_what_triton_lacks_to_compile_kernels(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_triton_lacks_to_compile_kernels(devices_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert installation._triton_faults() == [], "without a GPU nothing is compiled"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(machine)})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(devices_folder)})
     monkeypatch.delenv("CC", raising=False)
     compiler, header = installation._triton_faults()
     assert compiler.problem == "Triton needs a C compiler, PATH has none" and "gcc" in compiler.fix
     assert "Python.h is missing" in header.problem and re.search(r"python3\.\d+-dev", header.fix)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    (machine / "Python.h").touch()
+    (devices_folder / "Python.h").touch()
     assert installation._triton_faults() == []
 
 
 def test_a_run_says_what_it_computes_on(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    devices_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A driver that was too old let a run go on on the CPU without a word."""
     log, world = logging.getLogger("test of the device"), solo_world(torch.device("cpu"))
@@ -135,7 +135,7 @@ def test_a_run_says_what_it_computes_on(
         assert [record.levelname for record in caplog.records] == ["INFO"]
         assert caplog.text.count("device: CPU, ") == 1 and "this machine has no NVIDIA device" in caplog.text
         caplog.clear()
-        (machine / "nvidia0").touch()
+        (devices_folder / "nvidia0").touch()
         monkeypatch.setattr(torch.version, "cuda", None)
         _log_device(log, world)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
