@@ -25,7 +25,8 @@ def rollout_backend(decoder: Decoder, rollout: RolloutConfig, *, cuda_graphs: bo
         decoder,
         max_batch_rows=rollout.max_decode_rows,
         kv_cache_gib=rollout.kv_cache_gib,
-        cuda_graphs=cuda_graphs,
+        prefill_tokens=rollout.prefill_tokens,
+        cuda_graphs=cuda_graphs and rollout.cuda_graphs,
     )
 
 

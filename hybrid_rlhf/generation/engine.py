@@ -6,6 +6,8 @@ The engine checks prompts, makes requests of them and collects results; a backen
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,16 +27,21 @@ from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.quantised import Quantization
 from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams, per_request, uniform_stream
-from hybrid_rlhf.generation.weights.conversion import check_inference_weights, decoder_of, decoder_with_adapters
+from hybrid_rlhf.generation.weights.conversion import SharedWeights, check_inference_weights
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
-from hybrid_rlhf.models.pretrained.adapters import read_adapter
+from hybrid_rlhf.models.pretrained.adapters import LowRank, read_adapter
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, solo_world
 
 if TYPE_CHECKING:
     from typing import Self
+
+logger = logging.getLogger(LOGGER_NAME)
+_MOST_TOP_K = 2**31 - 1
+_CHANGES_WITH_LENGTH = " (original_max_position_embeddings; in longer sequences its rotary positions all change)"
 
 
 class GenerationEngine:
@@ -49,6 +56,7 @@ class GenerationEngine:
         weight_version: int = 0,
         drafter: Drafter | None = None,
         adapters: Sequence[str] = (),
+        shared: SharedWeights | None = None,
     ) -> None:
         """Wrap a backend; `from_pretrained` and `from_model` build one.
 
@@ -59,12 +67,14 @@ class GenerationEngine:
             weight_version: recorded for every token.
             drafter: speculative decoding of all completions; none: only if `generate` receives one.
             adapters: names of the backend's adapters, in the order of their indices.
+            shared: what gives the backend newer weights after its model was trained; none: the caller does.
         """
         self._backend: GenerationBackend | None = backend
         self.stop_token_ids = frozenset(stop_token_ids)
         self._tokenizer = tokenizer
         self.weight_version = weight_version
         self._drafter = drafter
+        self._shared = shared
         self.adapters = tuple(adapters)
         """Names of the adapters that a prompt may choose."""
         self._work_before, self._work = backend.work, DecodeWork()
@@ -84,7 +94,9 @@ class GenerationEngine:
         cuda_graphs: bool = True,
         adapters: Mapping[str, str] | None = None,
     ) -> Self:
-        """Generate with a loaded model, using its weights in place.
+        """Generate with a loaded model, using its weights in place where no other layout is faster.
+
+        After the model was trained, the next call updates what is a copy and forgets cached prefixes.
 
         Args:
             lm: a causal LM with its full weights on one device.
@@ -109,16 +121,17 @@ class GenerationEngine:
             if quantization is not None or backend == "module":
                 given = f"quantization {quantization}" if quantization is not None else "backend module"
                 raise UserError(f"adapters need inference weights in the model's dtype, got {given}: leave it out")
-            read = {name: read_adapter(lm, folder) for name, folder in adapters.items()}
-            decoder: Decoder | None = decoder_with_adapters(lm, read, world=world, dtype=lm.dtype)
+        read = {name: read_adapter(lm, folder) for name, folder in (adapters or {}).items()}
+        shared = _shared_weights(lm, backend, quantization, world=world, dtype=lm.dtype, adapters=read)
+        decoder = None if shared is None else shared.newer()
+        if adapters:
             _check(decoder, lm)
-        else:
-            decoder = _decoder(lm, backend, quantization, world=world, dtype=lm.dtype)
         return cls(
             _backend(lm, decoder, max_batch_rows, kv_cache_gib, prefill_tokens, cuda_graphs),
             stop_token_ids=default_stop_token_ids(lm) if stop_token_ids is None else stop_token_ids,
             tokenizer=tokenizer,
             adapters=tuple(adapters or ()),
+            shared=shared,
         )
 
     @classmethod
@@ -162,7 +175,8 @@ class GenerationEngine:
         if world.size == 1 or backend == "module":
             lm.to(device)  # type: ignore[arg-type]
         lm.eval()
-        decoder = _decoder(lm, backend, quantization, world=world, dtype=dtype)
+        shared = _shared_weights(lm, backend, quantization, world=world, dtype=dtype)
+        decoder = None if shared is None else shared.newer()
         _check(decoder, lm)
         return cls(
             _backend(lm, decoder, max_batch_rows, kv_cache_gib),
@@ -290,6 +304,7 @@ class GenerationEngine:
         Raises:
             UserError: when they do not.
         """
+        self._follow_model()
         return OpenBatch(self, rows=rows, max_tokens=max_tokens, memory_share=memory_share)
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
@@ -310,16 +325,23 @@ class GenerationEngine:
 
     def _run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
         if requests:
+            self._follow_model()
             yield from self.backend.run(requests, drafter or self._drafter)
+
+    def _follow_model(self) -> None:
+        """Give the backend the weights that training has left in the model of `from_model`."""
+        decoder = None if self._shared is None else self._shared.newer()
+        if decoder is not None:
+            assert isinstance(self.backend, NativeBackend)
+            self.backend.sync_weights(decoder)
 
     def requests(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
         """One request per sample of each prompt, before its first token; see `generate`."""
-        for index, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise UserError(f"a prompt has at least one token, prompt {index} has none: drop it")
         each = per_request(sampling, len(prompts))
+        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+            self._check_tokens(index, prompt, params)
         if any(params.stop for params in each) and self._tokenizer is None:
             raise UserError("stop needs a tokenizer, the engine has none: use stop_token_ids")
         detokenize = None if self._tokenizer is None else self._tokenizer.decode
@@ -336,14 +358,31 @@ class GenerationEngine:
             for sample in range(params.n)
         ]
 
+    def _check_tokens(self, index: int, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise UserError unless a prompt has tokens, the model has them and those that end its completion, and top_k
+        fits into a tensor.
+        """
+        if not len(prompt):
+            raise UserError(f"a prompt has at least one token, prompt {index} has none: drop it")
+        most = self.backend.vocab_size - 1
+        for name, tokens in ((f"prompt {index}", prompt), ("stop_token_ids", params.stop_token_ids)):
+            if len(tokens) and (min(tokens) < 0 or max(tokens) > most):
+                unknown = next(token for token in tokens if not 0 <= token <= most)
+                raise UserError(f"token ids must be in 0..{most}, {name} has {unknown}: remove it")
+        if params.top_k > _MOST_TOP_K:
+            raise UserError(f"top_k must be at most {_MOST_TOP_K}, got {params.top_k}: lower it")
+
     def _longest_completion(self, index: int, prompt: Sequence[int], params: SamplingParams) -> int:
         """Most tokens of a completion: max_new_tokens, or what a table of learned positions has left."""
-        limit = self.max_positions
+        limit, trained = self.max_positions, self.backend.trained_positions
         if limit is None:
+            if trained is not None and len(prompt) + params.max_new_tokens > trained:
+                _warn_of_untrained_positions(trained)
             return params.max_new_tokens
         if len(prompt) >= limit:
+            why = "" if trained is None or trained <= limit else _CHANGES_WITH_LENGTH
             raise UserError(
-                f"the model has {limit} positions, prompt {index} has {len(prompt)} tokens: shorten the prompt"
+                f"the model has {limit} positions{why}, prompt {index} has {len(prompt)} tokens: shorten the prompt"
             )
         return min(params.max_new_tokens, limit - len(prompt))
 
@@ -358,12 +397,28 @@ def _continue(requests: Sequence[Request], begun: Sequence[Sequence[Completion]]
             request.continue_from(completion)
 
 
-def _decoder(
-    lm: PreTrainedModel, backend: BackendName, quantization: Quantization | None, *, world: World, dtype: torch.dtype
-) -> Decoder | None:
-    """The decoder, if the backend is not the module's."""
+@functools.cache
+def _warn_of_untrained_positions(trained: int) -> None:
+    """Once for each context length: rollouts make engine after engine."""
+    logger.warning(
+        "prompt and max_new_tokens exceed the model's context length of %d tokens (max_position_embeddings): what is "
+        "sampled beyond it may be worse",
+        trained,
+    )
+
+
+def _shared_weights(
+    lm: PreTrainedModel,
+    backend: BackendName,
+    quantization: Quantization | None,
+    *,
+    world: World,
+    dtype: torch.dtype,
+    adapters: Mapping[str, Mapping[str, LowRank]] | None = None,
+) -> SharedWeights | None:
+    """Inference weights, if the backend is not the module's."""
     if backend != "module":
-        return decoder_of(lm, world=world, dtype=dtype, quantization=quantization)
+        return SharedWeights.of(lm, world=world, dtype=dtype, quantization=quantization, adapters=adapters)
     if quantization is not None:
         raise UserError(f"quantization {quantization} needs the native backend, got backend module: leave one out")
     return None

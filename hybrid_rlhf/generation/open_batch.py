@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(LOGGER_NAME)
 ResultT = TypeVar("ResultT")
-_MOST_TOP_K = 2**31 - 1
 _TRIAL_TOKENS = 3
 """Tokens of a request after which decoding with it has not failed: on a GPU, steps run ahead of their results."""
 
@@ -143,8 +142,7 @@ class OpenBatch:
             adapter: one of the engine's; none: the model itself.
 
         Raises:
-            UserError: for what `generate` refuses, prompts and completions that are longer than `max_tokens`, and token
-                ids that the model does not have.
+            UserError: for what `generate` refuses, and prompts and completions that are longer than `max_tokens`.
             RuntimeError: when the batch has ended.
         """
         each = per_request(sampling, len(prompts))
@@ -183,13 +181,6 @@ class OpenBatch:
                 f"prompt and completion must have at most {self.max_tokens} tokens together, prompt {index} has "
                 f"{len(prompt)} and max_new_tokens is {sampling.max_new_tokens}: shorten one of them"
             )
-        most = self.vocab_size - 1
-        for name, tokens in ((f"prompt {index}", prompt), ("stop_token_ids", sampling.stop_token_ids)):
-            unknown = next((token for token in tokens if not 0 <= token <= most), None)
-            if unknown is not None:
-                raise UserError(f"token ids must be in 0..{most}, {name} has {unknown}: remove it")
-        if sampling.top_k > _MOST_TOP_K:
-            raise UserError(f"top_k must be at most {_MOST_TOP_K}, got {sampling.top_k}: lower it")
 
     def cancel(self, submission: Submission) -> None:
         """End requests at the next step; nothing is delivered for them afterwards."""

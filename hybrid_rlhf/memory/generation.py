@@ -13,9 +13,10 @@ import torch
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
-from hybrid_rlhf.generation.batching.cache import CacheLayout, RouteSize, page_bytes
+from hybrid_rlhf.generation.batching.cache import CacheLayout, RouteSize, blocks_of, page_bytes
 from hybrid_rlhf.generation.batching.capacity import (
     FREE_SHARE,
+    GRAPHS_BYTES,
     Sequences,
     WorkingMemory,
     capacity_tokens,
@@ -29,6 +30,11 @@ from hybrid_rlhf.memory.shapes import ShapedModel
 from hybrid_rlhf.models.families import family_of
 
 _FLOAT32 = 4
+_FLOAT64 = 8
+_ROW_NUMBERS = 20
+"""Numbers of a row in the tables besides its uniform ones: its state, sampling parameters and stop tokens."""
+_MOST_SPLITS, _SPLIT_TOKENS = 32, 512
+"""Parts of the attention of a row, at most, and tokens of a part, as of kernels/attention.py where rows fill a GPU."""
 
 
 def _recurrence(model: ShapedModel) -> dict[str, Any]:
@@ -106,6 +112,10 @@ def _sizes(model: ShapedModel, tensor_parallel: int) -> _Sizes:
     )
 
 
+def _prefill_tokens(rollout: RolloutConfig, device: torch.device) -> int:
+    return rollout.prefill_tokens or PREFILL_TOKENS[device.type]
+
+
 def _capacity(rollout: RolloutConfig, device: torch.device) -> int:
     return capacity_tokens(rollout.max_prompt_tokens + rollout.sampling.max_new_tokens, device)
 
@@ -172,7 +182,7 @@ def _sequences(
         longest_tokens=rollout.max_prompt_tokens + rollout.sampling.max_new_tokens,
         prompt_tokens=rollout.max_prompt_tokens,
         rows=rows,
-        prefill_tokens=PREFILL_TOKENS[device.type],
+        prefill_tokens=_prefill_tokens(rollout, device),
         state_bytes=_state_bytes(model, rollout, dtype),
     )
 
@@ -180,22 +190,29 @@ def _sequences(
 def working_memory(
     model: ShapedModel, rollout: RolloutConfig, *, rows: int, dtype: torch.dtype, device: torch.device
 ) -> WorkingMemory:
-    """Largest temporaries of generation: a layer of a prefill, and per row logits, or attention scores on a CPU."""
+    """Memory of generation beside the cache: a layer of a prefill; per row, logits, attention scores on a CPU or parts
+    of split attention on a GPU, and the tables."""
     s, size = _sizes(model, rollout.tensor_parallel), dtype.itemsize
-    tokens = min(PREFILL_TOKENS[device.type], rows * rollout.max_prompt_tokens)
+    tokens = min(_prefill_tokens(rollout, device), rows * rollout.max_prompt_tokens)
     qkv = max(((s.heads + 2 * count) * width for count, width in s.kv_sizes), default=0.0)
     prefill = tokens * size * (3 * s.hidden + max(4 * qkv, 4 * s.mlp))
     cuts = rollout.sampling.top_p < 1 or rollout.sampling.top_k > 0
     logits = s.vocabulary * _FLOAT32 * (8 if cuts else 2 + (rollout.sampling.temperature != 1) + size / _FLOAT32)
     scores = s.heads * _capacity(rollout, device) * _FLOAT32 * 2 if device.type == "cpu" else 0.0
     places = 1 if rollout.draft is None else 1 + rollout.draft_tokens
-    row = places * max(logits, scores)
-    return WorkingMemory(prefill, row, cuda_graphs=device.type == "cuda" and not rollout.policy_lag)
+    row, capacity, graphs = places * max(logits, scores), _capacity(rollout, device), False
+    if device.type == "cuda":
+        width = max((width for _, width in s.kv_sizes), default=0)
+        splits = min(_MOST_SPLITS, -(-capacity // _SPLIT_TOKENS))
+        row += s.heads * splits * (width + 2) * _FLOAT32 if splits > 1 else 0.0
+        graphs = rollout.cuda_graphs and not rollout.policy_lag
+    numbers = _ROW_NUMBERS + rollout.sampling.max_new_tokens
+    table = _FLOAT64 * numbers + _FLOAT32 * blocks_of(capacity)
+    return WorkingMemory(prefill, row, table, cuda_graphs=graphs, reserve=GRAPHS_BYTES if graphs else 0)
 
 
 def decode_buffer_bytes(
     model: ShapedModel, rollout: RolloutConfig, *, rows: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """Temporaries with so many rows. The pool of CUDA graphs keeps its own besides those of a prefill."""
-    working = working_memory(model, rollout, rows=rows, dtype=dtype, device=device)
-    return max(working.prefill, rows * working.row) + (rows * working.row if working.cuda_graphs else 0.0)
+    """Memory beside the cache with so many rows. The pool of CUDA graphs keeps its own besides that of a prefill."""
+    return working_memory(model, rollout, rows=rows, dtype=dtype, device=device).of_rows(rows)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -20,8 +22,13 @@ import psutil
 import torch
 from packaging.requirements import Requirement
 
+from hybrid_rlhf.runtime.world import World, default_device, solo_world
+
 PACKAGE = "hybrid_rlhf"
-_DRIVER = Path("/proc/driver/nvidia/version")
+_DRIVER, _DEVICES = Path("/proc/driver/nvidia/version"), Path("/dev")
+_LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}
+"""For each major version of CUDA, the oldest driver on which its builds run (NVIDIA's table of minor version
+compatibility)."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,8 @@ class Installation:
     processor: dict[str, Any]
     devices: list[dict[str, Any]]
     faults: list[Fault] = field(default_factory=list)
+    device: str = ""
+    """What a run computes on."""
 
 
 def inspect_installation() -> Installation:
@@ -90,9 +99,8 @@ def inspect_installation() -> Installation:
     }
     versions |= cuda_versions()
     devices = _devices()
-    if (hidden := _hidden_gpus(versions, devices)) is not None:
-        faults.append(hidden)
-    return Installation(versions, packages, missing, _processor(), devices, faults)
+    device, found_faults = device_line(solo_world(default_device()))
+    return Installation(versions, packages, missing, _processor(), devices, [*faults, *found_faults], device)
 
 
 def required_packages(requirements: Sequence[str]) -> list[PackageState]:
@@ -160,18 +168,56 @@ def _processor() -> dict[str, Any]:
     }
 
 
-def _hidden_gpus(versions: dict[str, str], devices: Sequence[Any]) -> Fault | None:
-    """The reason why torch finds no GPU on a machine with the driver of one."""
-    if devices or "driver" not in versions:
+def device_line(world: World) -> tuple[str, list[Fault]]:
+    """What a run computes on, and what is wrong with it: a GPU that it cannot use, or cannot compile kernels for."""
+    faults = [fault for fault in (missing_gpu(),) if fault is not None] or _triton_faults()
+    if world.device.type == "cpu":
+        what = f"device: CPU, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+        gpu = "this machine has an NVIDIA device" if faults else "this machine has no NVIDIA device"
+        return f"{what}; {gpu}", faults
+    device = torch.cuda.get_device_properties(world.device)
+    several = f", one for each of {world.size} ranks" if world.size > 1 else ""
+    return f"device: {device.name}, {device.total_memory / 2**30:.0f} GiB{several}", faults
+
+
+def missing_gpu() -> Fault | None:
+    """Why torch finds no GPU on a machine that has an NVIDIA device; none: it has none, or torch finds it."""
+    nodes, driver = any(_DEVICES.glob("nvidia[0-9]*")), cuda_versions().get("driver")
+    if torch.cuda.is_available() or not (nodes or driver or shutil.which("nvidia-smi")):
         return None
     if torch.version.cuda is None:
         return Fault(
-            f"this machine has a GPU, torch {torch.__version__} is built without CUDA",
+            f"this machine has an NVIDIA device, torch {torch.__version__} is built without CUDA",
             "install the build for CUDA that https://pytorch.org names",
         )
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Fault("CUDA_VISIBLE_DEVICES hides every GPU", "unset CUDA_VISIBLE_DEVICES")
+    needed = _LEAST_DRIVERS.get(torch.version.cuda.partition(".")[0], 0)
+    if driver is not None and int(driver.partition(".")[0]) < needed:
+        return Fault(
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) needs driver {needed} or newer, this machine has "
+            f"{driver}",
+            "update the driver, or install the build of torch for an older CUDA that https://pytorch.org names",
+        )
+    if driver is not None and not nodes:
+        return Fault(
+            f"the driver {driver} is loaded, /dev/nvidia* is missing",
+            "give the container its GPUs, for example docker run --gpus all",
+        )
     return Fault(
-        f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no GPU with driver {versions['driver']}",
-        "update the driver, or install a torch for an older CUDA",
+        f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no GPU with driver {driver or 'unknown'}",
+        "see whether nvidia-smi lists it, and restart the machine after an update of the driver",
     )
+
+
+def _triton_faults() -> list[Fault]:
+    """What Triton lacks to compile kernels for a GPU that torch finds: it builds a module of Python's in C."""
+    if not torch.cuda.is_available():
+        return []
+    faults, header = [], Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
+        faults.append(Fault("Triton needs a C compiler, PATH has none", "apt-get install gcc, or set CC"))
+    if not header.is_file():
+        version = ".".join(platform.python_version_tuple()[:2])
+        faults.append(Fault(f"Triton needs Python.h, {header} is missing", f"apt-get install python{version}-dev"))
+    return faults

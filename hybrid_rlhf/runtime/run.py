@@ -32,6 +32,7 @@ from hybrid_rlhf.runtime.files.checkpoint_folder import (
 from hybrid_rlhf.runtime.files.folder_lock import FolderLock
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, LOG_FILE
 from hybrid_rlhf.runtime.files.restoring import contents, restore
+from hybrid_rlhf.runtime.installation import device_line
 from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
 from hybrid_rlhf.runtime.liveness.signals import ignore_save_requests
 from hybrid_rlhf.runtime.liveness.watchdog import Watchdog
@@ -220,7 +221,7 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
             if failure is not None:
                 raise UserError(failure)
             before = contents(folder, _START_FILES) if world.is_main else {}
-            setup_logging(world, file=folder / LOG_FILE)
+            _log_device(setup_logging(world, file=folder / LOG_FILE), world)
             initial_resume = _initial_resume(folder, config.resume)
             checkpoint = _checkpoint(folder, resume, initial_resume, world)
             warm_start = _warm_start(initial_resume, checkpoint)
@@ -252,6 +253,15 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
             close_log_file()
             lock.release()
             close_world()
+
+
+def _log_device(log: logging.Logger, world: World) -> None:
+    """Say what rank 0 computes on; a GPU that it does not use, or cannot compile kernels for, is a warning."""
+    if world.is_main:
+        line, faults = device_line(world)
+        log.info("%s", line)
+        for fault in faults:
+            log.warning("%s: %s", fault.problem, fault.fix)
 
 
 def _check_logging(config: StepConfig, world: World) -> Alerts | None:

@@ -32,6 +32,8 @@ from hybrid_rlhf.runtime.openmp import threads_per_rank
 
 T = TypeVar("T")
 
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables of torch's allocator: the name that every version reads, and the newer one."""
 _SOLO_ENVIRONMENT = {
     "RANK": "0",
     "WORLD_SIZE": "1",
@@ -274,8 +276,8 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", size)))
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
+        prepare_device(device)
         torch.cuda.set_device(device)
-        disable_cudnn_attention(device)
     else:
         device = torch.device("cpu")
         keep_freed_memory()
@@ -304,20 +306,27 @@ def _store_after_restart(rank: int, size: int, timeout: datetime.timedelta) -> d
     return {"store": dist.PrefixStore(f"attempt_{restart_count()}", store), "rank": rank, "world_size": size}
 
 
-def disable_cudnn_attention(device: torch.device) -> None:
-    """Disable the cuDNN backend of torch's attention on a GPU.
+def prepare_device(device: torch.device) -> None:
+    """Set how torch uses a GPU: expandable segments of memory, and attention without cuDNN.
 
-    With cuDNN 9.15 and later torch prefers it on Hopper. It builds an execution plan for every new input shape, and
-    shapes change in every batch of training and prefill (0.4 s forward and 0.6 s backward on a B200, FunASR issue
-    3704).
+    Training and generation take turns with tensors of other sizes: with segments of fixed sizes, memory that one has
+    left in parts is of no use to the other. A setting of the user remains, and one has no effect after the first use
+    of a GPU.
+
+    With cuDNN 9.15 and later torch prefers its attention on Hopper. It builds an execution plan for every new input
+    shape, and shapes change in every batch of training and prefill (0.4 s forward and 0.6 s backward on a B200, FunASR
+    issue 3704).
     """
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    if device.type != "cuda":
+        return
+    if not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        os.environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def solo_world(device: torch.device) -> World:
     """A single rank without a process group, for programs that do not train: generation, chat."""
-    disable_cudnn_attention(device)
+    prepare_device(device)
     return World(rank=0, size=1, local_rank=0, local_size=1, device=device)
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+import shutil
+import sysconfig
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +16,8 @@ import torch
 from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.runtime import installation
 from hybrid_rlhf.runtime.installation import Fault, PackageState, required_packages
+from hybrid_rlhf.runtime.run import _log_device
+from hybrid_rlhf.runtime.world import solo_world
 
 REQUIREMENTS = [
     "torch>=2",
@@ -47,6 +54,7 @@ def test_the_command_prints_versions_and_fails_on_a_fault(
 ) -> None:
     main(["env"])
     said = capsys.readouterr().out
+    assert "runs compute on          " in said
     assert f"torch                    {torch.__version__}" in said and "extra serve" in said and "problem" not in said
     main(["env", "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -64,15 +72,75 @@ def test_the_command_prints_versions_and_fails_on_a_fault(
     assert [fault["fix"] for fault in json.loads(said)["faults"]][0] == "pip install 'numpy<1'"
 
 
-def test_a_gpu_that_torch_does_not_find_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    found = installation._hidden_gpus({"driver": "570.1"}, [])
-    assert found is not None and "built without CUDA" in found.problem
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
+@pytest.fixture
+def devices_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder in the place of /dev and of the driver's version; there is no GPU, and no nvidia-smi."""
+    monkeypatch.setattr(installation, "_DEVICES", tmp_path)
+    monkeypatch.setattr(installation, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 02:18:23 UTC 2025"
+
+
+def test_the_reason_why_torch_does_not_find_a_gpu(devices_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installation.missing_gpu() is None
+
+    def reason(cuda: str | None) -> str:
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        found = installation.missing_gpu()
+        assert found is not None
+        return f"{found.problem}: {found.fix}"
+
+    (devices_folder / "nvidia0").touch()
+    assert "this machine has an NVIDIA device, torch" in reason(None) and "built without CUDA" in reason(None)
+    assert "finds no GPU with driver unknown" in reason("13.0")
+    (devices_folder / "version").write_text(DRIVER)
+    assert "(CUDA 13.0) needs driver 580 or newer, this machine has 570.124.06" in reason("13.0")
+    assert "finds no GPU with driver 570.124.06" in reason("12.8")
+    (devices_folder / "nvidia0").unlink()
+    assert "/dev/nvidia* is missing: give the container its GPUs" in reason("12.8")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = installation._hidden_gpus({"driver": "570.1"}, [])
-    assert found is not None and found.fix == "unset CUDA_VISIBLE_DEVICES"
-    assert installation._hidden_gpus({}, []) is None and installation._hidden_gpus({"driver": "1.0"}, [{}]) is None
+    assert "unset CUDA_VISIBLE_DEVICES" in reason("12.8")
+    (devices_folder / "version").unlink()
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/lib/wsl/lib/nvidia-smi" if name == "nvidia-smi" else None)
+    assert "CUDA_VISIBLE_DEVICES hides every GPU" in reason("12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert installation.missing_gpu() is None
+
+
+def test_what_triton_lacks_to_compile_kernels(devices_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installation._triton_faults() == [], "without a GPU nothing is compiled"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(devices_folder)})
+    monkeypatch.delenv("CC", raising=False)
+    compiler, header = installation._triton_faults()
+    assert compiler.problem == "Triton needs a C compiler, PATH has none" and "gcc" in compiler.fix
+    assert "Python.h is missing" in header.problem and re.search(r"python3\.\d+-dev", header.fix)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    (devices_folder / "Python.h").touch()
+    assert installation._triton_faults() == []
+
+
+def test_a_run_says_what_it_computes_on(
+    devices_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A driver that was too old let a run go on on the CPU without a word."""
+    log, world = logging.getLogger("test of the device"), solo_world(torch.device("cpu"))
+    with caplog.at_level(logging.INFO):
+        _log_device(log, world)
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        assert caplog.text.count("device: CPU, ") == 1 and "this machine has no NVIDIA device" in caplog.text
+        caplog.clear()
+        (devices_folder / "nvidia0").touch()
+        monkeypatch.setattr(torch.version, "cuda", None)
+        _log_device(log, world)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert "this machine has an NVIDIA device" in caplog.records[0].message
+    assert "built without CUDA: install the build for CUDA" in caplog.records[1].message
 
 
 def test_an_option_that_the_command_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import ActorConfig, RLConfig
 from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.residency.rules import PHASES, Part, ResidencyRules, RoleResidency, residency_table
+from hybrid_rlhf.engines.sampling_engine import rollout_backend
+from hybrid_rlhf.generation.weights.conversion import decoder_of
+from hybrid_rlhf.runtime.world import solo_world
+from tests.support.tiny import tiny_model
 
 D, H, F = "device", "host", "freed"
 STAY, AWAY, ONCE, IN_USE = (D, D, D, D), (H, D, D, D), (D, F, F, F), (H, D, H, H)
@@ -97,3 +103,21 @@ def test_one_line_shows_parts_that_are_alike() -> None:
     assert found[0].split(None, 2)[2].split("  ")[0] == PHASES[0]
     assert "gradients, optimizer" in found[2] and found[2].split()[-4:] == [H, D, D, D]
     assert found[-1].split()[-4:] == ["host", "device", "host", "host"]
+
+
+def test_there_are_no_cuda_graphs_where_the_setting_or_the_device_rules_them_out() -> None:
+    assert ResidencyRules.of_rollout(RolloutConfig(), cuda=True).cuda_graphs
+    assert not ResidencyRules.of_rollout(RolloutConfig(cuda_graphs=False), cuda=True).cuda_graphs
+    assert not ResidencyRules.of_rollout(RolloutConfig(), cuda=False).cuda_graphs
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_settings_of_rollouts_reach_the_engine(graphs: bool) -> None:
+    """CUDA graphs could not be turned off, and every prefill on a GPU was of 16,384 tokens."""
+    decoder = decoder_of(tiny_model(), world=solo_world(torch.device("cpu")), dtype=torch.float32)
+    assert decoder is not None
+    backend = rollout_backend(decoder, RolloutConfig(cuda_graphs=graphs, prefill_tokens=300))
+    assert backend._cuda_graphs == graphs and backend._prefill_tokens == backend._open_prefill_tokens == 300
+    assert not rollout_backend(decoder, RolloutConfig(cuda_graphs=graphs), cuda_graphs=False)._cuda_graphs
+    with pytest.raises(UserError, match="rollout.prefill_tokens must be 1 or more, got 0"):
+        RolloutConfig(prefill_tokens=0)

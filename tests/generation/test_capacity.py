@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,26 +21,38 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.backends import native
 from hybrid_rlhf.generation.batching import capacity, workspace
-from hybrid_rlhf.generation.batching.cache import CacheLayout
+from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.batching.capacity import (
-    DeviceMemory,
     Sequences,
     WorkingMemory,
     rows_and_pages,
     saved_states,
 )
 from hybrid_rlhf.generation.batching.workspace import Workspace, _Graphs
+from hybrid_rlhf.generation.preparation import PreparationLog, log_compilation
 from hybrid_rlhf.runtime.observability import timers
 from tests.support.families import variant
-from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, token_ids_of
+from tests.support.generation import (
+    PROMPTS,
+    SAMPLED,
+    STOP_TOKEN_IDS,
+    completions_alone,
+    random_tokens,
+    token_ids_of,
+)
 from tests.support.tiny import tiny_model
 
 CPU = torch.device("cpu")
 
 
-def test_what_the_allocator_holds_without_using_it_is_available() -> None:
-    """After a training step the driver has little left, and torch's cache is empty but not given back."""
-    assert DeviceMemory(free=10, reserved=100, allocated=30).available == 80
+def test_free_memory_is_what_the_driver_has_after_torch_returned_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a training step torch's allocator holds most of the memory; what lies in parts is of no use to a cache."""
+    now = {"driver": 10, "returned": 60}
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: now.update(driver=10 + now.pop("returned")))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (now["driver"], 200))
+    assert capacity.free_bytes(torch.device("cuda", 0)) == 70
 
 
 @given(
@@ -48,6 +63,7 @@ def test_what_the_allocator_holds_without_using_it_is_available() -> None:
     wanted=st.integers(1, 300),
     prefill=st.floats(0, 1e6),
     row=st.floats(0, 1e3),
+    table=st.floats(0, 1e3),
     cuda_graphs=st.booleans(),
     state=st.sampled_from([0, 3, 500]),
 )
@@ -59,16 +75,24 @@ def test_rows_pages_and_all_that_runs_beside_them_fit(
     wanted: int,
     prefill: float,
     row: float,
+    table: float,
     cuda_graphs: bool,
     state: int,
 ) -> None:
     layout = CacheLayout(windows=(None, 100), pages=(1, 3), places_per_page=2, width=1)
     sequences = Sequences(layout, page, longest, 1 + int(prompt * (longest - 2)), wanted, 64, state)
-    working = WorkingMemory(prefill, row, cuda_graphs)
+    working = WorkingMemory(prefill, row, table, cuda_graphs, reserve=5e4)
 
     def taken(rows: int, pages: int) -> float:
-        temporary = max(prefill, rows * row) + (rows * row if cuda_graphs else 0.0)
-        return pages * page + temporary + (rows + 1 + saved_states(budget, sequences, working, rows)) * state
+        temporary = max(prefill, rows * row)
+        if cuda_graphs:  # the pool of decoding steps, and the tables once more while one is captured
+            temporary = rows * row + max(prefill, rows * (row + table)) + 5e4
+        return (
+            pages * page
+            + rows * table
+            + temporary
+            + (rows + 1 + saved_states(budget, sequences, working, rows)) * state
+        )
 
     rows, pages = rows_and_pages(budget, sequences, working)
     assert 1 <= rows <= wanted
@@ -82,21 +106,16 @@ def test_rows_pages_and_all_that_runs_beside_them_fit(
     assert pages == sequences.pages(rows) or taken(rows, pages + 1) > budget * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(
-    "memory", [DeviceMemory(free=100_000), DeviceMemory(free=20_000, reserved=90_000, allocated=10_000)]
-)
-def test_the_cache_takes_what_memory_leaves_beside_a_prefill(
-    memory: DeviceMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """100,000 bytes in both cases, half of them for generation; of these 5,000 for a prefill."""
-    monkeypatch.setattr(capacity, "device_memory", lambda device: memory)
-    monkeypatch.setattr(native, "working_memory", lambda *_, **__: WorkingMemory(prefill=5_000))
+def test_the_cache_takes_what_memory_leaves_beside_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000 bytes, half of them for generation; of these 5,000 for a prefill."""
+    monkeypatch.setattr(capacity, "free_bytes", lambda device: 100_000)
+    monkeypatch.setattr(native, "working_memory", lambda *_, **__: (WorkingMemory(prefill=5_000), 2048))
     generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
     assert token_ids_of(generation.generate(PROMPTS, SAMPLED)) == completions_alone()
     page = 16 * 256  # 2 layers, keys and values of 2 heads of 8 in float32
     held = generation.backend.held
     assert held is not None and held.cache.pages == 45_000 // page
-    monkeypatch.setattr(native, "working_memory", lambda *_, **__: WorkingMemory(prefill=50_000 - 4 * page))
+    monkeypatch.setattr(native, "working_memory", lambda *_, **__: (WorkingMemory(prefill=50_000 - 4 * page), 2048))
     with pytest.raises(UserError, match="KV cache must hold one completion of 58 tokens"):
         GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS, SAMPLED)
 
@@ -113,12 +132,103 @@ def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(monke
         decoder, "hidden", lambda tokens, *rest, **more: read.append(len(tokens)) or hidden(tokens, *rest, **more)
     )
     monkeypatch.setattr(capacity, "peak_bytes", lambda device, run: (run(), 5000 + 1000 * read[-1])[1])
-    found = capacity.measured_memory(decoder, requests, rows=5, prefill_tokens=100, cuda_graphs=True)
+    found, tokens = capacity.measured_memory(decoder, requests, rows=5, prefill_tokens=100, cuda_graphs=True)
     longest = max(map(len, PROMPTS))
     prompts = min(5, 100 // longest)
     assert read == [prompts * longest] * 2 + [5, 5, 2, 2], "each once to warm up"
-    assert found == WorkingMemory(prefill=5000 + 1000 * prompts * longest, row=1000, cuda_graphs=True)
-    assert capacity.measured_memory(decoder, requests, rows=1, prefill_tokens=1, cuda_graphs=False).row == 6000
+    expected = WorkingMemory(prefill=5000 + 1000 * prompts * longest, row=1000, cuda_graphs=True, reserve=2**28)
+    assert (found, tokens) == (expected, 100)
+    assert capacity.measured_memory(decoder, requests, rows=1, prefill_tokens=1, cuda_graphs=False)[0].row == 6000
+
+
+def test_a_prefill_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
+    """The measurement itself ran the largest prefill, before anything could be made smaller."""
+    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS, prefill_tokens=2048)
+    requests = generation.requests([random_tokens(2000)], SAMPLED)
+    decoder = generation.backend.decoder
+
+    def peak(device: torch.device, run: Any) -> int:
+        run()
+        if read[-1] > 700:
+            raise torch.OutOfMemoryError
+        return 1000
+
+    monkeypatch.setattr(capacity, "peak_bytes", peak)
+    _, tokens = capacity.measured_memory(decoder, requests, rows=2, prefill_tokens=2048, cuda_graphs=False)
+    assert tokens == 512 and [size for size in read if size > 2] == [2000, 2000, 1024, 1024, 512, 512]
+    monkeypatch.setattr(native, "working_memory", lambda *_, **__: (WorkingMemory(), tokens))
+    read.clear()
+    generation.generate([random_tokens(2000)], replace(SAMPLED, n=1, max_new_tokens=2))
+    assert read[:4] == [512, 512, 512, 464], "and so are those of generation"
+    monkeypatch.setattr(capacity, "peak_bytes", lambda device, run: exec("raise torch.OutOfMemoryError"))
+    with pytest.raises(torch.OutOfMemoryError):
+        capacity.measured_memory(decoder, requests, rows=2, prefill_tokens=2048, cuda_graphs=False)
+
+
+def test_a_cache_that_does_not_fit_is_made_smaller(monkeypatch: pytest.MonkeyPatch, log_lines: list[str]) -> None:
+    """What is free may lie in parts. A cache that grows and does not fit is replaced, not kept beside the old one."""
+    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
+    allocate, asked, most = KVCache.__init__, list[int](), 20
+
+    def limited(self: KVCache, *given: Any, pages: int, **named: Any) -> None:
+        asked.append(pages)
+        if pages > most:
+            raise torch.OutOfMemoryError
+        allocate(self, *given, pages=pages, **named)
+
+    monkeypatch.setattr(KVCache, "__init__", limited)
+    assert token_ids_of(generation.generate(PROMPTS, SAMPLED)) == completions_alone()
+    assert asked[0] > most >= asked[-1]
+    assert all(later == int(0.9 * earlier) for earlier, later in pairwise(asked))
+    assert len([line for line in log_lines if "does not fit into memory" in line]) == len(asked) - 1
+    with pytest.raises(UserError, match="the KV cache must hold one completion of 402 tokens"):
+        generation.generate([[5, 6]], replace(SAMPLED, max_new_tokens=400))
+    most = 10_000
+    assert token_ids_of(generation.generate(PROMPTS, SAMPLED)) == completions_alone(), "the engine works as before"
+
+
+def test_calls_of_two_shapes_in_turn_measure_memory_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many short completions, then few long ones: neither has less of everything."""
+    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
+    backend, measured = generation.backend, list[int]()
+    budget = backend._budget
+    monkeypatch.setattr(
+        backend,
+        "_budget",
+        lambda decoder, requests, *rest: measured.append(len(requests)) or budget(decoder, requests, *rest),
+    )
+    many, long = replace(SAMPLED, n=20, max_new_tokens=4), replace(SAMPLED, n=1, max_new_tokens=150)
+    for _ in range(3):
+        generation.generate(PROMPTS[:1], many)
+        generation.generate(PROMPTS[1:3], long)
+    assert measured == [20, 2]
+    assert backend.held.rows >= 20
+
+
+def test_the_plan_has_the_tables_of_a_workspace_and_the_parts_of_split_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At 4,096 rows of 32k tokens the uniform numbers take 1 GiB, and the parts of 28 heads 1.9 GB."""
+    monkeypatch.setitem(capacity._CAPACITY_GRANULE, "cpu", 128)
+    for penalty in (1.0, 1.2):
+        generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=4)
+        sampling = replace(SAMPLED, repetition_penalty=penalty)
+        generation.generate(PROMPTS, sampling)
+        held = generation.backend.workspace
+        tables = [held.rows.integers, held.rows.floats, held.rows.adapter, held.pages, held.slots]
+        tables += [] if held.rows.seen is None else [held.rows.seen]
+        row = capacity.table_bytes(
+            generation.backend.decoder,
+            generation.requests(PROMPTS, sampling),
+            tables=held.cache.layout.tables,
+            capacity_tokens=held.capacity_tokens,
+        )
+        assert 4 * row == sum(table.nbytes for table in tables)
+    kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels.attention")
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(kernels, "splits_of", lambda *given: asked.append(given) or (8, 128))
+    found = capacity.split_bytes(generation.backend.decoder, rows=10, capacity_tokens=1024)
+    assert found == 4 * 8 * (8 + 2) * 4 and asked == [(20, 1024)]  # 4 heads of 8 dimensions, 2 KV heads, float32
 
 
 def test_a_measurement_keeps_the_peak_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +342,39 @@ def test_graphs_of_a_workspace_are_captured_on_one_stream_which_the_next_reuses(
     assert fake_cuda[4] is fake_cuda[0], "cuBLAS keeps a workspace for each stream that it has seen"
     third.close(), second.close()
     assert FakeGraph.alive == 0
+
+
+def test_captures_are_counted_in_the_log(fake_cuda: list[Any], log_lines: list[str]) -> None:
+    """The first rollout captures about twenty graphs, and looked hung."""
+    capturing(rows=8)
+    lines = [line for line in log_lines if line.startswith("CUDA graphs captured")]
+    assert lines and re.fullmatch(r"CUDA graphs captured, one per .*: 1 of at most 3, \d+\.\d s in all", lines[0])
+
+
+def test_lines_of_preparation_are_few(log_lines: list[str]) -> None:
+    now = [100.0]
+    log = PreparationLog("graphs", most=7, clock=lambda: now[0])
+    for _ in range(7):
+        log.add(2.0)
+        now[0] += 2.0
+    assert log_lines == [
+        "graphs: 1 of at most 7, 2.0 s in all",
+        "graphs: 4 of at most 7, 8.0 s in all",
+        "graphs: 7 of at most 7, 14.0 s in all",
+    ]
+
+
+def test_kernels_that_are_compiled_are_counted(monkeypatch: pytest.MonkeyPatch, log_lines: list[str]) -> None:
+    knobs = importlib.import_module("triton").knobs
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    log_compilation.cache_clear()
+    log_compilation()
+    log_compilation()
+    times = knobs.CompileTimes(ir_initialization=0, lowering_stages=[("ttir", 1_500_000)], store_results=0)
+    for hit in (True, False):
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=hit)
+    assert log_lines == ["GPU kernels compiled: 1, 1.5 s in all"]
+    log_compilation.cache_clear()
 
 
 def test_capturing_a_graph_changes_no_state_of_a_row(fake_cuda: list[Any]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.backend import BackendName
+from hybrid_rlhf.generation.engine import _warn_of_untrained_positions
 from hybrid_rlhf.generation.sampling import per_request
 from hybrid_rlhf.models.policy import Policy
-from tests.support.families import COMMON
-from tests.support.generation import SHORT_GREEDY, SHORT_PROMPTS, SHORT_SAMPLED, token_ids_of
+from tests.support.families import COMMON, variant
+from tests.support.generation import SHORT_GREEDY, SHORT_PROMPTS, SHORT_SAMPLED, SYSTEM_PROMPT, token_ids_of
 from tests.support.models import GQA, HEAD_FAMILIES, build_model
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -213,9 +217,86 @@ def test_bad_requests_are_refused() -> None:
     engine = GenerationEngine.from_model(tiny_model())
     with pytest.raises(UserError, match="prompt 1 has none"):
         engine.generate([[4], []], SHORT_GREEDY)
-    for wrong in ({"temperature": -0.5}, {"top_p": 0.0}, {"top_k": -1}, {"n": 0}, {"max_new_tokens": 0}):
+    for wrong in ({"top_p": 0.0}, {"top_k": -1}, {"n": 0}, {"max_new_tokens": 0}, {"seed": -1}):
         with pytest.raises(UserError, match=next(iter(wrong))):
             SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [-0.5, 1e-40, 9e-6, float("inf"), float("nan")])
+def test_temperatures_that_logits_cannot_be_divided_by_are_refused(temperature: float) -> None:
+    """1e-40 is 0 in float32: every token was number 0, with a log-prob that is not a number."""
+    with pytest.raises(UserError, match=r"temperature must be 0 \(greedy\) or a finite number of at least 1e-05, got"):
+        SamplingParams(temperature=temperature)
+
+
+def test_at_the_least_temperature_the_likeliest_token_is_sampled() -> None:
+    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=())
+    coldest = engine.generate(SHORT_PROMPTS, replace(SHORT_GREEDY, temperature=1e-5, seed=1))
+    assert token_ids_of(coldest) == token_ids_of(engine.generate(SHORT_PROMPTS, SHORT_GREEDY))
+    assert all(abs(logprob) < 1e-3 for samples in coldest for logprob in samples[0].logprobs)
+
+
+@pytest.mark.parametrize("backend", ["auto", "module"])
+def test_token_ids_that_the_model_does_not_have_are_refused(backend: BackendName) -> None:
+    """They were an IndexError, and on a GPU an assertion that ends all use of the device."""
+    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=(), backend=backend)
+    for prompt, stop, wrong in (([4, 259], (), 259), ([-1], (), -1), ([4], (1000,), 1000)):
+        with pytest.raises(UserError, match=rf"token ids must be in 0\.\.258, (prompt 1|stop_token_ids) has {wrong}: remove it"):
+            engine.generate([[5], prompt], replace(SHORT_GREEDY, stop_token_ids=stop))
+    assert engine.generate([[0, 258]], SHORT_GREEDY)[0][0].token_ids
+
+
+@pytest.mark.parametrize("backend", ["auto", "module"])
+def test_a_warning_says_once_that_sequences_exceed_the_context(backend: BackendName, log_lines: list[str]) -> None:
+    _warn_of_untrained_positions.cache_clear()
+    model = tiny_model(max_position_embeddings=33)
+    within = replace(SHORT_GREEDY, max_new_tokens=28)
+    for _ in range(2):
+        engine = GenerationEngine.from_model(model, stop_token_ids=(), backend=backend)
+        engine.generate([[5] * 5], within)
+        assert not [line for line in log_lines if "context length" in line]
+    for _ in range(2):
+        engine.generate([[5] * 6], within)
+    (line,) = [line for line in log_lines if "context length" in line]
+    assert "exceed the model's context length of 33 tokens (max_position_embeddings)" in line
+
+
+@pytest.mark.parametrize("way", ["packed", "views", "int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_after_training_the_next_call_samples_with_the_new_weights(family: str, way: str) -> None:
+    """Not with new norms beside old products, nor with old keys of a prefix: also when the embedding is frozen."""
+    model = variant(family).eval()
+    model.get_input_embeddings().weight.requires_grad_(False)
+    kind: Any = "int8" if way == "int8" else None
+
+    def built() -> GenerationEngine:
+        return GenerationEngine.from_model(model, stop_token_ids=(), quantization=kind)
+
+    with torch.backends.mkldnn.flags(enabled=way == "packed"):
+        engine, optimizer = built(), torch.optim.SGD(model.parameters(), lr=0.3)
+        decoder = engine.backend.decoder
+        before = engine.generate([SYSTEM_PROMPT], SHORT_GREEDY)
+        ids = torch.tensor([SYSTEM_PROMPT])
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        after, expected = (
+            engine.generate([SYSTEM_PROMPT], SHORT_GREEDY),
+            built().generate([SYSTEM_PROMPT], SHORT_GREEDY),
+        )
+        assert after == expected != before
+        assert (engine.backend.decoder is decoder) == (way == "views"), "what is not packed stays at its addresses"
+        held = engine.backend.held
+        assert engine.generate([SYSTEM_PROMPT], SHORT_GREEDY) and engine.backend.held is held, "and is kept meanwhile"
+
+
+def test_an_engine_does_not_keep_the_model_that_it_has_packed() -> None:
+    model = tiny_model()
+    engine, kept = GenerationEngine.from_model(model, stop_token_ids=()), weakref.ref(model)
+    before = engine.generate(SHORT_PROMPTS, SHORT_GREEDY)
+    del model
+    gc.collect()
+    assert kept() is None and token_ids_of(engine.generate(SHORT_PROMPTS, SHORT_GREEDY)) == token_ids_of(before)
 
 
 def test_a_saved_folder_generates(model_folder) -> None:  # type: ignore[no-untyped-def]

@@ -169,7 +169,9 @@ def test_positions_end_where_longrope_takes_other_factors(name: str) -> None:
     assert isinstance(engine.backend, NativeBackend)
     assert engine.max_positions == 64 == position_limit(model)
     assert len(engine.generate([[5] * 60], GREEDY)[0][0].token_ids) == 4
-    with pytest.raises(UserError, match="the model has 64 positions"):
+    with pytest.raises(
+        UserError, match=r"the model has 64 positions \(original_max_position_embeddings; .*prompt 0 has 64"
+    ):
         engine.generate([[5] * 64], GREEDY)
 
 

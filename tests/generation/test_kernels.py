@@ -414,6 +414,19 @@ def test_sizes_of_batch_are_few_and_never_too_small() -> None:
         assert rungs == sorted(rungs) and len(set(rungs)) <= 45
 
 
+_OFFSETS = """
+code = built(rows._rotate_and_write_kernel, dict(HEADS=64, D=128, D_PAD=128, WIDTH=128)).asm["ttir"]
+steps = [line for line in code.splitlines() if "tt.addptr %queries" in line or "tt.addptr %qkv" in line]
+print(json.dumps([line.split(":")[-1].split("loc(")[0] for line in steps]))
+"""
+
+
+def test_queries_of_many_tokens_are_written_where_they_are_read() -> None:
+    """Offsets in [T, A, D] exceed int32 at 262,144 tokens of 64 heads of 128 dimensions."""
+    types = compiled(_OFFSETS)
+    assert types and all("i64" in offset for offset in types), types
+
+
 _ATTENTION = """
 def attention(d, model, target=90, group=7, splits=8, tiles=False, cap=False, bias=False, window=False, sinks=False):
     pad = max(16, triton.next_power_of_2(d))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.runtime.world import close_with_world, close_world, init_world
+from hybrid_rlhf.runtime.world import close_with_world, close_world, init_world, solo_world
 from tests.support.generation import PROMPTS, SAMPLED
 from tests.support.tiny import tiny_model
 
@@ -60,3 +62,22 @@ def test_cuda_graphs_of_a_workspace_that_is_still_held_are_released() -> None:
     close_world()
     assert captured.group_was_there == [True] and workspace._graphs is None
     assert torch.is_tensor(workspace.cache.keys)
+
+
+@pytest.mark.parametrize("own", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", None])
+def test_memory_of_a_gpu_expands_unless_the_user_has_set_its_allocator(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments of fixed sizes are of no use to a KV cache after training has left them in parts."""
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: None)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # what the test sets is undone
+        monkeypatch.delenv(name)
+    solo_world(torch.device("cpu"))
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    if own is not None:
+        monkeypatch.setenv(own, "max_split_size_mb:64")
+    solo_world(torch.device("cuda", 0))
+    found = {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")}
+    expected = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if own is None else {own: "max_split_size_mb:64"}
+    assert found == expected

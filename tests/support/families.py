@@ -193,6 +193,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "bloom of six heads": ("bloom", {"hidden_size": 48, "n_layer": 2, "n_head": 6}),
     **{name: (name, GQA) for name in ("arcee", "ernie4_5", "internlm3", "seed_oss", "starcoder2")},
     **{name: (name, {**GQA, "pad_token_id": 2}) for name in ("gemma", "glm", "glm4", "olmo2")},
+    "olmo2 of four KV heads": ("olmo2", {**GQA, "num_key_value_heads": 4, "pad_token_id": 2}),
     "helium": ("helium", {**GQA, "head_dim": 8}),
     "ministral": ("ministral", {**GQA, "head_dim": 8, "sliding_window": 6}),
     "smollm3": ("smollm3", {**GQA, "no_rope_layers": [1, 0, 1]}),

@@ -46,6 +46,7 @@ def _lines(found: Installation, compiled: bool) -> list[str]:
         )
     if not found.devices:
         lines.append(f"{'GPU':24} none")
+    lines.append(f"{'runs compute on':24} {found.device.removeprefix('device: ')}")
     host = found.processor
     lines.append(f"{'CPU':24} {host['machine']}, {host['instruction_set']}, {host['cores']} cores")
     lines.append(f"{'host memory':24} {host['memory_gib']:.1f} GiB, {host['free_memory_gib']:.1f} free")

@@ -120,9 +120,15 @@ class RolloutConfig:
     """Longest draft of rollout.draft, in tokens."""
     kv_cache_gib: float | None = setting(None, mutable=True)
     """KV cache per rank, in GiB; null: half of the free memory on a CPU; 0.9 of it on a GPU, minus the memory of a
-    prefill and of CUDA graphs; with async_sampling, at most these shares of what the memory plan leaves free."""
+    prefill, of tables and of CUDA graphs; with async_sampling, at most these shares of what the memory plan leaves
+    free."""
     max_decode_rows: int | None = setting(None, advanced=True, mutable=True)
     """Maximum number of completions that a rank decodes together; null: limited only by memory."""
+    prefill_tokens: int | None = setting(None, advanced=True, mutable=True)
+    """Maximum number of prompt tokens that a rank computes together; null: 2048 on a CPU, 16384 on a GPU, fewer if
+    memory is short."""
+    cuda_graphs: bool = setting(True, advanced=True, mutable=True)
+    """Capture decoding steps in CUDA graphs on a GPU; false: launch each kernel, which is slower with small models."""
     offload_states: bool = setting(False, mutable=True)
     """Move optimizer states, master weights and gradients to host memory during generation."""
     offload_frozen: bool = setting(False, mutable=True)
@@ -150,6 +156,10 @@ class RolloutConfig:
         require(
             self.max_decode_rows is None or self.max_decode_rows >= 1,
             f"rollout.max_decode_rows must be 1 or more, got {self.max_decode_rows}: leave it out to follow memory",
+        )
+        require(
+            self.prefill_tokens is None or self.prefill_tokens >= 1,
+            f"rollout.prefill_tokens must be 1 or more, got {self.prefill_tokens}: leave it out for the default",
         )
         require(
             self.quantization is None or self.backend == "auto",

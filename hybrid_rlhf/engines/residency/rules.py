@@ -74,7 +74,7 @@ class ResidencyRules:
     parameters_on_host: Collection[str] = ()
     """Roles with `zero.offload_parameters`."""
     cuda_graphs: bool = False
-    """Whether the device has them."""
+    """Whether steps are captured in them."""
 
     @classmethod
     def of(cls, config: RLConfig, *, cuda: bool) -> Self:
@@ -104,7 +104,7 @@ class ResidencyRules:
             rollout.policy_lag,
             optimizers_on_host,
             parameters_on_host,
-            cuda and not rollout.policy_lag,
+            cuda and rollout.cuda_graphs and not rollout.policy_lag,
         )
 
     def actor(self, zero: int = 0, *, samples: bool = True) -> RoleResidency:

@@ -23,6 +23,8 @@ class GenerationBackend(Protocol):
 
     max_positions: int | None
     """Longest sequence that the model has positions for; none: no limit."""
+    trained_positions: int | None
+    """Longest sequence that the model was trained for, where it computes positions; none: unknown."""
     vocab_size: int
     work: DecodeWork
     """Of all calls so far; zeros where the backend does not count."""

@@ -29,6 +29,7 @@ from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.generation.weights.conversion import LOW_PRECISION_TOLERANCE
+from hybrid_rlhf.generation.weights.describe import trained_positions
 from hybrid_rlhf.models.head_check import agreement, module_logprobs, probe_tokens
 from hybrid_rlhf.models.policy import wide_logits
 from hybrid_rlhf.models.pretrained.loading import position_limit
@@ -71,6 +72,7 @@ class ModuleBackend:
         self._module: ModuleForward | None = module
         self._max_rows = max_batch_rows or _DEFAULT_ROWS
         self.max_positions = position_limit(lm)
+        self.trained_positions = trained_positions(lm.config.get_text_config())
         self.vocab_size = module.vocab_size
         self.work = DecodeWork()
         self.records_routes = self.continues = False

@@ -28,6 +28,7 @@ from hybrid_rlhf.generation.batching.capacity import (
     least_bytes,
     rows_and_pages,
     saved_states,
+    with_less,
     working_memory,
 )
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
@@ -37,11 +38,14 @@ from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
+from hybrid_rlhf.generation.preparation import log_compilation
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.generation.scoring import InferencePolicy
 
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Prompt tokens of one prefill, by device."""
+OPEN_PREFILL_TOKENS = 2048
+"""The same in an open batch, whose other requests wait for it."""
 
 
 @dataclass
@@ -54,8 +58,10 @@ class HeldCache:
     """Saved states of recurrent layers."""
     rows: int
     """Completions that are decoded together."""
+    prefill_tokens: int
+    """Prompt tokens of a prefill that memory has room for beside it."""
     wanted: tuple[int, ...]
-    """Rows and pages that unlimited memory would have allowed, and places of a row in a step."""
+    """Rows and pages that unlimited memory would have allowed, and places of a row in a step; the most of all calls."""
 
     @property
     def saved_states(self) -> int:
@@ -97,21 +103,25 @@ class NativeBackend:
             decoder: holds the inference weights.
             max_batch_rows: most completions to decode together; none: as many as fit in memory.
             kv_cache_gib: memory for keys and values; none: what is free on the device (batching/capacity.py).
-            prefill_tokens: prompt tokens of one prefill; none: 2048 on a CPU, 16384 on a GPU.
+            prefill_tokens: prompt tokens of one prefill, fewer if memory is short; none: 2048 on a CPU and in open
+                batches, 16384 on a GPU.
             cuda_graphs: capture decoding steps in CUDA graphs on a GPU. While a graph is captured, no other thread may
                 use the device.
         """
         self._decoder: Decoder | None = decoder
         self._max_batch_rows, self._kv_cache_gib = max_batch_rows, kv_cache_gib
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[decoder.world.device.type]
+        self._open_prefill_tokens = prefill_tokens or OPEN_PREFILL_TOKENS
         self._cuda_graphs = cuda_graphs
+        if decoder.world.device.type == "cuda":
+            log_compilation()
         self.max_positions = decoder.architecture.max_positions
+        self.trained_positions = decoder.architecture.trained_positions
         self.vocab_size = decoder.architecture.vocab_size
         self.work = DecodeWork()
         self.records_routes, self.continues = bool(decoder.architecture.expert_layers), True
         self.preemptions = 0
         """Requests that were computed again because blocks ran out."""
-        self._written = decoder.written
         self.held: HeldCache | None = None
         """KV cache of the last call."""
         self.workspace: Workspace | None = None
@@ -147,12 +157,13 @@ class NativeBackend:
         if drafter is not None:
             check_can_draft(decoder.architecture, setting="a drafter")
         places = 1 if drafter is None else 1 + drafter.draft_tokens
-        workspace, held = self._prepared(decoder, requests, places=places, rows=len(requests))
+        prefill = self._prefill_tokens
+        workspace, held = self._prepared(decoder, requests, places=places, rows=len(requests), prefill_tokens=prefill)
         batch = ContinuousBatch(
             workspace,
             held.pool,
             requests,
-            prefill_tokens=self._prefill_tokens,
+            prefill_tokens=min(prefill, held.prefill_tokens),
             saved_states=held.states,
             drafts=None if drafter is None else drafter.begin(requests, decoder.world),
         )
@@ -173,17 +184,21 @@ class NativeBackend:
         A request that needs another part of sampling, or more stop tokens, than any before ends the present batch. The
         next one continues its requests in wider tables; they are computed again, except prefixes that are cached.
         """
-        decoder, shapes = self.decoder, _shapes(arrivals.max_tokens)
+        decoder, shapes, prefill = self.decoder, _shapes(arrivals.max_tokens), self._open_prefill_tokens
         self._memory_share = arrivals.memory_share
         requests: list[Request] = []
         while not arrivals.closed:
             shapes += [request for request in requests if not self._accepts(request)]
-            workspace, held = self._prepared(decoder, shapes, places=1, rows=arrivals.rows)
+            workspace, held = self._prepared(decoder, shapes, places=1, rows=arrivals.rows, prefill_tokens=prefill)
             if not requests:
                 requests = arrivals.take(wait=True)
                 continue
             batch = self._open = ContinuousBatch(
-                workspace, held.pool, requests, prefill_tokens=self._prefill_tokens, saved_states=held.states
+                workspace,
+                held.pool,
+                requests,
+                prefill_tokens=min(prefill, held.prefill_tokens),
+                saved_states=held.states,
             )
             steps, live = batch.steps(), set(requests)
             for new in steps:
@@ -237,19 +252,16 @@ class NativeBackend:
             workspace.close()
 
     def _prepared(
-        self, decoder: Decoder, requests: Sequence[Request], *, places: int, rows: int
+        self, decoder: Decoder, requests: Sequence[Request], *, places: int, rows: int, prefill_tokens: int
     ) -> tuple[Workspace, HeldCache]:
         """Workspace and cache for requests, of which up to `rows` run together."""
-        self.workspace = workspace = self._workspace_for(decoder, requests, places, rows)
+        sequences = self._sequences(decoder, requests, places, rows, prefill_tokens)
+        self.workspace = workspace = self._workspace_for(decoder, requests, sequences)
         assert self.held is not None
-        if self._written != decoder.written:
-            self.held.pool.forget_prefixes()
-            self._written = decoder.written
         return workspace, self.held
 
-    def _workspace_for(self, decoder: Decoder, requests: Sequence[Request], places: int, rows: int) -> Workspace:
+    def _workspace_for(self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences) -> Workspace:
         """The last call's workspace if it serves these requests too, else a new one."""
-        sequences = self._sequences(decoder, requests, places, rows)
         if self.held is None or not self.held.serves(sequences):
             self.held = self._cache_for(decoder, requests, sequences)
         held, longest = self.held, sequences.longest_tokens
@@ -270,7 +282,9 @@ class NativeBackend:
         )
         return self.workspace
 
-    def _sequences(self, decoder: Decoder, requests: Sequence[Request], places: int, rows: int) -> Sequences:
+    def _sequences(
+        self, decoder: Decoder, requests: Sequence[Request], places: int, rows: int, prefill_tokens: int
+    ) -> Sequences:
         longest = max(len(request.prompt) + len(request.uniforms) for request in requests)
         layout = CacheLayout.of(
             decoder.architecture,
@@ -286,7 +300,7 @@ class NativeBackend:
             longest_tokens=longest,
             prompt_tokens=max(len(request.prompt) for request in requests),
             rows=min(rows, self._max_batch_rows or sys.maxsize),
-            prefill_tokens=self._prefill_tokens,
+            prefill_tokens=prefill_tokens,
             state_bytes=decoder.state_bytes,
             places=places,
         )
@@ -302,9 +316,14 @@ class NativeBackend:
             self._release_workspace()
             held = self.held = None
         own = 0
-        if held is not None:
+        if (
+            held is not None
+        ):  # one that is enough for earlier calls too, or calls in turn would allocate again and again
+            rows, _, places = map(max, held.wanted, wanted)
+            sequences = replace(sequences, rows=rows, places=places)
+            wanted = tuple(map(max, held.wanted, sequences.wanted))
             own = held.cache.pages * sequences.page_bytes + held.saved_states * sequences.state_bytes
-        budget, working = self._budget(decoder, requests, sequences, own)
+        budget, working, prefill_tokens = self._budget(decoder, requests, sequences, own)
         rows, pages = rows_and_pages(budget, sequences, working)
         # Free memory and KV heads may differ between ranks.
         grows = held is not None and own + pages * sequences.page_bytes <= budget
@@ -312,45 +331,56 @@ class NativeBackend:
         agreed = decoder.world.all_reduce(torch.tensor(each, device=decoder.world.device), dist.ReduceOp.MIN)
         rows, pages, saved = map(int, agreed[:3].tolist())
         if pages < 1:
-            one = sequences.longest_pages * sequences.page_bytes + 2 * sequences.state_bytes
-            raise UserError(
-                f"the KV cache must hold one completion of {sequences.longest_tokens} tokens, {one / 2**30:.2g} GiB, "
-                f"its budget is {max(0.0, budget - working.prefill) / 2**30:.2g} GiB: lower max_new_tokens or raise "
-                "kv_cache_gib"
-            )
+            raise _no_room(sequences, budget - working.prefill)
         if held is not None and pages <= held.cache.pages:
-            return replace(held.with_states(decoder, saved), rows=max(rows, held.rows), wanted=wanted)
+            return replace(
+                held.with_states(decoder, saved),
+                rows=max(rows, held.rows),
+                wanted=wanted,
+                prefill_tokens=prefill_tokens,
+            )
         self._release_workspace()  # it refers to the old cache
         if held is not None and bool(agreed[3]):
-            held.pool.grow(pages)
-            held = held.with_states(decoder, saved)
-            return replace(held, cache=held.cache.grown(pages), rows=rows, wanted=wanted)
+            larger = with_less(held.cache.grown, pages, least=held.cache.pages + 1, world=decoder.world)
+            if larger is not None:
+                held.pool.grow(larger.pages)
+                held = held.with_states(decoder, saved)
+                return replace(held, cache=larger, rows=rows, wanted=wanted, prefill_tokens=prefill_tokens)
         held = self.held = None  # freed before the new one is allocated
-        cache = decoder.new_cache(sequences.layout, pages=pages)
-        states = decoder.new_states(saved)
-        pool = BlockPool(sequences.layout, pages, states=None if states is None else saved)
-        return HeldCache(cache, pool, states, rows, wanted)
+
+        def allocate(pages: int) -> HeldCache:
+            cache = decoder.new_cache(sequences.layout, pages=pages)
+            states = decoder.new_states(saved)
+            pool = BlockPool(sequences.layout, pages, states=None if states is None else saved)
+            return HeldCache(cache, pool, states, rows, prefill_tokens, wanted)
+
+        allocated = with_less(allocate, pages, least=sequences.longest_pages, world=decoder.world)
+        if allocated is None:
+            raise _no_room(sequences, available_bytes(decoder.world))
+        return allocated
 
     def _budget(
         self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences, own: int
-    ) -> tuple[float, WorkingMemory]:
-        """Bytes for cache and temporaries, and what the temporaries take; `own`: bytes of the held cache."""
+    ) -> tuple[float, WorkingMemory, int]:
+        """Bytes for cache and working memory, what the latter takes, and the tokens of a prefill that it has room for;
+        `own`: bytes of the held cache."""
         if self._kv_cache_gib is not None:
-            return self._kv_cache_gib * 2**30, WorkingMemory()
-        working = working_memory(
-            decoder,
-            requests,
-            rows=sequences.rows,
-            prefill_tokens=self._prefill_tokens,
-            cuda_graphs=self._cuda_graphs,
-        )
-        working = replace(working, row=working.row * sequences.places)
+            return self._kv_cache_gib * 2**30, WorkingMemory(), sequences.prefill_tokens
+        working, prefill_tokens = working_memory(decoder, requests, sequences, cuda_graphs=self._cuda_graphs)
         states = 0 if self.workspace is None else (1 + self.workspace.most_rows) * decoder.state_bytes
         most = available_bytes(decoder.world) + own + states
         if self._memory_share is not None:
             share = available_bytes(decoder.world, self._memory_share) + own + states
             most = min(most, max(share, least_bytes(sequences, working)))
-        return most, working
+        return most, working, prefill_tokens
+
+
+def _no_room(sequences: Sequences, budget_bytes: float) -> UserError:
+    one = sequences.longest_pages * sequences.page_bytes + 2 * sequences.state_bytes
+    return UserError(
+        f"the KV cache must hold one completion of {sequences.longest_tokens} tokens, {one / 2**30:.2g} GiB, "
+        f"its budget is {max(0.0, budget_bytes) / 2**30:.2g} GiB: lower max_new_tokens or raise kv_cache_gib"
+    )
 
 
 def _shapes(max_tokens: int) -> list[Request]:

@@ -96,6 +96,11 @@ class DecodeBatch:
         fits = all(len(request.stop) <= stops and len(request.uniforms) <= longest for request in requests)
         return fits and (self.seen is not None or not SamplingMode.of(requests).repetition_penalty)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables."""
+        return sum(table.nbytes for table in self._tables())
+
     def __len__(self) -> int:
         """S."""
         return len(self.integers)

@@ -8,7 +8,7 @@ of every layer, which takes longer than the arithmetic of a small model.
 from __future__ import annotations
 
 import bisect
-import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,11 +22,10 @@ from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.drafting.places import DraftPlaces
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.preparation import PreparationLog
 from hybrid_rlhf.generation.sampler import Sampler
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import close_with_world
 
-logger = logging.getLogger(LOGGER_NAME)
 _GRAPH_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 """Batch sizes that are captured; above the last, multiples of a quarter of it, then eight sizes per doubling."""
 _IDLE_STREAMS: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
@@ -262,6 +261,8 @@ class _Graphs:
         self._rows, self._slots, self._idle = rows, slots, _IDLE_STREAMS[device]
         self._stream = self._idle.pop() if self._idle else torch.cuda.Stream(device)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        sizes = {_graph_rows(batch, len(rows)) for batch in range(1, len(rows) + 1)}
+        self._log = PreparationLog("CUDA graphs captured, one per batch size", most=len(sizes))
 
     def __call__(self, step: Step, batch: int) -> Tensor:
         """Run a step; the next call overwrites the result."""
@@ -281,11 +282,8 @@ class _Graphs:
         self._idle.append(self._stream)
 
     def _capture(self, step: Step, batch: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        pool = None
-        if self._captured:
-            pool = next(iter(self._captured.values()))[0].pool()
-        else:
-            logger.info("capturing CUDA graphs of decoding, once per batch size: the first steps take longer")
+        start = time.perf_counter()
+        pool = next(iter(self._captured.values()))[0].pool() if self._captured else None
         saved, slots, main = self._rows.save(), self._slots.clone(), torch.cuda.current_stream()
         self._slots.zero_()
         self._stream.wait_stream(main)
@@ -298,6 +296,7 @@ class _Graphs:
             result = step(batch)
         self._rows.restore(saved)
         self._slots.copy_(slots)
+        self._log.add(time.perf_counter() - start)
         return graph, result
 
 

@@ -67,11 +67,6 @@ class Decoder:
         return self._weights.embed.dtype
 
     @property
-    def written(self) -> int:
-        """Changes when a model whose weights are used as they are is trained."""
-        return self._weights.embed._version
-
-    @property
     def product_bytes(self) -> int:
         """Bytes of the weights that a decoding step reads, for any number of rows."""
         return self._weights.product_bytes

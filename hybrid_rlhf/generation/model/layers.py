@@ -292,7 +292,8 @@ class SplitNorm:
     def __init__(self, weight: Tensor, architecture: ModelDescription, *, size: int, world: World) -> None:
         """Args: this rank's weights, the model, the whole dimension, and the ranks."""
         self._weight, self._eps, self._world = weight, architecture.norm_eps, world
-        self._summed = size * (len(weight) * world.size // size)  # a KV head may be on several ranks
+        # a KV head may be on several ranks; where each is on one, some ranks have fewer than others
+        self._summed = size * max(1, len(weight) * world.size // size)
         self._kernels = _fusing_kernels(weight) if world.size == 1 else None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ short prompt is enough; a difference above the tolerance stops the run.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -187,30 +188,72 @@ def plan_inference_weights(
         return None
 
 
+class SharedWeights:
+    """Inference weights that share the full weights of a model where they can, and follow its training."""
+
+    def __init__(
+        self, lm: PreTrainedModel, weights: InferenceWeights, adapters: Mapping[str, Mapping[str, LowRank]]
+    ) -> None:
+        """Take a model, which may be deleted later, the plan of its inference weights, and adapters by name."""
+        self._lm, self._weights, self._adapters = weakref.ref(lm), weights, adapters
+        self._version: list[tuple[int, int]] = []
+
+    @classmethod
+    def of(
+        cls,
+        lm: PreTrainedModel,
+        *,
+        world: World,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
+        adapters: Mapping[str, Mapping[str, LowRank]] | None = None,
+    ) -> SharedWeights | None:
+        """Those of a model; none as in `plan_inference_weights`.
+
+        Args:
+            lm: has its full weights.
+            world: see `plan_inference_weights`.
+            dtype: see there.
+            quantization: see there.
+            adapters: which tokens choose by their numbers, from 1 on; on a single rank.
+
+        Raises:
+            UserError: as `plan_inference_weights`; with adapters, when the model has no inference weights.
+        """
+        names = [name for name, _ in lm.named_parameters()]
+        # in place: what is a copy is written again after training, at the addresses that CUDA graphs hold
+        weights = plan_inference_weights(lm, names, world=world, dtype=dtype, in_place=True, quantization=quantization)
+        if weights is None and adapters:
+            raise UserError(f"adapters need inference weights, {type(lm).__name__} has none: serve merged models")
+        return None if weights is None else cls(lm, weights, adapters or {})
+
+    def newer(self) -> Decoder | None:
+        """The decoder of the present weights; none if they have not changed since the last call.
+
+        A change is a new version or address of a parameter, as optimizers and `load_state_dict` leave it. In-place
+        changes of `parameter.data` are not seen.
+
+        Raises:
+            UserError: when a product does not take its adapters.
+        """
+        lm = self._lm()
+        parameters = {} if lm is None else dict(lm.named_parameters())
+        version = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters.values()]
+        if not version or version == self._version:
+            return None
+        self._version = version
+        decoder = self._weights.build((name, tensor, True) for name, tensor in parameters.items())
+        if self._adapters and not decoder.has_adapters:
+            decoder.add_adapters(adapter_changes(self._adapters, parameters, self._weights.targets))
+        return decoder
+
+
 def decoder_of(
     lm: PreTrainedModel, *, world: World, dtype: torch.dtype, quantization: Quantization | None = None
 ) -> Decoder | None:
-    """The decoder of a model with full weights, which it shares where it can; none as in `plan_inference_weights`."""
-    parameters = dict(lm.named_parameters())
-    weights = plan_inference_weights(lm, parameters, world=world, dtype=dtype, quantization=quantization)
-    return None if weights is None else weights.build((name, tensor, True) for name, tensor in parameters.items())
-
-
-def decoder_with_adapters(
-    lm: PreTrainedModel, adapters: Mapping[str, Mapping[str, LowRank]], *, world: World, dtype: torch.dtype
-) -> Decoder:
-    """The decoder of a model with full weights, and adapters that tokens choose by their numbers from 1 on.
-
-    Raises:
-        UserError: when the model has no inference weights, or they do not take the adapters.
-    """
-    parameters = dict(lm.named_parameters())
-    weights = plan_inference_weights(lm, parameters, world=world, dtype=dtype)
-    if weights is None:
-        raise UserError(f"adapters need inference weights, {type(lm).__name__} has none: serve merged models")
-    decoder = weights.build((name, tensor, True) for name, tensor in parameters.items())
-    decoder.add_adapters(adapter_changes(adapters, parameters, weights.targets))
-    return decoder
+    """The decoder of a model with full weights; see SharedWeights.of."""
+    shared = SharedWeights.of(lm, world=world, dtype=dtype, quantization=quantization)
+    return None if shared is None else shared.newer()
 
 
 def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:

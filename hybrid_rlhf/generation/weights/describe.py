@@ -62,6 +62,7 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
         "final_softcap": head.softcap,
         "logit_scale": head.scale,
         "max_positions": _position_limit(config),
+        "trained_positions": trained_positions(config),
     }
     settings |= _experts(lm, family)
     if "latent" in settings:
@@ -211,6 +212,12 @@ def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
         raise NotDescribed(f"rotary positions of type {kind} change with the length")
     inv_freq = getattr(module, f"{prefix}inv_freq").detach().float().cpu()
     return Rotary(inv_freq, float(getattr(module, f"{prefix}attention_scaling")))
+
+
+def trained_positions(config: PreTrainedConfig) -> int | None:
+    """Longest sequence that a model with rotary positions was trained for, or extended to; none: unknown."""
+    has_rotary = getattr(config, "rope_parameters", None) is not None
+    return getattr(config, "max_position_embeddings", None) if has_rotary else None
 
 
 def _position_limit(config: PreTrainedConfig) -> int | None:

@@ -174,7 +174,9 @@ class ModelDescription:
     position_offset: int = 0
     """Row of the first position in the table of learned positions."""
     max_positions: int | None = None
-    """Rows of the table of learned positions; none: positions are computed, without a limit."""
+    """Rows of the table of learned positions, or where longrope takes other factors; none: no limit."""
+    trained_positions: int | None = None
+    """Longest sequence that the model was trained for, where it computes positions; none: unknown."""
     alibi: Tensor | None = None
     """[heads] ALiBi slopes (arXiv 2108.12409): slope times the key's position is added to scores; none: no ALiBi."""
     alibi_scale: float = 1.0

@@ -45,10 +45,10 @@ def _rotate_and_write_kernel(
     WIDTH: tl.constexpr,
 ):
     """One head of one token: queries to [T, A, D], keys and values to the cache [P, N, K, D] of a layer."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, D_PAD)
     inside = place < D
-    source = qkv + row.to(tl.int64) * row_stride + head * D
+    source = qkv + row * row_stride + head * D
     x = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
     if WIDTH > 0:
         if head < HEADS + kv_heads:
