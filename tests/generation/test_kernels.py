@@ -452,13 +452,16 @@ def compile_all(target, sizes):
         for gated in (False, True):
             compiled(rows._gated_kernel, ACTIVATION=activation, GATED=gated, BLOCK=1024)
     blocks = dict(BLOCK=1024, C_PAD=256)
+    table = dict(COLUMNS=2 * 4096 + 8)
     for model in TYPES:
-        for scores, penalty, stops in ((False, False, 0), (True, False, 0), (True, True, 3)):
-            compiled(sampling._weigh_kernel, model, BLOCK=1024, SCORES=scores, PENALTY=penalty, STOPS=stops)
-            compiled(sampling._draw_kernel, model, **blocks, SCORES=scores, SEEN=penalty)
-    compiled(sampling._bounds_kernel, **blocks)
+        for scores, penalty, stops, cleared in ((False, False, 0, 0), (True, False, 0, 64), (True, True, 3, 64)):
+            flags = dict(SCORES=scores, PENALTY=penalty, STOPS=stops, CLEARED=cleared)
+            compiled(sampling._weigh_kernel, model, BLOCK=1024, **flags, **table)
+            flags = dict(SCORES=scores, SEEN=penalty, BOUNDS=scores, MIN_P=penalty)
+            compiled(sampling._draw_kernel, model, **blocks, **flags)
+    compiled(sampling._count_kernel, **blocks, **table)
     for bounds, min_p in ((True, False), (False, True), (True, True)):
-        compiled(sampling._truncate_kernel, **blocks, BOUNDS=bounds, MIN_P=min_p)
+        compiled(sampling._truncate_kernel, **blocks, **table, MOST=4096, BOUNDS=bounds, MIN_P=min_p)
 """
 )
 
