@@ -107,6 +107,37 @@ def test_parts_of_a_row_combine_to_the_whole(
         torch.testing.assert_close(found[row].double(), expected, **close)
 
 
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("capacity", [1024, 8192, 32_768])
+@pytest.mark.parametrize(("rows", "kv_heads"), [(1, 1), (1, 4), (8, 4), (64, 4), (128, 4), (256, 4), (4096, 1)])
+def test_long_tables_start_no_more_than_two_waves_of_programs(
+    rows: int, kv_heads: int, capacity: int, latent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 rows of 4 KV heads started 16,384 programs for a capacity of 8k, and 32,768 for 32k."""
+    grids: list[tuple[int, ...]] = []
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *given, **constants: None
+
+    pages, positions = torch.zeros(rows, capacity // 16).int(), torch.zeros(rows).long()
+    if latent:
+        module, heads = kernels.latent, 16 * kv_heads
+        for name in ("_latent_kernel", "_values_kernel"):
+            monkeypatch.setattr(module, name, Launch())
+        given = torch.zeros(rows, heads, 16), torch.zeros(rows, heads, 16), torch.zeros(heads, 8, 16)
+        kernels.latent_attention(*given, None, torch.zeros(1, 16, 1, 24), pages, positions, scale=1.0)
+    else:
+        for name in ("_attention_kernel", "_combine_kernel"):
+            monkeypatch.setattr(kernels.attention, name, Launch())
+        keys = torch.zeros(1, 16, kv_heads, 16)
+        kernels.paged_attention(torch.zeros(rows, 2 * kv_heads, 16), keys, keys, pages, positions, scale=1.0)
+    programs, wave = grids[0][0] * grids[0][1], 2 * kernels.attention._multiprocessors()
+    assert programs <= max(rows * kv_heads, 2 * wave), "one part of each row, or two waves"
+    assert programs >= min(wave, rows * kv_heads * min(32, capacity // 512)), "few rows fill the GPU"
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("window", [1, 16, 24])
 def test_windows_that_begin_at_multiples_of_their_size(
