@@ -1,8 +1,7 @@
 """Triton kernels, each against its twin in torch, and the engine on them against itself without.
 
 On a GPU they run compiled. Where there is none, TRITON_INTERPRET is set before triton is imported (conftest.py), and
-that they compile for a GPU is a test of its own. The interpreter truncates to bfloat16: float16 stands for it here,
-and tests/gpu compares bfloat16.
+that they compile for a GPU is a test of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hybrid_rlhf.runtime.world import default_device, solo_world
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, requests_for, token_ids_of
 from tests.support.tiny import tiny_model
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
+from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, Operations, compiled, count_launches
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
@@ -83,7 +82,7 @@ def test_a_step_attends_and_writes_as_torch_does(
 
 
 @pytest.mark.parametrize("splits", [1, 2, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_parts_of_a_row_combine_to_the_whole(
     splits: int, dtype: torch.dtype, with_sinks: bool, monkeypatch: pytest.MonkeyPatch, on_the_device: None
@@ -103,7 +102,7 @@ def test_parts_of_a_row_combine_to_the_whole(
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None].double()], dim=1)
         expected = (scores.softmax(dim=1)[:, None, : position + 1] @ v)[:, 0]
-        close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+        close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
         torch.testing.assert_close(found[row].double(), expected, **close)
 
 
@@ -162,7 +161,7 @@ def test_windows_that_begin_at_multiples_of_their_size(
         torch.testing.assert_close(found[token], torch.einsum("as,sad->ad", weights, v), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(
     ("d", "group"),
     [
@@ -191,7 +190,7 @@ def test_rows_and_chunks_of_every_head_and_group_size(
             for x in (keys, values)
         )
         weights = (torch.einsum("ad,sad->as", queries[token].double(), k) * d**-0.5).softmax(dim=1)
-        close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+        close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
         torch.testing.assert_close(found[token].double(), torch.einsum("as,sad->ad", weights, v), **close)
 
 
@@ -257,7 +256,7 @@ def test_a_gate_is_activated_and_multiplied(activation: str, on_the_device: None
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_residual_is_added_in_the_norm(name: str, dtype: torch.dtype, everywhere: None, on_the_device: None) -> None:
     x, delta, norm, _ = rows_and_norms(name, dtype)
     added, normed = norm.after_adding(x, delta)
@@ -267,7 +266,7 @@ def test_a_residual_is_added_in_the_norm(name: str, dtype: torch.dtype, everywhe
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_what_is_added_is_normed_before(name: str, dtype: torch.dtype, everywhere: None, on_the_device: None) -> None:
     """Gemma's norms after attention and MLP."""
     x, delta, before, after = rows_and_norms(name, dtype)
@@ -281,7 +280,7 @@ def test_what_is_added_is_normed_before(name: str, dtype: torch.dtype, everywher
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("scale", "normed_before"), [(1.0, False), (1.0, True), (0.3, False), (0.3, True)])
 def test_what_waits_in_the_residual_stream_is_added_with_the_next_norm(
     name: str, dtype: torch.dtype, scale: float, normed_before: bool, everywhere: None, on_the_device: None
@@ -328,7 +327,7 @@ def plain(norm: Norm) -> Norm:
 
 
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_layer_norm_is_one_launch_with_what_is_added(
     dtype: torch.dtype, biased: bool, everywhere: None, on_the_device: None
 ) -> None:
@@ -351,7 +350,7 @@ def test_a_layer_norm_is_one_launch_with_what_is_added(
 @pytest.mark.parametrize(
     ("name", "whole"), [("stablelm with norms of each head", False), ("llama", False), ("olmo2", True)]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_norms_with_weights_of_each_head_are_one_launch(
     name: str, whole: bool, dtype: torch.dtype, everywhere: None, on_the_device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,7 +366,7 @@ def test_norms_with_weights_of_each_head_are_one_launch(
     for norm in slow:
         norm._kernels = None
     expected = norm_heads(qkv, *slow, None, kv_heads=2)
-    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 5e-3, "rtol": 5e-3}
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
     assert norm_heads(qkv, *norms, None, kv_heads=2) is qkv
     torch.testing.assert_close(qkv, expected, **close)
     counts = count_launches(monkeypatch, kernels.norms)

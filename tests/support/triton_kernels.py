@@ -11,10 +11,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LEAST_SHARED_BYTES = 101_376
 """What a program may take on sm_86 and sm_89; sm_80 has 166,912, sm_90 has 232,448."""
+
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+"""The 16-bit type that kernels are compared in. Triton's interpreter truncates to bfloat16, so float16 stands for it
+where there is no GPU; tolerances are those of bfloat16."""
 
 
 class Operations(TorchDispatchMode):
