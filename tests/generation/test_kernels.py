@@ -445,12 +445,17 @@ def test_sizes_of_batch_are_few_and_never_too_small() -> None:
 
 
 _ATTENTION = """
-def attention(d, model, target=90, group=7, splits=8, tiles=False, cap=False, bias=False, window=False, sinks=False):
+def attention(*given, **options):
+    return build_attention(*given, **options).metadata.shared
+
+def build_attention(
+    d, model, target=90, group=7, splits=8, tiles=False, cap=False, bias=False, window=False, sinks=False
+):
     pad = max(16, triton.next_power_of_2(d))
     queries = heads.queries_at_once(group, pad, TYPES[model]) if tiles else max(16, triton.next_power_of_2(group))
     constants = dict(N=16, G=group, QUERIES=queries, D=d, D_PAD=pad, KEYS=heads.keys_at_once(pad, TYPES[model]),
                      SPLITS=splits, SPAN=128, TILES=tiles, CAP=cap, BIAS=bias, WINDOW=window, SINKS=sinks)
-    return shared_bytes(heads._attention_kernel, constants, model, target)
+    return built(heads._attention_kernel, constants, model, target)
 """
 
 _ALL = (
@@ -566,6 +571,13 @@ def test_attention_of_every_head_and_group_size_fits_into_shared_memory(target: 
     calls = f"attention(d, model, {target}, group, tiles=True) for d, model, group in {shapes}"
     taken = dict(zip(shapes, compiled(f"{_ATTENTION}print(json.dumps([{calls}]))"), strict=True))
     assert all(0 < taken[shape] <= LEAST_SHARED_BYTES for shape in shapes), taken
+
+
+@pytest.mark.slow
+def test_chunks_use_the_newest_instructions_of_tensor_cores_up_to_head_size_256() -> None:
+    """Tiles of 32 queries, as head size 256 had, compile to mma.sync alone."""
+    calls = "'wgmma' in build_attention(d, '*bf16', 90, 2, 1, True).asm['ptx'] for d in (128, 256)"
+    assert compiled(f"{_ATTENTION}print(json.dumps([{calls}]))") == [True, True]
 
 
 @pytest.mark.parametrize("d", SHAPES)

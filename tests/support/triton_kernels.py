@@ -78,13 +78,16 @@ NUMBERS = {"fp32": "scale cap eps", "i32": "window rows heads kv_heads stride ro
 MULTIPLES = set()  # names of numbers that are multiples of 16
 KINDS = {name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()}
 
-def shared_bytes(kernel, constants, model="*bf16", target=90, options=None):
+def built(kernel, constants, model="*bf16", target=90, options=None):
     signature = {name: "constexpr" if name in constants else KINDS.get(name, model) for name in kernel.arg_names}
     # as at run time: what is a multiple of 16 is loaded ahead into shared memory
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
                if signature[name].startswith("*") or name in MULTIPLES and name not in constants}
     source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options).metadata.shared
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+def shared_bytes(*given, **options):
+    return built(*given, **options).metadata.shared
 """
 
 

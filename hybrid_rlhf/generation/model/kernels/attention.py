@@ -328,8 +328,12 @@ def keys_at_once(padded_head_dim: int, dtype: torch.dtype) -> int:
 
 
 def queries_at_once(group: int, padded_head_dim: int, dtype: torch.dtype) -> int:
-    """Queries of a tile of a chunk: as keys, but those of one token at least."""
-    return max(keys_at_once(padded_head_dim, dtype), triton.next_power_of_2(group))
+    """Queries of a tile of a chunk: as keys, but those of one token at least, and 64 in 16 bits up to head size 256.
+
+    Fewer than 64 are multiplied by the older instructions of tensor cores (mma.sync, not wgmma).
+    """
+    fewest = _MOST_KEYS if dtype.itemsize == 2 and padded_head_dim <= 256 else keys_at_once(padded_head_dim, dtype)
+    return max(fewest, triton.next_power_of_2(group))
 
 
 def tokens_at_once(group: int, head_dim: int, dtype: torch.dtype) -> int:
