@@ -22,6 +22,7 @@ from hybrid_rlhf.generation.backends.backend import BackendName, GenerationBacke
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request, TokenLimit
+from hybrid_rlhf.generation.batching.stop_strings import stop_strings
 from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.quantised import Quantization
@@ -344,7 +345,6 @@ class GenerationEngine:
             self._check_tokens(index, prompt, params)
         if any(params.stop for params in each) and self._tokenizer is None:
             raise UserError("stop needs a tokenizer, the engine has none: use stop_token_ids")
-        detokenize = None if self._tokenizer is None else self._tokenizer.decode
         return [
             Request(
                 list(prompt),
@@ -352,7 +352,7 @@ class GenerationEngine:
                 params,
                 self.stop_token_ids | set(params.stop_token_ids),
                 uniform_stream(params.seed or 0, sample, self._longest_completion(index, prompt, params)),
-                detokenize,
+                stop_strings(self._tokenizer, params.stop) if params.stop and self._tokenizer is not None else None,
             )
             for index, (prompt, params) in enumerate(zip(prompts, each, strict=True))
             for sample in range(params.n)

@@ -6,9 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from benchmarks import gpu_hour
 
 ROOT = Path(__file__).parents[2]
 PARTS = [
@@ -63,6 +67,25 @@ def test_an_interrupted_part_resumes_after_its_last_figure(tmp_path: Path) -> No
 def test_a_part_without_time_is_left_to_the_next_call(tmp_path: Path) -> None:
     done = run(tmp_path, "--minutes", "0.1", "--part", "kernels")
     assert "no time left" in done.stdout and not (tmp_path / "raw" / "gpu_kernels.json").exists()
+
+
+def test_the_tests_of_all_triton_kernels_run_and_cublas_may_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of sampling did not, and the deterministic one failed for want of CUBLAS_WORKSPACE_CONFIG."""
+    started: dict[str, Any] = {}
+
+    def run(command: list[str], **named: Any) -> subprocess.CompletedProcess[str]:
+        started.update(command=command, **named)
+        return subprocess.CompletedProcess(command, 0, stdout="1 passed", stderr="")
+
+    class Now:
+        def measure(self, name: str, part: Callable[[], Any]) -> None:
+            part()
+
+    monkeypatch.setattr(subprocess, "run", run)
+    gpu_hour.gpu_tests(Now(), small=False)  # type: ignore[arg-type]
+    files = {f"tests/generation/{path.name}" for path in ROOT.glob("tests/generation/test_*kernels.py")}
+    assert files - {"tests/generation/test_cpu_kernels.py"} <= {*started["command"]}
+    assert started["env"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_without_a_gpu_it_fails_with_the_reason(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hybrid_rlhf.generation.weights.description import Activation, Experts
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, compiled, count_launches
+from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled, count_launches
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
@@ -67,7 +67,7 @@ def routed_experts(
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_experts_are_chosen_as_torch_does(name: str, dtype: torch.dtype, tokens: int, on_the_device: None) -> None:
     """Twice: the counters are 0 again after a launch. Hidden states are more than are multiplied at once."""
@@ -151,7 +151,7 @@ def compare(
     given: dict[str, Any] = {"routes": routes, "shared": shared, "added": added}
     expected = experts(x, activate, **given)
     found = experts(x, activate, kernels=kernels, activation=activation, **given)
-    close = {"atol": 1e-5, "rtol": 1e-4} if x.dtype == torch.float32 else {"atol": 1e-2, "rtol": 2e-2}
+    close = {"atol": 1e-5, "rtol": 1e-4} if x.dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
     assert isinstance(expected, Tensor) and isinstance(found, UnsummedExperts)
     torch.testing.assert_close(found.summed(), expected, **close)
     if len(found.added) < 2:
@@ -258,9 +258,9 @@ def test_experts_in_half_precision(on_the_device: None) -> None:
     torch.manual_seed(0)
     kind = Experts(count=6, per_token=2, normalise=True)
     x, *added = torch.randn(3, 20, 56).half()
-    compare(routed_experts(kind, torch.float16, biased=True), x, "gelu", *added)
-    shared = shared_expert(100, torch.float16, weighed=True)
-    compare(routed_experts(kind, torch.float16), x, "gelu", added[0], shared=shared)
+    compare(routed_experts(kind, HALF, biased=True), x, "gelu", *added)
+    shared = shared_expert(100, HALF, weighed=True)
+    compare(routed_experts(kind, HALF), x, "gelu", added[0], shared=shared)
 
 
 @pytest.mark.parametrize("tokens", [3, 150])

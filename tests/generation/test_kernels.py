@@ -1,8 +1,7 @@
 """Triton kernels, each against its twin in torch, and the engine on them against itself without.
 
 On a GPU they run compiled. Where there is none, TRITON_INTERPRET is set before triton is imported (conftest.py), and
-that they compile for a GPU is a test of its own. The interpreter truncates to bfloat16: float16 stands for it here,
-and tests/gpu compares bfloat16.
+that they compile for a GPU is a test of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hybrid_rlhf.runtime.world import default_device, solo_world
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, requests_for, token_ids_of
 from tests.support.tiny import tiny_model
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
+from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, Operations, compiled, count_launches
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
@@ -83,7 +82,7 @@ def test_a_step_attends_and_writes_as_torch_does(
 
 
 @pytest.mark.parametrize("splits", [1, 2, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_parts_of_a_row_combine_to_the_whole(
     splits: int, dtype: torch.dtype, with_sinks: bool, monkeypatch: pytest.MonkeyPatch, on_the_device: None
@@ -103,8 +102,39 @@ def test_parts_of_a_row_combine_to_the_whole(
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None].double()], dim=1)
         expected = (scores.softmax(dim=1)[:, None, : position + 1] @ v)[:, 0]
-        close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+        close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
         torch.testing.assert_close(found[row].double(), expected, **close)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("capacity", [1024, 8192, 32_768])
+@pytest.mark.parametrize(("rows", "kv_heads"), [(1, 1), (1, 4), (8, 4), (64, 4), (128, 4), (256, 4), (4096, 1)])
+def test_long_tables_start_no_more_than_two_waves_of_programs(
+    rows: int, kv_heads: int, capacity: int, latent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 rows of 4 KV heads started 16,384 programs for a capacity of 8k, and 32,768 for 32k."""
+    grids: list[tuple[int, ...]] = []
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *given, **constants: None
+
+    pages, positions = torch.zeros(rows, capacity // 16).int(), torch.zeros(rows).long()
+    if latent:
+        module, heads = kernels.latent, 16 * kv_heads
+        for name in ("_latent_kernel", "_values_kernel"):
+            monkeypatch.setattr(module, name, Launch())
+        given = torch.zeros(rows, heads, 16), torch.zeros(rows, heads, 16), torch.zeros(heads, 8, 16)
+        kernels.latent_attention(*given, None, torch.zeros(1, 16, 1, 24), pages, positions, scale=1.0)
+    else:
+        for name in ("_attention_kernel", "_combine_kernel"):
+            monkeypatch.setattr(kernels.attention, name, Launch())
+        keys = torch.zeros(1, 16, kv_heads, 16)
+        kernels.paged_attention(torch.zeros(rows, 2 * kv_heads, 16), keys, keys, pages, positions, scale=1.0)
+    programs, wave = grids[0][0] * grids[0][1], 2 * kernels.attention._multiprocessors()
+    assert programs <= max(rows * kv_heads, 2 * wave), "one part of each row, or two waves"
+    assert programs >= min(wave, rows * kv_heads * min(32, capacity // 512)), "few rows fill the GPU"
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -131,7 +161,7 @@ def test_windows_that_begin_at_multiples_of_their_size(
         torch.testing.assert_close(found[token], torch.einsum("as,sad->ad", weights, v), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(
     ("d", "group"),
     [
@@ -160,7 +190,7 @@ def test_rows_and_chunks_of_every_head_and_group_size(
             for x in (keys, values)
         )
         weights = (torch.einsum("ad,sad->as", queries[token].double(), k) * d**-0.5).softmax(dim=1)
-        close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 1e-2}
+        close = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
         torch.testing.assert_close(found[token].double(), torch.einsum("as,sad->ad", weights, v), **close)
 
 
@@ -226,7 +256,7 @@ def test_a_gate_is_activated_and_multiplied(activation: str, on_the_device: None
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_residual_is_added_in_the_norm(name: str, dtype: torch.dtype, everywhere: None, on_the_device: None) -> None:
     x, delta, norm, _ = rows_and_norms(name, dtype)
     added, normed = norm.after_adding(x, delta)
@@ -236,7 +266,7 @@ def test_a_residual_is_added_in_the_norm(name: str, dtype: torch.dtype, everywhe
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_what_is_added_is_normed_before(name: str, dtype: torch.dtype, everywhere: None, on_the_device: None) -> None:
     """Gemma's norms after attention and MLP."""
     x, delta, before, after = rows_and_norms(name, dtype)
@@ -250,7 +280,7 @@ def test_what_is_added_is_normed_before(name: str, dtype: torch.dtype, everywher
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("scale", "normed_before"), [(1.0, False), (1.0, True), (0.3, False), (0.3, True)])
 def test_what_waits_in_the_residual_stream_is_added_with_the_next_norm(
     name: str, dtype: torch.dtype, scale: float, normed_before: bool, everywhere: None, on_the_device: None
@@ -297,7 +327,7 @@ def plain(norm: Norm) -> Norm:
 
 
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_layer_norm_is_one_launch_with_what_is_added(
     dtype: torch.dtype, biased: bool, everywhere: None, on_the_device: None
 ) -> None:
@@ -320,7 +350,7 @@ def test_a_layer_norm_is_one_launch_with_what_is_added(
 @pytest.mark.parametrize(
     ("name", "whole"), [("stablelm with norms of each head", False), ("llama", False), ("olmo2", True)]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_norms_with_weights_of_each_head_are_one_launch(
     name: str, whole: bool, dtype: torch.dtype, everywhere: None, on_the_device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,7 +366,7 @@ def test_norms_with_weights_of_each_head_are_one_launch(
     for norm in slow:
         norm._kernels = None
     expected = norm_heads(qkv, *slow, None, kv_heads=2)
-    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 5e-3, "rtol": 5e-3}
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
     assert norm_heads(qkv, *norms, None, kv_heads=2) is qkv
     torch.testing.assert_close(qkv, expected, **close)
     counts = count_launches(monkeypatch, kernels.norms)
@@ -428,12 +458,17 @@ def test_queries_of_many_tokens_are_written_where_they_are_read() -> None:
 
 
 _ATTENTION = """
-def attention(d, model, target=90, group=7, splits=8, tiles=False, cap=False, bias=False, window=False, sinks=False):
+def attention(*given, **options):
+    return build_attention(*given, **options).metadata.shared
+
+def build_attention(
+    d, model, target=90, group=7, splits=8, tiles=False, cap=False, bias=False, window=False, sinks=False
+):
     pad = max(16, triton.next_power_of_2(d))
     queries = heads.queries_at_once(group, pad, TYPES[model]) if tiles else max(16, triton.next_power_of_2(group))
     constants = dict(N=16, G=group, QUERIES=queries, D=d, D_PAD=pad, KEYS=heads.keys_at_once(pad, TYPES[model]),
                      SPLITS=splits, SPAN=128, TILES=tiles, CAP=cap, BIAS=bias, WINDOW=window, SINKS=sinks)
-    return shared_bytes(heads._attention_kernel, constants, model, target)
+    return built(heads._attention_kernel, constants, model, target)
 """
 
 _ALL = (
@@ -465,13 +500,16 @@ def compile_all(target, sizes):
         for gated in (False, True):
             compiled(rows._gated_kernel, ACTIVATION=activation, GATED=gated, BLOCK=1024)
     blocks = dict(BLOCK=1024, C_PAD=256)
+    table = dict(COLUMNS=2 * 4096 + 8)
     for model in TYPES:
-        for scores, penalty, stops in ((False, False, 0), (True, False, 0), (True, True, 3)):
-            compiled(sampling._weigh_kernel, model, BLOCK=1024, SCORES=scores, PENALTY=penalty, STOPS=stops)
-            compiled(sampling._draw_kernel, model, **blocks, SCORES=scores, SEEN=penalty)
-    compiled(sampling._bounds_kernel, **blocks)
+        for scores, penalty, stops, cleared in ((False, False, 0, 0), (True, False, 0, 64), (True, True, 3, 64)):
+            flags = dict(SCORES=scores, PENALTY=penalty, STOPS=stops, CLEARED=cleared)
+            compiled(sampling._weigh_kernel, model, BLOCK=1024, **flags, **table)
+            flags = dict(SCORES=scores, SEEN=penalty, BOUNDS=scores, MIN_P=penalty)
+            compiled(sampling._draw_kernel, model, **blocks, **flags)
+    compiled(sampling._count_kernel, **blocks, **table)
     for bounds, min_p in ((True, False), (False, True), (True, True)):
-        compiled(sampling._truncate_kernel, **blocks, BOUNDS=bounds, MIN_P=min_p)
+        compiled(sampling._truncate_kernel, **blocks, **table, MOST=4096, BOUNDS=bounds, MIN_P=min_p)
 """
 )
 
@@ -546,6 +584,13 @@ def test_attention_of_every_head_and_group_size_fits_into_shared_memory(target: 
     calls = f"attention(d, model, {target}, group, tiles=True) for d, model, group in {shapes}"
     taken = dict(zip(shapes, compiled(f"{_ATTENTION}print(json.dumps([{calls}]))"), strict=True))
     assert all(0 < taken[shape] <= LEAST_SHARED_BYTES for shape in shapes), taken
+
+
+@pytest.mark.slow
+def test_chunks_use_the_newest_instructions_of_tensor_cores_up_to_head_size_256() -> None:
+    """Tiles of 32 queries, as head size 256 had, compile to mma.sync alone."""
+    calls = "'wgmma' in build_attention(d, '*bf16', 90, 2, 1, True).asm['ptx'] for d in (128, 256)"
+    assert compiled(f"{_ATTENTION}print(json.dumps([{calls}]))") == [True, True]
 
 
 @pytest.mark.parametrize("d", SHAPES)

@@ -1,6 +1,6 @@
 """The Triton kernels of latent attention, against torch, and models on them against themselves without.
 
-As in test_kernels.py, float16 stands for bfloat16.
+They run as those in test_kernels.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybrid_rlhf.generation.model import decoder, layers
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, compiled
+from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
@@ -27,7 +27,7 @@ kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
 
 CLOSE: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"atol": 1e-5, "rtol": 1e-5},
-    torch.float16: {"atol": 1e-2, "rtol": 1e-2},
+    HALF: {"atol": 2e-2, "rtol": 2e-2},
 }
 
 
@@ -49,7 +49,7 @@ def turned(x: Tensor, table: tuple[Tensor, Tensor] | None) -> Tensor:
     ("heads", "plain", "rotated", "width", "latent", "values"),
     [(3, 5, 6, 4, 12, 7), (16, 8, 8, 0, 32, 16), (40, 10, 64, 64, 128, 20)],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_rows_and_chunks_attend_to_latents(
     heads: int,
     plain: int,
@@ -81,7 +81,7 @@ def test_rows_and_chunks_attend_to_latents(
         weights = (whole[token].double() @ known.T * scale).softmax(dim=1)
         expected = torch.einsum("al,avl->av", weights @ known[:, rotated:], up.double())
         error = (found[token].double() - expected).norm() / expected.norm()
-        assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+        assert error < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize(("rows", "chunks"), [(2, False), (0, True)])
@@ -105,7 +105,7 @@ def test_a_step_may_have_rows_or_chunks_alone(
 @pytest.mark.parametrize("splits", [2, 8])
 @pytest.mark.parametrize("fill", [1, 256])
 @pytest.mark.parametrize(("rows", "heads", "values", "latent"), [(1, 3, 7, 12), (21, 2, 20, 40), (5, 16, 16, 32)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_values_come_from_the_parts_of_rows(
     rows: int,
     heads: int,
@@ -129,14 +129,14 @@ def test_values_come_from_the_parts_of_rows(
     weights = weights / (weights * sums).sum(dim=2, keepdim=True)
     latents = torch.einsum("bas,basl->bal", weights, parts.nan_to_num()).to(dtype)
     error = (found[:rows] - torch.einsum("bal,avl->bav", latents.float(), up.float())).norm() / found[:rows].norm()
-    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert error < (1e-5 if dtype == torch.float32 else 2e-2)
     assert found[rows].isnan().all()
 
 
 @pytest.mark.parametrize("hidden", [0, 20])
 @pytest.mark.parametrize(("rotated", "width"), [(6, 6), (6, 4), (8, 0)])
 @pytest.mark.parametrize("in_float32", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_latents_are_normed_and_written(
     hidden: int, rotated: int, width: int, in_float32: bool, dtype: torch.dtype, on_the_device: None
 ) -> None:

@@ -21,6 +21,7 @@ from hybrid_rlhf.runtime.world import solo_world
 from tests.support.families import variant
 from tests.support.generation import SHORT_PROMPTS, SHORT_SAMPLED, token_ids_of
 from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 1), (5, 3), (32, 64), (33, 70), (96, 576), (70, 1537)]
@@ -91,14 +92,52 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads() -> None:
     assert torch.equal(broken[rest], whole[rest])
 
 
-def test_the_product_of_a_gpu_is_the_same() -> None:
-    """torch._int_mm on codes that torch makes; on a CPU it computes too."""
+@pytest.mark.parametrize("rows", [9, 20])
+def test_the_product_of_a_gpu_is_the_same(rows: int) -> None:
+    """torch._int_mm on codes of the kernel; on a CPU both compute too."""
+    kernels = pytest.importorskip("hybrid_rlhf.generation.model.kernels")
     weight, bias = torch.randn(64, 96), torch.randn(64)
     linear = QuantisedLinear(weight, bias, "int8")
-    x = torch.randn(9, 96)
+    x = torch.randn(rows, 96)
     expected = linear(x)
-    linear._on_cpu, linear.weight = False, quantise(weight, "int8")[0]
+    linear._on_cpu, linear.weight, linear._kernels = False, quantise(weight, "int8")[0], kernels
     torch.testing.assert_close(linear(x), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("width", [1, 70, 5000])
+def test_a_kernel_quantises_as_torch_does(width: int, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one launch, where torch took eight or nine; also values in the middle of two codes, and rows of zeros."""
+    kernels = pytest.importorskip("hybrid_rlhf.generation.model.kernels")
+    dtype, most = quantised._CODES[kind]
+    given: dict[str, Any] = {"most": most, "smallest": quantised._SMALLEST, "rows": 7}
+    for x in (torch.randn(4, width), torch.arange(-127, 4 * width - 127).view(4, width) / 2, torch.zeros(4, width)):
+        found, scales = kernels.quantise_rows(x, dtype, **given)
+        codes, expected = quantise(x, kind)
+        assert found.shape == (7, width) and torch.equal(scales, expected)
+        # the interpreter rounds to fp8 its own way, worst at powers of two; tests/gpu compares what a GPU rounds
+        compared = codes.float().frexp().mantissa.abs() != 0.5 if kind == "fp8" else codes == codes
+        compared &= (codes.float().abs() >= 2**-6) | (kind == "int8")
+        near = {"rtol": 2**-3 if kind == "fp8" else 0.0, "atol": 0.0}
+        torch.testing.assert_close(found[:4].float()[compared], codes.float()[compared], **near)
+    x[1, 0], x[2, 0] = torch.nan, torch.inf
+    assert kernels.quantise_rows(x, dtype, **given)[1].isfinite().tolist() == [True, False, False, True]
+    launched = count_launches(monkeypatch, kernels.quantisation)
+    with Operations() as operations:
+        kernels.quantise_rows(x, dtype, **given)
+    assert len(launched) == 1 and not operations.computing
+
+
+@pytest.mark.slow
+def test_the_kernel_compiles_for_a_gpu() -> None:
+    script = """
+from hybrid_rlhf.generation.model.kernels import quantisation
+def compiled(codes, ROUND):
+    KINDS.update(x="*bf16", codes=codes, scales="*fp32", width="i32", most="fp32", smallest="fp32")
+    return shared_bytes(quantisation._quantise_kernel, dict(ROUND=ROUND, BLOCK=4096))
+print(json.dumps([compiled("*i8", True), compiled("*fp8e4nv", False)]))
+"""
+    assert all(shared <= LEAST_SHARED_BYTES for shared in compiled(script))
 
 
 def test_fp8_codes_are_within_their_rounding() -> None:

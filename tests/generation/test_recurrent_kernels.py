@@ -1,6 +1,6 @@
 """Triton kernels of recurrent layers, each against its twin in torch, and the engine on them against itself without.
 
-As in test_kernels.py, they run interpreted where there is no GPU, and float16 stands for bfloat16 there.
+As in test_kernels.py, they run interpreted where there is no GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Lightning, Mam
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
-from tests.support.triton_kernels import LEAST_SHARED_BYTES, Operations, compiled, count_launches, layer_kernels
+from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, Operations, compiled, count_launches, layer_kernels
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
@@ -103,7 +103,7 @@ def step_of(cache: StateCache, slots: Tensor, rows: int, starts: list[int], leng
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_layer_computes_with_kernels_what_it_does_without(name: str, step: str, dtype: torch.dtype) -> None:

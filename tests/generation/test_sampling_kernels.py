@@ -172,3 +172,85 @@ def test_the_compiled_kernel_refuses_what_it_would_read_wrong() -> None:
     rows = DecodeBatch.of([request], vocab_size=9, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="torch.float32"):
         cpu_kernels.sample(torch.randn(1, 9).double(), rows, SamplingMode.of([request]))
+
+
+CUTS: list[dict[str, Any]] = [
+    {"top_k": 50},
+    {"top_p": 0.95},
+    {"top_k": 1000, "top_p": 0.9},
+    {"top_p": 0.999, "min_p": 1e-4, "temperature": 1.7},
+]
+
+
+def logits_of(kind: str, vocabulary: int) -> Tensor:
+    """[1, V] of one kind of distribution."""
+    normal = torch.randn(1, vocabulary)
+    return {
+        "of a language model": 3 * normal - 6 * (torch.rand(1, vocabulary) + 1e-4).log(),
+        "normal": 3 * normal,
+        "flat": 0.02 * normal,
+        "with ties": (3 * normal).bfloat16().float(),
+        "half excluded": (2 * normal).masked_fill(torch.rand(1, vocabulary) < 0.5, -torch.inf),
+    }[kind]
+
+
+class Reads:
+    """How often the interpreter reads each element of the logits and scores of a call of `sample`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, logits: Tensor) -> None:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        self.tables, load, empty_like = [logits], InterpreterBuilder.create_masked_load, torch.empty_like
+        self.counts = torch.zeros(logits.shape, dtype=torch.long)
+
+        def counted(builder: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+            for table in self.tables:
+                offsets = torch.from_numpy(pointers.data.astype("int64") - table.data_ptr()).flatten() // 4
+                inside = (offsets >= 0) & (offsets < table.numel()) & torch.from_numpy(mask.data).flatten()
+                self.counts.view(-1).index_add_(0, offsets[inside], torch.ones_like(offsets[inside]))
+            return load(builder, pointers, mask, *rest)
+
+        def allocated(given: Tensor, **named: Any) -> Tensor:
+            self.tables.append(empty_like(given, **named))
+            return self.tables[-1]
+
+        monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+        monkeypatch.setattr(torch, "empty_like", allocated)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "of a language model",
+        "flat",
+        *(pytest.param(kind, marks=pytest.mark.faults) for kind in ("normal", "with ties", "half excluded")),
+    ],
+)
+def test_truncation_reads_the_vocabulary_three_times(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took up to 35 reads in up to 68 passes, one after the other, by a single program per row."""
+    kernels, vocabulary = pytest.importorskip("hybrid_rlhf.generation.model.kernels"), 6000
+    if default_device().type == "cuda":
+        pytest.skip("counts in the interpreter")
+    torch.manual_seed(0)
+    logits = torch.cat([logits_of(kind, vocabulary) for _ in CUTS])
+    asked = requests_for([SamplingParams(**cut) for cut in CUTS])
+    assert_same("triton", logits, asked)
+    rows, read = DecodeBatch.of(asked, vocab_size=vocabulary, device=logits.device), Reads(monkeypatch, logits)
+    kernels.sample(logits, rows, SamplingMode.of(asked))
+    drawing = kernels.sampling._BLOCK + 1  # one block, and the logit of the token
+    assert int(read.counts.sum(dim=1).max()) <= 3 * vocabulary + drawing
+    assert int(read.counts.max()) <= 5, "three passes of all programs, and the drawing's two loads"
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    [("constant", {"top_p": 0.3}), ("constant", {"top_k": 4500}), ("normal", {"top_k": 4500, "top_p": 0.9})],
+)
+def test_more_scores_near_a_bound_than_are_collected(kind: str, cut: dict[str, Any]) -> None:
+    """The bounds are then found in the whole row."""
+    kernels = pytest.importorskip("hybrid_rlhf.generation.model.kernels")
+    torch.manual_seed(0)
+    vocabulary = kernels.sampling.CANDIDATES + 1000
+    logits = torch.zeros(1, vocabulary) if kind == "constant" else logits_of(kind, vocabulary)
+    with device_of("triton"):
+        assert_same("triton", logits.to(device_of("triton")), requests_for([SamplingParams(**cut)]))

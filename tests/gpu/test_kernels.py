@@ -14,6 +14,7 @@ from hybrid_rlhf.functional.masking import position_ids
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching.capacity import free_bytes
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
+from hybrid_rlhf.generation.model import quantised
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS
 from hybrid_rlhf.generation.model.quantised import QuantisedLinear, Quantization, quantise
 from hybrid_rlhf.generation.sampler import Sampler
@@ -275,6 +276,7 @@ def test_cudnn_attention_is_off() -> None:
 
 
 def test_draws_work_under_deterministic_algorithms() -> None:
+    """cuBLAS reads CUBLAS_WORKSPACE_CONFIG when it starts, which tests/gpu/conftest.py sets before."""
     torch.use_deterministic_algorithms(True)
     try:
         for cut in ({}, {"top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 3}):
@@ -310,6 +312,20 @@ def test_engines_in_a_loop_give_everything_back() -> None:
     finally:
         gc.enable()
     assert used[-1] == used[2], used
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("width", [70, 512, 18_944])
+def test_inputs_are_quantised_as_torch_does(width: int, kind: Quantization) -> None:
+    from hybrid_rlhf.generation.model import kernels
+
+    torch.manual_seed(0)
+    for x in (random(33, width, dtype=torch.bfloat16), torch.zeros(3, width, device=GPU, dtype=torch.bfloat16)):
+        dtype, most = quantised._CODES[kind]
+        found, scales = kernels.quantise_rows(x, dtype, most=most, smallest=quantised._SMALLEST, rows=40)
+        codes, expected = quantise(x, kind)
+        torch.testing.assert_close(scales, expected, rtol=1e-6, atol=0)
+        assert (found[: len(x)].float() != codes.float()).float().mean() < 1e-3, "factors may differ in the last digit"
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

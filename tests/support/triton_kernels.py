@@ -11,10 +11,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LEAST_SHARED_BYTES = 101_376
 """What a program may take on sm_86 and sm_89; sm_80 has 166,912, sm_90 has 232,448."""
+
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+"""The 16-bit type that kernels are compared in. Triton's interpreter truncates to bfloat16, so float16 stands for it
+where there is no GPU; tolerances are those of bfloat16."""
 
 
 class Operations(TorchDispatchMode):
@@ -64,8 +69,9 @@ from triton.compiler import ASTSource
 from hybrid_rlhf.generation.model.kernels import attention as heads, norms, rows, sampling
 
 TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
-POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logprobs sampling_logprobs parts",
-            "*i64": "positions places integers tokens", "*i32": "pages tiles lasts", "*fp64": "floats", "*u8": "seen"}
+POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logprobs sampling_logprobs parts found",
+            "*i64": "positions places integers tokens table units block_units",
+            "*i32": "pages tiles lasts found_tokens", "*fp64": "floats", "*u8": "seen"}
 NUMBERS = {"fp32": "scale cap eps", "i32": "window rows heads kv_heads stride row_pages bias_keys width vocabulary "
            "integer_columns inner outer_stride inner_stride row_stride "
            "float_columns blocks head_stride"}
@@ -80,8 +86,8 @@ def built(kernel, constants, model="*bf16", target=90, options=None):
     source = ASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
-def shared_bytes(*given, **named):
-    return built(*given, **named).metadata.shared
+def shared_bytes(*given, **options):
+    return built(*given, **options).metadata.shared
 """
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from hybrid_rlhf.generation.transfers import to_device
 from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.generation.weights.split import Split
 
@@ -223,7 +224,7 @@ class KVCache:
         """Copy pages, given as (source, target)."""
         if not pairs:
             return
-        sources, targets = torch.tensor(pairs, device=self.keys.device).unbind(dim=1)
+        sources, targets = to_device(pairs, self.keys.device).unbind(dim=1)
         for store in (self.keys, self.values)[: self.layout.stores]:
             store[:, targets] = store[:, sources]
         if self.routes is not None:

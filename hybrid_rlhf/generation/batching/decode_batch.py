@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.sampling import SamplingParams
+from hybrid_rlhf.generation.transfers import to_device
 
 _INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens")
 _FLOATS = ("divisor", "top_p", "min_p", "repetition_penalty")
@@ -117,13 +118,13 @@ class DecodeBatch:
             floats[row, :4] = [getattr(params, name) for name in _FLOATS]
             floats[row, 4 : 4 + len(request.uniforms)] = request.uniforms
         part = slice(first, first + len(requests))
-        self.integers[part] = torch.from_numpy(integers).to(self.integers.device)
-        self.floats[part] = torch.from_numpy(floats).to(self.floats.device)
-        self.adapter[part] = torch.tensor([request.adapter for request in requests], dtype=torch.long)
+        self.integers[part] = to_device(torch.from_numpy(integers), self.integers.device)
+        self.floats[part] = to_device(torch.from_numpy(floats), self.floats.device)
+        self.adapter[part] = to_device([request.adapter for request in requests], self.adapter.device, torch.long)
         if self.seen is not None:
             self.seen[part] = False
             for row, request in enumerate(requests, start=first):
-                self.seen[row, torch.tensor(sorted(set(request.all_token_ids)), device=self.seen.device)] = True
+                self.seen[row, to_device(sorted(set(request.all_token_ids)), self.seen.device)] = True
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` to row `target`."""

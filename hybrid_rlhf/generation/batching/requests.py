@@ -10,11 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from hybrid_rlhf.generation.batching.stop_strings import StopStrings
 from hybrid_rlhf.generation.sampling import Completion, FinishedShare, FinishReason, SamplingParams
-
-Detokenize = Callable[[Sequence[int]], str]
-_CHARACTER_TOKENS = 4
-"""Most tokens of one character: one per byte."""
 
 
 @dataclass(eq=False)
@@ -28,7 +25,7 @@ class Request:
     """All stop tokens, those of the engine included."""
     uniforms: np.ndarray
     """One number in [0, 1) per token, up to the longest completion."""
-    detokenize: Detokenize | None = None
+    stop_strings: StopStrings | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
@@ -114,17 +111,9 @@ class Request:
             self.limit.observe(self)
 
     def _ends_with_stop_string(self) -> bool:
-        if not self.params.stop or self.detokenize is None:
+        if self.stop_strings is None or len(self.token_ids) < self.params.min_new_tokens:
             return False
-        if len(self.token_ids) < self.params.min_new_tokens:
-            return False
-        longest = 1 + max(map(len, self.params.stop))  # the tail may start within a character
-        tail = self.token_ids[-_CHARACTER_TOKENS * longest :]
-        text = self.detokenize(tail)
-        if not any(stop in text for stop in self.params.stop):
-            return False
-        before = self.detokenize(tail[:-1])  # a stop string from before min_new_tokens does not count
-        return any(text.count(stop) > before.count(stop) for stop in self.params.stop)
+        return self.stop_strings.end(self.token_ids)
 
     def completion(self, weight_version: int) -> Completion:
         """The result of the call, without tokens beyond its limit."""

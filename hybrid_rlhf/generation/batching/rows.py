@@ -12,6 +12,7 @@ from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.workspace import Fetch, Prompts
 from hybrid_rlhf.generation.model.attention import Chunks
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
+from hybrid_rlhf.generation.transfers import to_device
 
 
 @dataclass(eq=False)
@@ -144,18 +145,14 @@ def prompts_of(
         pages[:, place, : len(listed)] = torch.tensor(listed, dtype=torch.int32).t()
     return Prompts(
         Chunks(
-            pages.to(device),
+            to_device(pages, device),
             [start for _, start, _ in chunks],
             [length for _, _, length in chunks],
-            torch.tensor([row.slot for row, _, _ in chunks], device=device),
+            to_device([row.slot for row, _, _ in chunks], device),
         ),
-        torch.tensor(tokens, device=device),
-        torch.tensor(positions, device=device),
-        torch.tensor(adapters, device=device),
-        torch.tensor(last, dtype=torch.long, device=device),
-        torch.tensor(
-            [place for place, row in enumerate(finished) for _ in (row, *row.samples)],
-            dtype=torch.long,
-            device=device,
-        ),
+        to_device(tokens, device),
+        to_device(positions, device),
+        to_device(adapters, device),
+        to_device(last, device, torch.long),
+        to_device([place for place, row in enumerate(finished) for _ in (row, *row.samples)], device, torch.long),
     )

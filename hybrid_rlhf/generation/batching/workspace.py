@@ -24,6 +24,7 @@ from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.preparation import PreparationLog
 from hybrid_rlhf.generation.sampler import Sampler
+from hybrid_rlhf.generation.transfers import to_device, to_host
 from hybrid_rlhf.runtime.world import close_with_world
 
 _GRAPH_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
@@ -115,8 +116,8 @@ class Workspace:
         """Write page tables: row, block, and its page in each table."""
         if entries:
             rows, blocks, pages = zip(*entries, strict=True)
-            where = torch.tensor([rows, blocks], device=self.pages.device)
-            self.pages[:, where[0], where[1]] = torch.tensor(pages, dtype=torch.int32, device=self.pages.device).t()
+            where = to_device([rows, blocks], self.pages.device)
+            self.pages[:, where[0], where[1]] = to_device(pages, self.pages.device, torch.int32).t()
 
     def move(self, source: int, target: int) -> None:
         """Move a row to the place of one that has finished, and leave its own empty."""
@@ -132,7 +133,7 @@ class Workspace:
 
         As in cache.py; steps that are launched after this call do not change the result.
         """
-        return _to_host(self.cache.routes_of(self.pages[0, row], tokens))
+        return to_host(self.cache.routes_of(self.pages[0, row], tokens))
 
     def clear(self) -> None:
         """Leave all rows empty."""
@@ -174,7 +175,7 @@ class Workspace:
             drafts: see `decode`; the entering requests are among its rows.
         """
         self.rows.fill(batch, entering)
-        self.slots[batch : batch + len(slots)] = torch.tensor(slots, dtype=torch.long, device=self.slots.device)
+        self.slots[batch : batch + len(slots)] = to_device(slots, self.slots.device, torch.long)
         return _fetch(self.step(batch, longest=longest, prompts=prompts, drafts=drafts))
 
     def step(
@@ -310,21 +311,5 @@ def _graph_rows(rows: int, most: int) -> int:
 
 def _fetch(result: Tensor) -> Fetch:
     """Start the copy to the host."""
-    arrived = _to_host(result)
+    arrived = to_host(result)
     return lambda: arrived().tolist()  # type: ignore[no-any-return]
-
-
-def _to_host(result: Tensor) -> Callable[[], Tensor]:
-    """Start a copy to the host, which the result waits for and returns."""
-    if result.device.type == "cpu":
-        return lambda: result
-    host = torch.empty(result.shape, dtype=result.dtype, device="cpu", pin_memory=True)
-    host.copy_(result, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-
-    def wait() -> Tensor:
-        arrived.synchronize()
-        return host
-
-    return wait

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch
+from hybrid_rlhf.generation.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class DraftPlaces:
             for row, draft in enumerate(drafts)
             for offset, (token, expected) in enumerate(zip((0, *draft), (*draft, -1), strict=True))
         ]
-        rows, offsets, tokens, expected = torch.tensor(columns, device=device).unbind(dim=1)
-        sizes = torch.tensor([1 + len(draft) for draft in drafts], device=device)
+        rows, offsets, tokens, expected = to_device(columns, device).unbind(dim=1)
+        sizes = to_device([1 + len(draft) for draft in drafts], device)
         return cls(rows, offsets, tokens, expected, sizes.cumsum(0) - sizes, max(map(len, drafts)))
 
     def spread(self, table: DecodeBatch) -> DecodeBatch:

@@ -24,6 +24,7 @@ from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, KVCache, blocks_
 from hybrid_rlhf.generation.model import cpu_kernels
 from hybrid_rlhf.generation.model.latent import PagedLatents
 from hybrid_rlhf.generation.model.layers import rotate
+from hybrid_rlhf.generation.transfers import to_device
 from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.generation.weights.split import Split
 
@@ -329,7 +330,7 @@ class PagedKernel:
         latent = self._attention.architecture.latent is not None
         tokens = kernels.latent_tokens_at_once(dtype) if latent else kernels.tokens_at_once(group, head_dim, dtype)
         tiles = kernels.chunk_tiles(len(self._positions), chunks.starts, chunks.lengths, tokens=tokens)
-        return torch.tensor(tiles, dtype=torch.int32, device=chunks.pages.device)
+        return to_device(tiles, chunks.pages.device, torch.int32)
 
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         """[T, A, D] of queries [T, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
@@ -352,9 +353,9 @@ class ChunkAttention:
             offsets.append(offsets[-1] + length)
         self._spans = []
         for (start, length), members in spans.items():
-            tokens = torch.tensor([[offsets[i] + place for place in range(length)] for i in members], device=device)
+            tokens = to_device([[offsets[i] + place for place in range(length)] for i in members], device)
             blocks = blocks_of(start + length)
-            pages = chunks.pages[:, torch.tensor(members, device=device), :blocks].long()
+            pages = chunks.pages[:, to_device(members, device), :blocks].long()
             kinds = range(len(attention.architecture.kinds))
             biases = [self._bias(kind, start, start + length) for kind in kinds]
             self._spans.append((start + length, tokens, pages, biases))
@@ -388,8 +389,8 @@ def _places(pages: Tensor, sequences: Tensor, positions: Tensor) -> Tensor:
 def _chunk_places(chunks: Chunks, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """[page tables, T] where tokens starts[i] to starts[i] + lengths[i] - 1 of each chunk's sequence lie."""
     device, total = chunks.pages.device, sum(lengths)
-    counts = torch.tensor(lengths, device=device)
+    counts = to_device(lengths, device)
     index = torch.arange(len(lengths), device=device).repeat_interleave(counts, output_size=total)
-    shift = torch.tensor(starts, device=device) - (counts.cumsum(0) - counts)
+    shift = to_device(starts, device) - (counts.cumsum(0) - counts)
     positions = torch.arange(total, device=device) + shift[index]
     return _places(chunks.pages, index, positions)

@@ -3,7 +3,7 @@
 Weights are quantised per output when inference weights are built, inputs per token as they come; both are symmetric, so
 that the largest value has the largest code. Products of codes are summed in int32 (fp8: float32), and scaled and biased
 in float32. A row of a result depends on its own row of the input alone. On a CPU one compiled kernel (cpu_kernels.py)
-quantises and multiplies; on a GPU torch's products do.
+quantises and multiplies; on a GPU one launch quantises (kernels/quantisation.py), and torch's products multiply.
 
 Why 8 bits on both sides: the integer products are the fast ones, and decoding reads a quarter of the bytes of float32.
 The head, the embeddings (also what projects them for each layer) and the routers of experts keep their dtype: they
@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.model import cpu_kernels
-from hybrid_rlhf.generation.model.layers import InferenceLinear, can_pack
+from hybrid_rlhf.generation.model.layers import InferenceLinear, can_pack, kernels_for
 from hybrid_rlhf.generation.weights.description import ModelDescription
 
 Quantization = Literal["int8", "fp8"]
@@ -108,6 +108,7 @@ class QuantisedLinear:
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.float()
         self._on_cpu, self._kind = weight.device.type == "cpu", kind
+        self._kernels = kernels_for(weight.device, weight.dtype)
         self.weight, self.scale = quantise(weight, kind)
         if self._on_cpu:
             self.weight, self._offset = cpu_kernels.pack_int8(self.weight)
@@ -123,10 +124,12 @@ class QuantisedLinear:
         """[T, K] to [T, N]."""
         if self._on_cpu:
             return cpu_kernels.int8_linear(x, self.weight, self._offset, self.scale, self.bias)
-        codes, scales = quantise(x, self._kind)
+        assert self._kernels is not None
+        dtype, most = _CODES[self._kind]
+        rows = max(_INT_MM_ROWS, len(x)) if self._kind == "int8" else len(x)
+        codes, scales = self._kernels.quantise_rows(x, dtype, most=most, smallest=_SMALLEST, rows=rows)
         if self._kind == "int8":
-            more = max(0, _INT_MM_ROWS - len(x))
-            sums = torch._int_mm(functional.pad(codes, (0, 0, 0, more)), self.weight.t())[: len(x)]
+            sums = torch._int_mm(codes, self.weight.t())[: len(x)]
             out = sums.float() * (scales[:, None] * self.scale)
         else:
             out = torch._scaled_mm(

@@ -2,8 +2,8 @@
 
 Read `rows.py` (rotary positions with the write to the KV cache, gates), `norms.py`, `attention.py` (rows and chunks
 over the KV cache), `latent.py` (the same over latents), `routing.py`, `experts.py` with `expert_tiles.py`, and
-`expert_sums.py` (mixtures of experts), `convolution.py` and `recurrent.py` (recurrent layers), and `sampling.py`. Each
-kernel has a reference in torch, which the tests compare it with.
+`expert_sums.py` (mixtures of experts), `convolution.py` and `recurrent.py` (recurrent layers), `quantisation.py`, and
+`sampling.py`. Each kernel has a reference in torch, which the tests compare it with.
 """
 
 from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_attention, tokens_at_once
@@ -19,6 +19,7 @@ from hybrid_rlhf.generation.model.kernels.norms import (
     norm_all_heads,
     norm_heads,
 )
+from hybrid_rlhf.generation.model.kernels.quantisation import quantise_rows
 from hybrid_rlhf.generation.model.kernels.recurrent import (
     delta_step,
     lightning_step,
@@ -49,6 +50,7 @@ __all__ = [
     "norm_all_heads",
     "norm_heads",
     "paged_attention",
+    "quantise_rows",
     "rotate",
     "rotate_and_write",
     "sample",

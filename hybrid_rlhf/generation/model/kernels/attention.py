@@ -2,10 +2,11 @@
 
 A program has a tile of queries: all queries of one KV head, of one decoding row or of some tokens of a chunk, so that a
 key is read once for the group. It reads page tables and positions on the device. A decoding row is split over programs
-by its own length (flash decoding: the parts are combined by their maxima and sums, arXiv 2205.14135, section 3.1); a
-short row has one part, and programs without one end at once. Chunks are causal within themselves and see what their
-sequence has in the cache. The references are `RowAttention` and `ChunkAttention` (model/attention.py). Arithmetic is
-float32; weights are rounded to the dtype of the values before they are multiplied.
+by its own length, into as many parts as two waves of programs have room for (flash decoding: the parts are combined by
+their maxima and sums, arXiv 2205.14135, section 3.1); a short row has one part, and programs without one end at once.
+Chunks are causal within themselves and see what their sequence has in the cache. The references are `RowAttention` and
+`ChunkAttention` (model/attention.py). Arithmetic is float32; weights are rounded to the dtype of the values before they
+are multiplied.
 
 Shapes: T tokens, B rows, A heads and K KV heads of this rank, G = A / K, D head size, P pages of N tokens, M pages of
 the longest sequence.
@@ -13,6 +14,7 @@ the longest sequence.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +31,8 @@ PROGRAMS = 256
 _SHORT_SPAN, _LONG_SPAN = 2 * _MOST_KEYS, 8 * _MOST_KEYS
 """Fewest keys of a part where rows alone do not fill the GPU, and where they do."""
 _MOST_SPLITS = 32
+_PROGRAMS_AT_ONCE = 2
+"""Of a multiprocessor, by the shared memory of their tiles."""
 
 
 @triton.jit
@@ -324,8 +328,12 @@ def keys_at_once(padded_head_dim: int, dtype: torch.dtype) -> int:
 
 
 def queries_at_once(group: int, padded_head_dim: int, dtype: torch.dtype) -> int:
-    """Queries of a tile of a chunk: as keys, but those of one token at least."""
-    return max(keys_at_once(padded_head_dim, dtype), triton.next_power_of_2(group))
+    """Queries of a tile of a chunk: as keys, but those of one token at least, and 64 in 16 bits up to head size 256.
+
+    Fewer than 64 are multiplied by the older instructions of tensor cores (mma.sync, not wgmma).
+    """
+    fewest = _MOST_KEYS if dtype.itemsize == 2 and padded_head_dim <= 256 else keys_at_once(padded_head_dim, dtype)
+    return max(fewest, triton.next_power_of_2(group))
 
 
 def tokens_at_once(group: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -334,6 +342,20 @@ def tokens_at_once(group: int, head_dim: int, dtype: torch.dtype) -> int:
 
 
 def splits_of(programs: int, capacity: int) -> tuple[int, int]:
-    """Most parts of a row, a power of two, and the fewest keys of a part."""
+    """Most parts of a row, a power of two, and the fewest keys of a part.
+
+    Rows and KV heads, and the parts of these, are two waves of programs at most, however long a row may become: CUDA
+    graphs are launched for the capacity, and programs without keys take their time too.
+    """
     span = _SHORT_SPAN if programs < PROGRAMS else _LONG_SPAN
-    return min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(capacity, span))), span
+    waves = max(1, 2 * _PROGRAMS_AT_ONCE * _multiprocessors() // programs)
+    fitting = 1 << (min(_MOST_SPLITS, waves).bit_length() - 1)
+    return min(fitting, triton.next_power_of_2(triton.cdiv(capacity, span))), span
+
+
+@functools.cache
+def _multiprocessors() -> int:
+    """Of the current GPU; where there is none, those of an H100."""
+    if not torch.cuda.is_available():
+        return 132
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

@@ -2,11 +2,20 @@
 
 The first launch weighs blocks of the vocabulary: the highest score of a block and the sum of its exponentials. The last
 one chooses the block, the token in it, and its log-probs, and appends it to its row. Truncation takes two more between
-them: one finds the bounds of top_k and top_p by bisection of the bits of the scores, 32 passes at most, and one weighs
-the blocks again with what is left. Blocks that have no score above a bound are not read.
+them, each of which reads the vocabulary once at most, a program per block. One counts and weighs scores by their
+distance from the highest, in bins of less than half a percent of it, and so finds the bins in which the bounds of top_k
+and top_p are. The other collects what is in these bins and weighs the blocks again with what is above them; the last
+program of a row finds the bounds exactly among what was collected, and adds what they leave. Scores that are too low
+for a bound, by the highest scores of the blocks (top_k) or by the weight of all (top_p), are not counted, and blocks
+that have no others are not read. So the vocabulary is read three times at most, and one block of it to draw.
 
-The rule and the reference are those of sampler.py. Masses are compared as integers, and sums have a fixed order, so a
-row draws the same token in every batch. Nothing synchronises with the host; shapes depend on the batch size alone.
+Where more than `CANDIDATES` scores are in these bins, the bounds are found in the whole row instead, which its last
+program then reads up to a hundred times: if that many scores are nearly equal, as in an untrained model, or if top_k is
+that large and top_p is given too.
+
+The rule and the reference are those of sampler.py. Masses are added up and compared as integers, and float sums have a
+fixed order, so a row draws the same token in every batch. Nothing synchronises with the host; shapes depend on the
+batch size alone.
 
 Shapes: B rows, V vocabulary, C blocks of a row. Columns of the tables are those of decode_batch.py.
 """
@@ -25,6 +34,21 @@ _MOST_TOKENS = 1 << 21
 """Largest vocabulary whose weights can be added up as integers."""
 _STOPS = 6
 """First column of stop tokens."""
+CANDIDATES = 4096
+"""Most scores of a row that are collected."""
+_UNIT = tl.constexpr(2.0**42)
+"""Integer of a weight of 1, the largest: 2^21 of them can be added up."""
+_BINS = tl.constexpr(4096)
+"""Of scores by their distance from the highest, 256 in each octave; the first has all below 2^-9, the last from 2^7."""
+_DIGITS = tl.constexpr(15)
+"""Bits of a distance that its bin leaves out."""
+_FIRST_BIN = tl.constexpr((118 << 8) - 1)
+"""Bits of a distance of 2^-9, without those, less one."""
+_ARRIVED, _COLLECTED, _LOW, _HIGH, _COUNT, _WEIGHT, _BY_TOP_K = map(tl.constexpr, range(7))
+"""Columns of a row's table behind the counts and weights of its bins: programs that are done; how many scores are
+collected; the first and the last bin of what is unsure; count and weight of the bins before them; whether top_k
+excludes a token."""
+_COLUMNS = 2 * 4096 + 8
 
 
 @triton.jit
@@ -38,6 +62,7 @@ def _weigh_kernel(
     sums,
     all_tops,
     all_sums,
+    table,
     vocabulary,
     integer_columns,
     float_columns,
@@ -46,11 +71,19 @@ def _weigh_kernel(
     SCORES: tl.constexpr,
     PENALTY: tl.constexpr,
     STOPS: tl.constexpr,
+    CLEARED: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Highest score and sum of exponentials of a block; with SCORES those of penalised scores too, which are stored."""
+    """Highest score and sum of exponentials of a block; with SCORES those of penalised scores too, which are stored.
+
+    Also clears the table of the row, CLEARED columns by each block.
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary
+    if CLEARED:
+        column = block * CLEARED + tl.arange(0, CLEARED)
+        tl.store(table + row * COLUMNS + column, tl.zeros([CLEARED], tl.int64), mask=column < COLUMNS)
     logit = tl.load(logits + row * vocabulary + token, mask=inside, other=float("-inf")).to(tl.float32)
     divisor = tl.load(floats + row * float_columns).to(tl.float32)
     _store_weights(tl.div_rn(logit, divisor), all_tops + row * blocks + block, all_sums + row * blocks + block)
@@ -87,132 +120,296 @@ def _in_order(bits):
 
 
 @triton.jit
-def _above(scores, tops, top, bound, vocabulary, BLOCK: tl.constexpr):
-    """Scores of a row above a bound: how many, and the sum of their exponentials."""
-    count, weight = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
-    for first in range(0, vocabulary, BLOCK):
-        if tl.load(tops + first // BLOCK) > bound:
-            token = first + tl.arange(0, BLOCK)
-            score = tl.load(scores + token, mask=token < vocabulary, other=float("-inf"))
-            more = score > bound
-            count += more.to(tl.int32)
-            weight += tl.where(more, tl.exp(score - top), 0.0)
-    return tl.sum(count, 0), tl.sum(weight, 0)
-
-
-@triton.jit
-def _lowest_bound(scores, tops, top, most_tokens, most_weight, vocabulary, BLOCK: tl.constexpr):
-    """The lowest bound with fewer than `most_tokens` scores above it, and less than `most_weight`."""
-    least = _in_order(tl.full([], float("-inf"), tl.float32).to(tl.int32, bitcast=True)).to(tl.int64)
-    most = _in_order(top.to(tl.int32, bitcast=True)).to(tl.int64)
-    for _ in range(32):
-        if least < most:
-            middle = (least + most) >> 1
-            bound = _in_order(middle.to(tl.int32)).to(tl.float32, bitcast=True)
-            count, weight = _above(scores, tops, top, bound, vocabulary, BLOCK)
-            holds = (count < most_tokens) & (weight < most_weight)
-            most = tl.where(holds, middle, most)
-            least = tl.where(holds, least, middle + 1)
-    return _in_order(least.to(tl.int32)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _bounds_kernel(
-    scores,
-    integers,
-    floats,
-    tops,
-    bounds,
-    lasts,
-    vocabulary,
-    integer_columns,
-    float_columns,
-    blocks,
-    BLOCK: tl.constexpr,
-    C_PAD: tl.constexpr,
-):
-    """The lowest score that top_k and top_p leave in a row, and the last token that has it and is left."""
-    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, C_PAD)
-    scores, tops = scores + row * vocabulary, tops + row * blocks
-    top = tl.max(tl.load(tops + place, mask=place < blocks, other=float("-inf")), 0)
-    top_k = tl.load(integers + row * integer_columns + 3).to(tl.int32)
-    top_p = tl.load(floats + row * float_columns + 1).to(tl.float32)
-    bound = tl.full([], float("-inf"), tl.float32)
-    equals = tl.full([], vocabulary, tl.int32)
-    if (top_k > 0) & (top_k < vocabulary):
-        bound = _lowest_bound(scores, tops, top, top_k, float("inf"), vocabulary, BLOCK)
-        count, _ = _above(scores, tops, top, bound, vocabulary, BLOCK)
-        equals = top_k - count
-    if top_p < 1.0:
-        _, weight = _above(scores, tops, top, bound, vocabulary, BLOCK)
-        fewest = bound
-        each = tl.where(bound == float("-inf"), 0.0, tl.exp(bound - top))
-        wanted = top_p * (weight + equals * each)
-        limit = tl.where(bound == float("-inf"), vocabulary + 1, top_k)
-        bound = _lowest_bound(scores, tops, top, limit, wanted, vocabulary, BLOCK)
-        _, weight = _above(scores, tops, top, bound, vocabulary, BLOCK)
-        each = tl.exp(bound - top)
-        needed = tl.where(each > 0, tl.ceil((wanted - weight) / each), 1.0)
-        equals = tl.where(bound > fewest, vocabulary, equals)
-        equals = tl.maximum(tl.minimum(needed, equals.to(tl.float32)), 1.0).to(tl.int32)
-    last, before = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32)
-    for first in range(0, vocabulary, BLOCK):
-        if tl.load(tops + first // BLOCK) >= bound:
-            token = first + tl.arange(0, BLOCK)
-            equal = tl.load(scores + token, mask=token < vocabulary, other=float("nan")) == bound
-            rank = before + tl.cumsum(equal.to(tl.int32), 0)
-            last = tl.maximum(last, tl.max(tl.where(equal & (rank <= equals), token, -1), 0))
-            before += tl.sum(equal.to(tl.int32), 0)
-    tl.store(bounds + row, bound)
-    tl.store(lasts + row, last)
-
-
-@triton.jit
-def _truncate_kernel(
-    scores,
-    floats,
-    tops,
-    sums,
-    bounds,
-    lasts,
-    vocabulary,
-    integer_columns,
-    float_columns,
-    blocks,
-    BLOCK: tl.constexpr,
-    C_PAD: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    MIN_P: tl.constexpr,
-):
-    """Excludes tokens of a block, and weighs it again."""
-    row, block, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, C_PAD)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocabulary
-    score = tl.load(scores + row * vocabulary + token, mask=inside, other=float("-inf"))
-    if BOUNDS:
-        bound, last = tl.load(bounds + row), tl.load(lasts + row)
-        score = tl.where((score > bound) | ((score == bound) & (token <= last)), score, float("-inf"))
-    if MIN_P:
-        top = tl.max(tl.load(tops + row * blocks + place, mask=place < blocks, other=float("-inf")), 0)
-        min_p = tl.load(floats + row * float_columns + 2).to(tl.float32)
-        score = tl.where(tl.exp(score - top) < min_p, float("-inf"), score)
-    tl.store(scores + row * vocabulary + token, score, mask=inside)
-    top = tl.load(tops + row * blocks + block)
-    tl.store(sums + row * blocks + block, _sum_of_exponentials(score, top))
+def _units(weight):
+    """Weights of at most 1 as integers."""
+    return (tl.where(weight == weight, weight, 0.0).to(tl.float64) * _UNIT).to(tl.int64)
 
 
 @triton.jit
 def _weights_of_blocks(tops, sums, blocks, place):
-    """The row's highest score, and the weights of its blocks relative to it."""
+    """The highest scores of the blocks of a row, that of the row, and the weights of its blocks relative to it."""
     each = tl.load(tops + place, mask=place < blocks, other=float("-inf"))
     top = tl.max(each, 0)
     return each, top, tl.load(sums + place, mask=place < blocks, other=0.0) * tl.exp(each - top)
 
 
 @triton.jit
-def _units(weight):
-    """Weights of at most 1 as integers: 2^21 of them can be added up."""
-    return (tl.where(weight == weight, weight, 0.0).to(tl.float64) * 4398046511104.0).to(tl.int64)
+def _bin(score, top):
+    """The bin of a score; a higher score has no later one."""
+    distance = tl.maximum(top - score, 0.0).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.maximum((distance >> _DIGITS) - _FIRST_BIN, 0), _BINS - 1)
+
+
+@triton.jit
+def _limits(integers, floats, row, vocabulary, integer_columns, float_columns):
+    """top_k of a row, at least V where it excludes nothing, and top_p."""
+    top_k = tl.load(integers + row * integer_columns + 3).to(tl.int32)
+    return tl.where(top_k > 0, top_k, vocabulary), tl.load(floats + row * float_columns + 1).to(tl.float32)
+
+
+@triton.jit
+def _lowest_needed(each, top, total, top_k, top_p, vocabulary, blocks):
+    """A score below which top_k, or else top_p, excludes all."""
+    lowest = tl.full([], float("-inf"), tl.float32)
+    if top_k < vocabulary:
+        if top_k <= blocks:  # as many blocks have a score from there on
+            low, high = top - 128.0, top
+            for _ in range(12):
+                middle = (low + high) / 2
+                enough = tl.sum((each >= middle).to(tl.int32), 0) >= top_k
+                low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+            lowest = tl.where(tl.sum((each >= low).to(tl.int32), 0) >= top_k, low, lowest)
+    elif top_p <= 0.9999:  # all tokens below together weigh less than what top_p excludes
+        lowest = top + tl.log((1.0 - top_p) * total.to(tl.float32) / (2.0 * vocabulary))
+    return lowest
+
+
+@triton.jit
+def _count_kernel(
+    scores,
+    integers,
+    floats,
+    tops,
+    sums,
+    table,
+    vocabulary,
+    integer_columns,
+    float_columns,
+    blocks,
+    BLOCK: tl.constexpr,
+    C_PAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Counts and weighs the scores of a block by bins; the last program of a row finds the bins of its bounds."""
+    row, block, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, C_PAD)
+    top_k, top_p = _limits(integers, floats, row, vocabulary, integer_columns, float_columns)
+    each, top, weights = _weights_of_blocks(tops + row * blocks, sums + row * blocks, blocks, place)
+    total, table = tl.sum(weights.to(tl.float64), 0), table + row * COLUMNS
+    if (top_k < vocabulary) | (top_p < 1.0):
+        lowest = _lowest_needed(each, top, total, top_k, top_p, vocabulary, blocks)
+        if tl.load(tops + row * blocks + block) >= lowest:
+            token = block * BLOCK + tl.arange(0, BLOCK)
+            score = tl.load(scores + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
+            counted, at = (score >= lowest) & (score > float("-inf")), table + _bin(score, top)
+            tl.atomic_add(at, tl.full([BLOCK], 1, tl.int64), mask=counted, sem="relaxed")
+            tl.atomic_add(at + _BINS, _units(tl.exp(score - top)), mask=counted, sem="relaxed")
+    state = table + 2 * _BINS
+    tl.debug_barrier()  # all threads have counted before one of them says so
+    if tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel") == blocks - 1:
+        bin = tl.arange(0, _BINS)
+        counts = tl.cumsum(tl.load(table + bin, cache_modifier=".cg"), 0)
+        units = tl.cumsum(tl.load(table + _BINS + bin, cache_modifier=".cg"), 0)
+        by_top_k = tl.sum((counts < top_k).to(tl.int32), 0)
+        by_top_p = tl.sum((units.to(tl.float64) < top_p * (total * _UNIT)).to(tl.int32), 0)
+        by_top_k = tl.where(top_k < vocabulary, by_top_k, _BINS)
+        by_top_p = tl.where(top_p < 1.0, by_top_p, _BINS)
+        high = tl.where(by_top_k < _BINS, by_top_k, by_top_p)
+        low = tl.where((by_top_k < _BINS) & (top_p < 1.0), 0, high)  # top_p is of what top_k leaves
+        before = bin == low - 1
+        tl.store(state + _LOW, low.to(tl.int64))
+        tl.store(state + _HIGH, high.to(tl.int64))
+        tl.store(state + _COUNT, tl.sum(tl.where(before, counts, 0), 0))
+        tl.store(state + _WEIGHT, tl.sum(tl.where(before, units, 0), 0))
+        tl.store(state + _BY_TOP_K, (by_top_k < _BINS).to(tl.int64))
+        tl.store(state + _ARRIVED, tl.zeros([], tl.int64))
+
+
+@triton.jit
+def _above(found, size, top, bound, BLOCK: tl.constexpr):
+    """Scores above a bound: how many, and their weight."""
+    count, units = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    for first in range(0, size, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        score = tl.load(found + place, mask=place < size, other=float("-inf"))
+        count += (score > bound).to(tl.int64)
+        units += tl.where(score > bound, _units(tl.exp(score - top)), 0)
+    return tl.sum(count, 0), tl.sum(units, 0)
+
+
+@triton.jit
+def _lowest_bound(found, size, top, most_tokens, most_units, BLOCK: tl.constexpr):
+    """The lowest bound with fewer than `most_tokens` scores above it, and less than `most_units`."""
+    least = _in_order(tl.full([], float("-inf"), tl.float32).to(tl.int32, bitcast=True)).to(tl.int64)
+    most = _in_order(top.to(tl.int32, bitcast=True)).to(tl.int64)
+    for _ in range(32):
+        if least < most:
+            middle = (least + most) >> 1
+            bound = _in_order(middle.to(tl.int32)).to(tl.float32, bitcast=True)
+            count, units = _above(found, size, top, bound, BLOCK)
+            holds = (count < most_tokens) & (units.to(tl.float64) < most_units)
+            most = tl.where(holds, middle, most)
+            least = tl.where(holds, least, middle + 1)
+    return _in_order(least.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _tokens_at(found_tokens, place, size, COLLECTED: tl.constexpr):
+    """Tokens of the scores at places: collected ones, or those of the whole row."""
+    if COLLECTED:
+        return tl.load(found_tokens + place, mask=place < size, other=0)
+    return place
+
+
+@triton.jit
+def _last_of_equals(found, found_tokens, size, bound, equals, vocabulary, BLOCK: tl.constexpr, COLLECTED: tl.constexpr):
+    """The last token that is left of those with the score of the bound, of which the first `equals` are."""
+    least, most = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + vocabulary - 1
+    for _ in range(21):
+        if least < most:
+            middle, count = (least + most) // 2, tl.zeros([BLOCK], tl.int32)
+            for first in range(0, size, BLOCK):
+                place = first + tl.arange(0, BLOCK)
+                score = tl.load(found + place, mask=place < size, other=float("nan"))
+                token = _tokens_at(found_tokens, place, size, COLLECTED)
+                count += ((score == bound) & (token <= middle)).to(tl.int32)
+            enough = tl.sum(count, 0) >= equals
+            most = tl.where(enough, middle, most)
+            least = tl.where(enough, least, middle + 1)
+    return least
+
+
+@triton.jit
+def _bound_row(
+    found,
+    found_tokens,
+    size,
+    count_before,
+    units_before,
+    state,
+    top,
+    total,
+    top_k,
+    top_p,
+    min_p,
+    units,
+    bounds,
+    lasts,
+    vocabulary,
+    BLOCK: tl.constexpr,
+    MIN_P: tl.constexpr,
+    COLLECTED: tl.constexpr,
+):
+    """The lowest score that top_k and top_p leave, and the last token that has it and is left; adds what is left of the
+    unsure bins to the weights of blocks."""
+    by_top_k = tl.load(state + _BY_TOP_K) != 0
+    most_tokens = tl.where(by_top_k, top_k.to(tl.int64), vocabulary + 1) - count_before
+    bound, equals = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int64) + vocabulary
+    wanted = top_p * (total * _UNIT)
+    if by_top_k:
+        bound = _lowest_bound(found, size, top, most_tokens, float("inf"), BLOCK)
+        count, weight = _above(found, size, top, bound, BLOCK)
+        equals = most_tokens - count
+        wanted = top_p * (weight + equals * _units(tl.exp(bound - top))).to(tl.float64)
+    if top_p < 1.0:
+        fewest = bound
+        bound = _lowest_bound(found, size, top, most_tokens, wanted - units_before.to(tl.float64), BLOCK)
+        _, weight = _above(found, size, top, bound, BLOCK)
+        each, missing = _units(tl.exp(bound - top)).to(tl.float64), wanted - (units_before + weight).to(tl.float64)
+        needed = tl.where(each > 0, tl.ceil(missing / each), 1.0)
+        equals = tl.where(bound > fewest, vocabulary, equals)
+        equals = tl.maximum(tl.minimum(needed, equals.to(tl.float64)), 1.0).to(tl.int64)
+    last = _last_of_equals(found, found_tokens, size, bound, equals, vocabulary, BLOCK, COLLECTED)
+    low, high = tl.load(state + _LOW), tl.load(state + _HIGH)
+    for first in range(0, size, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        score = tl.load(found + place, mask=place < size, other=float("-inf"))
+        token, bin, weight = _tokens_at(found_tokens, place, size, COLLECTED), _bin(score, top), tl.exp(score - top)
+        kept = ((score > bound) | ((score == bound) & (token <= last))) & (bin >= low) & (bin <= high)
+        if MIN_P:
+            kept &= weight >= min_p
+        tl.atomic_add(units + token // BLOCK, _units(weight), mask=kept & (place < size), sem="relaxed")
+    tl.store(bounds, bound)
+    tl.store(lasts, last)
+
+
+@triton.jit
+def _truncate_kernel(
+    scores,
+    integers,
+    floats,
+    tops,
+    sums,
+    table,
+    found,
+    found_tokens,
+    units,
+    bounds,
+    lasts,
+    vocabulary,
+    integer_columns,
+    float_columns,
+    blocks,
+    BLOCK: tl.constexpr,
+    C_PAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MOST: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    MIN_P: tl.constexpr,
+):
+    """Weighs a block without what truncation excludes, in integers, and collects what is in the unsure bins, MOST at
+    most; the last program of a row decides over these."""
+    row, block, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, C_PAD)
+    _, top, weights = _weights_of_blocks(tops + row * blocks, sums + row * blocks, blocks, place)
+    best, min_p = tl.load(tops + row * blocks + block), tl.load(floats + row * float_columns + 2).to(tl.float32)
+    state = table + row * COLUMNS + 2 * _BINS
+    found, found_tokens = found + row * MOST, found_tokens + row * MOST
+    scores, units = scores + row * vocabulary, units + row * blocks
+    if BOUNDS:
+        low, high = tl.load(state + _LOW), tl.load(state + _HIGH)
+        left = _bin(best, top) <= high
+    else:
+        left = tl.exp(best - top) >= min_p
+    own = tl.zeros([], tl.int64)
+    if left:
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        score = tl.load(scores + token, mask=token < vocabulary, other=float("-inf"))
+        kept, weight = score > float("-inf"), tl.exp(score - top)
+        if BOUNDS:
+            bin = _bin(score, top)
+            unsure = kept & (bin >= low) & (bin <= high)
+            count = tl.cumsum(unsure.to(tl.int32), 0)
+            at = tl.atomic_add(state + _COLLECTED, tl.max(count, 0).to(tl.int64), sem="relaxed") + count - 1
+            tl.store(found + at, score, mask=unsure & (at < MOST))
+            tl.store(found_tokens + at, token, mask=unsure & (at < MOST))
+            kept &= bin < low
+        if MIN_P:
+            kept &= weight >= min_p
+        own = tl.sum(tl.where(kept, _units(weight), 0), 0)
+    tl.store(units + block, own)
+    if BOUNDS:
+        tl.debug_barrier()  # all threads have collected before one of them says so
+        if tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel") == blocks - 1:
+            top_k, top_p = _limits(integers, floats, row, vocabulary, integer_columns, float_columns)
+            total, collected = tl.sum(weights.to(tl.float64), 0), tl.load(state + _COLLECTED, cache_modifier=".cg")
+            bounds, lasts = bounds + row, lasts + row
+            zero = tl.zeros([], tl.int64)
+            if high == _BINS:
+                tl.store(bounds, float("-inf"))
+                tl.store(lasts, vocabulary)
+            elif collected <= MOST:
+                count, weight = tl.load(state + _COUNT), tl.load(state + _WEIGHT)
+                given = (found, found_tokens, collected.to(tl.int32), count, weight)
+                _bound_row(
+                    *given, state, top, total, top_k, top_p, min_p, units, bounds, lasts, vocabulary, BLOCK, MIN_P, True
+                )
+            else:
+                given = (scores, found_tokens, vocabulary, zero, zero)
+                _bound_row(
+                    *given,
+                    state,
+                    top,
+                    total,
+                    top_k,
+                    top_p,
+                    min_p,
+                    units,
+                    bounds,
+                    lasts,
+                    vocabulary,
+                    BLOCK,
+                    MIN_P,
+                    False,
+                )
 
 
 @triton.jit
@@ -226,6 +423,9 @@ def _draw_kernel(
     sums,
     all_tops,
     all_sums,
+    block_units,
+    bounds,
+    lasts,
     tokens,
     logprobs,
     sampling_logprobs,
@@ -237,6 +437,8 @@ def _draw_kernel(
     C_PAD: tl.constexpr,
     SCORES: tl.constexpr,
     SEEN: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    MIN_P: tl.constexpr,
 ):
     """The token of a row at which the running sum of weights exceeds uniform * total; appends it to the row."""
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, C_PAD)
@@ -247,6 +449,9 @@ def _draw_kernel(
     else:
         block_tops, top, weights = _weights_of_blocks(all_tops + row * blocks, all_sums + row * blocks, blocks, place)
     units, mass = _units(weights), tl.sum(weights, 0)
+    if BOUNDS or MIN_P:
+        units = tl.load(block_units + row * blocks + place, mask=place < blocks, other=0)
+        mass = tl.where(mass == mass, (tl.sum(units, 0).to(tl.float64) / _UNIT).to(tl.float32), mass)
     drawn = tl.load(integers + 2)
     uniform = tl.load(floats + tl.minimum(4 + drawn, float_columns - 1))
     total = tl.sum(units, 0)
@@ -263,7 +468,12 @@ def _draw_kernel(
     else:
         logit = tl.load(logits + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
         score = tl.div_rn(logit, divisor)
+    if BOUNDS:
+        bound = tl.load(bounds + row)
+        score = tl.where((score > bound) | ((score == bound) & (token <= tl.load(lasts + row))), score, float("-inf"))
     weight = tl.exp(score - top)
+    if MIN_P:
+        weight = tl.where(weight >= tl.load(floats + 2).to(tl.float32), weight, 0.0)
     index = tl.sum((tl.cumsum(_units(weight), 0) <= wanted).to(tl.int32), 0)
     # The sum of a block may differ from that of its integers in the last digit: the last token with weight then.
     index = tl.minimum(index, tl.max(tl.where(weight > 0, inside, 0), 0))
@@ -303,33 +513,53 @@ def sample(logits: Tensor, rows: DecodeBatch, mode: SamplingMode) -> tuple[Tenso
     sizes = (vocabulary, integers.shape[1], floats.shape[1], blocks)
     tops, sums, all_tops, all_sums = logits.new_empty(4, count, blocks, dtype=torch.float32)
     scores = torch.empty_like(logits, dtype=torch.float32) if with_scores else tops
+    table = integers.new_empty(count, _COLUMNS) if with_bounds else integers
     tables = (logits, integers, floats, integers if rows.seen is None else rows.seen.view(torch.uint8))
     weights = (scores, tops, sums, all_tops, all_sums)
     _weigh_kernel[count, blocks](
         *tables,
         *weights,
+        table,
         *sizes,
         BLOCK=_BLOCK,
         SCORES=with_scores,
         PENALTY=mode.repetition_penalty,
         STOPS=integers.shape[1] - _STOPS if mode.min_new_tokens else 0,
+        CLEARED=triton.next_power_of_2(triton.cdiv(_COLUMNS, blocks)) if with_bounds else 0,
+        COLUMNS=_COLUMNS,
     )
+    units, bounds, lasts = integers, tops, integers
     if with_bounds or mode.min_p:
-        bounds, lasts = logits.new_empty(count, dtype=torch.float32), logits.new_empty(count, dtype=torch.int32)
+        units = integers.new_empty(count, blocks)
+        bounds, lasts = logits.new_empty(count, dtype=torch.float32), integers.new_empty(count, dtype=torch.int32)
+        rows_and_scores = (scores, integers, floats, tops, sums, table)
+        found, found_tokens = tops, lasts
         if with_bounds:
-            _bounds_kernel[(count,)](scores, integers, floats, tops, bounds, lasts, *sizes, **constants)
+            found = logits.new_empty(count, CANDIDATES, dtype=torch.float32)
+            found_tokens = integers.new_empty(count, CANDIDATES, dtype=torch.int32)
+            _count_kernel[count, blocks](*rows_and_scores, *sizes, **constants, COLUMNS=_COLUMNS)
         _truncate_kernel[count, blocks](
-            scores, floats, tops, sums, bounds, lasts, *sizes, **constants, BOUNDS=with_bounds, MIN_P=mode.min_p
+            *rows_and_scores,
+            *(found, found_tokens, units, bounds, lasts),
+            *sizes,
+            **constants,
+            COLUMNS=_COLUMNS,
+            MOST=CANDIDATES,
+            BOUNDS=with_bounds,
+            MIN_P=mode.min_p,
         )
     tokens, logprobs = integers.new_empty(count), logits.new_empty(2, count, dtype=torch.float32)
     _draw_kernel[(count,)](
         *tables,
         *weights,
+        *(units, bounds, lasts),
         tokens,
         *logprobs,
         *sizes,
         **constants,
         SCORES=with_scores,
         SEEN=rows.seen is not None,
+        BOUNDS=with_bounds,
+        MIN_P=mode.min_p,
     )
     return tokens, logprobs[0], logprobs[1]

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
 from hybrid_rlhf.generation.model.layers import ACTIVATIONS
+from hybrid_rlhf.generation.transfers import to_device
 from hybrid_rlhf.generation.weights.description import Activation, ModelDescription
 from hybrid_rlhf.generation.weights.recurrence import Recurrence
 
@@ -76,7 +77,7 @@ class ChunkTokens:
         firsts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         fresh = torch.tensor([*[False] * rows, *(start == 0 for start in chunks.starts)])
         of_token = torch.arange(len(lengths)).repeat_interleave(lengths)
-        return cls(*(part.int().to(device) for part in (of_token, firsts, fresh)))
+        return cls(*(to_device(part.int(), device) for part in (of_token, firsts, fresh)))
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class StateCache:
         if not pairs:
             return
         given = source or self
-        sources, targets = torch.tensor(pairs, device=self.conv.device).unbind(dim=1)
+        sources, targets = to_device(pairs, self.conv.device).unbind(dim=1)
         self.conv[:, targets] = given.conv[:, sources]
         self.memory[:, targets] = given.memory[:, sources]
 
@@ -184,15 +185,15 @@ class _Layout:
         block = (ends - sizes)[token // size] + rank[index]
         windows = (starts + torch.arange(len(lengths)) * before)[order, None] + torch.arange(before)
         return cls(
-            chunks.slots[order.to(device)],
-            (torch.tensor(chunks.starts) == 0)[order].to(device),
-            (block * size + token % size).to(device),
+            chunks.slots[to_device(order, device)],
+            to_device((torch.tensor(chunks.starts) == 0)[order], device),
+            to_device(block * size + token % size, device),
             int(ends[-1]),
             size,
             [slice(end - own, end) for end, own in zip(ends.tolist(), sizes.tolist(), strict=True)],
-            (torch.arange(len(index)) + (index + 1) * before).to(device),
-            windows.to(device),
-            (windows + lengths[order, None]).to(device),
+            to_device(torch.arange(len(index)) + (index + 1) * before, device),
+            to_device(windows, device),
+            to_device(windows + lengths[order, None], device),
         )
 
     def states(self, store: Tensor) -> Tensor:

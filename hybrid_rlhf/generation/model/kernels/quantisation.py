@@ -1,0 +1,58 @@
+"""Codes of 8 bits of the inputs of products on a GPU in one launch; the reference is `quantise` (model/quantised.py).
+
+A program reads a row twice: for its largest value, and for the codes.
+
+Shapes: T tokens, K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+_TO_INTEGER = tl.constexpr(1.5 * 2**23)
+"""Floats from here to twice that are the integers: adding it and taking it away rounds to the nearest, ties to even."""
+
+
+@triton.jit
+def _quantise_kernel(x, codes, scales, width, most, smallest, stride, ROUND: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes of a row, and the value that code 1 stands for."""
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x, codes = x + row * stride, codes + row * width
+    largest, broken = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+    for first in range(0, width, BLOCK):
+        value = tl.load(x + first + place, mask=first + place < width, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+        broken |= (value != value).to(tl.int32)
+    top = tl.maximum(tl.max(largest, 0), smallest)
+    top = tl.where(tl.max(broken, 0) > 0, float("nan"), top)  # a maximum may pass over what is no number
+    factor = tl.div_rn(1.0, top) * most  # as torch divides a number by a tensor
+    for first in range(0, width, BLOCK):
+        inside = first + place < width
+        code = tl.load(x + first + place, mask=inside, other=0.0).to(tl.float32) * factor
+        if ROUND:
+            code = (code + _TO_INTEGER) - _TO_INTEGER
+        tl.store(codes + first + place, code.to(codes.dtype.element_ty), mask=inside)
+    tl.store(scales + row, tl.div_rn(top, most))
+
+
+def quantise_rows(x: Tensor, dtype: torch.dtype, *, most: float, smallest: float, rows: int) -> tuple[Tensor, Tensor]:
+    """Codes [rows, K] of x [T, K], any behind T, and the float32 value [T] that code 1 of each row stands for.
+
+    Args:
+        x: inputs; those of a row are contiguous.
+        dtype: of the codes.
+        most: the largest code.
+        smallest: what the largest value of a row is taken for at least.
+        rows: of the codes, at least T.
+    """
+    count, width = x.shape
+    codes, scales = x.new_empty(rows, width, dtype=dtype), x.new_empty(count, dtype=torch.float32)
+    block = min(_BLOCK, triton.next_power_of_2(width))
+    _quantise_kernel[(count,)](
+        *(x, codes, scales, width, most, smallest, x.stride(0)), ROUND=not dtype.is_floating_point, BLOCK=block
+    )
+    return codes, scales
