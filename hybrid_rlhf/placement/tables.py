@@ -63,6 +63,8 @@ class PlacementAnswer:
             f"mean, prompts of {lengths.prompt_tokens:.0f}",
             f"{'plan':14}{head}",
         ]
+        if cluster.hosts > 1:
+            lines.insert(1, f"between hosts: {self._link()}")
         if self.configured is not None:
             style = self.configured.plan.placement.style
             lines += [_line("configured", self.configured), f"  {style}: {self.why(self.configured)}"]
@@ -77,6 +79,15 @@ class PlacementAnswer:
             if self.cluster.ranks > 1:
                 lines.append(f"  set it with --{key} '{_on_one_line(self.best.plan)}'")
         return lines
+
+    def _link(self) -> str:
+        """The link between hosts, and where its speed is from."""
+        source = {
+            "measured": "measured",
+            "given": "as given",
+            "data sheet": "the usual network of this machine, not measured; --link_gib_per_second sets it",
+        }[self.curves.link_source]
+        return f"{self.curves.link_gib_per_second:.4g} GiB/s per host and direction, {source}"
 
     def why(self, candidate: Candidate) -> str:
         """Why a plan is the best, or lost."""
@@ -116,6 +127,8 @@ class PlacementAnswer:
             "source": self.curves.source,
             "ranks": self.cluster.ranks,
             "hosts": self.cluster.hosts,
+            "link_gib_per_second": self.curves.link_gib_per_second,
+            "link_source": self.curves.link_source,
             "completions": len(self.job.lengths.completions),
             "mean_completion_tokens": self.job.lengths.mean_row - self.job.lengths.prompt_tokens,
             "prompt_tokens": self.job.lengths.prompt_tokens,

@@ -276,9 +276,9 @@ def test_without_curves_the_memory_is_planned_alone(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--machine h1000", "h1000"),
+        ("--machine h1000", "--machine must be this (the local machine), b200, h200, h100, "),
         ("--machine h100 --ranks 3 --hosts 2", "ranks must divide into equal hosts, got 3 ranks and 2 hosts"),
-        ("--link_gib_per_second 3", "link_gib_per_second is for a modelled machine, got 3.0"),
+        ("--machine nosuch.yaml", "--machine must name a data sheet, nosuch.yaml does not exist"),
         ("--machine h100 --plan_device_gib 3", "has memory of its own, got plan_device_gib 3.0"),
         ("--ranks 0", "ranks must be above 0, got 0"),
     ],

@@ -29,7 +29,7 @@ from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.configs.sft import SFTConfig
 
 if TYPE_CHECKING:
-    from hybrid_rlhf.memory.plan import PhaseMemory
+    from hybrid_rlhf.memory.plan import Device, PhaseMemory
     from hybrid_rlhf.placement.curves import MachineCurves
     from hybrid_rlhf.placement.tables import PlacementAnswer
     from hybrid_rlhf.rl.roles.room import PlacedPlanner
@@ -60,8 +60,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             config, steps = _single(name, words, prog=prog)
         from hybrid_rlhf.memory.report import table
 
-        planner, planned = planned_phases(_as_configured(config), steps)
-        answer = _placement(config, steps["rl"], planner) if "rl" in planned else None
+        curves, machine = _machine(config)
+        planner, planned = planned_phases(config, steps, machine)
+        answer = _placement(config, steps["rl"], planner, curves) if "rl" in planned and curves is not None else None
         if answer is not None and answer.configured is None:
             from hybrid_rlhf.rl.roles.room import named_phases
 
@@ -78,9 +79,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 
 
 def planned_phases(
-    config: PipelineConfig, steps: Mapping[str, Any]
+    config: PipelineConfig, steps: Mapping[str, Any], machine: Device | None = None
 ) -> tuple[PlacedPlanner, dict[str, list[PhaseMemory]]]:
-    """The planner of a pipeline, and the phases of each step that would run.
+    """The planner of a pipeline, and the phases of each step that would run; without a machine, on that of the run.
 
     Raises:
         UserError: for a local source that cannot be read, a placement that the ranks do not have, or one that does not
@@ -97,7 +98,7 @@ def planned_phases(
         for name in config.step_names
         if train.changed_settings(steps[name]) or not (Path(steps[name].output_dir) / "finished.json").exists()
     ]
-    planner = PlacedPlanner(this_machine(config), starts=starts_of(steps, anew))
+    planner = PlacedPlanner(machine or this_machine(config), starts=starts_of(steps, anew))
     return planner, {name: planner.phases(steps[name]) for name in config.step_names}
 
 
@@ -136,38 +137,46 @@ def _step_of_files(words: Sequence[str]) -> str | None:
     return fitting[0] if fitting else None
 
 
-def _as_configured(config: PlanConfig) -> PlanConfig:
-    """The config with the ranks and the memory of the machine that it names, as the memory plan reads them."""
-    config = replace(config, ranks=None, plan_ranks=config.ranks or config.plan_ranks)
+def _machine(config: PlanConfig) -> tuple[MachineCurves | None, Device]:
+    """The curves of the machine that a config names, if there are any, and what a rank has of it."""
+    from hybrid_rlhf.memory.report import this_machine
+    from hybrid_rlhf.placement.machines.datasheets import modelled_curves, sheet_of, with_usual_link
+    from hybrid_rlhf.placement.machines.stored import load_curves
+
+    run = replace(config, ranks=None, plan_ranks=config.ranks or config.plan_ranks)
     if config.machine == "this":
-        return config
-    from hybrid_rlhf.placement.machines.datasheets import DATA_SHEETS
-
-    gib = DATA_SHEETS[config.machine].device_gib
-    return replace(config, machine="this", link_gib_per_second=None, plan_device_gib=gib)
-
-
-def _placement(config: PlanConfig, rl: RLConfig, planner: PlacedPlanner) -> PlacementAnswer | None:
-    """The placements of the RL step; none without curves of the machine."""
-    curves = _curves(config)
-    machine = planner.machine
-    if curves is None or curves.device != machine.device.type:
-        return None
-    from hybrid_rlhf.engines.ds_config import read_overrides
-    from hybrid_rlhf.placement.job import JobReader, default_lengths
-    from hybrid_rlhf.placement.plans import Cluster
-    from hybrid_rlhf.placement.tables import plan_placement
-
+        curves, machine = load_curves(), this_machine(run)
+        if curves is not None and config.link_gib_per_second is not None:
+            curves = with_usual_link(curves, config.link_gib_per_second)
+        if curves is None or curves.device != machine.device.type:
+            return None, machine
+    else:
+        sheet = sheet_of(config.machine)
+        curves = modelled_curves(sheet, link_gib_per_second=config.link_gib_per_second)
+        machine = this_machine(replace(run, machine="this", plan_device_gib=sheet.device_gib))
+        if sheet.host_gib is not None:
+            machine = replace(machine, host_bytes=sheet.host_gib * 2**30 / sheet.ranks_per_host)
     hosts = config.hosts or -(-machine.ranks // curves.ranks_per_host)
     require(
         machine.ranks % hosts == 0,
         f"ranks must divide into equal hosts, got {machine.ranks} ranks and {hosts} hosts: give other --hosts",
     )
+    return curves, replace(machine, ranks_per_host=machine.ranks // hosts)
+
+
+def _placement(config: PlanConfig, rl: RLConfig, planner: PlacedPlanner, curves: MachineCurves) -> PlacementAnswer:
+    """The placements of the RL step."""
+    from hybrid_rlhf.engines.ds_config import read_overrides
+    from hybrid_rlhf.placement.job import JobReader, default_lengths
+    from hybrid_rlhf.placement.plans import Cluster
+    from hybrid_rlhf.placement.tables import plan_placement
+
+    machine = planner.machine
     lengths = default_lengths(rl, prompt_tokens=config.prompt_tokens, mean_tokens=config.completion_tokens)
     job = JobReader(machine.device, planner.shapes, planner.starts)(
         rl, lengths, overrides=read_overrides(rl.deepspeed_config)
     )
-    cluster = Cluster(machine.ranks, machine.ranks // hosts)
+    cluster = Cluster(machine.ranks, machine.ranks_per_host or machine.ranks)
     configured = None
     if not is_automatic(rl.placement):
         configured = resolve_placement(rl.placement, rl.placed_roles(), ranks=machine.ranks)
@@ -180,16 +189,6 @@ def _placement(config: PlanConfig, rl: RLConfig, planner: PlacedPlanner) -> Plac
         configured=configured,
         listed=config.candidates,
     )
-
-
-def _curves(config: PlanConfig) -> MachineCurves | None:
-    if config.machine == "this":
-        from hybrid_rlhf.placement.machines.stored import load_curves
-
-        return load_curves()
-    from hybrid_rlhf.placement.machines.datasheets import DATA_SHEETS, modelled_curves
-
-    return modelled_curves(DATA_SHEETS[config.machine], link_gib_per_second=config.link_gib_per_second)
 
 
 def _memory(planned: Mapping[str, Sequence[PhaseMemory]]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ number and that of their hosts, so layouts share prices.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
@@ -54,6 +55,7 @@ class _Span(NamedTuple):
 
     ranks: int
     hosts: int
+    most_on_a_host: int
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ class Costs:
                 work += Work(wire=2 * c.host_link(states))
             return work * c.factor("weight_sync")
 
-        shape = (span, actor.zero, len(sampling.ranks), sampling.tensor_parallel, union.hosts)
+        shape = (span, actor.zero, self._span(sampling.ranks), sampling.tensor_parallel, union.hosts)
         kind = (plan.separate, self._sends_ahead(plan), plan.placement.with_actor, plan.offload_states)
         return self._once(("sync", *shape, *kind), price)
 
@@ -227,9 +229,11 @@ class Costs:
         received = self.job.inference_dtype.itemsize * self.job.actor.sizes.parameters / sampling.tensor_parallel
         sent = received * len(sampling.ranks) / len(actor)
         buckets = max(1, math.ceil(self.job.actor.sizes.parameters / BUCKET_ELEMENTS))
-        part = max(received, sent) / buckets
-        wire = buckets * self.curves.collective("transfer", ranks=2, size_bytes=part, hosts=hosts)
-        return Work(self.curves.copies(received), wire)
+        ends = ((received, self._span(sampling.ranks)), (sent, self._span(actor)))
+        wire = max(
+            self.curves.transfer(size / buckets, hosts=hosts, at_once=span.most_on_a_host) for size, span in ends
+        )
+        return Work(self.curves.copies(received), buckets * wire)
 
     def _bucketed(self, kind: Collective, span: _Span, size: float) -> float:
         buckets = max(1, math.ceil(size / (self._bytes * BUCKET_ELEMENTS)))
@@ -312,7 +316,7 @@ class Costs:
         """A collective of all ranks over a number for each token of the rollout's completions."""
 
         def price() -> Work:
-            everyone = _Span(self.cluster.ranks, self.cluster.hosts)
+            everyone = self._span(tuple(range(self.cluster.ranks)))
             return Work(wire=self._collective(kind, everyone, 4 * elements_per_token * self._rollout_tokens))
 
         return self._once(("exchange", kind, elements_per_token), price)
@@ -336,7 +340,11 @@ class Costs:
         return self.curves.collective(kind, ranks=span.ranks, size_bytes=size, hosts=span.hosts)
 
     def _span(self, ranks: tuple[int, ...]) -> _Span:
-        return self._once(("span", ranks), lambda: _Span(len(ranks), self.cluster.hosts_of(ranks)))
+        def span() -> _Span:
+            on_hosts = Counter(rank // self.cluster.ranks_per_host for rank in ranks)
+            return _Span(len(ranks), len(on_hosts), max(on_hosts.values()))
+
+        return self._once(("span", ranks), span)
 
     def _group_hosts(self, place: RolePlacement) -> int:
         """The most hosts that a tensor-parallel group of a role is on."""

@@ -1,10 +1,10 @@
 """`placement: auto`: the planner's fastest placement that fits, and how wrong its prediction turns out to be.
 
-The plan is made on the first rank, from the curves that `hybrid-rlhf calibrate` measured on this machine and from
-assumed lengths of the completions. After a few steps their lengths replace the assumed ones, then the measured phases
-correct the curves, and the log says whether another placement would now be faster. With
-`placement.adapt` the run then moves to it, if the steps that are left gain more than the move costs (rl/build.py);
-otherwise it keeps its placement, and a checkpoint resumes under any other.
+The plan is made on the first rank, from the curves that `hybrid-rlhf calibrate` measured on this machine, from what a
+run on several hosts measures between them, and from assumed lengths of the completions. After a few steps their lengths
+replace the assumed ones, then the measured phases correct the curves, and the log says whether another placement would
+now be faster. With `placement.adapt` the run then moves to it, if the steps that are left gain more than the move costs
+(rl/build.py); otherwise it keeps its placement, and a checkpoint resumes under any other.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import JobReader, RLJob, StepLengths, default_lengths, measured_lengths
+from hybrid_rlhf.placement.machines.collectives import Times, time_between_hosts
+from hybrid_rlhf.placement.machines.links import with_measured_link
 from hybrid_rlhf.placement.machines.stored import load_curves
 from hybrid_rlhf.placement.memory import MemoryModel
 from hybrid_rlhf.placement.plans import Cluster, StepPlan
@@ -36,6 +38,8 @@ from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 logger = logging.getLogger(LOGGER_NAME)
+LINK_SIZES = [2**8, 2**14, 2**18, 2**20, 2**22, 2**24]
+"""Bytes that are exchanged to measure the link between hosts."""
 _MEASURED_STEPS = 4
 """First steps that are compared; the first of them is left out, as caches are cold."""
 
@@ -107,9 +111,10 @@ def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, Placemen
     if not is_automatic(config.placement):
         return config, None
     watch, choice = None, None
+    link = time_between_hosts(world, LINK_SIZES) if world.size > world.local_size else None
     with shared_user_errors(world):
         if world.is_main:
-            watch = PlacementWatch(_PlanRequest.of(config, world), adapts=adapts(config.placement))
+            watch = PlacementWatch(_PlanRequest.of(config, world, link=link), adapts=adapts(config.placement))
             choice = PlannedSettings.of(watch.plan)
             for line in watch.answer.lines():
                 logger.info("%s", line)
@@ -128,8 +133,13 @@ class _PlanRequest:
     machine: Device
 
     @classmethod
-    def of(cls, config: RLConfig, world: World) -> _PlanRequest:
+    def of(cls, config: RLConfig, world: World, *, link: Times | None = None) -> _PlanRequest:
         """The request of a run.
+
+        Args:
+            config: of the run.
+            world: all of its ranks.
+            link: what was measured between its hosts; none: it has one host.
 
         Raises:
             UserError: when this machine has no curves.
@@ -140,6 +150,8 @@ class _PlanRequest:
                 "placement auto needs measured curves of this machine, got none: run hybrid-rlhf calibrate, or name a "
                 "placement"
             )
+        if link is not None:
+            curves = with_measured_link(curves, link)
         lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
         job = JobReader(world.device, Shapes())(config, lengths, overrides=read_overrides(config.deepspeed_config))
         return cls(job, curves, Cluster(world.size, world.local_size), own_device(world.size, local=world.local_size))
