@@ -24,18 +24,32 @@ from hybrid_rlhf.configs.pipeline import PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import is_automatic, resolve_placement
+from hybrid_rlhf.configs.sections.placement import Placement, is_automatic, resolve_placement
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.configs.sft import SFTConfig
 
 if TYPE_CHECKING:
     from hybrid_rlhf.memory.plan import Device, PhaseMemory
+    from hybrid_rlhf.memory.remedies import Remedy
     from hybrid_rlhf.placement.curves import MachineCurves
+    from hybrid_rlhf.placement.job import RLJob
+    from hybrid_rlhf.placement.search import Candidate
     from hybrid_rlhf.placement.tables import PlacementAnswer
     from hybrid_rlhf.rl.roles.room import PlacedPlanner
 
 _NO_CURVES = "times are not predicted: run hybrid-rlhf calibrate first, or name a machine, for example --machine h100"
 
+_PLANNED = (
+    "actor.zero.stage",
+    "critic.zero.stage",
+    "actor.zero.offload_optimizer",
+    "critic.zero.offload_optimizer",
+    "rollout.tensor_parallel",
+    "rollout.offload_frozen",
+    "rollout.offload_states",
+    "train.micro_batch_tokens",
+)
+"""Settings that a plan of placements chooses itself."""
 _STEPS: dict[str, type] = {
     "sft": SFTConfig,
     "reward": RewardConfig,
@@ -62,12 +76,14 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 
         curves, machine = _machine(config)
         planner, planned = planned_phases(config, steps, machine)
-        answer = _placement(config, steps["rl"], planner, curves) if "rl" in planned and curves is not None else None
+        planning = None if curves is None else _Placements(config, planner, curves)
+        advised = _advised(planner, planned, steps, planning)
+        answer = planning.answer(steps["rl"], advised.get("rl")) if "rl" in planned and planning is not None else None
         if answer is not None and answer.configured is None:
             from hybrid_rlhf.rl.roles.room import named_phases
 
             planned["rl"] = named_phases(answer.result.ranked[0].memory.phases, ranks=answer.cluster.ranks)
-        lines, fits = table(planner, planned, steps, single=name is not None)
+        lines, fits = table(planner, planned, steps, single=name is not None, advised=advised)
         if "rl" in planned:
             key = "placement" if name is not None else "rl.placement"
             if answer is not None and answer.best is not None and not all(phase.fits for phase in planned["rl"]):
@@ -164,31 +180,79 @@ def _machine(config: PlanConfig) -> tuple[MachineCurves | None, Device]:
     return curves, replace(machine, ranks_per_host=machine.ranks // hosts)
 
 
-def _placement(config: PlanConfig, rl: RLConfig, planner: PlacedPlanner, curves: MachineCurves) -> PlacementAnswer:
-    """The placements of the RL step."""
-    from hybrid_rlhf.engines.ds_config import read_overrides
-    from hybrid_rlhf.placement.job import JobReader, default_lengths
-    from hybrid_rlhf.placement.plans import Cluster
-    from hybrid_rlhf.placement.tables import plan_placement
+def _advised(
+    planner: PlacedPlanner,
+    planned: Mapping[str, Sequence[PhaseMemory]],
+    steps: Mapping[str, Any],
+    times: _Placements | None,
+) -> dict[str, list[Remedy]]:
+    """The remedies of the steps that do not fit; those of RL by the time that is predicted with them."""
+    from hybrid_rlhf.memory.remedies import remedies
 
-    machine = planner.machine
-    lengths = default_lengths(rl, prompt_tokens=config.prompt_tokens, mean_tokens=config.completion_tokens)
-    job = JobReader(machine.device, planner.shapes, planner.starts)(
-        rl, lengths, overrides=read_overrides(rl.deepspeed_config)
-    )
-    cluster = Cluster(machine.ranks, machine.ranks_per_host or machine.ranks)
-    configured = None
-    if not is_automatic(rl.placement):
-        configured = resolve_placement(rl.placement, rl.placed_roles(), ranks=machine.ranks)
-    return plan_placement(
-        job,
-        curves,
-        cluster,
-        device_bytes=machine.device_bytes,
-        host_bytes=machine.host_bytes,
-        configured=configured,
-        listed=config.candidates,
-    )
+    return {
+        name: remedies(planner, steps[name], times.seconds if name == "rl" and times is not None else None)
+        for name, phases in planned.items()
+        if not all(phase.fits for phase in phases)
+    }
+
+
+class _Placements:
+    """Placements of an RL step on a machine with curves."""
+
+    def __init__(self, config: PlanConfig, planner: PlacedPlanner, curves: MachineCurves) -> None:
+        from hybrid_rlhf.placement.plans import Cluster
+
+        machine = planner.machine
+        self._config, self._planner, self._curves = config, planner, curves
+        self._cluster = Cluster(machine.ranks, machine.ranks_per_host or machine.ranks)
+        self._memory = {"device_bytes": machine.device_bytes, "host_bytes": machine.host_bytes}
+
+    def answer(self, rl: RLConfig, advised: Sequence[Remedy] | None) -> PlacementAnswer:
+        """The best plans of a step, with what a remedy sets besides if nothing fits without it."""
+        from hybrid_rlhf.memory.remedies import with_settings
+        from hybrid_rlhf.placement.search import SearchResult
+        from hybrid_rlhf.placement.tables import plan_placement
+
+        listed = self._config.candidates
+        answer = plan_placement(
+            self._job(rl), self._curves, self._cluster, **self._memory, configured=self._placement(rl), listed=listed
+        )
+        if answer.best is not None or not advised:
+            return answer
+        settings = advised[0].settings
+        given = {key: value for key, value in settings.items() if key not in _PLANNED}
+        base = with_settings(rl, given)
+        found = plan_placement(self._job(base), self._curves, self._cluster, **self._memory, listed=listed)
+        remedied = self._candidate(with_settings(rl, settings))
+        tokens = settings.get("train.micro_batch_tokens")
+        remedied = replace(remedied, plan=replace(remedied.plan, micro_batch_tokens=tokens))
+        result = found.result.merged(SearchResult((remedied,), 1, (remedied,)))
+        return replace(found, result=result, configured=answer.configured, given=given)
+
+    def seconds(self, rl: RLConfig) -> float:
+        """Predicted for a step as it is configured; infinite where its time cannot be predicted."""
+        return self._candidate(rl).seconds
+
+    def _candidate(self, rl: RLConfig) -> Candidate:
+        from hybrid_rlhf.placement.tables import configured_plan
+
+        placement = self._placement(rl) or resolve_placement(None, rl.placed_roles(), ranks=self._cluster.ranks)
+        return configured_plan(self._job(rl), self._curves, self._cluster, placement, **self._memory)
+
+    def _placement(self, rl: RLConfig) -> Placement | None:
+        """As configured; none: the planner places the roles."""
+        if is_automatic(rl.placement):
+            return None
+        return resolve_placement(rl.placement, rl.placed_roles(), ranks=self._cluster.ranks)
+
+    def _job(self, rl: RLConfig) -> RLJob:
+        from hybrid_rlhf.engines.ds_config import read_overrides
+        from hybrid_rlhf.placement.job import JobReader, default_lengths
+
+        given, planner = self._config, self._planner
+        lengths = default_lengths(rl, prompt_tokens=given.prompt_tokens, mean_tokens=given.completion_tokens)
+        read = JobReader(planner.machine.device, planner.shapes, planner.starts)
+        return read(rl, lengths, overrides=read_overrides(rl.deepspeed_config))
 
 
 def _memory(planned: Mapping[str, Sequence[PhaseMemory]]) -> list[dict[str, Any]]:

@@ -89,7 +89,8 @@ class Costs:
             if together > 1:
                 return self._split_read(role.sizes, span.ranks // together, together, group_hosts)
             batches = self._batches(len(self.job.lengths.completions), span.ranks)
-            work = self._forward(role.sizes, batches.each, span, place.zero)
+            on_host = role.zero.offload_parameters
+            work = self._forward(role.sizes, batches.each, span, place.zero, offloads=on_host)
             beside = self._call("read") + self._call("read_token") * batches.each.tokens
             work = (work + Work(beside)) * batches.count
             if offloaded:  # weights travel to the device for each read
@@ -122,8 +123,9 @@ class Costs:
 
         def price() -> Work:
             batches = self._batches(math.ceil(self.job.learned_rows / algorithm.mini_batches), span.ranks)
-            passes = self._forward(role.sizes, batches.each, span, place.zero)
-            passes += self._backward(role.sizes, batches.each, span, place.zero)
+            on_host = role.zero.offload_parameters
+            passes = self._forward(role.sizes, batches.each, span, place.zero, offloads=on_host)
+            passes += self._backward(role.sizes, batches.each, span, place.zero, offloads=on_host)
             passes += Work(self._call("trained_token") * batches.each.tokens)
             passes = Work(passes.compute * by_ranks(self.curves.shared_training, span.ranks, none=1.0), passes.wire)
             return (passes * batches.count + self._step(role.sizes, span, place.zero, offloads)) * self.job.updates
@@ -141,16 +143,28 @@ class Costs:
             count, PassedTokens(each * lengths.mean_row, each * new_tokens, each * lengths.mean_square)
         )
 
-    def _forward(self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int) -> Work:
+    def _from_host(self, sizes: ModelDimensions, span: _Span, zero: int, offloads: bool) -> Work:
+        """A rank's part of the weights for a pass, where they are on the host."""
+        return Work(wire=self.curves.host_link(self._bytes * sizes.parameters / span.ranks)) * (offloads and zero == 3)
+
+    def _forward(
+        self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int, *, offloads: bool = False
+    ) -> Work:
         passes = self._passes(sizes)
         work = Work(passes.forward(batch)) + self._gathers("forward", sizes, passes.layer(batch), span, zero)
+        work += self._from_host(sizes, span, zero, offloads)
         return Work(work.compute * self.curves.factor("forward"), work.wire)
 
-    def _backward(self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int) -> Work:
+    def _backward(
+        self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int, *, offloads: bool = False
+    ) -> Work:
         passes, checkpoints = self._passes(sizes), self.job.config.model.gradient_checkpointing
         layer = passes.layer_backward(batch, checkpoints=checkpoints)
         work = Work(passes.backward(batch, checkpoints=checkpoints))
-        work += self._gathers("backward", sizes, layer, span, zero)
+        work += self._gathers("backward", sizes, layer, span, zero) + self._from_host(sizes, span, zero, offloads)
+        if self.job.config.model.activation_offload:  # the input of each layer, to the host and back
+            kept = self._bytes * batch.tokens * sizes.hidden
+            work += Work(wire=2 * sizes.layers * self.curves.host_link(kept))
         if zero >= 2:
             work += Work(wire=self._collective("reduce_scatter", span, self._bytes * sizes.trained))
         return Work(work.compute * self.curves.factor("backward"), work.wire)

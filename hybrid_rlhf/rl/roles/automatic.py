@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import adapts, is_automatic
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.memory.plan import Device, own_device
+from hybrid_rlhf.memory.remedies import with_settings
 from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
@@ -49,31 +50,18 @@ class PlannedSettings:
     """The plan as settings of the config, from the first rank to all."""
 
     placement: dict[str, dict[str, Any]]
-    rollout: dict[str, Any]
-    """Settings of the section rollout."""
-    zero: dict[str, Any]
-    """Of the section actor.zero."""
-    train: dict[str, Any]
-    """Of the section train."""
+    others: dict[str, Any]
+    """Dotted keys."""
 
     @classmethod
-    def of(cls, plan: StepPlan) -> PlannedSettings:
-        """A plan as settings of a config."""
-        rollout: dict[str, Any] = {"tensor_parallel": 1 if plan.separate else plan.sampling.tensor_parallel}
-        rollout |= {key: True for key in ("offload_frozen", "offload_states") if getattr(plan, key)}
-        tokens = plan.micro_batch_tokens
-        return cls(
-            plan.placement_setting(),
-            rollout,
-            {"offload_optimizer": True} if plan.offload_optimizer else {},
-            {} if tokens is None else {"micro_batch_tokens": tokens},
-        )
+    def of(cls, plan: StepPlan, config: RLConfig) -> PlannedSettings:
+        """A plan as settings of a config with `placement: auto`."""
+        return cls(plan.placement_setting(), plan.settings(config))
 
     def applied(self, config: RLConfig) -> RLConfig:
-        """A config with `placement: auto`, under the plan."""
-        actor = replace(config.actor, zero=replace(config.actor.zero, **self.zero))
-        rollout, train = replace(config.rollout, **self.rollout), replace(config.train, **self.train)
-        return replace(config, placement=self.placement, rollout=rollout, actor=actor, train=train)
+        """The config under the plan."""
+        changed: RLConfig = with_settings(config, {**self.others, "placement": self.placement})
+        return changed
 
 
 @dataclass(frozen=True)
@@ -115,7 +103,7 @@ def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, Placemen
     with shared_user_errors(world):
         if world.is_main:
             watch = PlacementWatch(_PlanRequest.of(config, world, link=link), adapts=adapts(config.placement))
-            choice = PlannedSettings.of(watch.plan)
+            choice = PlannedSettings.of(watch.plan, config)
             for line in watch.answer.lines():
                 logger.info("%s", line)
     choice = world.broadcast_object(choice)
@@ -265,7 +253,7 @@ class PlacementWatch:
         price = MovePrice(cost, now - best.seconds)
         moves = self._adapts and price.pays(steps_left=steps_left)
         if moves:
-            self.move = Move(PlannedSettings.of(best.plan), best.plan.placement.style, price)
+            self.move = Move(PlannedSettings.of(best.plan, self._question.job.config), best.plan.placement.style, price)
         logger.info(
             "placement: with these measurements %s is expected to take %.2f s a step, this one %.2f s; moving is "
             "expected to take %.1f s, and %d steps are left: %s",
