@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.placement.emulation import Emulation, run_emulated
 from benchmarks.placement.runs import WARM_STEPS, run_line, write_inputs
 from benchmarks.placement.settings import Setting
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import Placement, ZeroStage
 from hybrid_rlhf.placement.plans import LEARNERS, StepPlan
 from hybrid_rlhf.placement.search import STYLES, Candidate, Search
@@ -149,7 +150,7 @@ def emulate_plans(
         yield {
             "plan": candidate.plan.placement.style,
             "placement": candidate.plan.placement_setting(),
-            "settings": candidate.plan.settings(),
+            "settings": candidate.plan.settings(RLConfig()),
             "predicted_seconds": candidate.seconds,
             "emulated_seconds": times[0].step_seconds / pace,
             "pace": pace,

@@ -154,7 +154,7 @@ def _described(candidate: Candidate) -> dict[str, Any]:
     return {
         "plan": plan.placement.style,
         "placement": plan.placement_setting(),
-        "settings": plan.settings(),
+        "settings": plan.settings(RLConfig()),
         "predicted_seconds": candidate.seconds,
     }
 

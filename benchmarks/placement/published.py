@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.placement.rules import without_communication
 from benchmarks.placement.settings import Setting
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.placement.plans import StepPlan, style_of
 from hybrid_rlhf.placement.search import STYLES, Candidate, Search
@@ -211,7 +212,7 @@ def _words(candidate: Candidate) -> Iterator[str]:
             zero = f" ZeRO-{role.zero}" if name == "actor" else ""
             together = f" TP {role.tensor_parallel}" if role.tensor_parallel > 1 else ""
             yield f"{name} {len(role.ranks)}{zero}{together}"
-    yield from (f"`{key}`" for key in plan.settings())
+    yield from (f"`{key}`" for key in plan.settings(RLConfig()))
 
 
 def _tell(lines: list[str]) -> None:

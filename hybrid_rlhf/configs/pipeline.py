@@ -163,7 +163,8 @@ class PipelineConfig:
         return sft if name != "sft" and ("sft" in self.step_names or has_model(sft)) else self.base_model
 
 
-Machine = Literal["this", "h100", "h200", "a100", "a100-40g", "a800", "4090"]
+MACHINES = ("b200", "h200", "h100", "a100", "a100-40g", "a800", "l40s", "a10g", "4090", "3090", "mi300x")
+"""With data sheets (placement/machines/datasheets.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,15 +177,16 @@ class DemoConfig(PipelineConfig):
 class PlanConfig(PipelineConfig):
     """Memory of each phase of each step, and the placement of the roles of RL that is predicted to be the fastest."""
 
-    machine: Machine = "this"
-    """Machine to plan for. this: the local machine, as measured by hybrid-rlhf calibrate; other machines are modelled
-    from data sheets."""
+    machine: str = "this"
+    """Machine to plan for. this: the local machine, as measured by hybrid-rlhf calibrate. Modelled from data sheets:
+    b200, h200, h100, a100, a100-40g, a800, l40s, a10g, 4090, 3090, mi300x, or a YAML file with a data sheet."""
     ranks: int | None = None
     """Number of ranks on all hosts; null: the number that a run would start."""
     hosts: int | None = None
     """Number of hosts, with the same number of ranks each; null: the minimum for the machine's GPUs per host."""
     link_gib_per_second: float | None = None
-    """Bandwidth between hosts, in GiB per second per host and direction; null: that of the machine's usual network."""
+    """Bandwidth between hosts, in GiB per second per host and direction; null: that of the machine's usual network.
+    With --machine this, collectives within a host stay those that hybrid-rlhf calibrate measured."""
     prompt_tokens: float | None = None
     """Mean length of the prompts; null: half of rl.rollout.max_prompt_tokens."""
     completion_tokens: float | None = None
@@ -207,9 +209,9 @@ class PlanConfig(PipelineConfig):
             f"--machine {self.machine} has memory of its own, got plan_device_gib {self.plan_device_gib}: leave it out",
         )
         require(
-            self.machine != "this" or self.link_gib_per_second is None,
-            f"link_gib_per_second is for a modelled machine, got {self.link_gib_per_second} with --machine this: name "
-            "one, for example --machine h100",
+            self.machine in ("this", *MACHINES) or self.machine.endswith((".yaml", ".yml")),
+            f"--machine must be this (the local machine), {', '.join(MACHINES[:-1])} or {MACHINES[-1]}, or a YAML file "
+            f"with a data sheet, got {self.machine}: give one of them",
         )
 
 

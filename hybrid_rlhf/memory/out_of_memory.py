@@ -100,7 +100,7 @@ def _smaller(planner: Planner, config: AnyStep, phase: str, now: PhaseMemory) ->
     """The first candidates, with different keys, that clearly reduce the memory of a phase."""
     found: list[Settings] = []
     tried = 0
-    for settings in candidates(config, planner.machine.ranks):
+    for settings in candidates(config, planner.machine):
         if any(settings.keys() & other.keys() for other in found) or not _may_help(settings, now):
             continue
         try:

@@ -48,15 +48,17 @@ class Device:
     """Memory of the rank's device; on a CPU its share of the free memory."""
     host_bytes: float | None = None
     """The rank's share of the host's free memory, where the host is not the device; none: not known."""
+    ranks_per_host: int | None = None
+    """None: all of them."""
 
 
 def own_device(ranks: int, *, local: int) -> Device:
     """This machine, as one of so many ranks sees it, `local` of which share its host."""
     free = psutil.virtual_memory().available / local
     if not torch.cuda.is_available():
-        return Device(torch.device("cpu"), ranks, free)
+        return Device(torch.device("cpu"), ranks, free, ranks_per_host=local)
     total = torch.cuda.get_device_properties(0).total_memory
-    return Device(torch.device("cuda"), ranks, total - GPU_RESERVE_GIB * 2**30, free)
+    return Device(torch.device("cuda"), ranks, total - GPU_RESERVE_GIB * 2**30, free, local)
 
 
 @dataclass(frozen=True)

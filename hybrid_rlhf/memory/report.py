@@ -10,7 +10,7 @@ import torch
 
 from hybrid_rlhf.configs.pipeline import PipelineConfig, has_model, start_of
 from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, AnyStep, Device, PhaseMemory, own_device
-from hybrid_rlhf.memory.remedies import PhasePlanner, remedy
+from hybrid_rlhf.memory.remedies import PhasePlanner, Remedy, remedies
 
 _COLUMNS = ("weights", "gradients", "optimizer", "activations", "inference", "cache", "buffers")
 
@@ -21,6 +21,7 @@ def table(
     steps: Mapping[str, AnyStep],
     *,
     single: bool = False,
+    advised: Mapping[str, Sequence[Remedy]] | None = None,
 ) -> tuple[list[str], bool]:
     """The plan of the steps that would run.
 
@@ -29,6 +30,7 @@ def table(
         planned: the phases of each step.
         steps: all steps, resolved, in the order of the pipeline.
         single: of one step, whose keys stand for themselves.
+        advised: the remedies of steps that do not fit; of other steps they are looked for.
 
     Returns:
         the lines of the report, and whether everything fits.
@@ -45,7 +47,10 @@ def table(
         lines += [_line(phase, width) for phase in phases]
         if misfits := [phase.title for phase in phases if not phase.fits]:
             good = False
-            advice = _advice(planner, steps[name], prefix="" if single else f"{name}.")
+            found = (advised or {}).get(name)
+            advice = _advice(
+                remedies(planner, steps[name]) if found is None else found, prefix="" if single else f"{name}."
+            )
             lines.append(f"  {name} does not fit as configured ({', '.join(misfits)}): {advice}")
     return lines, good
 
@@ -81,11 +86,10 @@ def _ranks(config: PipelineConfig) -> int | None:
     return sum(int(slots) for slots in re.findall(r"slots=(\d+)", Path(file).read_text()))
 
 
-def _advice(planner: PhasePlanner[AnyStep], config: AnyStep, *, prefix: str) -> str:
-    settings = remedy(planner, config)
-    if settings is None:
+def _advice(found: Sequence[Remedy], *, prefix: str) -> str:
+    if not found:
         return "no known setting suffices, use more ranks or a smaller model"
-    return "it fits with " + " ".join(f"--{prefix}{key} {str(value).lower()}" for key, value in settings.items())
+    return "it fits with " + ", or with ".join(each.in_words(prefix) for each in found)
 
 
 def _line(phase: PhaseMemory, width: int) -> str:

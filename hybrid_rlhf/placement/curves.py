@@ -22,11 +22,12 @@ import numpy.typing as npt
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import require
 
-FORMAT = 3
+FORMAT = 4
 """Of the file; a file of another format is refused."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "transfer"]
 """What ranks exchange. Bytes are those of the whole tensor: the result of an all-gather, the input of a reduce-scatter;
-a transfer is from one rank to another."""
+a transfer is from one rank to another, between hosts what all ranks of a host send or receive at once."""
+LinkSource = Literal["measured", "given", "data sheet"]
 Kind = Literal["forward", "backward", "optimizer", "prefill", "decode", "weight_sync", "collective"]
 """Kinds of work, each with a factor that corrects its predictions (`MachineCurves.corrected`)."""
 
@@ -176,7 +177,13 @@ class MachineCurves:
     collectives: Mapping[str, Surface]
     """By kind (`Collective`): (ranks, bytes) within a host."""
     between_hosts: Mapping[str, Surface]
-    """The same where the ranks are on several hosts."""
+    """The same where the ranks are on several hosts, whose ranks use the whole link between hosts."""
+    link_gib_per_second: float = 0.0
+    """Of the link between hosts, one direction of a host; 0: not known."""
+    link_source: LinkSource = "data sheet"
+    """Where the times between hosts are from."""
+    ranks_to_fill_link: float = 1.0
+    """Ranks of a host that use its whole link, such as one for each network card; fewer get a part of it."""
     calls: Mapping[str, float] = field(default_factory=dict)
     """Fixed seconds: of a `forward`, a `backward`, an optimizer `step` of an engine; of entering and leaving generation
     (`generation`), of a `prefill` and of each `completion`. Beside passes: of each forward in scoring (`read`) and each
@@ -228,7 +235,8 @@ class MachineCurves:
         """Seconds of a collective of so many ranks on so many hosts."""
         if ranks <= 1 or size_bytes <= 0:
             return 0.0
-        return self.factor("collective") * self._surface(kind, hosts)(ranks, size_bytes)
+        size = size_bytes * self._unfilled(ranks / hosts, hosts)
+        return self.factor("collective") * self._surface(kind, hosts)(ranks, size)
 
     def collective_each(
         self, kind: Collective, *, ranks: int, size_bytes: npt.NDArray[np.float64], hosts: int
@@ -236,7 +244,18 @@ class MachineCurves:
         """The same of many sizes."""
         if ranks <= 1:
             return np.zeros_like(size_bytes)
-        return self.factor("collective") * self._surface(kind, hosts).each(ranks, size_bytes)
+        sizes = size_bytes * self._unfilled(ranks / hosts, hosts)
+        return self.factor("collective") * self._surface(kind, hosts).each(ranks, sizes)
+
+    def transfer(self, size_bytes: float, *, hosts: int, at_once: int) -> float:
+        """Seconds in which a rank sends to another, while so many ranks of its host send as much, and share its link
+        to other hosts."""
+        size = size_bytes if hosts == 1 else size_bytes * at_once * self._unfilled(at_once, hosts)
+        return self.factor("collective") * self._surface("transfer", hosts)(2, size)
+
+    def _unfilled(self, ranks_of_host: float, hosts: int) -> float:
+        """The whole link of a host over the part of it that so many of its ranks use."""
+        return 1.0 if hosts == 1 else max(1.0, self.ranks_to_fill_link / ranks_of_host)
 
     def _surface(self, kind: Collective, hosts: int) -> Surface:
         return (self.collectives if hosts == 1 else self.between_hosts)[kind]

@@ -10,6 +10,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage, in_words
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
+from hybrid_rlhf.memory.remedies import setting
 from hybrid_rlhf.placement.job import RLJob
 
 LEARNERS = ("actor", "critic")
@@ -52,8 +53,9 @@ class StepPlan:
     @classmethod
     def of(cls, config: RLConfig, placement: Placement) -> StepPlan:
         """The plan that a config with its resolved placement is; what it leaves out is taken from the config."""
-        rollout = config.rollout
-        return cls(placement, rollout.policy_lag, rollout.offload_frozen, rollout.offload_states)
+        rollout, zero = config.rollout, config.actor.zero
+        on_host = zero.offload_optimizer and (config.critic is None or config.critic_zero.offload_optimizer)
+        return cls(placement, rollout.policy_lag, rollout.offload_frozen, rollout.offload_states, on_host)
 
     @property
     def roles(self) -> Mapping[str, RolePlacement]:
@@ -119,21 +121,23 @@ class StepPlan:
             for name, role in self.roles.items()
         }
 
-    def settings(self) -> dict[str, object]:
-        """What besides the ranks differs from the defaults, as keys of the RL config."""
-        found: dict[str, object] = {}
-        if not self.separate and self.sampling.tensor_parallel > 1:
-            found["rollout.tensor_parallel"] = self.sampling.tensor_parallel
+    def settings(self, config: RLConfig) -> dict[str, Any]:
+        """What a config must have besides the placement so that it runs as planned: keys whose values differ."""
+        found: dict[str, Any] = {"rollout.tensor_parallel": 1 if self.separate else self.sampling.tensor_parallel}
+        found |= {f"rollout.{key}": getattr(self, key) for key in ("offload_frozen", "offload_states")}
         if self.policy_lag:
             found["rollout.async_sampling.policy_lag"] = self.policy_lag
-        for key in ("offload_frozen", "offload_states"):
-            if getattr(self, key):
-                found[f"rollout.{key}"] = True
-        if self.offload_optimizer:
-            found["zero.offload_optimizer"] = True
         if self.micro_batch_tokens is not None:
             found["train.micro_batch_tokens"] = self.micro_batch_tokens
-        return found
+        if self.offload_optimizer:
+            sections = {"actor.zero": config.actor.zero}
+            if config.critic is not None and config.critic.zero is not None:
+                sections["critic.zero"] = config.critic.zero
+            for name, section in sections.items():
+                if section.stage == 0:  # the rules of the section want one, though the placement has its own
+                    found[f"{name}.stage"] = max(2, self.roles["actor"].zero)
+                found[f"{name}.offload_optimizer"] = True
+        return {key: value for key, value in found.items() if setting(config, key) != value}
 
 
 def style_of(roles: Mapping[str, tuple[int, ...]], ranks: int) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -39,6 +40,8 @@ class PlacementAnswer:
     """The plan that the config is; none: the planner places the roles, or there was no config to compare with."""
     listed: int = 0
     """Plans to list beside the best of each style."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that the plans have and the configured one does not, because nothing fits without them."""
 
     @property
     def others(self) -> list[Candidate]:
@@ -53,6 +56,7 @@ class PlacementAnswer:
 
     def lines(self, key: str = "rl.placement") -> list[str]:
         """The tables that a user reads; `key` sets the placement."""
+        prefix = key.removesuffix("placement")
         lengths, cluster = self.job.lengths, self.cluster
         new_tokens = lengths.mean_row - lengths.prompt_tokens
         hosts = f"{cluster.hosts} host{'s' * (cluster.hosts > 1)}"
@@ -63,20 +67,33 @@ class PlacementAnswer:
             f"mean, prompts of {lengths.prompt_tokens:.0f}",
             f"{'plan':14}{head}",
         ]
+        if cluster.hosts > 1:
+            lines.insert(1, f"between hosts: {self._link()}")
         if self.configured is not None:
             style = self.configured.plan.placement.style
             lines += [_line("configured", self.configured), f"  {style}: {self.why(self.configured)}"]
+        if self.given:
+            lines.append(f"the plans below have {_options(self.given, prefix)}, without which none fits")
         for candidate in self.result.ranked:
             lines += [_line(candidate.plan.placement.style, candidate), f"  {self.why(candidate)}"]
         for candidate in self.others:
-            settings = [f"{name}: {value}" for name, value in candidate.plan.settings().items()]
+            settings = [f"{name}: {value}" for name, value in candidate.plan.settings(self.job.config).items()]
             lines.append(_line(candidate.plan.placement.style, candidate))
             lines.append(f"  {', '.join([_on_one_line(candidate.plan), *settings])}: {self.why(candidate)}")
         if self.best is not None:
             lines += ["", f"best plan: {self.best.plan.placement.style}", *_roles(self.best, self.job)]
-            if self.cluster.ranks > 1:
-                lines.append(f"  set it with --{key} '{_on_one_line(self.best.plan)}'")
+            others = _options({**self.given, **self.best.plan.settings(self.job.config)}, prefix)
+            lines.append(f"  set it with --{key} '{_on_one_line(self.best.plan)}' {others}".rstrip())
         return lines
+
+    def _link(self) -> str:
+        """The link between hosts, and where its speed is from."""
+        source = {
+            "measured": "measured",
+            "given": "as given",
+            "data sheet": "the usual network of this machine, not measured; --link_gib_per_second sets it",
+        }[self.curves.link_source]
+        return f"{self.curves.link_gib_per_second:.4g} GiB/s per host and direction, {source}"
 
     def why(self, candidate: Candidate) -> str:
         """Why a plan is the best, or lost."""
@@ -116,6 +133,8 @@ class PlacementAnswer:
             "source": self.curves.source,
             "ranks": self.cluster.ranks,
             "hosts": self.cluster.hosts,
+            "link_gib_per_second": self.curves.link_gib_per_second,
+            "link_source": self.curves.link_source,
             "completions": len(self.job.lengths.completions),
             "mean_completion_tokens": self.job.lengths.mean_row - self.job.lengths.prompt_tokens,
             "prompt_tokens": self.job.lengths.prompt_tokens,
@@ -126,7 +145,9 @@ class PlacementAnswer:
         }
 
     def _as_dict(self, candidate: Candidate) -> dict[str, Any]:
-        return {**_as_dict(candidate), "why": self.why(candidate)}
+        given = {} if candidate is self.configured else self.given
+        settings = {**given, **candidate.plan.settings(self.job.config)}
+        return {**_as_dict(candidate), "settings": settings, "why": self.why(candidate)}
 
 
 def plan_placement(
@@ -167,14 +188,28 @@ def plan_placement(
     assert found is not None
     for tokens in _larger_micro_batches(job):
         found = found.merged(_faster(search_with(tokens), found, tokens))
-    if configured is None:
-        return PlacementAnswer(job, curves, cluster, found, listed=listed)
-    memory = MemoryModel(job, device_bytes=device_bytes, host_bytes=host_bytes, exact=True)
-    plan = StepPlan.of(job.config, configured)
-    alone = Search(Costs(job, curves, cluster), memory)
-    # the time with a copy of the critic is not predicted
-    own = Candidate(plan, memory(plan)) if CRITIC_COPY in plan.roles else alone.evaluate(plan)
+    own = None
+    if configured is not None:
+        own = configured_plan(job, curves, cluster, configured, device_bytes=device_bytes, host_bytes=host_bytes)
     return PlacementAnswer(job, curves, cluster, found, own, listed)
+
+
+def configured_plan(
+    job: RLJob,
+    curves: MachineCurves,
+    cluster: Cluster,
+    placement: Placement,
+    *,
+    device_bytes: float,
+    host_bytes: float | None = None,
+) -> Candidate:
+    """The plan that a job's config is under a placement, with its memory measured exactly."""
+    memory = MemoryModel(job, device_bytes=device_bytes, host_bytes=host_bytes, exact=True)
+    plan = StepPlan.of(job.config, placement)
+    # the time with a copy of the critic is not predicted
+    if CRITIC_COPY in plan.roles:
+        return Candidate(plan, memory(plan))
+    return Search(Costs(job, curves, cluster), memory).evaluate(plan)
 
 
 def _faster(search: Search, found: SearchResult, tokens: int) -> SearchResult:
@@ -220,6 +255,11 @@ def _on_one_line(plan: StepPlan) -> str:
     return str(given).replace("'", '"')
 
 
+def _options(settings: Mapping[str, Any], prefix: str) -> str:
+    """Settings as the command line takes them."""
+    return " ".join(f"--{prefix}{name} {str(value).lower()}" for name, value in settings.items())
+
+
 def _line(name: str, candidate: Candidate) -> str:
     memory = f"{candidate.memory.peak_bytes / _GIB:.2f}"
     if candidate.time is None:
@@ -234,7 +274,7 @@ def _roles(candidate: Candidate, job: RLJob) -> list[str]:
     for name, role in candidate.plan.roles.items():
         lines.append(f"  {role_label(name):20}{in_words(role.ranks):>12}{role.zero:>6}{role.tensor_parallel:>17}")
     lines += [READS_ACTOR] * job.reads_own_reference
-    for key, value in candidate.plan.settings().items():
+    for key, value in candidate.plan.settings(job.config).items():
         lines.append(f"  {key}: {str(value).lower()}")
     lines.append(f"  {'phase on ranks':28}" + f"{'GiB a rank':>12}  note")
     for each in candidate.memory.phases:
@@ -252,7 +292,6 @@ def _as_dict(candidate: Candidate) -> dict[str, Any]:
             name: {"ranks": in_words(role.ranks), "zero": role.zero, "tensor_parallel": role.tensor_parallel}
             for name, role in plan.roles.items()
         },
-        "settings": plan.settings(),
         "memory_bytes": [
             {"ranks": in_words(each.ranks), "phase": each.phase.name, "bytes": each.phase.total}
             for each in candidate.memory.phases

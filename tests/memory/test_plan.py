@@ -34,7 +34,7 @@ from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.memory.live_bytes import LiveBytes
 from hybrid_rlhf.memory.plan import Device, PhaseMemory, Planner
-from hybrid_rlhf.memory.remedies import remedy, with_settings
+from hybrid_rlhf.memory.remedies import remedies, with_settings
 from hybrid_rlhf.models.distillation import TeacherTargets
 from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.parts import RLParts
@@ -360,11 +360,12 @@ def test_a_remedy_is_a_setting_with_which_the_plan_fits(model: str) -> None:
     config = SFTConfig(model=ModelConfig(path=model), data=SFTDataConfig(max_length=256))
     planner = Planner(CPU)
     needed = max(phase.total for phase in planner.phases(config))
-    assert remedy(on(planner, needed - 1), config) == {"model.gradient_checkpointing": True}
+    (found,) = remedies(on(planner, needed - 1), config)
+    assert found.settings == {"model.gradient_checkpointing": True}
     small = on(planner, needed / 5)
-    settings = remedy(small, config)
-    assert settings and all(phase.fits for phase in small.phases(with_settings(config, settings)))
-    assert remedy(on(planner, 2**20), config) is None
+    settings = remedies(small, config)[0].settings
+    assert all(phase.fits for phase in small.phases(with_settings(config, settings)))
+    assert remedies(on(planner, 2**20), config) == []
 
 
 def test_a_remedy_keeps_to_the_rules_of_what_is_set(model: str) -> None:
@@ -378,9 +379,9 @@ def test_a_remedy_keeps_to_the_rules_of_what_is_set(model: str) -> None:
     )
     planner = Planner(CPU)
     needed = max(phase.total for phase in planner.phases(config))
-    assert remedy(on(planner, 2**20), config) is None
-    settings = remedy(on(planner, needed * 0.98), config)
-    assert settings is not None and not any(value == 3 for value in settings.values())
+    assert remedies(on(planner, 2**20), config) == []
+    found = remedies(on(planner, needed * 0.98), config)
+    assert found and not any(value == 3 for value in found[0].settings.values())
 
 
 def test_plan_says_what_fits_and_exits_so(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

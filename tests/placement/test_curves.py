@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.pipeline import MACHINES
 from hybrid_rlhf.memory.engine import MemoryUse
 from hybrid_rlhf.memory.plan import Device, PhaseMemory
 from hybrid_rlhf.placement.curves import Curve, MachineCurves, Surface
-from hybrid_rlhf.placement.machines.datasheets import DATA_SHEETS, PRODUCTS_ACHIEVED, modelled_curves
+from hybrid_rlhf.placement.machines.datasheets import (
+    DATA_SHEETS,
+    PRODUCTS_ACHIEVED,
+    DataSheet,
+    modelled_curves,
+    sheet_of,
+)
 from hybrid_rlhf.placement.machines.stored import curves_file, load_curves, read_curves, save_curves
 from hybrid_rlhf.placement.memory import RankMemory
 from hybrid_rlhf.placement.report import PredictionReport, memory_errors, summary
@@ -65,6 +74,55 @@ def test_modelled_curves_approach_the_data_sheet(name: str) -> None:
     assert slow.collective("all_gather", ranks=8, size_bytes=2**32, hosts=1) == gathered
 
 
+SHEET = {
+    "bfloat16_tflops": 500,
+    "float32_tflops": 60,
+    "memory_gb_per_second": 3000,
+    "device_gib": 90,
+    "host_gib": 800,
+    "link_gb_per_second": 300,
+    "hosts_gb_per_second": 100,
+    "cards_per_host": 4,
+    "host_link_gb_per_second": 50,
+    "ranks_per_host": 4,
+}
+
+
+def test_a_data_sheet_of_a_file_is_a_machine(tmp_path: Path) -> None:
+    file = tmp_path / "lab.yaml"
+    file.write_text(yaml.safe_dump(SHEET))
+    sheet = sheet_of(str(file))
+    assert sheet.name == "lab" and {key: getattr(sheet, key) for key in SHEET} == SHEET
+    assert {each.name for each in fields(DataSheet)} - {*SHEET} == {"name", "device"}
+    curves = modelled_curves(sheet)
+    assert curves.machine == "lab" and curves.ranks_per_host == 4 and curves.ranks_to_fill_link == 4
+    assert set(MACHINES) == set(DATA_SHEETS), "those that --machine names"
+    page = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
+    assert all(re.search(rf"`{key}`|^{key}: ", page, re.MULTILINE) for key in ("name", *SHEET)), (
+        "the keys are documented"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device_gb": 3}, "unknown key device_gb in .*: the nearest is device_gib"),
+        ({"device_gib": "90 GiB"}, "device_gib in .* must be a number, got '90 GiB'"),
+        ({"ranks_per_host": 3.5}, "ranks_per_host in .* must be a number, got 3.5"),
+        ({"link_gb_per_second": 0}, "link_gb_per_second of a data sheet must be above 0, got 0"),
+        ({"device_gib": None}, "device_gib in .* must be a number, got None"),
+    ],
+)
+def test_a_wrong_data_sheet_is_one_line(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "lab.yaml"
+    file.write_text(yaml.safe_dump(SHEET | change))
+    with pytest.raises(UserError, match=message):
+        sheet_of(str(file))
+    file.write_text(yaml.safe_dump({key: value for key, value in SHEET.items() if key != "device_gib"}))
+    with pytest.raises(UserError, match="all numbers of a data sheet, has no device_gib"):
+        sheet_of(str(file))
+
+
 def test_curves_are_read_as_they_were_written(tmp_path: Path) -> None:
     curves = replace(machine(), source="measured").corrected({"decode": 1.5})
     path = save_curves(curves, 4, str(tmp_path))
@@ -100,7 +158,7 @@ def test_curves_of_another_machine_or_version_are_refused_and_not_loaded(tmp_pat
 
 def test_curves_of_another_format_are_refused() -> None:
     text = json.dumps({**json.loads(machine().to_json()), "format": 99})
-    with pytest.raises(UserError, match="FILE must have format 3, got 99"):
+    with pytest.raises(UserError, match="FILE must have format 4, got 99"):
         MachineCurves.from_json(text, place="FILE")
 
 

@@ -111,16 +111,51 @@ def test_what_does_not_fit_says_where_and_by_how_much(shape: str, capsys: pytest
     assert "rl does not fit as configured (" in text and " of 21.6 GiB" in text
 
 
-def test_what_other_settings_make_fit_is_not_said_to_fit_in_no_way(
+def test_the_tables_agree_where_a_setting_that_no_placement_has_makes_room(
     shape: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Gradient checkpointing suffices, which the planner does not choose."""
+    """Smaller micro-batches by rows, which the planner does not choose: "does not fit" followed "it fits with"."""
     words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "1"]
     rows = ["--rl.train.micro_batch_size", "64", "--rl.model.gradient_checkpointing", "false"]
     text, code = printed([*words, *rows], capsys)
-    assert code == 1 and "it fits with --rl.model.gradient_checkpointing true" in text
-    assert "\nflattening " in text and "  does not fit by ranks, ZeRO, offloading and micro-batches alone: " in text
-    assert "with all that saves memory" not in text
+    assert code == 1 and "it fits with --rl.train.micro_batch_size 32" in text
+    assert "the plans below have --rl.train.micro_batch_size 32, without which none fits" in text
+    below = text.partition("without which none fits")[2]
+    assert "\nflattening " in below and "does not fit" not in below
+    again, code = printed([*words, *rows[2:], *set_with(text)], capsys)
+    assert code == 0 and row_of(again, "configured") == row_of(text, "flattening")
+
+
+def set_with(text: str) -> list[str]:
+    """The options that set the best plan."""
+    return shlex.split(text.partition("set it with ")[2].splitlines()[0])
+
+
+def row_of(text: str, name: str) -> list[str]:
+    """Seconds of a plan: of the step, and of each phase."""
+    line = next(line for line in text.splitlines() if re.match(rf"{name} +[\d.]+ ", line))
+    return line.split()[1 : 2 + len(PHASES)]
+
+
+def test_the_lines_that_are_printed_give_what_they_promise(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line of the best plan lacked rollout.tensor_parallel, offloading and micro-batches."""
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "2"]
+    rows = ["--rl.train.micro_batch_tokens", "65536", "--rl.algorithm.mini_batches", "1"]
+    text, code = printed([*words, *rows], capsys)
+    best = re.search(r"^best plan: (\w+)", text, re.MULTILINE)
+    assert code == 1 and best is not None
+    given = {key: value for key, value in zip(rows[::2], rows[1::2], strict=True)}
+    pasted = set_with(text)
+    given |= dict(zip(pasted[::2], pasted[1::2], strict=True))
+    assert "--rl.train.micro_batch_tokens" in pasted
+    again, code = printed([*words, *(word for pair in given.items() for word in pair)], capsys)
+    assert code == 0 and row_of(again, "configured") == row_of(text, best[1])
+    remedy = re.search(r"it fits with (--[^(,\n]*)", text)
+    assert remedy is not None
+    pasted = shlex.split(remedy[1])
+    given = {**dict(zip(rows[::2], rows[1::2], strict=True)), **dict(zip(pasted[::2], pasted[1::2], strict=True))}
+    again, code = printed([*words, *(word for pair in given.items() for word in pair)], capsys)
+    assert code == 0 and "does not fit as configured" not in again
 
 
 PLACEMENTS = {
@@ -276,9 +311,9 @@ def test_without_curves_the_memory_is_planned_alone(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--machine h1000", "h1000"),
+        ("--machine h1000", "--machine must be this (the local machine), b200, h200, h100, "),
         ("--machine h100 --ranks 3 --hosts 2", "ranks must divide into equal hosts, got 3 ranks and 2 hosts"),
-        ("--link_gib_per_second 3", "link_gib_per_second is for a modelled machine, got 3.0"),
+        ("--machine nosuch.yaml", "--machine must name a data sheet, nosuch.yaml does not exist"),
         ("--machine h100 --plan_device_gib 3", "has memory of its own, got plan_device_gib 3.0"),
         ("--ranks 0", "ranks must be above 0, got 0"),
     ],

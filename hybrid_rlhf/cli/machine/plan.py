@@ -24,18 +24,32 @@ from hybrid_rlhf.configs.pipeline import PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import is_automatic, resolve_placement
+from hybrid_rlhf.configs.sections.placement import Placement, is_automatic, resolve_placement
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.configs.sft import SFTConfig
 
 if TYPE_CHECKING:
-    from hybrid_rlhf.memory.plan import PhaseMemory
+    from hybrid_rlhf.memory.plan import Device, PhaseMemory
+    from hybrid_rlhf.memory.remedies import Remedy
     from hybrid_rlhf.placement.curves import MachineCurves
+    from hybrid_rlhf.placement.job import RLJob
+    from hybrid_rlhf.placement.search import Candidate
     from hybrid_rlhf.placement.tables import PlacementAnswer
     from hybrid_rlhf.rl.roles.room import PlacedPlanner
 
 _NO_CURVES = "times are not predicted: run hybrid-rlhf calibrate first, or name a machine, for example --machine h100"
 
+_PLANNED = (
+    "actor.zero.stage",
+    "critic.zero.stage",
+    "actor.zero.offload_optimizer",
+    "critic.zero.offload_optimizer",
+    "rollout.tensor_parallel",
+    "rollout.offload_frozen",
+    "rollout.offload_states",
+    "train.micro_batch_tokens",
+)
+"""Settings that a plan of placements chooses itself."""
 _STEPS: dict[str, type] = {
     "sft": SFTConfig,
     "reward": RewardConfig,
@@ -60,13 +74,16 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             config, steps = _single(name, words, prog=prog)
         from hybrid_rlhf.memory.report import table
 
-        planner, planned = planned_phases(_as_configured(config), steps)
-        answer = _placement(config, steps["rl"], planner) if "rl" in planned else None
+        curves, machine = _machine(config)
+        planner, planned = planned_phases(config, steps, machine)
+        planning = None if curves is None else _Placements(config, planner, curves)
+        advised = _advised(planner, planned, steps, planning)
+        answer = planning.answer(steps["rl"], advised.get("rl")) if "rl" in planned and planning is not None else None
         if answer is not None and answer.configured is None:
             from hybrid_rlhf.rl.roles.room import named_phases
 
             planned["rl"] = named_phases(answer.result.ranked[0].memory.phases, ranks=answer.cluster.ranks)
-        lines, fits = table(planner, planned, steps, single=name is not None)
+        lines, fits = table(planner, planned, steps, single=name is not None, advised=advised)
         if "rl" in planned:
             key = "placement" if name is not None else "rl.placement"
             if answer is not None and answer.best is not None and not all(phase.fits for phase in planned["rl"]):
@@ -78,9 +95,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 
 
 def planned_phases(
-    config: PipelineConfig, steps: Mapping[str, Any]
+    config: PipelineConfig, steps: Mapping[str, Any], machine: Device | None = None
 ) -> tuple[PlacedPlanner, dict[str, list[PhaseMemory]]]:
-    """The planner of a pipeline, and the phases of each step that would run.
+    """The planner of a pipeline, and the phases of each step that would run; without a machine, on that of the run.
 
     Raises:
         UserError: for a local source that cannot be read, a placement that the ranks do not have, or one that does not
@@ -97,7 +114,7 @@ def planned_phases(
         for name in config.step_names
         if train.changed_settings(steps[name]) or not (Path(steps[name].output_dir) / "finished.json").exists()
     ]
-    planner = PlacedPlanner(this_machine(config), starts=starts_of(steps, anew))
+    planner = PlacedPlanner(machine or this_machine(config), starts=starts_of(steps, anew))
     return planner, {name: planner.phases(steps[name]) for name in config.step_names}
 
 
@@ -136,60 +153,106 @@ def _step_of_files(words: Sequence[str]) -> str | None:
     return fitting[0] if fitting else None
 
 
-def _as_configured(config: PlanConfig) -> PlanConfig:
-    """The config with the ranks and the memory of the machine that it names, as the memory plan reads them."""
-    config = replace(config, ranks=None, plan_ranks=config.ranks or config.plan_ranks)
+def _machine(config: PlanConfig) -> tuple[MachineCurves | None, Device]:
+    """The curves of the machine that a config names, if there are any, and what a rank has of it."""
+    from hybrid_rlhf.memory.report import this_machine
+    from hybrid_rlhf.placement.machines.datasheets import modelled_curves, sheet_of, with_usual_link
+    from hybrid_rlhf.placement.machines.stored import load_curves
+
+    run = replace(config, ranks=None, plan_ranks=config.ranks or config.plan_ranks)
     if config.machine == "this":
-        return config
-    from hybrid_rlhf.placement.machines.datasheets import DATA_SHEETS
-
-    gib = DATA_SHEETS[config.machine].device_gib
-    return replace(config, machine="this", link_gib_per_second=None, plan_device_gib=gib)
-
-
-def _placement(config: PlanConfig, rl: RLConfig, planner: PlacedPlanner) -> PlacementAnswer | None:
-    """The placements of the RL step; none without curves of the machine."""
-    curves = _curves(config)
-    machine = planner.machine
-    if curves is None or curves.device != machine.device.type:
-        return None
-    from hybrid_rlhf.engines.ds_config import read_overrides
-    from hybrid_rlhf.placement.job import JobReader, default_lengths
-    from hybrid_rlhf.placement.plans import Cluster
-    from hybrid_rlhf.placement.tables import plan_placement
-
+        curves, machine = load_curves(), this_machine(run)
+        if curves is not None and config.link_gib_per_second is not None:
+            curves = with_usual_link(curves, config.link_gib_per_second)
+        if curves is None or curves.device != machine.device.type:
+            return None, machine
+    else:
+        sheet = sheet_of(config.machine)
+        curves = modelled_curves(sheet, link_gib_per_second=config.link_gib_per_second)
+        machine = this_machine(replace(run, machine="this", plan_device_gib=sheet.device_gib))
+        if sheet.host_gib is not None:
+            machine = replace(machine, host_bytes=sheet.host_gib * 2**30 / sheet.ranks_per_host)
     hosts = config.hosts or -(-machine.ranks // curves.ranks_per_host)
     require(
         machine.ranks % hosts == 0,
         f"ranks must divide into equal hosts, got {machine.ranks} ranks and {hosts} hosts: give other --hosts",
     )
-    lengths = default_lengths(rl, prompt_tokens=config.prompt_tokens, mean_tokens=config.completion_tokens)
-    job = JobReader(machine.device, planner.shapes, planner.starts)(
-        rl, lengths, overrides=read_overrides(rl.deepspeed_config)
-    )
-    cluster = Cluster(machine.ranks, machine.ranks // hosts)
-    configured = None
-    if not is_automatic(rl.placement):
-        configured = resolve_placement(rl.placement, rl.placed_roles(), ranks=machine.ranks)
-    return plan_placement(
-        job,
-        curves,
-        cluster,
-        device_bytes=machine.device_bytes,
-        host_bytes=machine.host_bytes,
-        configured=configured,
-        listed=config.candidates,
-    )
+    return curves, replace(machine, ranks_per_host=machine.ranks // hosts)
 
 
-def _curves(config: PlanConfig) -> MachineCurves | None:
-    if config.machine == "this":
-        from hybrid_rlhf.placement.machines.stored import load_curves
+def _advised(
+    planner: PlacedPlanner,
+    planned: Mapping[str, Sequence[PhaseMemory]],
+    steps: Mapping[str, Any],
+    times: _Placements | None,
+) -> dict[str, list[Remedy]]:
+    """The remedies of the steps that do not fit; those of RL by the time that is predicted with them."""
+    from hybrid_rlhf.memory.remedies import remedies
 
-        return load_curves()
-    from hybrid_rlhf.placement.machines.datasheets import DATA_SHEETS, modelled_curves
+    return {
+        name: remedies(planner, steps[name], times.seconds if name == "rl" and times is not None else None)
+        for name, phases in planned.items()
+        if not all(phase.fits for phase in phases)
+    }
 
-    return modelled_curves(DATA_SHEETS[config.machine], link_gib_per_second=config.link_gib_per_second)
+
+class _Placements:
+    """Placements of an RL step on a machine with curves."""
+
+    def __init__(self, config: PlanConfig, planner: PlacedPlanner, curves: MachineCurves) -> None:
+        from hybrid_rlhf.placement.plans import Cluster
+
+        machine = planner.machine
+        self._config, self._planner, self._curves = config, planner, curves
+        self._cluster = Cluster(machine.ranks, machine.ranks_per_host or machine.ranks)
+        self._memory = {"device_bytes": machine.device_bytes, "host_bytes": machine.host_bytes}
+
+    def answer(self, rl: RLConfig, advised: Sequence[Remedy] | None) -> PlacementAnswer:
+        """The best plans of a step, with what a remedy sets besides if nothing fits without it."""
+        from hybrid_rlhf.memory.remedies import with_settings
+        from hybrid_rlhf.placement.search import SearchResult
+        from hybrid_rlhf.placement.tables import plan_placement
+
+        listed = self._config.candidates
+        answer = plan_placement(
+            self._job(rl), self._curves, self._cluster, **self._memory, configured=self._placement(rl), listed=listed
+        )
+        if answer.best is not None or not advised:
+            return answer
+        settings = advised[0].settings
+        given = {key: value for key, value in settings.items() if key not in _PLANNED}
+        base = with_settings(rl, given)
+        found = plan_placement(self._job(base), self._curves, self._cluster, **self._memory, listed=listed)
+        remedied = self._candidate(with_settings(rl, settings))
+        tokens = settings.get("train.micro_batch_tokens")
+        remedied = replace(remedied, plan=replace(remedied.plan, micro_batch_tokens=tokens))
+        result = found.result.merged(SearchResult((remedied,), 1, (remedied,)))
+        return replace(found, result=result, configured=answer.configured, given=given)
+
+    def seconds(self, rl: RLConfig) -> float:
+        """Predicted for a step as it is configured; infinite where its time cannot be predicted."""
+        return self._candidate(rl).seconds
+
+    def _candidate(self, rl: RLConfig) -> Candidate:
+        from hybrid_rlhf.placement.tables import configured_plan
+
+        placement = self._placement(rl) or resolve_placement(None, rl.placed_roles(), ranks=self._cluster.ranks)
+        return configured_plan(self._job(rl), self._curves, self._cluster, placement, **self._memory)
+
+    def _placement(self, rl: RLConfig) -> Placement | None:
+        """As configured; none: the planner places the roles."""
+        if is_automatic(rl.placement):
+            return None
+        return resolve_placement(rl.placement, rl.placed_roles(), ranks=self._cluster.ranks)
+
+    def _job(self, rl: RLConfig) -> RLJob:
+        from hybrid_rlhf.engines.ds_config import read_overrides
+        from hybrid_rlhf.placement.job import JobReader, default_lengths
+
+        given, planner = self._config, self._planner
+        lengths = default_lengths(rl, prompt_tokens=given.prompt_tokens, mean_tokens=given.completion_tokens)
+        read = JobReader(planner.machine.device, planner.shapes, planner.starts)
+        return read(rl, lengths, overrides=read_overrides(rl.deepspeed_config))
 
 
 def _memory(planned: Mapping[str, Sequence[PhaseMemory]]) -> list[dict[str, Any]]:

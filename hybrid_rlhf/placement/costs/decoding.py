@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hybrid_rlhf.placement.costs.passes import Numbers
-
-_MOST_BUNDLES = 256
-"""Rows of a group that decoding is simulated with; more are bundled."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +39,19 @@ def decode_segments(lengths: list[int], prompt_tokens: float, rows_at_once: int)
     Returns:
         (rows, mean tokens of a row, steps) of each stretch in which no row joins or leaves.
     """
-    bundle = max(1, math.ceil(len(lengths) / _MOST_BUNDLES))
-    waiting = [max(lengths[start : start + bundle]) for start in range(0, len(lengths), bundle)]
-    weights = [len(lengths[start : start + bundle]) for start in range(0, len(lengths), bundle)]
-    order = list(range(len(waiting)))[::-1]
-    active: list[tuple[int, int, int]] = []
-    """(end, begin, bundle) of the rows that are decoded."""
-    now, running, begun, found = 0, 0, 0.0, []
-    while order or active:
-        while order and (not active or running + weights[order[-1]] <= rows_at_once):
-            place = order.pop()
-            heapq.heappush(active, (now + waiting[place], now, place))
-            running += weights[place]
-            begun += weights[place] * now
+    waiting = lengths[::-1]
+    active: list[tuple[int, int]] = []
+    """(end, begin) of the rows that are decoded."""
+    now, begun, found = 0, 0.0, []
+    while waiting or active:
+        while waiting and len(active) < max(1, rows_at_once):
+            heapq.heappush(active, (now + waiting.pop(), now))
+            begun += now
         end = active[0][0]
         if end > now:
-            age = (now + end) / 2 - begun / running
-            found.append((float(running), prompt_tokens + age, float(end - now)))
+            age = (now + end) / 2 - begun / len(active)
+            found.append((float(len(active)), prompt_tokens + age, float(end - now)))
         now = end
         while active and active[0][0] == now:
-            _, begin, place = heapq.heappop(active)
-            running -= weights[place]
-            begun -= weights[place] * begin
+            begun -= heapq.heappop(active)[1]
     return found

@@ -10,6 +10,7 @@ number and that of their hosts, so layouts share prices.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
@@ -54,6 +55,7 @@ class _Span(NamedTuple):
 
     ranks: int
     hosts: int
+    most_on_a_host: int
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class Costs:
             if together > 1:
                 return self._split_read(role.sizes, span.ranks // together, together, group_hosts)
             batches = self._batches(len(self.job.lengths.completions), span.ranks)
-            work = self._forward(role.sizes, batches.each, span, place.zero)
+            on_host = role.zero.offload_parameters
+            work = self._forward(role.sizes, batches.each, span, place.zero, offloads=on_host)
             beside = self._call("read") + self._call("read_token") * batches.each.tokens
             work = (work + Work(beside)) * batches.count
             if offloaded:  # weights travel to the device for each read
@@ -120,8 +123,9 @@ class Costs:
 
         def price() -> Work:
             batches = self._batches(math.ceil(self.job.learned_rows / algorithm.mini_batches), span.ranks)
-            passes = self._forward(role.sizes, batches.each, span, place.zero)
-            passes += self._backward(role.sizes, batches.each, span, place.zero)
+            on_host = role.zero.offload_parameters
+            passes = self._forward(role.sizes, batches.each, span, place.zero, offloads=on_host)
+            passes += self._backward(role.sizes, batches.each, span, place.zero, offloads=on_host)
             passes += Work(self._call("trained_token") * batches.each.tokens)
             passes = Work(passes.compute * by_ranks(self.curves.shared_training, span.ranks, none=1.0), passes.wire)
             return (passes * batches.count + self._step(role.sizes, span, place.zero, offloads)) * self.job.updates
@@ -139,16 +143,28 @@ class Costs:
             count, PassedTokens(each * lengths.mean_row, each * new_tokens, each * lengths.mean_square)
         )
 
-    def _forward(self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int) -> Work:
+    def _from_host(self, sizes: ModelDimensions, span: _Span, zero: int, offloads: bool) -> Work:
+        """A rank's part of the weights for a pass, where they are on the host."""
+        return Work(wire=self.curves.host_link(self._bytes * sizes.parameters / span.ranks)) * (offloads and zero == 3)
+
+    def _forward(
+        self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int, *, offloads: bool = False
+    ) -> Work:
         passes = self._passes(sizes)
         work = Work(passes.forward(batch)) + self._gathers("forward", sizes, passes.layer(batch), span, zero)
+        work += self._from_host(sizes, span, zero, offloads)
         return Work(work.compute * self.curves.factor("forward"), work.wire)
 
-    def _backward(self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int) -> Work:
+    def _backward(
+        self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int, *, offloads: bool = False
+    ) -> Work:
         passes, checkpoints = self._passes(sizes), self.job.config.model.gradient_checkpointing
         layer = passes.layer_backward(batch, checkpoints=checkpoints)
         work = Work(passes.backward(batch, checkpoints=checkpoints))
-        work += self._gathers("backward", sizes, layer, span, zero)
+        work += self._gathers("backward", sizes, layer, span, zero) + self._from_host(sizes, span, zero, offloads)
+        if self.job.config.model.activation_offload:  # the input of each layer, to the host and back
+            kept = self._bytes * batch.tokens * sizes.hidden
+            work += Work(wire=2 * sizes.layers * self.curves.host_link(kept))
         if zero >= 2:
             work += Work(wire=self._collective("reduce_scatter", span, self._bytes * sizes.trained))
         return Work(work.compute * self.curves.factor("backward"), work.wire)
@@ -207,7 +223,7 @@ class Costs:
                 work += Work(wire=2 * c.host_link(states))
             return work * c.factor("weight_sync")
 
-        shape = (span, actor.zero, len(sampling.ranks), sampling.tensor_parallel, union.hosts)
+        shape = (span, actor.zero, self._span(sampling.ranks), sampling.tensor_parallel, union.hosts)
         kind = (plan.separate, self._sends_ahead(plan), plan.placement.with_actor, plan.offload_states)
         return self._once(("sync", *shape, *kind), price)
 
@@ -227,9 +243,11 @@ class Costs:
         received = self.job.inference_dtype.itemsize * self.job.actor.sizes.parameters / sampling.tensor_parallel
         sent = received * len(sampling.ranks) / len(actor)
         buckets = max(1, math.ceil(self.job.actor.sizes.parameters / BUCKET_ELEMENTS))
-        part = max(received, sent) / buckets
-        wire = buckets * self.curves.collective("transfer", ranks=2, size_bytes=part, hosts=hosts)
-        return Work(self.curves.copies(received), wire)
+        ends = ((received, self._span(sampling.ranks)), (sent, self._span(actor)))
+        wire = max(
+            self.curves.transfer(size / buckets, hosts=hosts, at_once=span.most_on_a_host) for size, span in ends
+        )
+        return Work(self.curves.copies(received), buckets * wire)
 
     def _bucketed(self, kind: Collective, span: _Span, size: float) -> float:
         buckets = max(1, math.ceil(size / (self._bytes * BUCKET_ELEMENTS)))
@@ -312,7 +330,7 @@ class Costs:
         """A collective of all ranks over a number for each token of the rollout's completions."""
 
         def price() -> Work:
-            everyone = _Span(self.cluster.ranks, self.cluster.hosts)
+            everyone = self._span(tuple(range(self.cluster.ranks)))
             return Work(wire=self._collective(kind, everyone, 4 * elements_per_token * self._rollout_tokens))
 
         return self._once(("exchange", kind, elements_per_token), price)
@@ -336,7 +354,11 @@ class Costs:
         return self.curves.collective(kind, ranks=span.ranks, size_bytes=size, hosts=span.hosts)
 
     def _span(self, ranks: tuple[int, ...]) -> _Span:
-        return self._once(("span", ranks), lambda: _Span(len(ranks), self.cluster.hosts_of(ranks)))
+        def span() -> _Span:
+            on_hosts = Counter(rank // self.cluster.ranks_per_host for rank in ranks)
+            return _Span(len(ranks), len(on_hosts), max(on_hosts.values()))
+
+        return self._once(("span", ranks), span)
 
     def _group_hosts(self, place: RolePlacement) -> int:
         """The most hosts that a tensor-parallel group of a role is on."""

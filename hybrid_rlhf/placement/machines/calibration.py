@@ -16,6 +16,7 @@ import torch
 
 from hybrid_rlhf.placement.curves import Curve, MachineCurves, Surface
 from hybrid_rlhf.placement.machines import collectives, layers
+from hybrid_rlhf.placement.machines.datasheets import with_usual_link
 from hybrid_rlhf.placement.machines.fitting import with_gathers, with_models
 from hybrid_rlhf.placement.machines.layers import ModelTimes, TimedBatch, TimedModel
 from hybrid_rlhf.placement.machines.ranks import run_on_ranks
@@ -57,7 +58,7 @@ def default_ranks() -> int:
 def calibrate(
     ranks: int, *, time_run: RunTimer, quick: bool = False, show: Callable[[str], None] = lambda line: None
 ) -> MachineCurves:
-    """Measure this machine.
+    """Measure this machine. Its link to other hosts is not measured: it is that of the GPU's data sheet.
 
     Args:
         ranks: that collectives are measured on.
@@ -79,12 +80,11 @@ def calibrate(
     curves = replace(
         base,
         collectives=surfaces,
-        between_hosts=surfaces,
         slowdown=Curve.of(sharing) if base.device == "cpu" else Curve.zero(),
         device_gib=_device_gib(ranks),
         ranks_per_host=ranks,
     )
-    curves = with_models(curves, models)
+    curves = with_models(with_usual_link(curves), models)
     show("RL runs on one rank and on several")
     with tempfile.TemporaryDirectory() as folder:
         wanted = [(1, each) for each in sizes.runs]

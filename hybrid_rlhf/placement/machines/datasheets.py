@@ -2,17 +2,21 @@
 
 Peaks are of the vendor's data sheets (dense, without sparsity; one direction of a link). What of a peak is achieved is
 an assumption, the same for all machines and stated below with its ground; measured curves (`hybrid-rlhf calibrate`)
-replace all of it. Collectives follow the ring's cost (n - 1) / n x bytes / bandwidth + (n - 1) x latency, twice for an
-all-reduce (Thakur, Rabenseifner, Gropp 2005, IJHPCA 19(1)). A product takes the longer of its arithmetic and its memory
-traffic (the roofline, Williams et al. 2009).
+replace all of it. A product takes the longer of its arithmetic and its memory traffic (the roofline, Williams et al.
+2009); collectives are those of links.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 
-from hybrid_rlhf.placement.curves import Collective, Curve, MachineCurves, Surface
+from hybrid_rlhf.configs.files.reading import parse_yaml, read_text
+from hybrid_rlhf.configs.sections.rules import nearest, require
+from hybrid_rlhf.placement.curves import Curve, LinkSource, MachineCurves, Surface
+from hybrid_rlhf.placement.machines.links import ETHERNET_GB_PER_SECOND, LINK_ACHIEVED, modelled_collectives, with_link
 
 PRODUCTS_ACHIEVED = 0.65
 """Part of the peak arithmetic that large bfloat16 products reach. Training reports 0.4 to 0.55 of peak for whole steps
@@ -21,16 +25,15 @@ ATTENTION_ACHIEVED = 0.45
 """Of a fused attention (FlashAttention-2, arXiv 2307.08691, abstract: 0.5 to 0.73 on A100, at long lengths)."""
 MEMORY_ACHIEVED = 0.8
 """Part of the memory bandwidth that large copies reach; an assumption."""
-LINK_ACHIEVED = 0.75
-"""Part of a link that collectives reach at large sizes; an assumption."""
 DECODE_MEMORY_ACHIEVED = 0.65
 """Of reading weights and cache in a decoding step, whose kernels are short; an assumption."""
 LAUNCH_SECONDS = 5e-6
 """Of a kernel started from Python without a CUDA graph, once the queue is not empty."""
 GRAPH_KERNEL_SECONDS = 2e-6
 """Between kernels inside a CUDA graph."""
-LINK_LATENCY_SECONDS, HOSTS_LATENCY_SECONDS = 6e-6, 15e-6
-"""Of a step of a ring within a host and between hosts."""
+LINK_LATENCY_SECONDS = 4e-6
+"""Of a step between GPUs of a host: a small all-reduce of eight takes six, 24 us, as NCCL's trees and NVLink SHARP take
+20 to 30 us; an assumption."""
 LOOP_SECONDS, LOOP_TOKENS_PER_SECOND = 8e-3, 4e5
 """Of a step outside its phases; an assumption. A core of an EPYC that other work shared took 11 ms for 242 tokens, 20
 ms for 2,078, 73 ms for 8,267."""
@@ -41,42 +44,118 @@ LAYER_PASSES, LAYER_BACKWARD_PASSES = 16, 24
 MAX_RANKS = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataSheet:
     """Peaks of a GPU and its host."""
 
     name: str
+    """Of the machine, in tables."""
+    device: str = ""
+    """A part of the name by which torch knows the GPU."""
     bfloat16_tflops: float
+    """Dense, without sparsity, with float32 accumulation."""
     float32_tflops: float
     """With TF32 tensor cores off, as torch's default."""
     memory_gb_per_second: float
     device_gib: float
     """Memory that a process can use."""
+    host_gib: float | None = None
+    """Memory of a host that a run can use; null: unknown and not checked."""
     link_gb_per_second: float
     """Between GPUs of a host, one direction per GPU."""
     hosts_gb_per_second: float
     """Between hosts, one direction, all network cards of a host together."""
+    cards_per_host: int = 8
+    """Network cards of a host, over which its GPUs are divided."""
     host_link_gb_per_second: float
     """Between a GPU and its host's memory, one direction."""
     ranks_per_host: int = 8
+    """GPUs of a host."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            require(
+                not isinstance(value, int | float) or (math.isfinite(value) and value > 0),
+                f"{each.name} of a data sheet must be above 0, got {value}: see docs/placement.md",
+            )
+
+
+def _sheet(
+    name: str,
+    device: str,
+    tflops: tuple[float, float],
+    memory: tuple[float, float],
+    links: tuple[float, float, float],
+    *,
+    cards: int = 8,
+) -> DataSheet:
+    """A data sheet of TFLOP/s in bfloat16 and float32, memory in GB/s and GiB, and GB/s between GPUs, between hosts and
+    to the host's memory."""
+    return DataSheet(
+        name=name,
+        device=device,
+        bfloat16_tflops=tflops[0],
+        float32_tflops=tflops[1],
+        memory_gb_per_second=memory[0],
+        device_gib=memory[1],
+        link_gb_per_second=links[0],
+        hosts_gb_per_second=links[1],
+        host_link_gb_per_second=links[2],
+        cards_per_host=cards,
+    )
 
 
 DATA_SHEETS = {
     sheet.name: sheet
     for sheet in (
+        # NVIDIA B200 SXM: NVLink 5 (1,800 GB/s in both directions), PCIe 5 x16; DGX B200: eight 400 Gb/s cards.
+        _sheet("b200", "B200", (2250, 75), (8000, 178.4), (900, 400, 64)),
         # NVIDIA H100 SXM: NVLink 4 (900 GB/s in both directions), PCIe 5 x16; DGX H100: eight 400 Gb/s cards.
-        DataSheet("h100", 989, 67, 3350, 79.1, 450, 400, 64),
+        _sheet("h100", "H100", (989, 67), (3350, 79.1), (450, 400, 64)),
         # NVIDIA H200 SXM: an H100 with other memory.
-        DataSheet("h200", 989, 67, 4800, 139.8, 450, 400, 64),
+        _sheet("h200", "H200", (989, 67), (4800, 139.8), (450, 400, 64)),
         # NVIDIA A100 SXM 80 GB: NVLink 3 (600 GB/s in both directions), PCIe 4 x16; DGX A100: eight 200 Gb/s cards.
-        DataSheet("a100", 312, 19.5, 2039, 79.1, 300, 200, 32),
+        _sheet("a100", "A100-SXM4-80GB", (312, 19.5), (2039, 79.1), (300, 200, 32)),
         # NVIDIA A100 SXM 40 GB, and A800 SXM: an A100 with 400 GB/s of NVLink.
-        DataSheet("a100-40g", 312, 19.5, 1555, 39.4, 300, 200, 32),
-        DataSheet("a800", 312, 19.5, 2039, 79.1, 200, 200, 32),
-        # NVIDIA GeForce RTX 4090 (float32 accumulation): no NVLink and no peer access, so ranks talk through the host.
-        DataSheet("4090", 165.2, 82.6, 1008, 23.6, 12, 1.25, 32),
+        _sheet("a100-40g", "A100-SXM4-40GB", (312, 19.5), (1555, 39.4), (300, 200, 32)),
+        _sheet("a800", "A800", (312, 19.5), (2039, 79.1), (200, 200, 32)),
+        # NVIDIA L40S and A10G: GPUs talk over PCIe 4 x16; AWS g6e.48xlarge and g5.48xlarge: 400 and 100 Gb/s.
+        _sheet("l40s", "L40S", (362, 91.6), (864, 44.3), (25, 50, 32), cards=4),
+        _sheet("a10g", "A10G", (70, 31.5), (600, 22.0), (12, 12.5, 32), cards=1),
+        # NVIDIA GeForce RTX 4090 and 3090 (float32 accumulation): ranks talk through the host, without NVLink and
+        # peer access; 10 Gb/s Ethernet.
+        _sheet("4090", "RTX 4090", (165.2, 82.6), (1008, 23.6), (12, 1.25, 32), cards=1),
+        _sheet("3090", "RTX 3090", (71, 35.6), (936, 23.6), (12, 1.25, 32), cards=1),
+        # AMD Instinct MI300X: seven links of 64 GB/s in each direction, PCIe 5 x16; eight 400 Gb/s cards.
+        _sheet("mi300x", "MI300X", (1307, 163.4), (5300, 191.5), (448, 400, 64)),
     )
 }
+
+
+def sheet_of(machine: str) -> DataSheet:
+    """The data sheet with a name, or of a YAML file.
+
+    Raises:
+        UserError: when the file cannot be read, has an unknown or a wrong key, or misses one.
+    """
+    if machine in DATA_SHEETS:
+        return DATA_SHEETS[machine]
+    given = parse_yaml(read_text(machine, "--machine must name a data sheet"), machine)
+    known = {each.name: each for each in fields(DataSheet)}
+    for key, value in given.items():
+        require(key in known, f"unknown key {key} in {machine}: the nearest is {nearest(str(key), known)}")
+        kind = str if known[key].type == "str" else int if known[key].type == "int" else int | float
+        require(
+            (isinstance(value, kind) and not isinstance(value, bool)) or (value is None and known[key].default is None),
+            f"{key} in {machine} must be a {'text' if kind is str else 'number'}, got {value!r}: change it",
+        )
+    needed = [name for name, each in known.items() if each.default is MISSING and name != "name"]
+    missing = [name for name in needed if name not in given]
+    require(
+        not missing, f"{machine} must have all numbers of a data sheet, got none for {', '.join(missing)}: add them"
+    )
+    return DataSheet(**{"name": Path(machine).stem, **given})
 
 
 def modelled_curves(sheet: DataSheet, *, link_gib_per_second: float | None = None) -> MachineCurves:
@@ -105,12 +184,9 @@ def modelled_curves(sheet: DataSheet, *, link_gib_per_second: float | None = Non
         }
 
     link = 1e9 * sheet.link_gb_per_second * LINK_ACHIEVED
-    between = sheet.hosts_gb_per_second * 1e9 * LINK_ACHIEVED
-    if link_gib_per_second is not None:
-        between = link_gib_per_second * 2**30 * LINK_ACHIEVED
     attention_rate = 1e12 * sheet.bfloat16_tflops * ATTENTION_ACHIEVED
     host_link = 1e9 * sheet.host_link_gb_per_second * LINK_ACHIEVED
-    return MachineCurves(
+    host = MachineCurves(
         machine=sheet.name,
         source="modelled",
         device="cuda",
@@ -129,9 +205,8 @@ def modelled_curves(sheet: DataSheet, *, link_gib_per_second: float | None = Non
         host_link=_line(1e-5, host_link),
         optimizer=_line(1e-3, memory / 30),  # reads and writes weights, gradients, moments: about 30 bytes each
         host_optimizer=_line(1e-3, 1.2e9),  # parameters per second of a host's share of cores: an assumption
-        collectives=_collectives(lambda ranks: link, LINK_LATENCY_SECONDS),
-        # a ring over whole hosts uses all cards of a host, and no more than the links within it
-        between_hosts=_collectives(lambda ranks: min(link, between), HOSTS_LATENCY_SECONDS),
+        collectives=modelled_collectives(link, LINK_LATENCY_SECONDS),
+        between_hosts={},
         calls={
             "forward": 1e-3,
             "backward": 1e-3,
@@ -143,30 +218,26 @@ def modelled_curves(sheet: DataSheet, *, link_gib_per_second: float | None = Non
         loop=_line(LOOP_SECONDS, LOOP_TOKENS_PER_SECOND),
         overlap=0.8,
     )
+    return _with_sheet_link(host, sheet, link_gib_per_second)
 
 
-def _collectives(bandwidth: Callable[[float], float], latency: float) -> dict[str, Surface]:
-    ranks, sizes = [2.0 * 2**power for power in range(10)], _powers(2**8, 2**38, 4)
-    moved: dict[Collective, Callable[[float], float]] = {
-        "all_reduce": lambda n: 2 * (n - 1) / n,
-        "all_gather": lambda n: (n - 1) / n,
-        "reduce_scatter": lambda n: (n - 1) / n,
-        "transfer": lambda n: 1.0,
-    }
-    steps: dict[Collective, Callable[[float], float]] = {
-        "all_reduce": lambda n: 2 * min(n - 1, 16),  # NCCL takes trees where rings would be long
-        "all_gather": lambda n: min(n - 1, 64),
-        "reduce_scatter": lambda n: min(n - 1, 64),
-        "transfer": lambda n: 1.0,
-    }
-    return {
-        kind: _surface(
-            ranks,
-            lambda n, size, kind=kind: steps[kind](n) * latency + moved[kind](n) * size / bandwidth(n),  # type: ignore[misc]
-            sizes,
-        )
-        for kind in moved
-    }
+def with_usual_link(curves: MachineCurves, gib_per_second: float | None = None) -> MachineCurves:
+    """Measured curves with a link between hosts of a bandwidth; none: that of the GPU's data sheet, or Ethernet."""
+    sheet = next((each for each in DATA_SHEETS.values() if each.device and each.device in curves.machine), None)
+    if sheet is not None:
+        return _with_sheet_link(curves, sheet, gib_per_second)
+    if gib_per_second is not None:
+        return with_link(curves, gib_per_second, source="given")
+    return with_link(curves, ETHERNET_GB_PER_SECOND * 1e9 / 2**30, source="data sheet")
+
+
+def _with_sheet_link(curves: MachineCurves, sheet: DataSheet, gib_per_second: float | None) -> MachineCurves:
+    """The curves with a link between hosts, of which a rank uses at most a network card of the data sheet."""
+    of_sheet = sheet.hosts_gb_per_second * 1e9 / 2**30
+    used = of_sheet if gib_per_second is None else gib_per_second
+    ranks_to_fill = max(1.0, used / (of_sheet / sheet.cards_per_host))
+    source: LinkSource = "data sheet" if gib_per_second is None else "given"
+    return with_link(curves, used, source=source, ranks_to_fill=ranks_to_fill)
 
 
 def _surface(firsts: Iterable[float], seconds: Callable[[float, float], float], sizes: list[float]) -> Surface:

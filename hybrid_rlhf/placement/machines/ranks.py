@@ -29,10 +29,10 @@ def median_seconds(call: Callable[[], object], *, least_seconds: float = 0.03) -
     call()
     taken: list[float] = []
     while len(taken) < 3 or sum(taken) < least_seconds:
-        _synchronize()
+        synchronize()
         start = time.perf_counter()
         call()
-        _synchronize()
+        synchronize()
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
 
@@ -93,6 +93,7 @@ def _enter(out: Connection, environment: dict[str, str], function: Callable[...,
     os._exit(0)  # libraries' threads may abort a process that ends while they run
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait for what a GPU has been given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

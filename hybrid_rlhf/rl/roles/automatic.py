@@ -1,10 +1,10 @@
 """`placement: auto`: the planner's fastest placement that fits, and how wrong its prediction turns out to be.
 
-The plan is made on the first rank, from the curves that `hybrid-rlhf calibrate` measured on this machine and from
-assumed lengths of the completions. After a few steps their lengths replace the assumed ones, then the measured phases
-correct the curves, and the log says whether another placement would now be faster. With
-`placement.adapt` the run then moves to it, if the steps that are left gain more than the move costs (rl/build.py);
-otherwise it keeps its placement, and a checkpoint resumes under any other.
+The plan is made on the first rank, from the curves that `hybrid-rlhf calibrate` measured on this machine, from what a
+run on several hosts measures between them, and from assumed lengths of the completions. After a few steps their lengths
+replace the assumed ones, then the measured phases correct the curves, and the log says whether another placement would
+now be faster. With `placement.adapt` the run then moves to it, if the steps that are left gain more than the move costs
+(rl/build.py); otherwise it keeps its placement, and a checkpoint resumes under any other.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import adapts, is_automatic
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.memory.plan import Device, own_device
+from hybrid_rlhf.memory.remedies import with_settings
 from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
 from hybrid_rlhf.placement.job import JobReader, RLJob, StepLengths, default_lengths, measured_lengths
+from hybrid_rlhf.placement.machines.collectives import Times, time_between_hosts
+from hybrid_rlhf.placement.machines.links import with_measured_link
 from hybrid_rlhf.placement.machines.stored import load_curves
 from hybrid_rlhf.placement.memory import MemoryModel
 from hybrid_rlhf.placement.plans import Cluster, StepPlan
@@ -36,6 +39,8 @@ from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 logger = logging.getLogger(LOGGER_NAME)
+LINK_SIZES = [2**8, 2**14, 2**18, 2**20, 2**22, 2**24]
+"""Bytes that are exchanged to measure the link between hosts."""
 _MEASURED_STEPS = 4
 """First steps that are compared; the first of them is left out, as caches are cold."""
 
@@ -45,31 +50,18 @@ class PlannedSettings:
     """The plan as settings of the config, from the first rank to all."""
 
     placement: dict[str, dict[str, Any]]
-    rollout: dict[str, Any]
-    """Settings of the section rollout."""
-    zero: dict[str, Any]
-    """Of the section actor.zero."""
-    train: dict[str, Any]
-    """Of the section train."""
+    others: dict[str, Any]
+    """Dotted keys."""
 
     @classmethod
-    def of(cls, plan: StepPlan) -> PlannedSettings:
-        """A plan as settings of a config."""
-        rollout: dict[str, Any] = {"tensor_parallel": 1 if plan.separate else plan.sampling.tensor_parallel}
-        rollout |= {key: True for key in ("offload_frozen", "offload_states") if getattr(plan, key)}
-        tokens = plan.micro_batch_tokens
-        return cls(
-            plan.placement_setting(),
-            rollout,
-            {"offload_optimizer": True} if plan.offload_optimizer else {},
-            {} if tokens is None else {"micro_batch_tokens": tokens},
-        )
+    def of(cls, plan: StepPlan, config: RLConfig) -> PlannedSettings:
+        """A plan as settings of a config with `placement: auto`."""
+        return cls(plan.placement_setting(), plan.settings(config))
 
     def applied(self, config: RLConfig) -> RLConfig:
-        """A config with `placement: auto`, under the plan."""
-        actor = replace(config.actor, zero=replace(config.actor.zero, **self.zero))
-        rollout, train = replace(config.rollout, **self.rollout), replace(config.train, **self.train)
-        return replace(config, placement=self.placement, rollout=rollout, actor=actor, train=train)
+        """The config under the plan."""
+        changed: RLConfig = with_settings(config, {**self.others, "placement": self.placement})
+        return changed
 
 
 @dataclass(frozen=True)
@@ -107,10 +99,11 @@ def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, Placemen
     if not is_automatic(config.placement):
         return config, None
     watch, choice = None, None
+    link = time_between_hosts(world, LINK_SIZES) if world.size > world.local_size else None
     with shared_user_errors(world):
         if world.is_main:
-            watch = PlacementWatch(_PlanRequest.of(config, world), adapts=adapts(config.placement))
-            choice = PlannedSettings.of(watch.plan)
+            watch = PlacementWatch(_PlanRequest.of(config, world, link=link), adapts=adapts(config.placement))
+            choice = PlannedSettings.of(watch.plan, config)
             for line in watch.answer.lines():
                 logger.info("%s", line)
     choice = world.broadcast_object(choice)
@@ -128,8 +121,13 @@ class _PlanRequest:
     machine: Device
 
     @classmethod
-    def of(cls, config: RLConfig, world: World) -> _PlanRequest:
+    def of(cls, config: RLConfig, world: World, *, link: Times | None = None) -> _PlanRequest:
         """The request of a run.
+
+        Args:
+            config: of the run.
+            world: all of its ranks.
+            link: what was measured between its hosts; none: it has one host.
 
         Raises:
             UserError: when this machine has no curves.
@@ -140,6 +138,8 @@ class _PlanRequest:
                 "placement auto needs measured curves of this machine, got none: run hybrid-rlhf calibrate, or name a "
                 "placement"
             )
+        if link is not None:
+            curves = with_measured_link(curves, link)
         lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
         job = JobReader(world.device, Shapes())(config, lengths, overrides=read_overrides(config.deepspeed_config))
         return cls(job, curves, Cluster(world.size, world.local_size), own_device(world.size, local=world.local_size))
@@ -253,7 +253,7 @@ class PlacementWatch:
         price = MovePrice(cost, now - best.seconds)
         moves = self._adapts and price.pays(steps_left=steps_left)
         if moves:
-            self.move = Move(PlannedSettings.of(best.plan), best.plan.placement.style, price)
+            self.move = Move(PlannedSettings.of(best.plan, self._question.job.config), best.plan.placement.style, price)
         logger.info(
             "placement: with these measurements %s is expected to take %.2f s a step, this one %.2f s; moving is "
             "expected to take %.1f s, and %d steps are left: %s",

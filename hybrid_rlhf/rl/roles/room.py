@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import Placement, in_words, is_automatic, resolve_placement
 from hybrid_rlhf.memory.plan import AnyStep, Device, PhaseMemory, Planner, own_device
-from hybrid_rlhf.memory.remedies import remedy
+from hybrid_rlhf.memory.remedies import remedies
 from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.memory import RankMemory, placed_memory
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -52,8 +51,8 @@ def misfit(config: RLConfig, placement: Placement, machine: Device) -> str | Non
         return None
     largest = max(misfits, key=lambda each: _excess(each.phase)[0])
     excess, where, has = _excess(largest.phase)
-    found = remedy(planner, config)
-    advice = "use more ranks, or a smaller model" if found is None else f"set {_in_words(found)}"
+    found = remedies(planner, config)
+    advice = "set " + " or ".join(each.in_words() for each in found) if found else "use more ranks, or a smaller model"
     ranks = f"rank{'s' * (len(largest.ranks) > 1)} {in_words(largest.ranks)}"
     return (
         f"placement {placement.style} must fit into memory, {largest.phase.name} on {ranks} needs "
@@ -104,7 +103,3 @@ def _excess(phase: PhaseMemory) -> tuple[float, str, float]:
     if machine.host_bytes is None:
         return device
     return max(device, (phase.need.host - machine.host_bytes, "its share of the host", machine.host_bytes))
-
-
-def _in_words(settings: dict[str, Any]) -> str:
-    return " ".join(f"--{key} {str(value).lower()}" for key, value in settings.items())
