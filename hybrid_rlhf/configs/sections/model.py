@@ -50,7 +50,7 @@ SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if key.name not in R
 class LoraConfig:
     """Low-rank adapters (LoRA, arXiv 2106.09685) through peft; merged when the model is saved.
 
-    The default learning rate of adapters is ten times that of full fine-tuning (TRL, lora_without_regret.md).
+    The default learning rate of adapters is ten times that of all weights (LoRA Without Regret, 2025).
     """
 
     least_rank: ClassVar[int] = 1
