@@ -11,6 +11,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.parsing.schema import Section
 
+
 def derived_defaults(tree: Section) -> dict[str, Any]:
     """Dotted keys and values of the defaults that follow from the settings of a config.
 
