@@ -234,7 +234,11 @@ def _learning_rate(spec: EngineSpec, lm: PreTrainedModel, section: OptimizerConf
 
 
 def _width(lm: PreTrainedModel) -> int:
-    return int(lm.config.get_text_config().hidden_size)
+    width = getattr(lm.config.get_text_config(), "hidden_size", None)
+    if width is None:
+        name = type(lm).__name__
+        raise UserError(f"the default learning rate follows from hidden_size, {name} has none: set optimizer.lr")
+    return int(width)
 
 
 def _head_lr(spec: EngineSpec, critic: PreTrainedModel, lr: float, *, fresh: bool) -> float:

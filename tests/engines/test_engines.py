@@ -26,6 +26,7 @@ from hybrid_rlhf.runtime.world import World, close_world, init_world
 from tests.support.engines import PROMPTS, actor_spec, train_generate_save, train_step
 from tests.support.model_types import tiny_of_type
 from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,14 @@ def test_an_optimizer_without_a_rate_takes_the_one_of_the_models_width(
     assert engine.deepspeed_engine.optimizer.param_groups[0]["lr"] == expected
     said = [text for text in log_lines if "derived" in text]
     assert len(said) == (line is not None) and all(text.startswith(str(line)) for text in said)
+
+
+def test_a_model_without_a_width_needs_a_rate() -> None:
+    """A config of remote code may name its hidden size otherwise."""
+    spec, lm = actor_spec(Path("model")), tiny_model()
+    del lm.config.hidden_size
+    with pytest.raises(UserError, match="follows from hidden_size, LlamaForCausalLM has none: set optimizer.lr"):
+        builder._learning_rate(spec, lm, OptimizerConfig(), is_main=True)
 
 
 def test_schedules_rise_and_fall() -> None:
