@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,7 +182,7 @@ def test_an_optimizer_without_a_rate_takes_the_one_of_the_models_width(
 def test_a_model_without_a_width_needs_a_rate() -> None:
     """A config of remote code may name its hidden size otherwise."""
     spec, lm = actor_spec(Path("model")), tiny_model()
-    del lm.config.hidden_size
+    lm.config.get_text_config = SimpleNamespace  # type: ignore[assignment]
     with pytest.raises(UserError, match="follows from hidden_size, LlamaForCausalLM has none: set optimizer.lr"):
         builder._learning_rate(spec, lm, OptimizerConfig(), is_main=True)
 
