@@ -201,14 +201,14 @@ class OnlineDPOConfig(SingleUpdateConfig):
 class RAFTConfig(SingleUpdateConfig, PolicyGradientConfig):
     """RAFT (Dong et al. 2023, arXiv 2304.06767): supervised learning on the best completions of each prompt.
 
-    The learning rate is that of SFT, for the loss is SFT's.
+    The default learning rate is that of SFT, for the loss is SFT's.
     """
 
     selects = True
     uses_sampler_policy = False
     fewest_completions = 2
     takes_sequences = False
-    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8, "actor.optimizer.lr": 2e-5}
+    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8}
 
     name: Literal["raft"] = field(default="raft", init=False)
     kl: KLConfig | None = None

@@ -141,7 +141,7 @@ class PreferenceStepConfig(StepConfig):
     data: RowDataConfig = field(default_factory=RowDataConfig)
     reference: PreferenceReferenceConfig | None = setting(None, needs="needs_reference")
     lora: LoraConfig | None = None
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6))
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
 

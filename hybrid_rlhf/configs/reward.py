@@ -58,7 +58,7 @@ class RewardConfig(StepConfig):
     model: ModelConfig = setting(default_factory=ModelConfig, keys=SCORER_KEYS)
     data: RowDataConfig = field(default_factory=RowDataConfig)
     lora: LoraConfig | None = None
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
     objective: RewardObjectiveConfig = field(default_factory=RewardObjectiveConfig)

@@ -51,7 +51,7 @@ class ActorConfig:
     """Training of the actor, which starts from model.path."""
 
     lora: LoraConfig | None = None
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6, schedule="constant"))
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="constant"))
     zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
     ema_decay: float = setting(0.0, advanced=True)
     """Decay per update of a moving average of the actor, which is evaluated and saved as actor_ema (DeepSpeed-Chat:
@@ -70,7 +70,7 @@ class CriticConfig:
     with a zero-initialised head."""
     lora: CriticLoraConfig | None = None
     """Adapters of the critic; null: the actor's settings."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="constant"))
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="constant"))
     zero: ZeroConfig | None = setting(None, mutable=True)
     """Sharding of the critic; null: the actor's settings."""
     gae_lambda: float = 1.0

@@ -92,6 +92,6 @@ class SFTConfig(StepConfig):
     condition: ConditionConfig | None = None
     distill: DistillConfig | None = None
     lora: LoraConfig | None = None
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-5))
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.learning_rates import Learning, derived_rate
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
@@ -54,6 +55,8 @@ ARCHITECTURE: dict[Role, Architecture] = {
     "student": "causal_lm",
     "teacher": "causal_lm",
 }
+LEARNING: dict[Role, Learning] = {"actor": "actor", "critic": "critic", "reward": "reward", "student": "sft"}
+"""What the default learning rate of a trained role follows."""
 MODULES: dict[Role, type[Policy] | type[Scorer] | type[Teacher]] = {
     "actor": Policy,
     "reference": Policy,
@@ -93,6 +96,8 @@ class EngineSpec:
     """Initialise a scorer's head even if the model has one."""
     head_lr: float | None = None
     """Learning rate of a critic's head; none: the optimizer's, at least FRESH_HEAD_STEP / hidden size if fresh."""
+    learning: Learning | None = None
+    """What the default learning rate follows; none: what the role says."""
     base: PreTrainedModel | None = None
     """A model loaded from the same folder, whose frozen weights this one shares; both have adapters."""
 
@@ -182,9 +187,10 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
         engine, *_ = deepspeed.initialize(model=module, config=config)
         module.eval()
         return engine, EngineOptions(offload_weights=spec.offload_weights)
-    head = (lm.score, _head_lr(spec, lm, fresh=fresh_head)) if spec.role == "critic" else None
-    optimizer = _adamw(module, spec.optimizer, head=head)
     section, total = spec.optimizer, spec.total_updates
+    lr = _learning_rate(spec, lm, section, is_main=world.is_main)
+    head = (lm.score, _head_lr(spec, lm, lr, fresh=fresh_head)) if spec.role == "critic" else None
+    optimizer = _adamw(module, section, lr, head=head)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, config=section, total_steps=total)
     )
@@ -217,23 +223,39 @@ def _gather_experts_together(lm: PreTrainedModel, stage: int, *, learns: bool) -
         set_z3_leaf_module(mixture, True)
 
 
-def _head_lr(spec: EngineSpec, critic: PreTrainedModel, *, fresh: bool) -> float:
+def _learning_rate(spec: EngineSpec, lm: PreTrainedModel, section: OptimizerConfig, *, is_main: bool) -> float:
+    """The peak learning rate: the optimizer's own, or the one that the width of the model and its adapters give."""
+    if section.lr is not None:
+        return section.lr
+    lr, source = derived_rate(spec.learning or LEARNING[spec.role], width=_width(lm), lora=spec.lora)
+    if is_main:
+        logger.info("%s: lr %g: derived from %s (docs/defaults.md)", spec.role, lr, source)
+    return lr
+
+
+def _width(lm: PreTrainedModel) -> int:
+    width = getattr(lm.config.get_text_config(), "hidden_size", None)
+    if width is None:
+        name = type(lm).__name__
+        raise UserError(f"the default learning rate follows from hidden_size, {name} has none: set optimizer.lr")
+    return int(width)
+
+
+def _head_lr(spec: EngineSpec, critic: PreTrainedModel, lr: float, *, fresh: bool) -> float:
     """See EngineSpec. Weights of 0 must reach the scale of the scores, which takes thousands of updates at the learning
     rate of trained layers; the rate of an output layer scales with 1 / width (muP, arXiv 2203.03466, table 3)."""
-    assert spec.optimizer is not None
-    lr = spec.optimizer.lr
     if spec.head_lr is not None:
         return spec.head_lr
-    return max(lr, FRESH_HEAD_STEP / critic.config.get_text_config().hidden_size) if fresh and lr else lr
+    return max(lr, FRESH_HEAD_STEP / _width(critic)) if fresh and lr else lr
 
 
 def _adamw(
-    module: nn.Module, config: OptimizerConfig, *, head: tuple[nn.Module, float] | None = None
+    module: nn.Module, config: OptimizerConfig, lr: float, *, head: tuple[nn.Module, float] | None = None
 ) -> torch.optim.Optimizer:
     """AdamW with weight decay except for vectors (norms and biases); a head with its own learning rate is the last
     group."""
-    score, head_lr = head or (nn.Module(), config.lr)
-    heads = {id(p) for p in score.parameters()} if head_lr != config.lr else set[int]()
+    score, head_lr = head or (nn.Module(), lr)
+    heads = {id(p) for p in score.parameters()} if head_lr != lr else set[int]()
     trained = [p for p in module.parameters() if p.requires_grad]
     layers = [(p, len(full_shape(p))) for p in trained if id(p) not in heads]
     groups: list[dict[str, Any]] = [
@@ -242,7 +264,7 @@ def _adamw(
         {"params": [p for p in trained if id(p) in heads], "weight_decay": config.weight_decay, "lr": head_lr},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _init_head(lm: PreTrainedModel, *, role: Role, seed: int) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.configs.parsing.command_line import adapter_rates, save_config
+from hybrid_rlhf.configs.parsing.command_line import save_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections.model import ModelConfig
@@ -74,8 +74,6 @@ def start_step(
                 tokenizer.eos_token,
             )
         save_config(run.folder_config, run.folder / CONFIG_FILE)
-        for name, (rate, full) in adapter_rates(config).items():
-            logger.info("%s is %g, the default with adapters: ten times the %g of all weights", name, rate, full)
     return resolved, tokenizer
 
 

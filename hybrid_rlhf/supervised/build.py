@@ -11,6 +11,7 @@ from typing import Any
 from hybrid_rlhf.configs.preference import KTOConfig, PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_batch
+from hybrid_rlhf.configs.sections.learning_rates import Learning
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.mismatched import with_mismatched_completions
@@ -99,7 +100,7 @@ def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
                 distill, teacher, tokenizer, seed=config.seed, max_length=config.data.max_length
             )
         plan = _plan(config, run)
-        engine = _build_learner(config, run, role, path, steps=_steps(config, run, train, plan))
+        engine = _build_learner(config, run, role, path, "sft", steps=_steps(config, run, train, plan))
         SupervisedTrainer(
             objective, engine, train=train, held_out=data.held_out, plan=plan, config=config.train, run=run
         ).train()
@@ -119,7 +120,7 @@ def run_reward(config: RewardConfig, callbacks: Sequence[Callback] = ()) -> None
         objective = objective_class(objective_config, pad_token_id=pad_token(tokenizer), device=run.world.device)
         plan = _plan(config, run)
         steps = _steps(config, run, data.train, plan)
-        engine = _build_learner(config, run, "reward", path, steps=steps)
+        engine = _build_learner(config, run, "reward", path, "reward", steps=steps)
         SupervisedTrainer[Any](
             objective, engine, train=data.train, held_out=data.held_out, plan=plan, config=config.train, run=run
         ).train()
@@ -150,7 +151,7 @@ def run_preference(config: PreferenceStepConfig, callbacks: Sequence[Callback] =
         plan = _plan(config, run)
         loader = train_loader(train, plan, run)
         steps = total_steps(loader, config.train)
-        engine = _build_learner(config, run, "actor", path, steps=steps)
+        engine = _build_learner(config, run, "actor", path, "preference", steps=steps)
         section = config.reference
         reference = None if section is None else ReferenceModel(config, section, run, engine, path, tokenizer)
         live = reference if section is not None and section.logprobs == "live" else None
@@ -185,7 +186,9 @@ def _steps(config: SupervisedConfig, run: Run, train: RowSequence, plan: BatchPl
     return total_steps(train_loader(train, plan, run), config.train)
 
 
-def _build_learner(config: SupervisedConfig, run: Run, role: Role, path: str, *, steps: int) -> ModelEngine:
+def _build_learner(
+    config: SupervisedConfig, run: Run, role: Role, path: str, learning: Learning, *, steps: int
+) -> ModelEngine:
     """The trained model; a hybrid engine where on-policy distillation samples from it."""
     distill = config.distill if isinstance(config, SFTConfig) else None
     samples = distill is not None and distill.on_policy_fraction > 0
@@ -201,6 +204,7 @@ def _build_learner(config: SupervisedConfig, run: Run, role: Role, path: str, *,
             steps,
             read_overrides(config.deepspeed_config),
             heads=tuple(config.objective.heads) if isinstance(config, RewardConfig) else (),
+            learning=learning,
         ),
         run.world,
     )

@@ -14,11 +14,14 @@ import yaml
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, OnlineDPOConfig, PPOConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import adapter_rates, parse_config, read_config, save_config
+from hybrid_rlhf.configs.parsing.command_line import parse_config, read_config, save_config
 from hybrid_rlhf.configs.parsing.resuming import changed_keys, is_mutable
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, PreferenceStepConfig
+from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.learning_rates import Learning, derived_rate
+from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 
 NO_CRITIC = "algorithm grpo has no critic, got"
@@ -287,47 +290,46 @@ def test_what_may_change_when_a_run_resumes_is_marked_on_the_field() -> None:
     assert changed_keys(RLConfig, before, now) == sorted(fixed)
 
 
-def rates(config_type: Any, *line: str, **known: Any) -> dict[str, float]:
-    values = read_config(parse_config(config_type, line, **known))
-    return {key: value for key, value in values.items() if key.endswith("optimizer.lr")}
-
-
-def test_adapters_learn_ten_times_faster_unless_the_user_says(tmp_path: Path) -> None:
-    assert rates(SFTConfig) == {"optimizer.lr": 2e-5}
-    assert rates(SFTConfig, "--lora.rank", "16") == {"optimizer.lr": 2e-4}
-    assert rates(SFTConfig, "--lora", "{rank: 16}") == {"optimizer.lr": 2e-4}
-    assert rates(SFTConfig, "--lora.rank", "16", "--optimizer.lr", "2e-5") == {"optimizer.lr": 2e-5}
-    assert rates(SFTConfig, "--lora", "null") == {"optimizer.lr": 2e-5}
-    assert rates(PreferenceStepConfig, "--lora.rank", "4") == {"optimizer.lr": 1e-5}
-    assert rates(RLConfig) == {"actor.optimizer.lr": 1e-6, "critic.optimizer.lr": 1e-5}
-    assert rates(RLConfig, "--actor.lora.rank", "8") == {"actor.optimizer.lr": 1e-5, "critic.optimizer.lr": 1e-4}
-    alone = rates(RLConfig, "--actor.lora.rank", "8", "--critic.lora.rank", "0")
-    assert alone == {"actor.optimizer.lr": 1e-5, "critic.optimizer.lr": 1e-5}
-    assert rates(RLConfig, "--critic.lora.rank", "8") == {"actor.optimizer.lr": 1e-6, "critic.optimizer.lr": 1e-4}
-    assert rates(RLConfig, "--algorithm", "raft") == {"actor.optimizer.lr": 2e-5}
-    assert rates(RLConfig, "--algorithm", "raft", "--actor.lora.rank", "8") == {"actor.optimizer.lr": 2e-4}
-    file = tmp_path / "c.yaml"
-    file.write_text("reward: {lora: {rank: 8}}\nsft: {lora: {rank: 8}, optimizer: {lr: 3.0e-5}}\n")
-    whole = rates(PipelineConfig, "--config", str(file))
-    assert (whole["sft.optimizer.lr"], whole["reward.optimizer.lr"], whole["preference.optimizer.lr"]) == (
-        3e-5,
-        1e-4,
-        1e-6,
-    )
-    demo = rates(PipelineConfig, defaults=train.DEMO)
-    assert (demo["sft.optimizer.lr"], demo["rl.actor.optimizer.lr"]) == (1e-3, 4e-4), "it names its own"
-    other = rates(PipelineConfig, "--sft.lora.rank", "4", "--rl.algorithm", "raft", defaults=train.DEMO)
-    assert (other["sft.optimizer.lr"], other["rl.actor.optimizer.lr"]) == (1e-3, 2e-4)
-
-
-def test_a_saved_config_and_help_show_the_rate_of_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = parse_config(SFTConfig, ["--lora.rank", "16"])
+@pytest.mark.parametrize("kind", [SFTConfig, RewardConfig, PreferenceStepConfig, RLConfig, PipelineConfig])
+def test_a_learning_rate_is_derived_unless_the_user_gives_one(kind: Any, tmp_path: Path) -> None:
+    """The width is known only once the model is read: the config, its file and a resumed run keep null, not a number
+    that another model would not have."""
+    config = parse_config(kind, [])
+    rates = {key: value for key, value in read_config(config).items() if key.endswith("optimizer.lr")}
+    assert rates and {*rates.values()} == {None}
     save_config(config, tmp_path / "c.yaml")
-    assert yaml.safe_load((tmp_path / "c.yaml").read_text())["optimizer"]["lr"] == 2e-4
-    assert parse_config(SFTConfig, ["--config", str(tmp_path / "c.yaml")]) == config
-    with pytest.raises(SystemExit):
-        parse_config(SFTConfig, ["--lora.rank", "16", "--help"])
-    assert "(type: float, default: 0.0002)" in " ".join(capsys.readouterr().out.split())
+    again = parse_config(kind, ["--config", str(tmp_path / "c.yaml")])
+    assert again == config and changed_keys(kind, read_config(tmp_path / "c.yaml"), read_config(again)) == []
+    for key in rates:
+        given = parse_config(kind, [f"--{key}", "3e-5"])
+        assert read_config(given)[key] == 3e-5
+        assert changed_keys(kind, read_config(config), read_config(given)) == [key]
+
+
+@pytest.mark.parametrize(
+    ("learning", "width", "lora", "expected"),
+    [
+        ("sft", 4096, None, 2e-5),
+        ("reward", 4096, None, 1e-5),
+        ("preference", 4096, None, 1e-6),
+        ("actor", 4096, None, 1e-6),
+        ("critic", 4096, None, 1e-5),
+        ("actor", 576, None, 7.1e-6),
+        ("critic", 576, None, 7.1e-5),
+        ("actor", 8192, None, 5e-7),
+        ("actor", 4096, LoraConfig(rank=16), 1e-5),
+        ("actor", 4096, LoraConfig(rank=256), 1e-5),
+        ("actor", 4096, LoraConfig(alpha=32), 1e-5),
+        ("actor", 4096, LoraConfig(alpha=128), 2.5e-6),
+        ("sft", 576, LoraConfig(), 1.4e-3),
+    ],
+)
+def test_a_derived_rate_is_the_published_one_scaled_by_width_and_adapters(
+    learning: Learning, width: int, lora: LoraConfig | None, expected: float
+) -> None:
+    rate, source = derived_rate(learning, width=width, lora=lora)
+    assert rate == expected
+    assert source == f"width {width}" + ("" if lora is None else f" and adapters of alpha {lora.alpha:g}")
 
 
 @pytest.mark.parametrize(
@@ -361,11 +363,3 @@ def test_algorithms_of_one_update_are_those_whose_papers_do_not_clip() -> None:
         config = parse_config(RLConfig, ["--algorithm", name])
         assert config.algorithm.updates_once == (name in once) and not config.algorithm.clip_is_idle
     assert dataclasses.replace(RL_ALGORITHMS["grpo"](), mini_batches=1).clip_is_idle
-
-
-def test_the_default_rates_of_adapters_are_logged_with_those_of_all_weights() -> None:
-    config = parse_config(RLConfig, ["--actor.lora.rank", "8", "--critic.optimizer.lr", "3e-5"])
-    assert adapter_rates(config) == {"actor.optimizer.lr": (1e-5, 1e-6)}
-    assert adapter_rates(parse_config(RLConfig, ["--algorithm", "raft", "--actor.lora.rank", "8"])) == {
-        "actor.optimizer.lr": (2e-4, 2e-5)
-    }

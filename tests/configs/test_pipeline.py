@@ -279,7 +279,7 @@ def test_a_key_that_a_step_does_not_read_ends_the_pipeline_before_it_starts(
 def test_the_settings_that_train_hands_to_a_step_are_read_by_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The demo's too, whose critic GRPO has none of, and the rate of adapters."""
+    """The demo's too, whose critic GRPO has none of; another base model has none of the demo's rates."""
     handed: list[Any] = []
 
     def tee(command: list[str], log: Path, base: object) -> train.CommandEnd:
@@ -308,4 +308,4 @@ def test_the_settings_that_train_hands_to_a_step_are_read_by_it(
     )
     first, second = handed
     assert (first.algorithm.name, first.actor.optimizer.lr, first.rollout.prompts_per_step) == ("grpo", 4e-4, 48)
-    assert (second.actor.optimizer.lr, second.algorithm.mini_batches, second.rollout.prompts_per_step) == (1e-5, 4, 64)
+    assert (second.actor.optimizer.lr, second.algorithm.mini_batches, second.rollout.prompts_per_step) == (None, 4, 64)

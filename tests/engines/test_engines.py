@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from hybrid_rlhf.runtime.world import World, close_world, init_world
 from tests.support.engines import PROMPTS, actor_spec, train_generate_save, train_step
 from tests.support.model_types import tiny_of_type
 from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +150,46 @@ def test_adam_adds_eps_after_the_bias_correction() -> None:
     layer = torch.nn.Linear(1, 3, bias=False, dtype=torch.float64)
     before = layer.weight.detach().clone()
     layer.weight.grad = gradient = torch.tensor([[1e-4], [-1e-3], [0.5]], dtype=torch.float64)
-    _adamw(layer, OptimizerConfig(lr=0.1, eps=1e-3, betas=(0.9, 0.95))).step()
+    _adamw(layer, OptimizerConfig(eps=1e-3, betas=(0.9, 0.95)), 0.1).step()
     torch.testing.assert_close(before - layer.weight.detach(), 0.1 * gradient / (gradient.abs() + 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("role", "learning", "lora", "lr", "expected", "line"),
+    [
+        ("actor", None, 0, None, 1.3e-4, "actor: lr 0.00013: derived from width 32 (docs/defaults.md)"),
+        ("actor", "sft", 0, None, 2.6e-3, "actor: lr 0.0026: derived from width 32 (docs/defaults.md)"),
+        ("critic", None, 4, None, 1.3e-2, "critic: lr 0.013: derived from width 32 and adapters of alpha 16 (docs/"),
+        ("actor", None, 0, 3e-5, 3e-5, None),
+        ("actor", None, 0, 0.0, 0.0, None),
+    ],
+)
+def test_an_optimizer_without_a_rate_takes_the_one_of_the_models_width(
+    role: Role,
+    learning: Any,
+    lora: int,
+    lr: float | None,
+    expected: float,
+    line: str | None,
+    model_folder: Path,
+    world: World,
+    log_lines: list[str],
+) -> None:
+    """Once for each role, with its source; a rate that the user gives is used as it is."""
+    optimizer = OptimizerConfig(lr=lr, schedule="constant", warmup_fraction=0.0)
+    spec = replace(actor_spec(model_folder, lora=lora), role=role, learning=learning, optimizer=optimizer)
+    engine = build_engine(spec, world)
+    assert engine.deepspeed_engine.optimizer.param_groups[0]["lr"] == expected
+    said = [text for text in log_lines if "derived" in text]
+    assert len(said) == (line is not None) and all(text.startswith(str(line)) for text in said)
+
+
+def test_a_model_without_a_width_needs_a_rate() -> None:
+    """A config of remote code may name its hidden size otherwise."""
+    spec, lm = actor_spec(Path("model")), tiny_model()
+    lm.config.get_text_config = SimpleNamespace  # type: ignore[assignment]
+    with pytest.raises(UserError, match="follows from hidden_size, LlamaForCausalLM has none: set optimizer.lr"):
+        builder._learning_rate(spec, lm, OptimizerConfig(), is_main=True)
 
 
 def test_schedules_rise_and_fall() -> None:

@@ -34,7 +34,7 @@ LINES = [
     ("sft", ["--optimizer.lr", "nan"], ["optimizer.lr", "float", "got nan", "--help"]),
     ("sft", ["--optimizer.lr", ".inf"], ["optimizer.lr", "finite number", "got inf"]),
     ("sft", ["--optimizer.lr", "1e400"], ["optimizer.lr", "finite number", "got inf"]),
-    ("sft", ["--optimizer.lr", "-1"], ["optimizer.lr", "0 or more", "got -1.0", "1e-5"]),
+    ("sft", ["--optimizer.lr", "-1"], ["optimizer.lr", "0 or more", "got -1.0", "leave it out"]),
     ("sft", ["--optimizer.betas", "0.9"], ["optimizer.betas", "tuple[float, float]", "got 0.9", "--help"]),
     (
         "sft",
@@ -44,8 +44,8 @@ LINES = [
     ("sft", ["--optimizer", "{lrr: 1}"], ["--optimizer.lrr", "nearest is optimizer.lr"]),
     (
         "sft",
-        ["--optimizer", "{lr: }"],
-        ["optimizer.lr", "float", "got null"],
+        ["--optimizer", "{weight_decay: }"],
+        ["optimizer.weight_decay", "float", "got null"],
     ),
     (
         "sft",

@@ -39,6 +39,66 @@ def line(start: float, end: float, count: int) -> list[float]:
     return [start + (end - start) * place / (count - 1) for place in range(count)]
 
 
+def numbers(text: str) -> list[float]:
+    """A recorded curve."""
+    return [float(word) for word in text.split()]
+
+
+STILL: dict[str, Sequence[float | None]] = {
+    "objective/kl": numbers("0.0 -0.0 -0.0 0.001 -0.001 0.001 0.002 -0.002 0.004 -0.0 -0.004 0.003 -0.0 -0.002"),
+    "objective/scores": numbers("2.495 2.305 2.367 2.378 2.19 2.551 2.593 2.039 2.426 2.36 2.387 2.613 2.5 2.301"),
+    "objective/scores_std": numbers(
+        "1.443 1.52 1.557 1.457 1.653 1.632 1.503 1.572 1.571 1.508 1.492 1.428 1.432 1.481"
+    ),
+    "rollout/updates": [4.0] * 14,
+    "lr": [1e-6] * 14,
+}
+"""PPO of a model of width 64 at 1e-6, the rate of 7B (benchmarks/learning_rates.py)."""
+MOVING: dict[str, Sequence[float | None]] = {
+    "objective/kl": numbers(
+        "0.0 0.011 0.081 0.054 0.196 0.234 0.172 0.098 0.371 0.1 0.174 0.42 0.496 0.169 0.458 0.519 0.736 "
+        "0.807 0.677 0.668 0.985 1.077 1.115 0.949"
+    ),
+    "objective/scores": numbers(
+        "2.495 2.613 2.356 2.535 2.555 2.695 2.693 2.378 2.45 2.867 2.41 2.855 2.71 2.718 2.874 2.884 2.864 "
+        "3.151 2.984 2.684 3.087 2.982 3.565 3.358"
+    ),
+    "objective/scores_std": numbers(
+        "1.443 1.626 1.427 1.529 1.688 1.436 1.438 1.532 1.543 1.597 1.52 1.453 1.507 1.512 1.433 1.47 1.382 "
+        "1.624 1.416 1.545 1.413 1.482 1.434 1.406"
+    ),
+    "val/explained_variance": numbers(
+        "0.0 0.004 0.017 0.026 0.012 0.005 0.017 0.011 0.03 0.026 0.064 0.047 0.093 0.014 0.18 0.104 0.088 "
+        "0.148 0.046 0.197 0.143 0.05 0.107 0.219"
+    ),
+    "rollout/updates": [4.0] * 24,
+    "lr": [3.2e-5] + [6.4e-5] * 23,
+}
+"""The same run at 6.4e-5, the derived rate."""
+MOVING_GRPO: dict[str, Sequence[float | None]] = {
+    "objective/kl": numbers(
+        "0.0 0.01 0.017 0.071 0.042 0.051 -0.014 0.08 0.273 0.161 0.244 0.102 0.163 0.29 0.148 0.362 0.46 "
+        "0.369 0.549 0.343 0.464 0.52 0.724 0.466"
+    ),
+    "objective/scores": numbers(
+        "2.99 2.541 3.316 3.128 2.914 3.335 3.26 3.112 3.025 3.236 2.989 2.776 3.269 3.308 3.082 3.231 3.264 "
+        "3.498 3.343 3.376 3.319 3.509 3.522 3.293"
+    ),
+    "objective/scores_std": numbers(
+        "1.244 1.215 1.443 1.393 1.414 1.439 1.283 1.279 1.383 1.149 1.236 1.413 1.255 1.203 1.219 1.164 "
+        "1.308 1.121 1.227 1.203 1.338 1.122 1.101 1.184"
+    ),
+    "rollout/updates": [4.0] * 24,
+    "lr": [3.2e-5] + [6.4e-5] * 23,
+}
+"""GRPO at 6.4e-5."""
+IDLE_CRITIC: dict[str, Sequence[float | None]] = {
+    "val/explained_variance": numbers(
+        "0 0.004 0.008 0.014 -0.025 -0.027 -0.018 -0.014 -0.001 -0.028 0.008 -0.006 -0.006 -0.006"
+    ),
+    "rollout/updates": [4.0] * 14,
+}
+"""PPO of SmolLM2-135M with a sharp reward, seed 1 (docs/benchmarks/learning), 12 rollouts; the last value repeated."""
 EVALS = [3.0, *[None] * 9, 2.0, *[None] * 9, 2.1, *[None] * 9, 2.2]
 UNHEALTHY: list[tuple[str, dict[str, Sequence[float | None]], int]] = [
     ("KL explosion", {"objective/kl": wave(1.0, 20) + [60.0] * 5, "completions/mean_length": [100.0] * 25}, 23),
@@ -48,6 +108,8 @@ UNHEALTHY: list[tuple[str, dict[str, Sequence[float | None]], int]] = [
     ("truncated completions", {"completions/clipped_ratio": [0.5] + [0.95] * 8}, 6),
     ("clip fraction", {"policy/clipfrac": [0.1] * 5 + [0.45] * 6}, 10),
     ("negative explained variance", {"val/explained_variance": [-0.4] * 15}, 10),
+    ("policy hardly moves", STILL, 10),
+    ("critic explains nothing", IDLE_CRITIC, 13),
     ("saturated scores", {"objective/scores_std": wave(1.0, 10) + [0.001] * 10}, 15),
     ("groups of equal scores", {"rollout/frac_reward_zero_std": [0.5] * 5 + [0.95] * 5}, 10),
     ("sampler and trainer disagree", {"rollout/logprob_abs_diff_mean": [0.001] * 3 + [0.2] * 5}, 8),
@@ -61,6 +123,12 @@ UNHEALTHY: list[tuple[str, dict[str, Sequence[float | None]], int]] = [
 HEALTHY: list[dict[str, Sequence[float | None]]] = [
     {"objective/kl": line(0.0, 8.0, 60), "completions/mean_length": [100.0] * 60},
     {"objective/kl": wave(60.0, 60), "completions/mean_length": [2000.0] * 60},
+    MOVING,
+    MOVING_GRPO,
+    {**STILL, "lr": line(1e-6, 2e-6, 14)},
+    {**STILL, "lr": [0.0] * 14},
+    {"objective/scores": wave(1.0, 30), "lr": [1e-6] * 30},
+    {"val/explained_variance": wave(0.01, 30), "rollout/updates": [1.0] * 30},
     {"policy/entropy": line(2.0, 0.8, 60), "objective/scores_std": wave(1.0, 60)},
     {"completions/mean_length": line(60, 90, 40)},
     {"completions/clipped_ratio": [0.95] * 4 + [0.9] * 4},
@@ -106,6 +174,14 @@ def test_the_advice_has_the_values_of_the_run() -> None:
     for part in ("critic.optimizer.lr (1e-05)", "critic.warmup_steps", "deviation is 5.25", "algorithm.score_scaling"):
         assert part in str(finding)
     assert len(watched({"val/explained_variance": [-1.0] * 10 + [0.1] + [-1.0] * 10})) == 2, "again, after it had gone"
+
+
+def test_the_advice_names_the_rate_to_try() -> None:
+    (still,) = watched(STILL)
+    assert "raise actor.optimizer.lr (1e-06) to 5e-06" in still.advice
+    assert "0.001 nats per completion after 10 rollouts" in still.evidence
+    (idle,) = watched(IDLE_CRITIC)
+    assert "raise critic.optimizer.lr (1e-05) to 5e-05" in idle.advice and "after 52 updates" in idle.evidence
 
 
 def test_a_resumed_run_does_not_repeat_its_advice() -> None:

@@ -28,7 +28,7 @@ from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.files.credentials import redacted
 from hybrid_rlhf.configs.files.disk_faults import disk_fault
 from hybrid_rlhf.configs.files.reading import parse_yaml, read_text
-from hybrid_rlhf.configs.parsing.derived import derived_defaults, lora_rates
+from hybrid_rlhf.configs.parsing.derived import derived_defaults
 from hybrid_rlhf.configs.parsing.help import help_document, help_text
 from hybrid_rlhf.configs.parsing.output import print_document, print_result, wants_json
 from hybrid_rlhf.configs.parsing.schema import (
@@ -117,17 +117,6 @@ def build_config(config_type: type[ConfigT], layers: Sequence[Layer]) -> ConfigT
 def config_tree(config_type: type, argv: Sequence[str] = ()) -> Section:
     """The sections and keys that a config has for a command line."""
     return _resolved(config_type, _sort_words(list(argv), config_type)[1])
-
-
-def adapter_rates(config: Any) -> dict[str, tuple[float, float]]:
-    """Keys of learning rates that are the default of adapters, with that rate and the one of all weights."""
-    tree = _resolved(type(config), [Layer(plain(config))])
-    values = tree.values()
-    for section in tree.walk():
-        section.strictly_given.clear()
-    brought = getattr(getattr(config, "algorithm", None), "defaults_elsewhere", {})
-    full = {key.name: key.default for key in tree.all_keys().values()} | brought
-    return {key: (rate, full[key]) for key, rate in lora_rates(tree, dict(brought)).items() if values[key] == rate}
 
 
 def settings_and_defaults(config: Any) -> dict[str, tuple[Any, Any]]:

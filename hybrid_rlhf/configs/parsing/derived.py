@@ -1,5 +1,5 @@
-"""Defaults that follow from other settings: `algorithm.name: raft` brings a learning rate, `lora` one ten times higher,
-the size of a rollout its mini-batches.
+"""Defaults that follow from other settings: `algorithm.name: grpo` brings a number of completions per prompt, the size
+of a rollout its mini-batches.
 
 They lie over a file of defaults (the demo's) and under what the user gives, so the resolved config and `--help` show
 the number.
@@ -7,14 +7,9 @@ the number.
 
 from __future__ import annotations
 
-from decimal import Decimal
 from typing import Any
 
 from hybrid_rlhf.configs.parsing.schema import Section
-
-LORA_RATE_FACTOR = 10
-"""Default learning rate of adapters, relative to that of all weights: TRL, docs/source/lora_without_regret.md, which
-has 1e-5 for 1e-6."""
 
 
 def derived_defaults(tree: Section) -> dict[str, Any]:
@@ -40,32 +35,7 @@ def derived_defaults(tree: Section) -> dict[str, Any]:
             own = {key.removeprefix(prefix): value for key, value in known.items() if key.startswith(prefix)}
             fixed = {key.removeprefix(prefix) for key in settled if key.startswith(prefix)}
             chosen |= {f"{prefix}{key}": value for key, value in following(own, fixed).items()}
-    for key, rate in lora_rates(tree, chosen).items():
-        if key not in settled:
-            chosen[key] = rate
     return chosen
-
-
-def lora_rates(tree: Section, chosen: dict[str, Any]) -> dict[str, float]:
-    """The default learning rate of each model with adapters, by dotted key."""
-    found = {}
-
-    def add_rate(optimizer: Section) -> None:
-        key = optimizer.keys["lr"]
-        found[key.name] = float(Decimal(str(chosen.get(key.name, key.default))) * LORA_RATE_FACTOR)
-
-    for section in tree.walk():
-        if _has_adapters(section) and (optimizer := section.sections.get("optimizer")):
-            add_rate(optimizer)
-        critic, actor = section.sections.get("critic"), section.sections.get("actor")
-        if critic and actor and not critic.sections["lora"].is_on and _has_adapters(actor):
-            add_rate(critic.sections["optimizer"])
-    return found
-
-
-def _has_adapters(section: Section) -> bool:
-    lora = section.sections.get("lora")
-    return lora is not None and lora.is_on and str(lora.given.get("rank", 1)) != "0"
 
 
 def _inside(section: Section, key: str) -> str:

@@ -51,7 +51,7 @@ class LoraConfig:
     """Low-rank adapters (LoRA, arXiv 2106.09685) through peft. A saved model contains them merged; its folder adapter
     contains them alone.
 
-    The default learning rate of adapters is ten times that of full fine-tuning (TRL, lora_without_regret.md).
+    The default learning rate of adapters is ten times that of all weights (LoRA Without Regret, 2025).
     """
 
     least_rank: ClassVar[int] = 1

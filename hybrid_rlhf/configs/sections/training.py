@@ -13,8 +13,8 @@ from hybrid_rlhf.configs.sections.rules import require, setting
 class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) and its schedule."""
 
-    lr: float = 1e-5
-    """Peak learning rate; with lora the default is ten times higher (TRL, lora_without_regret.md)."""
+    lr: float | None = None
+    """Peak learning rate; null: derived from the model's width and its adapters (docs/defaults.md), and logged."""
     weight_decay: float = 0.0
     """Weight decay per step, times lr; not applied to norms and biases."""
     betas: tuple[float, float] = setting((0.9, 0.95), advanced=True)
@@ -29,7 +29,10 @@ class OptimizerConfig:
     """Gradients are clipped to this global norm; 0: not clipped."""
 
     def __post_init__(self) -> None:
-        require(self.lr >= 0, f"optimizer.lr must be 0 or more, got {self.lr}: give for example 1e-5")
+        require(
+            self.lr is None or self.lr >= 0,
+            f"optimizer.lr must be 0 or more, got {self.lr}: leave it out for the default",
+        )
         require(
             self.weight_decay >= 0,
             f"optimizer.weight_decay must be 0 or more, got {self.weight_decay}: give for example 0.1",

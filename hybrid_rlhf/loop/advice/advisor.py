@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hybrid_rlhf.loop.advice.curves import Curves
 from hybrid_rlhf.loop.advice.rules import RULES, AdviceRule
 
-_VALUE = re.compile(r"\{(\w+):([^}]*)\}")
+_VALUE = re.compile(r"\{(\w+)(?:\*(\d+))?:([^}]*)\}")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,6 @@ def findings(lines: Iterable[Mapping[str, float]]) -> list[Finding]:
 
 def _finding(step: int, rule: AdviceRule, evidence: str, curves: Curves) -> Finding:
     def value(match: re.Match[str]) -> str:
-        return format(curves.value(match[1].replace("__", "/")), match[2])
+        return format(curves.value(match[1].replace("__", "/")) * int(match[2] or 1), match[3])
 
     return Finding(step, rule.name, evidence, _VALUE.sub(value, rule.advice), rule.source)

@@ -5,13 +5,20 @@ The thresholds are this project's: the sources name the sign and the reason, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import sqrt
 from statistics import fmean, median
 
 from hybrid_rlhf.loop.advice.curves import Curves
 
 _START, _RECENT, _LEAST = 5, 5, 15
 """Values that are compared at the start and at the end of a curve, and how many it must have."""
+_STILL_ROLLOUTS, _STILL_NATS = 10, 0.1
+"""Rollouts after which a policy should have moved, and the KL of one that has not: by Pinsker's inequality a tenth of a
+nat moves the mean of scores in [0, 1] by 0.22 at most."""
+_CRITIC_UPDATES, _CRITIC_WINDOW = 50, 10
+"""Updates after which a critic should explain something, and rollouts without it."""
 
 
 def kl_explosion(curves: Curves) -> str | None:
@@ -57,6 +64,34 @@ def explained_variance(curves: Curves) -> str | None:
     return held(curves, "val/explained_variance", lambda value: value < 0, 10)
 
 
+def idle_critic(curves: Curves) -> str | None:
+    """After 50 updates the critic explains less than a twentieth of the variance of the returns."""
+    name = "val/explained_variance"
+    values, updates = curves.last(name, _CRITIC_WINDOW), sum(value for _, value in curves.points("rollout/updates"))
+    if updates < _CRITIC_UPDATES or len(values) < _CRITIC_WINDOW or max(map(abs, values)) > 0.05:
+        return None
+    if explained_variance(curves):  # which says more
+        return None
+    return f"{name} is {values[-1]:.3g} after {updates:.0f} updates, near 0 for {_CRITIC_WINDOW} rollouts in a row"
+
+
+def still_policy(curves: Curves) -> str | None:
+    """Since the learning rate reached its peak, for ten rollouts or more, KL and scores have not left their noise."""
+    rates = [value for _, value in curves.points("lr")]
+    count = len(rates) - rates.index(max(rates)) if rates else 0
+    kl, scores = curves.last("objective/kl", count), curves.last("objective/scores", count)
+    if count < _STILL_ROLLOUTS or rates[-1] <= 0 or not count == len(kl) == len(scores):
+        return None
+    moved = _difference_of_halves(scores)
+    if abs(fmean(kl[-_RECENT:])) >= _STILL_NATS or abs(moved) >= 3 * _noise_of_difference(scores):
+        return None
+    std = curves.value("objective/scores_std")
+    return (
+        f"objective/kl is {fmean(kl[-_RECENT:]):.2g} nats per completion after {count} rollouts, and objective/scores "
+        f"moved by {moved:.2g}, which is noise beside their standard deviation of {std:.3g}"
+    )
+
+
 def saturated_scores(curves: Curves) -> str | None:
     """The scores of a rollout hardly differ any more."""
     return _fell(curves, "objective/scores_std", share=0.05)
@@ -80,6 +115,18 @@ def held(curves: Curves, name: str, wrong: Callable[[float], bool], rollouts: in
     if len(values) < rollouts or not all(map(wrong, values)):
         return None
     return f"{name} is {values[-1]:.3g}, out of range for {rollouts} rollouts in a row"
+
+
+def _difference_of_halves(values: Sequence[float]) -> float:
+    """The mean of the second half minus that of the first."""
+    half = len(values) // 2
+    return fmean(values[half:]) - fmean(values[:half])
+
+
+def _noise_of_difference(values: Sequence[float]) -> float:
+    """Standard error of the difference of halves, from values and their successors: a slow trend does not count."""
+    variance = fmean((after - before) ** 2 for before, after in pairwise(values)) / 2
+    return sqrt(4 * variance / len(values))
 
 
 def _fell(curves: Curves, name: str, *, share: float) -> str | None:

@@ -17,7 +17,7 @@ class AdviceRule:
     check: Callable[[Curves], str | None]
     """Returns the evidence at the last step, or None."""
     advice: str
-    """What to do. `{name}` with `/` as `__` is replaced by the last value of a metric."""
+    """What to do. `{name}` with `/` as `__` is replaced by the last value of a metric, `{name*5}` by five times it."""
     source: str
 
 
@@ -69,6 +69,22 @@ RULES = (
         "critic.head_lr, train it alone first (critic.warmup_steps 10), or bring scores, whose standard deviation is "
         f"{_SPREAD}, to 1 (algorithm.score_scaling running)",
         "explained_variance in Huang et al. 2022, The 37 Implementation Details of PPO, debug variables",
+    ),
+    AdviceRule(
+        "critic explains nothing",
+        rl.idle_critic,
+        "the critic predicts no better than a constant, so advantages are as noisy as returns: raise "
+        "critic.optimizer.lr ({critic__lr:.2g}) to {critic__lr*5:.1g}, or use an algorithm without a critic, such as "
+        "rloo, which needs less memory",
+        "explained_variance in Huang et al. 2022, The 37 Implementation Details of PPO, debug variables",
+    ),
+    AdviceRule(
+        "policy hardly moves",
+        rl.still_policy,
+        "raise actor.optimizer.lr ({lr:.2g}) to {lr*5:.1g} (left out, it is derived from the model), or let the run "
+        "take many more steps",
+        "Gao, Schulman, Hilton 2022, Scaling Laws for Reward Model Overoptimization (arXiv 2210.10760): the score is a "
+        "function of the KL, and begins at 0 with it",
     ),
     AdviceRule(
         "saturated scores",

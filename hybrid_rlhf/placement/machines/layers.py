@@ -150,7 +150,7 @@ def time_model(world: World, model: TimedModel, batches: list[TimedBatch], rows:
             ModelConfig(),
             ZeroConfig(stage=model.zero),
             0,
-            OptimizerConfig(schedule="constant"),
+            OptimizerConfig(lr=1e-6, schedule="constant"),
         )
         engine = build_actor(spec, world, rollout=RolloutConfig(kv_cache_gib=0.25))
         world.barrier()

@@ -93,6 +93,8 @@ class _Builder:
     def actor(self, path: str) -> HybridEngine | AbsentActor:
         config, part = self._config, self._part("actor")
         spec = self._trained("actor", path, config.actor.zero, config.actor.optimizer, config.actor.lora)
+        if config.algorithm.selects:  # completions are learned as in SFT
+            spec = replace(spec, learning="sft")
         actor, samples = None, self._placement.with_actor or not self._placement.separate_sampler
         with shared_user_errors(self._run.world):
             if part.is_member:
