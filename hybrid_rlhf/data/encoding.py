@@ -23,9 +23,11 @@ from hybrid_rlhf.data.chat.conversation import (
     head_tokens,
 )
 from hybrid_rlhf.data.chat.messages import Message, Tools
-from hybrid_rlhf.data.chat.template import unrendered
+from hybrid_rlhf.data.chat.template import refused, unrendered
 from hybrid_rlhf.data.rows.formats import ConversationRow, read_labelled_row, read_preference_row, read_prompt_row
 from hybrid_rlhf.data.rows.sources import Row
+
+_MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "responses")
 
 
 def encode_conversation_row(
@@ -134,6 +136,33 @@ def encode_prompt_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBas
             "ignored": _ignored(record.messages, tokenizer, record.tools),
         }
     ]
+
+
+def require_rendered(location: str, row: Row, ignored: str) -> None:
+    """Refuse a row with a message key that the chat template does not render, but which may hold text.
+
+    Args:
+        location: of the row.
+        row: as read from its source.
+        ignored: the column of its encoding.
+
+    Raises:
+        UserError: naming the column and the key.
+    """
+    lost = next(filter(refused, ignored.split(",")), "") if ignored else ""
+    if lost:
+        column = next(name for name, value in row.items() if name in _MESSAGE_COLUMNS and _has_key(value, lost))
+        raise UserError(
+            f"{location}: column {column!r}: the chat template does not render the key {lost!r} of a message: remove "
+            "the key, or set data.chat_template to a template that renders it"
+        )
+
+
+def _has_key(value: Any, key: str) -> bool:
+    """Whether a column has a message with a key."""
+    if isinstance(value, list):
+        return any(_has_key(item, key) for item in value)
+    return isinstance(value, dict) and bool(value.get(key))
 
 
 def _ignored(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None) -> str:

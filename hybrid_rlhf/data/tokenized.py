@@ -28,6 +28,7 @@ from hybrid_rlhf.data.encoding import (
     encode_labelled_row,
     encode_preference_row,
     encode_prompt_row,
+    require_rendered,
 )
 from hybrid_rlhf.data.rows.conditional import ScoreBuckets, find_score_buckets
 from hybrid_rlhf.data.rows.counts import RowCounts
@@ -265,6 +266,7 @@ def _tokenize(
         progress = ProgressLog(f"tokenising {rows.source.path}", total=rows.count())
         for number, (location, row) in enumerate(progress.track(rows)):
             for columns in encoding.encode(location, row, tokenizer, limit):
+                require_rendered(location, row, columns["ignored"])
                 if config.too_long == "drop" and columns["cut"]:
                     columns["usable"] = False
                 yield columns | {"source_row": number}
@@ -343,6 +345,6 @@ def _report_templates(parts: list[datasets.Dataset]) -> None:
         counts = ", ".join(f"{key} ({count:,})" for key, count in ignored.most_common())
         logger.warning(
             "the chat template does not render %s: such roles become the nearest one, tool calls become JSON text, "
-            "other keys are omitted",
+            "the rest is omitted",
             counts,
         )

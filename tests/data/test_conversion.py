@@ -99,6 +99,22 @@ def test_sharegpt_turns_with_calls_become_messages(write_jsonl: Write) -> None:
     assert found["messages"][3] == {"role": "tool", "name": "weather", "content": '{"sky": "clear"}'}
 
 
+def test_weights_of_turns_are_kept(write_jsonl: Write) -> None:
+    """ShareGPT data with weights became rows that are trained on whole."""
+    turns = [
+        {"from": "human", "value": "q", "weight": 0},
+        {"from": "gpt", "value": "a", "weight": 0},
+        {"from": "human", "value": "r", "weight": None},
+        {"from": "gpt", "value": "b", "weight": 1},
+    ]
+    messages = [user("q"), {**assistant("a"), "weight": 0}, user("r"), assistant("b")]
+    assert converted(write_jsonl([{"conversations": turns}]))[0] == [{"messages": messages}]
+    assert converted(write_jsonl([{"messages": messages}]))[0] == [{"messages": messages}]
+    turns[1]["weight"] = 0.5
+    _, report = converted(write_jsonl([{"conversations": turns}]))
+    assert "the weight of a turn must be 0 or 1, got 0.5" in report.problems.texts[0]
+
+
 def test_sharegpt_and_alpaca_pairs(write_jsonl: Write) -> None:
     shared = {
         "conversations": [{"from": "human", "value": "q"}],

@@ -303,7 +303,7 @@ def conversation(number: int) -> dict[str, Any]:
             {"role": "user", "content": f"question {number}<"},
             {"role": "assistant", "content": "one"},
             {"role": "user", "content": "more"},
-            {"role": "assistant", "content": "two", "reasoning_content": "hm"},
+            {"role": "assistant", "content": "two", "name": "hm"},
         ]
     }
 
@@ -323,10 +323,36 @@ def test_a_conversation_with_several_rows_is_split_as_one(
             seen.append(names)
     assert sum(map(len, seen)) == len(set.union(*seen)) == 20
     assert any("20 conversations make 40 rows" in line for line in log_lines)
-    assert any("does not render reasoning_content (20)" in line for line in log_lines)
+    assert any("does not render name (20)" in line for line in log_lines)
     lines = len(log_lines)
     load("sft", config(rows), tokenizer)
     assert any("does not render" in line for line in log_lines[lines:]), "also when the rows come from the cache"
+
+
+def test_weights_and_unrendered_keys_reach_training(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    """An assistant turn of weight 0 was trained on; a key that the template does not render was only a log line."""
+    row = conversation(1)
+    config(rows=[row])
+    assert learned_text(load("sft", config([row], eval_fraction=0.0), tokenizer), tokenizer) == [
+        "one<|im_end|>two<|im_end|>"
+    ]
+    row["messages"][1]["weight"] = 0
+    assert learned_text(load("sft", config([row], eval_fraction=0.0), tokenizer), tokenizer) == ["two<|im_end|>"]
+    completion = [*row["messages"][1:]]
+    pair = {"prompt": row["messages"][:1], "chosen": completion, "rejected": "no"}
+    (pairs,) = load("preference", config([pair], eval_fraction=0.0), tokenizer).train
+    assert tokenizer.decode(own_tokens(pairs, 0)) == "two<|im_end|>"
+    pair["chosen"][-1]["refusal"] = "hm"
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: column 'chosen': .* does not render the key 'refusal'"):
+        load("preference", config([pair], eval_fraction=0.0), tokenizer)
+
+
+def learned_text(data: tokenized.TokenizedData, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The text with loss of each training row."""
+    return [
+        tokenizer.decode([token for token, loss in zip(row["input_ids"], row["loss_mask"], strict=True) if loss])
+        for row in data.train
+    ]
 
 
 def test_tools_and_calls_of_a_row_reach_the_template(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -22,6 +22,7 @@ from hybrid_rlhf.data.encoding import (
     encode_labelled_row,
     encode_preference_row,
     encode_prompt_row,
+    require_rendered,
 )
 from hybrid_rlhf.data.preparation.conversion.converting import FORMATS
 from hybrid_rlhf.data.rows.formats import (
@@ -191,6 +192,8 @@ def _check_row(
         form.read(location, row)
     else:
         encoded = form.encode(location, row, tokenizer, report.limit)
+        for each in encoded:
+            require_rendered(location, row, each["ignored"])
         whole = form.encode(location, row, tokenizer, _NO_LIMIT) if any(each["cut"] for each in encoded) else encoded
         report.lengths += [each["length"] for each in whole]
         report.too_long += sum(each["cut"] for each in encoded)

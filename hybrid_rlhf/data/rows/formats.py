@@ -21,7 +21,7 @@ from itertools import combinations
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.messages import Message, Tools, read_message, row_tools
+from hybrid_rlhf.data.chat.messages import WEIGHT_KEY, Message, Tools, is_learned, read_message, row_tools
 from hybrid_rlhf.data.rows.sources import Row, missing_columns_error
 from hybrid_rlhf.runtime.observability.logs import shortened
 
@@ -99,6 +99,11 @@ def read_sft_row(location: str, row: Row) -> ConversationRow:
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(
             f"{location}: a conversation for SFT must have an assistant turn, got none: add one or remove the row"
+        )
+    if not any(map(is_learned, messages)):
+        raise UserError(
+            f"{location}: a conversation for SFT must have an assistant turn of weight 1, got weight 0 for each: set "
+            "one to 1 or remove the row"
         )
     return ConversationRow(messages, tools=row_tools(location, row))
 
@@ -235,11 +240,16 @@ def _ranked(location: str, row: Row) -> PreferenceRow:
 
 
 def _require_assistant(location: str, column: str, completion: Sequence[Message]) -> None:
-    """Raise an error unless a completion ends with an assistant turn."""
+    """Raise an error unless a completion ends with an assistant turn that carries loss."""
     if not completion or completion[-1]["role"] != "assistant":
         found = f"a turn of the {completion[-1]['role']}" if completion else "nothing after the prompt"
         raise UserError(
             f"{location}: column {column!r} must end with an assistant turn, got {found}: add it or remove the row"
+        )
+    if not is_learned(completion[-1]):
+        raise UserError(
+            f"{location}: column {column!r} must end with an assistant turn of weight 1, got weight "
+            f"{completion[-1][WEIGHT_KEY]}: remove the weight or remove the row"
         )
 
 

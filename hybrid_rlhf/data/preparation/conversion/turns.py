@@ -1,6 +1,7 @@
 """Formats that list turns: ShareGPT, Alpaca, and the messages of OpenAI.
 
-ShareGPT: `conversations` with `from` and `value`, optional `system` and `tools`. Alpaca (Taori et al. 2023):
+ShareGPT: `conversations` with `from` and `value`, optional `system` and `tools`; the `weight` of an assistant turn is
+kept, those of other turns mean nothing. Alpaca (Taori et al. 2023):
 `instruction`, `input` and `output`, optional `history` (pairs) and `system`; instruction and input are joined by a line
 break, as in LLaMA-Factory. Both may have `chosen` and `rejected` in place of the last turn. OpenAI: `messages`, or for
 preferences `input`, `preferred_output` and `non_preferred_output`.
@@ -11,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.chat.messages import WEIGHT_KEY, Message
 from hybrid_rlhf.data.preparation.conversion.records import column, pair_row, text_column
 from hybrid_rlhf.data.preparation.conversion.tool_calls import read_calls, tools_column, with_tool_calls
 from hybrid_rlhf.data.rows.sources import Row
@@ -59,9 +60,10 @@ def _shared_turn(place: str, turn: Any) -> Message:
     role = _ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
     if role is None:
         raise UserError(f"{place}: 'from' must be one of {', '.join(_ROLES)}, got {turn['from']!r}: fix the row")
+    weight = {WEIGHT_KEY: turn[WEIGHT_KEY]} if role == "assistant" and WEIGHT_KEY in turn else {}
     if turn["from"] == "function_call":
-        return {"role": role, "tool_calls": read_calls(place, turn["value"])}
-    return {"role": role, "content": turn["value"]}
+        return {"role": role, "tool_calls": read_calls(place, turn["value"]), **weight}
+    return {"role": role, "content": turn["value"], **weight}
 
 
 def is_alpaca(row: Row) -> bool:
