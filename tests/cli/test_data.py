@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,18 @@ def test_a_bad_row_fails_a_conversion_unless_it_is_skipped(
     assert not (tmp_path / "out.jsonl").exists()
     code, found = document([*words, "--skip_bad", "true"], capsys)
     assert (code, found["rows"], found["written"], found["problems"]) == (0, 2, 1, 1)
+
+
+def test_parts_of_compressed_files_and_patterns_have_plain_names(
+    write_jsonl: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_jsonl([{"prompt": f"q{i}"} for i in range(40)])
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    for source, name in ((packed, "packed.a.jsonl"), (tmp_path / "r*s.jsonl", "rs.a.jsonl")):
+        words = ["split", str(source), "--parts", "a=1,b=1", "--output_dir", str(tmp_path / "parts")]
+        code, found = document(words, capsys)
+        assert (code, Path(found["parts"]["a"]["path"]).name) == (0, name)
 
 
 def test_split_and_blend(write_jsonl: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

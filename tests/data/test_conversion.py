@@ -18,9 +18,10 @@ from hybrid_rlhf.data.preparation.conversion.converting import FORMATS, Conversi
 from hybrid_rlhf.data.preparation.conversion.dialogues import dialogue_pair
 from hybrid_rlhf.data.preparation.conversion.tool_calls import with_tool_calls
 from hybrid_rlhf.data.preparation.conversion.turns import alpaca_row, sharegpt_row
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_sft_row
 from hybrid_rlhf.data.rows.problems import RowProblems
-from hybrid_rlhf.data.rows.sources import Row, open_source
+from hybrid_rlhf.data.rows.sources import open_source
 
 Write = Callable[..., Path]
 

@@ -16,7 +16,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.preparation.blending import blend_rows
 from hybrid_rlhf.data.preparation.checking import check_source, histogram
 from hybrid_rlhf.data.preparation.splitting import position, prompt_key, split_rows
-from hybrid_rlhf.data.rows.sources import Row, open_source
+from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.sources import open_source
 
 Write = Callable[..., Path]
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]

@@ -25,7 +25,8 @@ class CheckConfig:
     has a problem."""
 
     path: str = ""
-    """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
+    """A .jsonl, .json, .csv or .parquet file, a pattern or folder of them, a folder of datasets.save_to_disk, or a hub
+    name."""
     task: CheckedTask = "auto"
     """Step that the rows are for; auto: inferred from the columns of the first row."""
     tokenizer: str | None = None
@@ -57,7 +58,8 @@ class ConvertConfig:
     """Convert a data set in a published format into rows that every step reads (docs/conversations.md)."""
 
     path: str = ""
-    """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
+    """A .jsonl, .json, .csv or .parquet file, a pattern or folder of them, a folder of datasets.save_to_disk, or a hub
+    name."""
     output: str = ""
     """JSONL file to write."""
     format: FormatName = "auto"
@@ -80,7 +82,8 @@ class SplitConfig:
     """Split the rows of a source into files without prompts in common."""
 
     path: str = ""
-    """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
+    """A .jsonl, .json, .csv or .parquet file, a pattern or folder of them, a folder of datasets.save_to_disk, or a hub
+    name."""
     parts: str = ""
     """Names and shares of the parts, relative to their sum, such as train=0.9,test=0.1. Rows are assigned by a
     hash, so the sizes are approximate and a row stays in its part when others are added."""

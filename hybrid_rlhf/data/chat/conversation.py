@@ -186,8 +186,8 @@ def _rows(
     learned if the template can render a prompt for it.
     """
     rows: list[tuple[str, _Spans]] = []
-    for turn, message in enumerate(messages):
-        if not learned[turn]:
+    for turn, has_loss in enumerate(learned):
+        if not has_loss:
             continue
         try:
             before, generated, stop = _turn(messages, turn, tokenizer, tools)

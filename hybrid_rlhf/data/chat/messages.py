@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.rows.sources import Row
+from hybrid_rlhf.data.rows.files import Row
 
 Message = dict[str, Any]
 """`role`, `content` (text; may be missing with tool calls), and other keys that the chat template may read."""

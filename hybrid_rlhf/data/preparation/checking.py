@@ -25,6 +25,7 @@ from hybrid_rlhf.data.encoding import (
     require_rendered,
 )
 from hybrid_rlhf.data.preparation.conversion.converting import FORMATS
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import (
     read_labelled_row,
     read_preference_row,
@@ -33,7 +34,7 @@ from hybrid_rlhf.data.rows.formats import (
     read_stepwise_row,
 )
 from hybrid_rlhf.data.rows.problems import RowProblems
-from hybrid_rlhf.data.rows.sources import Row, missing_columns_error, open_source
+from hybrid_rlhf.data.rows.sources import missing_columns_error, open_source
 from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import WEIGHT_KEY, Message, Tools, is_learned, read_message, row_tools
-from hybrid_rlhf.data.rows.sources import Row, missing_columns_error
+from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.sources import missing_columns_error
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 

@@ -18,8 +18,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import completion_parts
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.chat.template import leading_bos, unrendered
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_stepwise_row
-from hybrid_rlhf.data.rows.sources import Row
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 SEPARATOR_KEY = "step_separator"

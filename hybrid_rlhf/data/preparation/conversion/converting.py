@@ -39,9 +39,10 @@ from hybrid_rlhf.data.preparation.conversion.turns import (
     sharegpt_row,
 )
 from hybrid_rlhf.data.preparation.lines import json_line
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_sft_row
 from hybrid_rlhf.data.rows.problems import RowProblems
-from hybrid_rlhf.data.rows.sources import Row, found_columns, open_source
+from hybrid_rlhf.data.rows.sources import found_columns, open_source
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 

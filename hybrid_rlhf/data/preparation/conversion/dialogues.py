@@ -13,8 +13,8 @@ import re
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.preparation.conversion.records import pair_row, text_column
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import shared_prefix
-from hybrid_rlhf.data.rows.sources import Row
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")

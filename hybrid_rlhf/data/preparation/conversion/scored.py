@@ -14,8 +14,8 @@ from typing import Any
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.preparation.conversion.records import RankedCompletions, column, pair_row, text_column
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import is_number
-from hybrid_rlhf.data.rows.sources import Row
 
 _SCORES = ("overall_score", "fine-grained_score")
 _POST_FIELDS = ("subreddit", "title", "post")

@@ -15,7 +15,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import WEIGHT_KEY, Message
 from hybrid_rlhf.data.preparation.conversion.records import column, pair_row, text_column
 from hybrid_rlhf.data.preparation.conversion.tool_calls import read_calls, tools_column, with_tool_calls
-from hybrid_rlhf.data.rows.sources import Row
+from hybrid_rlhf.data.rows.files import Row
 
 _ROLES = {
     "human": "user",
