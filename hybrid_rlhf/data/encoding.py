@@ -1,7 +1,7 @@
 """Encodes rows as columns of tokens, truncated to a length limit; one encoder per row format.
 
-All encoders return the columns `length`, in tokens, `cut`, whether the row was truncated, `usable`, whether the rest
-can be trained on, and `ignored`, what the chat template does not render.
+All encoders return the columns `length`, in tokens, `full_length`, that before truncation, `cut`, whether the row was
+truncated, `usable`, whether the rest can be trained on, and `ignored`, what the chat template does not render.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def encode_conversation_row(
             "loss_mask": row.loss_mask[:limit],
             "is_text": record.text is not None,
             "length": min(len(row.input_ids), limit),
+            "full_length": len(row.input_ids),
             "cut": len(row.input_ids) > limit,
             # The first token has no predecessor and cannot carry loss.
             "usable": any(row.loss_mask[1:limit]),
@@ -93,7 +94,8 @@ def _encode_completions(
     a completion that exceeds the limit by itself on the right."""
     try:
         encoded = [encode_completion(prompt, completion, tokenizer, tools=tools) for completion in completions]
-        cut = any(len(sequence.input_ids) > limit for sequence in encoded)
+        full_length = max(len(sequence.input_ids) for sequence in encoded)
+        cut = full_length > limit
         head = head_tokens(prompt, tokenizer, tools=tools) if cut else 0
     except UserError as error:
         raise UserError(f"{location}: {error}") from error
@@ -102,13 +104,14 @@ def _encode_completions(
     shared = min(_shared_prefix(sequences), *(mask.index(True) if any(mask) else len(mask) for mask in masks))
     if cut:
         head = min(head, shared)
-        surplus = min(shared - head, max(len(ids) for ids in sequences) - limit)
+        surplus = min(shared - head, full_length - limit)
         sequences = [(ids[:head] + ids[head + surplus :])[:limit] for ids in sequences]
         masks = [(mask[:head] + mask[head + surplus :])[:limit] for mask in masks]
     return {
         "responses": sequences,
         "masks": masks,
         "length": max(len(ids) for ids in sequences),
+        "full_length": full_length,
         "tokens": sum(len(ids) for ids in sequences),
         "cut": cut,
         "usable": all(any(mask[1:]) for mask in masks),
@@ -131,6 +134,7 @@ def encode_prompt_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBas
             "prompt": json.dumps(record.messages, ensure_ascii=False),
             "columns": json.dumps(record.columns, ensure_ascii=False, default=str),
             "length": min(len(ids), limit),
+            "full_length": len(ids),
             "cut": len(ids) > limit,
             "usable": head < limit,
             "ignored": _ignored(record.messages, tokenizer, record.tools),

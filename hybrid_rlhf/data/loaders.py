@@ -16,7 +16,7 @@ import numpy as np
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
-from hybrid_rlhf.data.row_views import RowSequence
+from hybrid_rlhf.data.row_views import RowSequence, column_array
 
 
 def shard_batch(
@@ -201,7 +201,7 @@ class BatchLoader:
         """
         self._dataset = dataset
         columns = ["padded_tokens"] * micro_batches.padded + ["tokens", "length"]
-        self._lengths = list(dataset[next(name for name in columns if name in dataset.column_names)])
+        self._lengths = column_array(dataset, next(name for name in columns if name in dataset.column_names)).tolist()
         self._rank, self._ranks, self._micro_batches = world_rank, world_size, micro_batches
         self.batches = GlobalBatchSampler(
             len(dataset),

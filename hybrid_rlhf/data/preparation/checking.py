@@ -38,7 +38,6 @@ from hybrid_rlhf.data.rows.sources import missing_columns_error, open_source
 from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
-_NO_LIMIT = 2**31
 _SEPARATOR = RewardObjectiveConfig().step_separator
 Read = Callable[[str, Row], Any]
 Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
@@ -195,8 +194,7 @@ def _check_row(
         encoded = form.encode(location, row, tokenizer, report.limit)
         for each in encoded:
             require_rendered(location, row, each["ignored"])
-        whole = form.encode(location, row, tokenizer, _NO_LIMIT) if any(each["cut"] for each in encoded) else encoded
-        report.lengths += [each["length"] for each in whole]
+        report.lengths += [each["full_length"] for each in encoded]
         report.too_long += sum(each["cut"] for each in encoded)
         report.unusable += sum(not each["usable"] for each in encoded)
         report.unrendered.update(key for each in encoded for key in each["ignored"].split(",") if key)
