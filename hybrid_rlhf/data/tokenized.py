@@ -42,8 +42,8 @@ from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 logger = logging.getLogger(LOGGER_NAME)
-_PROMPT_STEP = 2
-"""RL's place in data.split."""
+STEP_INDICES = {"sft": 0, "reward": 1, "preference": 1, "rl": 2}
+"""The place of each step in data.split."""
 Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
 
 
@@ -152,7 +152,7 @@ def load_prompt_data(
 ) -> TokenizedData:
     """Columns `input_ids`, `prompt` (messages as JSON), `columns` (the row's other columns as JSON), `length`."""
     return _load(
-        RowEncoding("prompt", encode_prompt_row, _PROMPT_STEP, "rollout.max_prompt_tokens"),
+        RowEncoding("prompt", encode_prompt_row, STEP_INDICES["rl"], "rollout.max_prompt_tokens"),
         config,
         tokenizer,
         max_prompt_tokens,
@@ -161,11 +161,11 @@ def load_prompt_data(
     )
 
 
-def most_prompts(config: DataConfig, counts: Sequence[int], seed: int) -> int:
-    """The prompts that RL trains on, from the rows of each source, if none is dropped."""
+def most_rows(step: str, config: DataConfig, counts: Sequence[int], seed: int) -> int:
+    """The rows that a step trains on, from the rows of each source, if none is dropped."""
     found = 0
     for rows, source in zip(counts, config.sources, strict=True):
-        mine = len(_split_rows(rows, config, _PROMPT_STEP, seed)[0])
+        mine = len(_split_rows(rows, config, STEP_INDICES[step], seed)[0])
         copies, rest = divmod(source.weight if isinstance(source, DataSource) else 1.0, 1.0)
         found += int(copies) * mine + round(rest * mine)
     return found
