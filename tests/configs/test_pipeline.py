@@ -175,8 +175,7 @@ def test_steps_that_lack_rows_are_refused_together(
     assert not started
     turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 2
     (tmp_path / "turns.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 20)
-    line += ["--sft.data.sources", "turns.jsonl", "--sft.data.eval_fraction", "0", "--rl.rollout.prompts_per_step", "38"]
-    train.main(line)
+    train.main([*line, "--sft.data.sources", "turns.jsonl", "--rl.rollout.prompts_per_step", "38"])
     assert len(started) == 3, "a template may make several rows of a conversation"
 
 

@@ -21,8 +21,8 @@ _SOURCE = "a data source must be named, got none: give a file, a folder or a hub
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """Read all rows of a source as a training step does, and report columns, lengths and problems; exit code 1 if a row
-    has a problem."""
+    """Read all rows of a source as a training step does, and report columns, lengths, problems and duplicates; exit
+    code 1 if there is a problem, a duplicate, or a held-out row with a prompt of the source."""
 
     path: str = ""
     """A .jsonl, .json, .csv or .parquet file, a pattern or folder of them, a folder of datasets.save_to_disk, or a hub
@@ -34,6 +34,8 @@ class CheckConfig:
     masks and previews."""
     max_length: int | None = None
     """Longest row, or prompt for RL, in tokens; null: the step's default."""
+    eval_sources: list[str] = field(default_factory=list)
+    """Sources of held-out rows; those with a prompt of the source are reported."""
     preview: int = 3
     """Number of rows to show as the model reads them."""
     trust_remote_code: bool = False

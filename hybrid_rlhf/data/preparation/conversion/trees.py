@@ -45,12 +45,6 @@ class TreeMessage:
         return [reply for reply in self.replies if not reply.is_left_out]
 
 
-def is_tree(row: Row) -> bool:
-    """Whether a row is a message of a tree, or a whole tree."""
-    is_message = {"message_id", "text", "role"} <= set(row)
-    return is_message or (isinstance(row.get("prompt"), dict) and "replies" in row["prompt"])
-
-
 def tree_records(
     rows: Iterable[LocatedRow], ranked_as: RankedAs, problems: RowProblems
 ) -> Iterator[tuple[str, Record]]:
