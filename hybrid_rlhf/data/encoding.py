@@ -1,7 +1,7 @@
 """Encodes rows as columns of tokens, truncated to a length limit; one encoder per row format.
 
-All encoders return the columns `length`, in tokens, `cut`, whether the row was truncated, `usable`, whether the rest
-can be trained on, and `ignored`, what the chat template does not render.
+All encoders return the columns `length`, in tokens, `full_length`, that before truncation, `cut`, whether the row was
+truncated, `usable`, whether the rest can be trained on, and `ignored`, what the chat template does not render.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from hybrid_rlhf.data.chat.conversation import (
     head_tokens,
 )
 from hybrid_rlhf.data.chat.messages import Message, Tools
-from hybrid_rlhf.data.chat.template import unrendered
+from hybrid_rlhf.data.chat.template import refused, unrendered
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import ConversationRow, read_labelled_row, read_preference_row, read_prompt_row
-from hybrid_rlhf.data.rows.sources import Row
+
+_MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "responses")
 
 
 def encode_conversation_row(
@@ -47,6 +49,7 @@ def encode_conversation_row(
             "loss_mask": row.loss_mask[:limit],
             "is_text": record.text is not None,
             "length": min(len(row.input_ids), limit),
+            "full_length": len(row.input_ids),
             "cut": len(row.input_ids) > limit,
             # The first token has no predecessor and cannot carry loss.
             "usable": any(row.loss_mask[1:limit]),
@@ -91,7 +94,8 @@ def _encode_completions(
     a completion that exceeds the limit by itself on the right."""
     try:
         encoded = [encode_completion(prompt, completion, tokenizer, tools=tools) for completion in completions]
-        cut = any(len(sequence.input_ids) > limit for sequence in encoded)
+        full_length = max(len(sequence.input_ids) for sequence in encoded)
+        cut = full_length > limit
         head = head_tokens(prompt, tokenizer, tools=tools) if cut else 0
     except UserError as error:
         raise UserError(f"{location}: {error}") from error
@@ -100,13 +104,14 @@ def _encode_completions(
     shared = min(_shared_prefix(sequences), *(mask.index(True) if any(mask) else len(mask) for mask in masks))
     if cut:
         head = min(head, shared)
-        surplus = min(shared - head, max(len(ids) for ids in sequences) - limit)
+        surplus = min(shared - head, full_length - limit)
         sequences = [(ids[:head] + ids[head + surplus :])[:limit] for ids in sequences]
         masks = [(mask[:head] + mask[head + surplus :])[:limit] for mask in masks]
     return {
         "responses": sequences,
         "masks": masks,
         "length": max(len(ids) for ids in sequences),
+        "full_length": full_length,
         "tokens": sum(len(ids) for ids in sequences),
         "cut": cut,
         "usable": all(any(mask[1:]) for mask in masks),
@@ -129,11 +134,39 @@ def encode_prompt_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBas
             "prompt": json.dumps(record.messages, ensure_ascii=False),
             "columns": json.dumps(record.columns, ensure_ascii=False, default=str),
             "length": min(len(ids), limit),
+            "full_length": len(ids),
             "cut": len(ids) > limit,
             "usable": head < limit,
             "ignored": _ignored(record.messages, tokenizer, record.tools),
         }
     ]
+
+
+def require_rendered(location: str, row: Row, ignored: str) -> None:
+    """Refuse a row with a message key that the chat template does not render, but which may hold text.
+
+    Args:
+        location: of the row.
+        row: as read from its source.
+        ignored: the column of its encoding.
+
+    Raises:
+        UserError: naming the column and the key.
+    """
+    lost = next(filter(refused, ignored.split(",")), "") if ignored else ""
+    if lost:
+        column = next(name for name, value in row.items() if name in _MESSAGE_COLUMNS and _has_key(value, lost))
+        raise UserError(
+            f"{location}: column {column!r}: the chat template does not render the key {lost!r} of a message: remove "
+            "the key, or set data.chat_template to a template that renders it"
+        )
+
+
+def _has_key(value: Any, key: str) -> bool:
+    """Whether a column has a message with a key."""
+    if isinstance(value, list):
+        return any(_has_key(item, key) for item in value)
+    return isinstance(value, dict) and bool(value.get(key))
 
 
 def _ignored(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None) -> str:

@@ -16,7 +16,11 @@ import numpy as np
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
-from hybrid_rlhf.data.row_views import RowSequence
+from hybrid_rlhf.data.row_views import RowSequence, column_array
+
+BATCH_SIZE_KEY = "train.global_batch_size"
+FEW_UPDATES = 10
+"""An epoch with fewer updates is a warning."""
 
 
 def shard_batch(
@@ -76,6 +80,21 @@ def _shard_by_tokens(
     return [list(heaviest_first[start + rank]) or [None] for start in range(0, len(loads), ranks)]
 
 
+def require_batch(rows: int, global_batch_size: int, size_key: str = BATCH_SIZE_KEY) -> None:
+    """Raise UserError unless there are rows for an update.
+
+    Args:
+        rows: training rows.
+        global_batch_size: rows of an update.
+        size_key: the setting that decides it.
+    """
+    if rows < global_batch_size:
+        raise UserError(
+            f"the training data must have at least one batch of {global_batch_size} rows, got {rows}: add rows or "
+            f"reduce {size_key} to {rows} or less"
+        )
+
+
 class GlobalBatchSampler:
     """Yields the row indices of each global batch in a seeded order; its position can be saved and restored."""
 
@@ -87,13 +106,10 @@ class GlobalBatchSampler:
         seed: int,
         shuffle: bool = True,
         drop_last: bool = True,
-        size_key: str = "train.global_batch_size",
+        size_key: str = BATCH_SIZE_KEY,
     ) -> None:
-        if drop_last and rows < global_batch_size:
-            raise UserError(
-                f"the training data must have at least one batch of {global_batch_size} rows, got {rows}: add rows or "
-                f"reduce {size_key} to {rows} or less"
-            )
+        if drop_last:
+            require_batch(rows, global_batch_size, size_key)
         self._rows, self._size, self._seed, self._shuffle = rows, global_batch_size, seed, shuffle
         self.steps_per_epoch = rows // global_batch_size if drop_last else -(-rows // global_batch_size)
         self.epoch = 0
@@ -180,7 +196,7 @@ class BatchLoader:
         seed: int,
         shuffle: bool = True,
         drop_last: bool = True,
-        size_key: str = "train.global_batch_size",
+        size_key: str = BATCH_SIZE_KEY,
     ) -> None:
         """Plan the batches from the column `length`, or `tokens` if rows contain several sequences, or `padded_tokens`
         if these are padded to the longest.
@@ -201,8 +217,9 @@ class BatchLoader:
         """
         self._dataset = dataset
         columns = ["padded_tokens"] * micro_batches.padded + ["tokens", "length"]
-        self._lengths = list(dataset[next(name for name in columns if name in dataset.column_names)])
+        self._lengths = column_array(dataset, next(name for name in columns if name in dataset.column_names)).tolist()
         self._rank, self._ranks, self._micro_batches = world_rank, world_size, micro_batches
+        self._global_batch_size, self._size_key = global_batch_size, size_key
         self.batches = GlobalBatchSampler(
             len(dataset),
             global_batch_size=global_batch_size,
@@ -216,6 +233,18 @@ class BatchLoader:
     def steps_per_epoch(self) -> int:
         """Global batches per epoch."""
         return self.batches.steps_per_epoch
+
+    def few_updates_text(self) -> str:
+        """That an epoch has fewer updates than most data sets need, and the batch size that gives more; empty: it has
+        enough."""
+        steps, rows, size = self.steps_per_epoch, len(self._lengths), self._global_batch_size
+        if steps >= FEW_UPDATES or size == 1:
+            return ""
+        smaller = max(1, rows // FEW_UPDATES)
+        return (
+            f"an epoch of {rows:,} rows has only {steps} update{'s' * (steps != 1)} of {size} rows: {self._size_key} "
+            f"{smaller} gives {rows // smaller}"
+        )
 
     def iterate(self, max_epochs: int | None = None) -> Iterator[list[list[dict[str, Any] | None]]]:
         """Yield from the current position the micro-batches of this rank in each global batch."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_rlhf.data.row_views import RowSequence
+from hybrid_rlhf.data.row_views import RowSequence, column_array
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -63,7 +63,7 @@ class PackedRows:
     def __init__(self, rows: RowSequence, bins: Sequence[Sequence[int]], *, capacity: int) -> None:
         """Take the rows and the indices in each bin; reads only the column `length`."""
         self._rows, self._bins, self._capacity = rows, bins, capacity
-        self._lengths = list(rows["length"])
+        self._lengths = column_array(rows, "length").tolist()
 
     @property
     def column_names(self) -> list[str]:
@@ -86,7 +86,7 @@ class PackedRows:
 
 def pack_rows(rows: RowSequence, *, capacity: int, seed: int, log: bool = False) -> PackedRows:
     """Pack rows into as few rows of at most `capacity` tokens as best-fit finds; `log`: log how full they are."""
-    lengths = list(rows["length"])
+    lengths = column_array(rows, "length").tolist()
     bins = best_fit(lengths, capacity=capacity, seed=seed)
     if log:
         logger.info(

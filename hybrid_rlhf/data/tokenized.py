@@ -28,19 +28,22 @@ from hybrid_rlhf.data.encoding import (
     encode_labelled_row,
     encode_preference_row,
     encode_prompt_row,
+    require_rendered,
 )
+from hybrid_rlhf.data.row_views import column_array
 from hybrid_rlhf.data.rows.conditional import ScoreBuckets, find_score_buckets
 from hybrid_rlhf.data.rows.counts import RowCounts
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import head_index, read_ptx_row, read_sft_row
-from hybrid_rlhf.data.rows.sources import Row, open_source
+from hybrid_rlhf.data.rows.sources import open_source
 from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 logger = logging.getLogger(LOGGER_NAME)
-_PROMPT_STEP = 2
-"""RL's place in data.split."""
+STEP_INDICES = {"sft": 0, "reward": 1, "preference": 1, "rl": 2}
+"""The place of each step in data.split."""
 Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
 
 
@@ -53,6 +56,8 @@ class RowEncoding:
     """Encodes a row of a source as rows of tokens, with columns `cut`, `usable` and `ignored`; see encoding.py."""
     step_index: int
     """Index of the step in data.split."""
+    limit_key: str = "data.max_length"
+    """The setting of the length limit."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings that the columns depend on."""
 
@@ -90,7 +95,7 @@ def load_sft_data(
         record = buckets.apply(location, row, read_sft_row(location, row))
         return encode_conversation_row(location, record, tokenizer, limit)
 
-    encoding = RowEncoding("sft", encode, 0, {"condition": buckets.to_json()})
+    encoding = RowEncoding("sft", encode, 0, settings={"condition": buckets.to_json()})
     return replace(_load(encoding, config, tokenizer, config.max_length, seed, world), score_buckets=buckets)
 
 
@@ -147,15 +152,20 @@ def load_prompt_data(
 ) -> TokenizedData:
     """Columns `input_ids`, `prompt` (messages as JSON), `columns` (the row's other columns as JSON), `length`."""
     return _load(
-        RowEncoding("prompt", encode_prompt_row, _PROMPT_STEP), config, tokenizer, max_prompt_tokens, seed, world
+        RowEncoding("prompt", encode_prompt_row, STEP_INDICES["rl"], "rollout.max_prompt_tokens"),
+        config,
+        tokenizer,
+        max_prompt_tokens,
+        seed,
+        world,
     )
 
 
-def most_prompts(config: DataConfig, counts: Sequence[int], seed: int) -> int:
-    """The prompts that RL trains on, from the rows of each source, if none is dropped."""
+def most_rows(step: str, config: DataConfig, counts: Sequence[int], seed: int) -> int:
+    """The rows that a step trains on, from the rows of each source, if none is dropped."""
     found = 0
     for rows, source in zip(counts, config.sources, strict=True):
-        mine = len(_split_rows(rows, config, _PROMPT_STEP, seed)[0])
+        mine = len(_split_rows(rows, config, STEP_INDICES[step], seed)[0])
         copies, rest = divmod(source.weight if isinstance(source, DataSource) else 1.0, 1.0)
         found += int(copies) * mine + round(rest * mine)
     return found
@@ -166,7 +176,7 @@ def load_ptx_data(
 ) -> datasets.Dataset:
     """The rows of ptx.sources with the columns of SFT; none are held out."""
     encoding = RowEncoding(
-        "ptx", lambda p, row, t, limit: encode_conversation_row(p, read_ptx_row(p, row), t, limit), 2
+        "ptx", lambda p, row, t, limit: encode_conversation_row(p, read_ptx_row(p, row), t, limit), 2, "ptx.max_length"
     )
     parts = [_tokenize(encoding, s, config, tokenizer, ptx.max_length, world) for s in ptx.sources]
     blend = _blend(parts, ptx.sources, seed)
@@ -180,7 +190,7 @@ def _load(
     parts = [_tokenize(encoding, source, config, tokenizer, limit, world) for source in config.sources]
     train, held_out = [], []
     for part in parts:
-        source_rows = np.asarray(part["source_row"])
+        source_rows = column_array(part, "source_row")
         mine, held = _split_rows(int(source_rows[-1]) + 1, config, encoding.step_index, seed)
         train.append(part.select(_encoded_rows(mine, source_rows)))
         held_out.append(part.select(_encoded_rows(held, source_rows)))
@@ -244,8 +254,8 @@ def _blend(parts: list[datasets.Dataset], sources: list[str | DataSource], seed:
 
 def _usable(part: datasets.Dataset) -> datasets.Dataset:
     """The usable rows, without the columns that describe the encoding."""
-    usable = np.flatnonzero(np.asarray(part["usable"], dtype=bool))
-    return part.select(usable).remove_columns(["usable", "cut", "ignored", "source_row"])
+    usable = np.flatnonzero(column_array(part, "usable"))
+    return part.select(usable).remove_columns(["usable", "cut", "full_length", "ignored", "source_row"])
 
 
 def _tokenize(
@@ -265,6 +275,7 @@ def _tokenize(
         progress = ProgressLog(f"tokenising {rows.source.path}", total=rows.count())
         for number, (location, row) in enumerate(progress.track(rows)):
             for columns in encoding.encode(location, row, tokenizer, limit):
+                require_rendered(location, row, columns["ignored"])
                 if config.too_long == "drop" and columns["cut"]:
                     columns["usable"] = False
                 yield columns | {"source_row": number}
@@ -306,11 +317,12 @@ def _report(
         training=len(train),
         held_out=0 if held_out is None else len(held_out),
     )
+    too_long = counts.too_long_text(encoding.limit_key)
     if not len(train):
         raise UserError(
             f"{encoding.name} data must have a training row, got none: {counts.dropped} of {counts.encoded} rows were "
-            f"dropped at {limit} tokens: raise the limit or a source's weight, set data.too_long to truncate or add "
-            "rows"
+            f"dropped at {limit} tokens{too_long and f' ({too_long})'}: raise the limit or a source's weight, set "
+            "data.too_long to truncate or add rows"
         )
     if held_out is None:
         held_out = train.select([])
@@ -325,12 +337,15 @@ def _report(
             f"{limit:,}",
             f"{counts.dropped:,}",
         )
+        if too_long:
+            logger.warning("%s data: %s", encoding.name, too_long)
     return TokenizedData(train, held_out, counts)
 
 
 def _report_templates(parts: list[datasets.Dataset]) -> None:
     """Log how the chat template has affected conversations: turns in separate rows, keys that it does not render."""
-    encoded, sources = sum(map(len, parts)), sum(len(np.unique(part["source_row"])) for part in parts)
+    encoded = sum(map(len, parts))
+    sources = sum(len(np.unique(column_array(part, "source_row"))) for part in parts)
     if encoded > sources:
         logger.info(
             "the chat template renders earlier turns differently from the last: %s conversations make %s rows, with "
@@ -338,11 +353,14 @@ def _report_templates(parts: list[datasets.Dataset]) -> None:
             f"{sources:,}",
             f"{encoded:,}",
         )
-    ignored = Counter(key for part in parts for keys in part["ignored"] if keys for key in keys.split(","))
+    ignored: Counter[str] = Counter()
+    for part in parts:
+        for keys, count in zip(*np.unique(column_array(part, "ignored"), return_counts=True), strict=True):
+            ignored.update({key: int(count) * number for key, number in Counter(filter(None, keys.split(","))).items()})
     if ignored:
         counts = ", ".join(f"{key} ({count:,})" for key, count in ignored.most_common())
         logger.warning(
             "the chat template does not render %s: such roles become the nearest one, tool calls become JSON text, "
-            "other keys are omitted",
+            "the rest is omitted",
             counts,
         )

@@ -6,6 +6,7 @@ ranks.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,12 +26,14 @@ from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
 from hybrid_rlhf.loop.non_finite import SkippedUpdates, rows_with_non_finite_loss
 from hybrid_rlhf.loop.trainer import Trainer
 from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.profiling import model_flops_utilisation
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World
 
+logger = logging.getLogger(LOGGER_NAME)
 BatchT = TypeVar("BatchT")
 
 
@@ -89,6 +92,9 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
         self._padded = not (engine.packs and objective.packs)
         self._plan = replace(plan, micro_batches=replace(plan.micro_batches, padded=self._padded))
         self._loader = train_loader(train, self._plan, run)
+        few_updates = self._loader.few_updates_text()
+        if few_updates and run.world.is_main:
+            logger.warning(few_updates)
         self._batches: Iterator[Sequence[Sequence[Mapping[str, Any] | None]]] | None = None
         self._held_out = held_out
         self._skipped = SkippedUpdates(run, limit=run.config.faults.max_skipped_steps)

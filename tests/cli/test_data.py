@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,21 @@ def test_check_shows_the_loss_mask_lengths_and_all_problems(
     assert [span["text"] for span in found["previews"][0]["spans"] if span["learned"]] == ["hello\nyou<|im_end|>"]
 
 
+def test_duplicates_and_held_out_prompts_are_reported_with_exit_code_1(
+    write_jsonl: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows six times each were "no problems". Other columns, such as an id, make no row new."""
+    other = {"messages": [{"role": "user", "content": "ho"}, {"role": "assistant", "content": "x"}]}
+    file = write_jsonl([{**GOOD, "id": 1}, other, {**GOOD, "id": 2}])
+    code, out, _ = called(["check", str(file)], capsys)
+    assert code == 1 and out.endswith(f"{file}:3 repeats {file}:1\n1 duplicate row\n")
+    clean = write_jsonl([GOOD, other], "clean.jsonl")
+    held_out = write_jsonl([{"prompt": "new"}, {"prompt": "ho", "completion": "y"}], "held_out.jsonl")
+    code, found = document(["check", str(clean), "--eval_sources", str(held_out)], capsys)
+    assert (code, found["problems"], found["duplicates"], found["overlap"]) == (1, 0, 0, 1)
+    assert found["overlap_texts"] == [f"{held_out}:2 has the prompt of {clean}:2"]
+
+
 def test_a_clean_file_has_exit_code_0(write_jsonl: Write, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = called(["check", str(write_jsonl([GOOD]))], capsys)
     assert code == 0 and out.endswith("no problems\n") and "--tokenizer MODEL" in out
@@ -87,6 +103,18 @@ def test_a_bad_row_fails_a_conversion_unless_it_is_skipped(
     assert not (tmp_path / "out.jsonl").exists()
     code, found = document([*words, "--skip_bad", "true"], capsys)
     assert (code, found["rows"], found["written"], found["problems"]) == (0, 2, 1, 1)
+
+
+def test_parts_of_compressed_files_and_patterns_have_plain_names(
+    write_jsonl: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_jsonl([{"prompt": f"q{i}"} for i in range(40)])
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    for source, name in ((packed, "packed.a.jsonl"), (tmp_path / "r*s.jsonl", "rs.a.jsonl")):
+        words = ["split", str(source), "--parts", "a=1,b=1", "--output_dir", str(tmp_path / "parts")]
+        code, found = document(words, capsys)
+        assert (code, Path(found["parts"]["a"]["path"]).name) == (0, name)
 
 
 def test_split_and_blend(write_jsonl: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -155,6 +156,27 @@ def test_too_few_prompts_are_refused_before_the_first_step(
     assert not started
     train.main([*line, "--rl.rollout.prompts_per_step", "7"])
     assert len(started) == 3
+
+
+def test_steps_that_lack_rows_are_refused_together(
+    started: list[Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """100 pairs failed in stages: RL's prompts first, with fewer of them SFT, after its process had started."""
+    leave_rows(tmp_path / "few.jsonl", 100)
+    line = [*BASE, "--data.sources", "few.jsonl"]
+    assert refused(line, capsys) == "; ".join(
+        [
+            "step sft: the training data must have at least one batch of 32 rows, got 19: add rows or reduce "
+            "train.global_batch_size to 19 or less",
+            "step rl: a step takes 256 prompts, the training data has 38: add rows or set rollout.prompts_per_step to "
+            "38 or less",
+        ]
+    )
+    assert not started
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant")] * 2
+    (tmp_path / "turns.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 20)
+    train.main([*line, "--sft.data.sources", "turns.jsonl", "--rl.rollout.prompts_per_step", "38"])
+    assert len(started) == 3, "a template may make several rows of a conversation"
 
 
 def test_code_that_does_not_load_is_refused_before_the_first_step(

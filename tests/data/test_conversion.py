@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.commands.data import FormatName, RankedAs
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.preparation.conversion.converting import FORMATS, ConversionReport, checked, convert
+from hybrid_rlhf.data.preparation.conversion.converting import CONVERSIONS, ConversionReport, checked, convert
 from hybrid_rlhf.data.preparation.conversion.dialogues import dialogue_pair
 from hybrid_rlhf.data.preparation.conversion.tool_calls import with_tool_calls
 from hybrid_rlhf.data.preparation.conversion.turns import alpaca_row, sharegpt_row
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_sft_row
 from hybrid_rlhf.data.rows.problems import RowProblems
-from hybrid_rlhf.data.rows.sources import Row, open_source
+from hybrid_rlhf.data.rows.sources import open_source
 
 Write = Callable[..., Path]
 
@@ -97,6 +98,55 @@ def test_sharegpt_turns_with_calls_become_messages(write_jsonl: Write) -> None:
     assert [m["role"] for m in found["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
     assert found["messages"][2]["tool_calls"] == [{"type": "function", "function": call}]
     assert found["messages"][3] == {"role": "tool", "name": "weather", "content": '{"sky": "clear"}'}
+
+
+@pytest.mark.parametrize(
+    ("first", "row", "problem"),
+    [
+        ({"instruction": "q", "output": "a"}, {"instruction": "q"}, "column 'output' must be text, got none"),
+        (
+            {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
+            {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: x\n\nAssistant: c"},
+            "columns 'chosen' and 'rejected' must begin with the same turn, the prompt, got 'a' and 'x'",
+        ),
+        (
+            {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
+            {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: b"},
+            "columns 'chosen' and 'rejected' must differ, both are ",
+        ),
+        (
+            {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
+            {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: a\n\nAssistant: b"},
+            "column 'chosen' must have a turn after those that 'chosen' and 'rejected' share, got none",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            {"conversations": [{"from": "gpt", "value": "a"}]},
+            "column 'conversations' must have a turn of the user, got gpt",
+        ),
+    ],
+)
+def test_the_problem_of_a_row_names_its_own_column(write_jsonl: Write, first: Row, row: Row, problem: str) -> None:
+    """Messages named columns that the row cannot have ('prompt', 'chosen'), and a lone answer was accepted."""
+    file = write_jsonl([first, row])
+    _, report = converted(file)
+    assert report.problems.count == 1 and report.problems.texts[0].startswith(f"{file}:2: {problem}")
+
+
+def test_weights_of_turns_are_kept(write_jsonl: Write) -> None:
+    """ShareGPT data with weights became rows that are trained on whole."""
+    turns = [
+        {"from": "human", "value": "q", "weight": 0},
+        {"from": "gpt", "value": "a", "weight": 0},
+        {"from": "human", "value": "r", "weight": None},
+        {"from": "gpt", "value": "b", "weight": 1},
+    ]
+    messages = [user("q"), {**assistant("a"), "weight": 0}, user("r"), assistant("b")]
+    assert converted(write_jsonl([{"conversations": turns}]))[0] == [{"messages": messages}]
+    assert converted(write_jsonl([{"messages": messages}]))[0] == [{"messages": messages}]
+    turns[1]["weight"] = 0.5
+    _, report = converted(write_jsonl([{"conversations": turns}]))
+    assert "the weight of a turn must be 0 or 1, got 0.5" in report.problems.texts[0]
 
 
 def test_sharegpt_and_alpaca_pairs(write_jsonl: Write) -> None:
@@ -394,7 +444,7 @@ def test_any_value_of_any_column_is_converted_or_a_problem(name: FormatName, dat
         row[column] = data.draw(anything)
     problems = RowProblems()
     for ranked_as in get_args(RankedAs):
-        for location, record in FORMATS[name].conversion([("f:1", row)], ranked_as, problems):
+        for location, record in CONVERSIONS[name]([("f:1", row)], ranked_as, problems):
             with problems.collected():
                 checked(location, record, ranked_as)
     assert all(text.startswith("f:1: ") for text in problems.texts)

@@ -110,6 +110,28 @@ def test_evaluation_sees_every_row_once() -> None:
         assert len({sum(len(step) for step in share) for share in shares}) == 1
 
 
+@pytest.mark.parametrize(
+    ("rows", "size", "text"),
+    [
+        (60, 32, "an epoch of 60 rows has only 1 update of 32 rows: train.global_batch_size 6 gives 10"),
+        (7, 3, "an epoch of 7 rows has only 2 updates of 3 rows: train.global_batch_size 1 gives 7"),
+        (23, 2, ""),
+        (5, 1, ""),
+    ],
+)
+def test_few_updates_are_named_with_the_batch_size_that_gives_more(rows: int, size: int, text: str) -> None:
+    """One epoch at batch 32 on 60 rows was one update, without a word."""
+    batches = BatchLoader(
+        table(rows),
+        global_batch_size=size,
+        world_rank=0,
+        world_size=1,
+        micro_batches=MicroBatches(1),
+        seed=0,
+    )
+    assert batches.few_updates_text() == text
+
+
 def test_too_few_rows_are_rejected() -> None:
     with pytest.raises(UserError, match="batch of 8 rows, got 5: add rows or reduce train.global_batch_size to 5"):
         GlobalBatchSampler(5, global_batch_size=8, seed=0)

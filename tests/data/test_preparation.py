@@ -16,7 +16,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.preparation.blending import blend_rows
 from hybrid_rlhf.data.preparation.checking import check_source, histogram
 from hybrid_rlhf.data.preparation.splitting import position, prompt_key, split_rows
-from hybrid_rlhf.data.rows.sources import Row, open_source
+from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.sources import open_source
 
 Write = Callable[..., Path]
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -88,10 +89,25 @@ def test_lengths_are_those_before_truncation(write_jsonl: Write, tokenizer: PreT
     assert check_source(str(file), tokenizer=tokenizer).too_long == 0
 
 
-def test_what_the_template_drops_is_counted(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
-    thinking = [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "hm"}]
-    report = check_source(str(write_jsonl([{"messages": thinking}])), tokenizer=tokenizer)
-    assert dict(report.unrendered) == {"reasoning_content": 1}
+def test_what_the_template_drops_is_counted_or_refused(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Metadata is counted; a key that may hold text is a problem with file, line and column, and not only a hint."""
+    rows = [{"messages": [MESSAGES[0], {**MESSAGES[1], key: "hm"}]} for key in ("id", "reasoning_content", "refusal")]
+    file = write_jsonl(rows)
+    report = check_source(str(file), tokenizer=tokenizer)
+    assert dict(report.unrendered) == {"id": 1}
+    assert [text.partition(" of a message")[0] for text in report.problems.texts] == [
+        f"{file}:{line}: column 'messages': the chat template does not render the key {key!r}"
+        for line, key in ((2, "reasoning_content"), (3, "refusal"))
+    ]
+
+
+def test_a_turn_of_weight_0_is_not_shown_as_learned(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    """OpenAI's weights: checked, shown in the preview, and unlike any other key no problem."""
+    file = write_jsonl([{"messages": [MESSAGES[0], {**MESSAGES[1], "weight": 0}, *MESSAGES]}])
+    report = check_source(str(file), tokenizer=tokenizer)
+    assert not report.problems.count and not report.unrendered
+    assert [text for text, learned in report.previews[0].spans if learned] == ["hello<|im_end|>"]
+    assert report.previews[0].learned_tokens == len("hello") + 1
 
 
 def test_a_source_without_rows_is_refused(tmp_path: Path) -> None:

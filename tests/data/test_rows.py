@@ -80,6 +80,8 @@ GOOD = {"prompt": "q", "completion": "a", "chosen": "a", "rejected": "b"}
 BAD_ROWS = [
     (read_sft_row, {}, f"{SFT_FORMATS}, got columns none"),
     (read_sft_row, {"instruction": "x"}, f"{SFT_FORMATS}, got columns instruction"),
+    (read_sft_row, {"conversations": [{"from": "human", "value": "q"}]}, "got the format sharegpt: convert it with"),
+    (read_preference_row, {"instruction": "q", "output": "a"}, "got the format alpaca: convert it with"),
     (read_sft_row, {"prompt": "q"}, f"{SFT_FORMATS}, got columns prompt"),
     (read_sft_row, {"messages": [USER]}, "assistant turn, got none"),
     (read_sft_row, {"messages": []}, "column 'messages' .* got an empty list"),
@@ -138,6 +140,15 @@ BAD_ROWS = [
         {"prompt": "q", "responses": ["a", "b"], "ranks": [1, "2"]},
         r"column 'ranks' .* numbers, got \[1, '2'\]",
     ),
+    (read_sft_row, {"messages": [USER, {**ANSWER, "weight": 0.5}]}, "column 'messages': the weight .* 0 or 1, got 0.5"),
+    (read_sft_row, {"messages": [USER, {**ANSWER, "weight": True}]}, "weight .* 0 or 1, got True"),
+    (read_sft_row, {"messages": [{**USER, "weight": 0}, ANSWER]}, "only assistant turns have a weight, got 0 .* user"),
+    (read_sft_row, {"messages": [USER, {**ANSWER, "weight": 0}]}, "turn of weight 1, got weight 0 for each"),
+    (
+        read_preference_row,
+        {"prompt": "q", "chosen": [{**ANSWER, "weight": 0}], "rejected": "b"},
+        "column 'chosen' must end with an assistant turn of weight 1, got weight 0",
+    ),
     (read_prompt_row, {"text": "x"}, "prompt or messages, got columns text"),
     (read_prompt_row, {"completion": "a"}, "prompt or messages, got columns completion"),
     (read_prompt_row, {"messages": [ANSWER]}, "column 'messages' must have a prompt, got only an assistant turn"),
@@ -155,7 +166,9 @@ def test_an_invalid_row_is_named_by_file_line_and_column(
         [adapter(location, row) for location, row in open_source(str(file))]
     line = str(caught.value)
     assert line.startswith(f"{file}:3: ") and "\n" not in line
-    assert line.endswith((": fix the row", "remove the row", "rename or add columns", ": remove one"))
+    assert line.endswith(
+        (": fix the row", "remove the row", "rename or add columns", ": remove one", "remove it", "data convert")
+    )
 
 
 def test_an_implicit_prompt_is_the_shared_prefix() -> None:

@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
+from functools import partial
 from pathlib import Path
 
 import datasets
+import pyarrow
 import pytest
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.data.rows.formats import read_sft_row
-from hybrid_rlhf.data.rows.sources import open_source
+from hybrid_rlhf.data.rows.sources import open_source, peek
 
-ROWS = [{"prompt": "q", "completion": "a", "extra": 1}, {"prompt": "r", "completion": "b"}]
+ROWS = [{"prompt": "q", "completion": "a", "margin": 1}, {"prompt": "r", "completion": "b"}]
+
+
+KINDS = ["jsonl", "json", "parquet", "csv", "jsonl.gz", "jsonl.zst", "glob", "files", "folder", "dict", "columns"]
 
 
 def write_sources(folder: Path) -> dict[str, str | DataSource]:
+    """The same rows in each kind of source."""
     (folder / "r.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
     (folder / "r.json").write_text(json.dumps(ROWS))
     table = datasets.Dataset.from_list(ROWS)
     table.to_parquet(folder / "r.parquet")
     table.save_to_disk(folder / "folder")
     datasets.DatasetDict({"train": table.select([0]), "both": table}).save_to_disk(folder / "dict")
+    lines = [f"{json.dumps(row)}\n".encode() for row in ROWS]
+    (folder / "r.csv").write_text('prompt,completion,margin\nq,a,1\n\nr,"b",\n')
+    (folder / "r.jsonl.gz").write_bytes(gzip.compress(b"".join(lines)))
+    with pyarrow.CompressedOutputStream(str(folder / "r.jsonl.zst"), "zstd") as file:
+        file.write(b"".join(lines))
+    (folder / "files" / "sub").mkdir(parents=True, exist_ok=True)
+    for name, line in zip(("a.jsonl", "b.jsonl"), lines, strict=True):
+        (folder / "files" / name).write_bytes(line)
+    (folder / "files" / "README.md").write_text("no data")
+    (folder / "other.csv").write_text("question,answer,prompt,margin\nq,a,x,1\nr,b,y,\n")
     return {
-        **{name: str(folder / f"r.{name}") for name in ("jsonl", "json", "parquet")},
+        **{name: str(folder / f"r.{name}") for name in ("jsonl", "json", "parquet", "csv", "jsonl.gz", "jsonl.zst")},
+        "glob": str(folder / "f*" / "*.jsonl"),
+        "files": str(folder / "files"),
         "folder": str(folder / "folder"),
         "dict": DataSource(path=str(folder / "dict"), split_name="both"),
+        "columns": DataSource(
+            path=str(folder / "other.csv"), columns={"prompt": "question", "completion": "answer"}, weight=2
+        ),
     }
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder", "dict"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_all_types_of_sources_give_the_same_rows(kind: str, tmp_path: Path) -> None:
-    rows = open_source(write_sources(tmp_path)[kind])
+    source = write_sources(tmp_path)[kind]
+    rows = open_source(source)
     assert [row for _, row in rows] == ROWS
     locations = [location for location, _ in rows]
-    assert locations[1].endswith(":2" if kind == "jsonl" else "row 2")
+    ends = {"csv": ":4", "columns": ":3", "glob": "b.jsonl:1", "files": "b.jsonl:1"}
+    assert locations[1].endswith(ends.get(kind, ":2" if kind.startswith("jsonl") else "row 2"))
+    assert peek(source) == 2 and rows.count() in (2, None)
 
 
 def test_fingerprints_follow_the_content(tmp_path: Path) -> None:
@@ -52,7 +78,7 @@ def test_unknown_folders_and_splits_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"split_name .* got 'test': set it to one of \['both', 'train'\]"):
         open_source(DataSource(path=str(tmp_path / "dict"), split_name="test"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="written by save_to_disk, .*empty is not"):
+    with pytest.raises(UserError, match="must have .* files or be written by save_to_disk, .*empty is not"):
         open_source(str(tmp_path / "empty"))
 
 
@@ -79,10 +105,71 @@ def test_a_table_without_rows_is_rejected(kind: str, tmp_path: Path) -> None:
     else:
         empty.save_to_disk(source)
     with pytest.raises(UserError) as caught:
-        open_source(str(source))
+        next(iter(open_source(str(source))))
     assert f"must have rows, {source} is empty" in str(caught.value)
 
 
 def test_null_columns_of_a_table_are_omitted(tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"text": "t", "margin": 1.0}, {"text": "u"}]).to_parquet(tmp_path / "r.parquet")
     assert [row for _, row in open_source(str(tmp_path / "r.parquet"))] == [{"text": "t", "margin": 1.0}, {"text": "u"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("r.csv", "prompt,completion\nq,a,b\n", ":2: a row must have the 2 cells of the first line, got 3"),
+        ("r.csv", 'prompt,completion\n"q\nq",a\nq\n', ":4: a row must have the 2 cells of the first line, got 1"),
+        ("r.csv", 'prompt,completion\n"q\nr,a\n', ":2: a line must be CSV"),
+        ("r.csv", "prompt,prompt\nq,a\n", ":1: the first line of a CSV file must name its columns, each once"),
+        ("r.csv", "prompt,label\nq,yes\n", ":2: column 'label' of a CSV file must be JSON"),
+        ("r.csv", "prompt,completion\n", "must have rows"),
+        ("r.jsonl.gz", "{}", "r.jsonl.gz is not valid gzip"),
+        ("r.jsonl.zst", "{}", "r.jsonl.zst is not valid zstd"),
+        ("r.txt", "{}", "a data file must be .jsonl, .json, .csv or .parquet, got"),
+        ("r.csv", "prompt\n" + "q" * 200_000 + "\n", None),
+    ],
+)
+def test_an_unreadable_file_is_named_with_its_line(
+    name: str, content: str, message: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    if message is None:
+        assert len(list(open_source(str(tmp_path / name)))) == 1
+        return
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        list(open_source(str(tmp_path / name)))
+    assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_text_of_csv_is_not_guessed_and_labels_are_json(tmp_path: Path) -> None:
+    """An answer 007 is text, and a label is no text."""
+    file = tmp_path / "r.csv"
+    file.write_text('\ufeffprompt,completion,label\n"a, ""b""\nc",007,True\nd,[1],0\n')
+    assert [(location, row) for location, row in open_source(str(file))] == [
+        (f"{file}:2", {"prompt": 'a, "b"\nc', "completion": "007", "label": True}),
+        (f"{file}:4", {"prompt": "d", "completion": "[1]", "label": 0}),
+    ]
+
+
+def test_files_of_several_splits_or_of_none_are_refused(tmp_path: Path) -> None:
+    """A folder of train.jsonl and test.jsonl would train on its test rows."""
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(UserError, match=r"files of the splits test, train: give the files of one"):
+        open_source(str(tmp_path))
+    assert open_source(str(tmp_path / "*train*")).count() == 1
+    with pytest.raises(UserError, match="matches no file: check the pattern"):
+        open_source(str(tmp_path / "*.csv"))
+    (tmp_path / "x.txt").write_text("a")
+    with pytest.raises(UserError, match=r"a data file must be .*, got .*x\.txt"):
+        open_source(str(tmp_path / "*"))
+
+
+def test_a_mapped_column_must_exist_and_changes_the_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text('{"a": "q", "b": "x"}\n{"a": "r"}\n')
+    read = partial(DataSource, path=str(tmp_path / "r.jsonl"))
+    swapped = open_source(read(columns={"b": "a", "a": "b"}))
+    assert [row for _, row in swapped] == [{"b": "q", "a": "x"}, {"b": "r"}]
+    assert swapped.fingerprint != open_source(read()).fingerprint
+    with pytest.raises(UserError, match=r"r\.jsonl: a source's columns .* no row has c, the last has a: correct"):
+        list(open_source(read(columns={"prompt": "a", "text": "c"})))

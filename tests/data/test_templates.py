@@ -21,7 +21,7 @@ from hybrid_rlhf.data.chat.conversation import (
     turn_end,
 )
 from hybrid_rlhf.data.chat.messages import Message, read_message, row_tools
-from hybrid_rlhf.data.chat.template import unrendered
+from hybrid_rlhf.data.chat.template import refused, unrendered
 from tests.support.templates import FAMILIES, Family, tokenizer_of
 from tests.support.tiny import CHATML, tiny_tokenizer
 
@@ -167,8 +167,25 @@ def test_what_a_template_has_no_place_for_is_counted() -> None:
         "tools",
     ]
     assert {"role system", "role tool"} < set(found["gemma 2, no system, turns that alternate"])
-    assert found["qwen3 without thinking"].count("reasoning_content") == 2, "the prompt has closed its thoughts"
+    closed = found["qwen3 without thinking"].count("reasoning_content (thinking is off)")
+    assert closed == 2, "the prompt has closed its thoughts"
+    assert [name for names in found.values() for name in names if refused(name)] == ["reasoning_content"] * 4
     assert "tool_calls" in unrendered(messages, tiny_tokenizer(None), None)
+    empty = [{**USER, "channel": "", "annotations": []}, {**ANSWER, "weight": 0}]
+    assert unrendered(empty, tiny_tokenizer(), None) == []
+
+
+@FAMILY
+def test_a_turn_of_weight_0_has_no_loss(family: Family) -> None:
+    """Under every template, the loss is that of the other turns, and the turn is still in the prompt of the next."""
+    tokenizer = tokenizer_of(family)
+    last = [learned(row, tokenizer) for row in encode_conversation(ROWS["multi"], tokenizer, learn_from=2)]
+    rows = encode_conversation([USER, {**ANSWER, "weight": 0}, MORE, SECOND], tokenizer)
+    assert [learned(row, tokenizer) for row in rows] == last and len(last) == 1 and "two" in last[0]
+    assert "one" in tokenizer.decode(rows[0].input_ids) and "weight" not in tokenizer.decode(rows[0].input_ids)
+    rows = encode_conversation([USER, ANSWER, MORE, {**SECOND, "weight": 0}], tokenizer)
+    text = "".join(learned(row, tokenizer) for row in rows)
+    assert "one" in text and "two" not in text
 
 
 def test_without_a_template_calls_are_learned_as_json() -> None:

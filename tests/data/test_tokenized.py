@@ -121,10 +121,42 @@ def test_long_rows_are_cut_or_dropped_and_counted(
     data = load("sft", config(rows, max_length=80, eval_fraction=0.0, too_long="truncate"), tokenizer)
     assert sorted(data.train["length"]) == sorted([len(r) for r in data.train["input_ids"]])
     assert max(data.train["length"]) == 80 and len(data.train) == 2  # the long prompt leaves no token with loss
-    assert "2 were truncated to 80 tokens, 1 dropped" in log_lines[-1]
+    assert "2 were truncated to 80 tokens, 1 dropped" in log_lines[-2]
+    assert log_lines[-1].endswith(
+        "2 of 3 rows are longer than data.max_length 80 and were truncated; data.max_length 112 keeps all"
+    )
     data = load("sft", config(rows, max_length=80, eval_fraction=0.0, too_long="drop"), tokenizer)
     assert len(data.train) == 1
-    assert "0 were truncated to 80 tokens, 2 dropped" in log_lines[-1]
+    assert "0 were truncated to 80 tokens, 2 dropped" in log_lines[-2]
+
+
+@pytest.mark.parametrize("kind", ["prompt", "sft", "preference"])
+def test_many_dropped_rows_are_a_warning_with_the_limit_that_keeps_them(
+    kind: str, config: Any, tokenizer: PreTrainedTokenizerFast, log_lines: list[str]
+) -> None:
+    """96 of 120 dropped prompts were half a line of the log; if all are dropped, the error names the limit too."""
+    rows = [{**ROWS[0], "prompt": f"question {'x' * (100 if i < 3 else 80 if i < 8 else 0)}"} for i in range(20)]
+    key = "rollout.max_prompt_tokens" if kind == "prompt" else "data.max_length"
+    loading = partial(config, rows, eval_fraction=0.0, too_long="drop")
+    longest = max(load(kind, loading(), tokenizer).train["length"])
+    assert len(log_lines) == 1, "no warning"
+    assert len(load(kind, loading(max_length=80), tokenizer).train) == 12
+    assert log_lines[-1] == (
+        f"{kind} data: 8 of 20 rows are longer than {key} 80 and were dropped; {key} {longest} keeps all"
+    )
+    assert len(load(kind, loading(max_length=longest - 1), tokenizer).train) == 17
+    assert len(load(kind, loading(max_length=longest), tokenizer).train) == 20
+    with pytest.raises(UserError, match=rf"20 of 20 rows were dropped .*{key} {longest} keeps all\)"):
+        load(kind, loading(max_length=5), tokenizer)
+    lines = len(log_lines)
+    rows[:3] = [rows[-1]] * 3
+    rows[4:8] = [rows[-1]] * 4
+    load(kind, loading(max_length=80), tokenizer)
+    assert len(log_lines) == lines + 1, "a row in twenty is no warning"
+    rows[0] = {**rows[0], "prompt": "question " + "x" * 300}
+    rows[1] = {**rows[3]}
+    load(kind, loading(max_length=80), tokenizer)
+    assert log_lines[-1].endswith(f", {longest - 20} nine rows in ten")
 
 
 def test_preferences_lose_the_beginning_of_their_prompt_first(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -303,7 +335,7 @@ def conversation(number: int) -> dict[str, Any]:
             {"role": "user", "content": f"question {number}<"},
             {"role": "assistant", "content": "one"},
             {"role": "user", "content": "more"},
-            {"role": "assistant", "content": "two", "reasoning_content": "hm"},
+            {"role": "assistant", "content": "two", "name": "hm"},
         ]
     }
 
@@ -323,10 +355,36 @@ def test_a_conversation_with_several_rows_is_split_as_one(
             seen.append(names)
     assert sum(map(len, seen)) == len(set.union(*seen)) == 20
     assert any("20 conversations make 40 rows" in line for line in log_lines)
-    assert any("does not render reasoning_content (20)" in line for line in log_lines)
+    assert any("does not render name (20)" in line for line in log_lines)
     lines = len(log_lines)
     load("sft", config(rows), tokenizer)
     assert any("does not render" in line for line in log_lines[lines:]), "also when the rows come from the cache"
+
+
+def test_weights_and_unrendered_keys_reach_training(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    """An assistant turn of weight 0 was trained on; a key that the template does not render was only a log line."""
+    row = conversation(1)
+    config(rows=[row])
+    assert learned_text(load("sft", config([row], eval_fraction=0.0), tokenizer), tokenizer) == [
+        "one<|im_end|>two<|im_end|>"
+    ]
+    row["messages"][1]["weight"] = 0
+    assert learned_text(load("sft", config([row], eval_fraction=0.0), tokenizer), tokenizer) == ["two<|im_end|>"]
+    completion = [*row["messages"][1:]]
+    pair = {"prompt": row["messages"][:1], "chosen": completion, "rejected": "no"}
+    (pairs,) = load("preference", config([pair], eval_fraction=0.0), tokenizer).train
+    assert tokenizer.decode(own_tokens(pairs, 0)) == "two<|im_end|>"
+    pair["chosen"][-1]["refusal"] = "hm"
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: column 'chosen': .* does not render the key 'refusal'"):
+        load("preference", config([pair], eval_fraction=0.0), tokenizer)
+
+
+def learned_text(data: tokenized.TokenizedData, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The text with loss of each training row."""
+    return [
+        tokenizer.decode([token for token, loss in zip(row["input_ids"], row["loss_mask"], strict=True) if loss])
+        for row in data.train
+    ]
 
 
 def test_tools_and_calls_of_a_row_reach_the_template(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:

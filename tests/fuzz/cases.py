@@ -691,7 +691,7 @@ DATA = [
         [
             "D/rows.parquet",
             "Parquet",
-            "(Could not open Parquet input source 'D/rows.parquet': Parquet file size is 1 bytes, smaller than the minimum file footer (8 bytes))",
+            "(Parquet file size is 1 bytes, smaller than the minimum file footer (8 bytes))",
         ],
     ),
     (
@@ -701,10 +701,13 @@ DATA = [
         [
             "D/rows.parquet",
             "Parquet",
-            "(Could not open Parquet input source 'D/rows.parquet': Parquet file size is 12 bytes, smaller than the size reported by footer's (2021161080bytes))",
+            "(Parquet file size is 12 bytes, smaller than the size reported by footer's (2021161080bytes))",
         ],
     ),
-    ("rows.csv", "a,b\n", "sft", [".jsonl", ".json", ".parquet", "got D/rows.csv", "convert"]),
-    ("rows.jsonl.gz", "x", "sft", [".jsonl", ".json", ".parquet", "got D/rows.jsonl.gz", "convert"]),
+    ("rows.csv", "a,b\n", "sft", ["must have rows", "D/rows.csv", "empty"]),
+    ("rows.csv", "a,a\nb,c\n", "sft", ["D/rows.csv:1", "each once", "got a, a"]),
+    ("rows.csv", 'text\n"a\n', "sft", ["D/rows.csv:2", "CSV", "(unexpected end of data)"]),
+    ("rows.jsonl.gz", "x", "sft", ["D/rows.jsonl.gz", "not valid gzip", "(Truncated compressed stream)"]),
+    ("rows.txt", "x", "sft", [".jsonl", ".json", ".csv", ".parquet", "got D/rows.txt", "convert"]),
     ("rows", "x", "sft", [".jsonl", ".json", ".parquet", "got D/rows", "convert"]),
 ]

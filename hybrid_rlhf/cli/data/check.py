@@ -21,15 +21,20 @@ _BAR = 40
 
 
 def run(config: CheckConfig) -> None:
-    """Check; exit code 1 if a row has a problem."""
+    """Check; exit code 1 if there is something to correct."""
     tokenizer = None if config.tokenizer is None else _tokenizer(config, config.tokenizer)
     from hybrid_rlhf.data.preparation.checking import check_source
 
     report = check_source(
-        config.path, task=config.task, tokenizer=tokenizer, limit=config.max_length, previews=config.preview
+        config.path,
+        task=config.task,
+        tokenizer=tokenizer,
+        limit=config.max_length,
+        previews=config.preview,
+        eval_sources=config.eval_sources,
     )
     print_result(_document(report), _text(report, has_tokenizer=tokenizer is not None))
-    if report.problems.count:
+    if not report.is_clean:
         sys.exit(1)
 
 
@@ -77,6 +82,10 @@ def _document(report: CheckReport) -> dict[str, Any]:
         ],
         "problems": report.problems.count,
         "problem_texts": report.problems.texts,
+        "duplicates": report.duplicates.count,
+        "duplicate_texts": report.duplicates.texts,
+        "overlap": report.overlap.count,
+        "overlap_texts": report.overlap.texts,
     }
 
 
@@ -93,12 +102,16 @@ def _text(report: CheckReport, *, has_tokenizer: bool) -> str:
             console.print("give --tokenizer MODEL for lengths, loss masks and previews")
         for preview in report.previews:
             _print_preview(console, preview, _LEARNED[report.task])
-        for line in problem_lines(report.problems.texts, report.problems.count):
-            console.print(Text(line, style="red"))
-        count = report.problems.count
-        console.print(
-            Text(_counted(count, "problem"), style="bold red") if count else Text("no problems", "bold green")
-        )
+        findings = {
+            "duplicate row": report.duplicates,
+            "overlapping held-out row": report.overlap,
+            "problem": report.problems,
+        }
+        for noun, found in findings.items():
+            for line in problem_lines(found.texts, found.count, noun):
+                console.print(Text(line, style="red"))
+        counts = [_counted(found.count, noun) for noun, found in findings.items() if found.count]
+        console.print(Text(", ".join(counts), style="bold red") if counts else Text("no problems", "bold green"))
     return captured.get().rstrip("\n")
 
 

@@ -38,7 +38,7 @@ def run(config: ConvertConfig) -> None:
         sys.exit(1)
 
 
-def problem_lines(texts: list[str], count: int) -> list[str]:
+def problem_lines(texts: list[str], count: int, noun: str = "problem") -> list[str]:
     """The first problems, and how many more there are."""
-    more = [f"... and {count - SHOWN:,} more problems"] if count > SHOWN else []
+    more = [f"... and {count - SHOWN:,} more {noun}s"] if count > SHOWN else []
     return [*texts[:SHOWN], *more]

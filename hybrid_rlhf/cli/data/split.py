@@ -12,14 +12,15 @@ from hybrid_rlhf.configs.parsing.output import print_result
 
 def run(config: SplitConfig) -> None:
     """Split, and print where the parts are."""
+    from hybrid_rlhf.data.preparation.splitting import split_rows
+    from hybrid_rlhf.data.rows.files import plain_name
+
     source = user_path(config.path)
     folder = user_path(config.output_dir) if config.output_dir else source.parent if source.exists() else Path()
     outputs = {
-        name: output_file(folder / f"{source.stem}.{name}.jsonl", "each part", overwrite=config.overwrite)
+        name: output_file(folder / f"{plain_name(source)}.{name}.jsonl", "each part", overwrite=config.overwrite)
         for name, _ in config.shares
     }
-    from hybrid_rlhf.data.preparation.splitting import split_rows
-
     counts = split_rows(config.path, outputs, config.shares, by=config.by, seed=config.seed)
     document = {"parts": {name: {"rows": counts[name], "path": str(file)} for name, file in outputs.items()}}
     print_result(document, "\n".join(f"{counts[name]:,} rows in {file}" for name, file in outputs.items()))

@@ -32,15 +32,22 @@ def check_steps(steps: Mapping[str, Any], log: Path) -> None:
         log: file of what the user's code prints.
 
     Raises:
-        UserError: the one that the step itself would end with.
+        UserError: the one that the step itself would end with; those of all steps that have too few rows.
     """
+    from hybrid_rlhf.data.rows.problems import RowProblems
+
     for name, step in steps.items():
         with _named(name):
             step.data.require_sources()
     check_sources(steps)
+    shortages = RowProblems()
+    for name, step in steps.items():
+        with shortages.collected(), _named(name):
+            _check_rows(name, step)
+    if shortages.count:
+        raise UserError("; ".join(shortages.texts))
     if "rl" in steps:
         with _named("rl"):
-            _check_prompts(steps["rl"])
             _check_user_code(steps["rl"], log)
 
 
@@ -97,15 +104,36 @@ def _prompt_columns(sources: Sequence[str | DataSource]) -> Iterator[dict[str, A
             yield read_prompt_row(location, row).columns
 
 
-def _check_prompts(config: RLConfig) -> None:
-    """Check that there are prompts for a step; the rows of the hub, which are not counted, may be enough."""
+def _check_rows(name: str, step: Any) -> None:
+    """Check that there are rows for an update, if none is dropped; those of the hub, which are not counted, may be
+    enough."""
+    from hybrid_rlhf.data.loaders import require_batch
     from hybrid_rlhf.data.rows.sources import peek
-    from hybrid_rlhf.data.tokenized import most_prompts
+    from hybrid_rlhf.data.tokenized import most_rows
 
-    counts = [peek(source) for source in config.data.sources]
+    counts = [peek(source) for source in step.data.sources]
     known = [count for count in counts if count is not None]
-    if len(known) == len(counts):
-        config.rollout.require_prompts(most_prompts(config.data, known, config.seed) * config.train.epochs)
+    if len(known) < len(counts):
+        return
+    rows = most_rows(name, step.data, known, step.seed)
+    if name == "rl":
+        step.rollout.require_prompts(rows * step.train.epochs)
+    elif rows >= step.train.global_batch_size:
+        return
+    elif name == "sft":  # a chat template may make a row of each assistant turn
+        require_batch(rows * _most_turns(step.data.sources), step.train.global_batch_size)
+    else:
+        require_batch(rows, step.train.global_batch_size)
+
+
+def _most_turns(sources: Sequence[str | DataSource]) -> int:
+    """The most learned turns of a conversation; 1 for text."""
+    from hybrid_rlhf.data.chat.messages import is_learned
+    from hybrid_rlhf.data.rows.formats import read_sft_row
+    from hybrid_rlhf.data.rows.sources import open_source
+
+    records = (read_sft_row(location, row) for source in sources for location, row in open_source(source))
+    return max(max(1, sum(map(is_learned, record.messages))) for record in records)
 
 
 def _check_user_code(config: RLConfig, log: Path) -> None:

@@ -21,11 +21,12 @@ _SOURCE = "a data source must be named, got none: give a file, a folder or a hub
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """Read all rows of a source as a training step does, and report columns, lengths and problems; exit code 1 if a row
-    has a problem."""
+    """Read all rows of a source as a training step does, and report columns, lengths, problems and duplicates; exit
+    code 1 if there is a problem, a duplicate, or a held-out row with a prompt of the source."""
 
     path: str = ""
-    """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
+    """A .jsonl, .json, .csv or .parquet file, a pattern or folder of them, a folder of datasets.save_to_disk, or a hub
+    name."""
     task: CheckedTask = "auto"
     """Step that the rows are for; auto: inferred from the columns of the first row."""
     tokenizer: str | None = None
@@ -33,6 +34,8 @@ class CheckConfig:
     masks and previews."""
     max_length: int | None = None
     """Longest row, or prompt for RL, in tokens; null: the step's default."""
+    eval_sources: list[str] = field(default_factory=list)
+    """Sources of held-out rows; those with a prompt of the source are reported."""
     preview: int = 3
     """Number of rows to show as the model reads them."""
     trust_remote_code: bool = False
@@ -57,7 +60,8 @@ class ConvertConfig:
     """Convert a data set in a published format into rows that every step reads (docs/conversations.md)."""
 
     path: str = ""
-    """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
+    """A .jsonl, .json, .csv or .parquet file, a pattern or folder of them, a folder of datasets.save_to_disk, or a hub
+    name."""
     output: str = ""
     """JSONL file to write."""
     format: FormatName = "auto"
@@ -80,7 +84,8 @@ class SplitConfig:
     """Split the rows of a source into files without prompts in common."""
 
     path: str = ""
-    """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
+    """A .jsonl, .json, .csv or .parquet file, a pattern or folder of them, a folder of datasets.save_to_disk, or a hub
+    name."""
     parts: str = ""
     """Names and shares of the parts, relative to their sum, such as train=0.9,test=0.1. Rows are assigned by a
     hash, so the sizes are approximate and a row stays in its part when others are added."""

@@ -21,11 +21,14 @@ class DataSource:
     """One source of a blend."""
 
     path: str
-    """A .jsonl, .json or .parquet file, a folder of datasets.save_to_disk, or a hub name."""
+    """A .jsonl, .json, .csv or .parquet file (all but the last also as .gz or .zst), a pattern or folder of them, a
+    folder of datasets.save_to_disk, or a hub name."""
     weight: float = 1.0
     """Passes over this source per epoch: 0.5 takes half of its rows, 2 takes each row twice."""
     split_name: str = "train"
     """Split to take from a hub name or a DatasetDict folder."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Names of the source's columns, by the name that steps read: {prompt: question, completion: answer}."""
 
     def __post_init__(self) -> None:
         require(self.weight > 0, f"weight of {self.path} must be above 0, got {self.weight}: leave the source out")
@@ -37,7 +40,7 @@ class DataConfig:
     """Where rows come from and how they become tokens."""
 
     sources: list[str | DataSource] = field(default_factory=list)
-    """Training data: paths, or {path, weight, split_name}, blended."""
+    """Training data: paths, or {path, weight, split_name, columns}, blended."""
     eval_sources: list[str | DataSource] = field(default_factory=list)
     """Evaluation data; if empty, eval_fraction of the sources is held out."""
     eval_fraction: float = 0.05

@@ -21,10 +21,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools
+from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools, is_learned
 from hybrid_rlhf.data.chat.template import ChatTemplate, leading_bos, render, token_ids
 
-RULES_VERSION = 5
+RULES_VERSION = 6
 """Part of the cache key of tokenised rows: increase it whenever tokenisation changes."""
 _OPEN, _CLOSE = "<think>", "</think>"
 _THINKING_MARK = re.compile(f"{_OPEN}|{_CLOSE}")
@@ -49,19 +49,17 @@ def encode_conversation(
         messages: the turns.
         tokenizer: its chat template renders them.
         tools: JSON schemas of the functions that the assistant may call.
-        learn_from: turns before this index carry no loss.
+        learn_from: turns before this index carry no loss; nor do assistant turns of weight 0.
 
     Raises:
         UserError: if the template rejects the messages.
     """
     template = ChatTemplate.of(tokenizer, tools)
+    learned = [turn >= learn_from and is_learned(message) for turn, message in enumerate(messages)]
     if template is not None and template.marks_generation:
-        text, spans = template.generated(messages, tools)
-        before = render(messages[:learn_from], tokenizer, tools=tools, add_generation_prompt=True) if learn_from else ""
-        shared = len(os.path.commonprefix([before, text]))
-        rows = [(text, [span for span in spans if span[0] >= shared])]
+        rows = [_marked(messages, template, tools, learned)]
     else:
-        rows = _rows(messages, tokenizer, tools, learn_from)
+        rows = _rows(messages, tokenizer, tools, learned)
     return [_encode(text, spans, tokenizer) for text, spans in rows]
 
 
@@ -157,17 +155,39 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, *, context: str =
     return EncodedSequence(before + ids, [False] * len(before) + [True] * len(ids))
 
 
+def _marked(
+    messages: Sequence[Message], template: ChatTemplate, tools: Tools | None, learned: Sequence[bool]
+) -> tuple[str, _Spans]:
+    """The text of a conversation and the marks of its learned turns.
+
+    Marks are assigned to turns by counting those of the conversation up to each turn: the text of a turn may depend on
+    the turns that follow.
+    """
+    text, spans = template.generated(messages, tools)
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    kept: _Spans = []
+    first = 0
+    for number, turn in enumerate(turns, start=1):
+        end = number == len(turns)
+        if not end and learned[turn] == learned[turns[number]]:
+            continue  # the next turn decides about the marks of both
+        last = len(spans) if end else len(template.generated(messages[: turns[number]], tools)[1])
+        kept += spans[first:last] if learned[turn] else []
+        first = last
+    return text, kept
+
+
 def _rows(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None, learn_from: int
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None, learned: Sequence[bool]
 ) -> list[tuple[str, _Spans]]:
-    """Each assistant turn after its own prompt; turns whose prompt extends the text so far share a row.
+    """Each learned turn after its own prompt; turns whose prompt extends the text so far share a row.
 
     Text after the last span of a row belongs to that row only. An assistant turn at the beginning of a conversation is
     learned if the template can render a prompt for it.
     """
     rows: list[tuple[str, _Spans]] = []
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant" or turn < learn_from:
+    for turn, has_loss in enumerate(learned):
+        if not has_loss:
             continue
         try:
             before, generated, stop = _turn(messages, turn, tokenizer, tools)

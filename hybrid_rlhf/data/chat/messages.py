@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.rows.sources import Row
+from hybrid_rlhf.data.rows.files import Row
 
 Message = dict[str, Any]
 """`role`, `content` (text; may be missing with tool calls), and other keys that the chat template may read."""
@@ -18,10 +18,19 @@ Tools = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """The keys under which data sets store the reasoning of an assistant turn."""
+METADATA_KEYS = ("id", "message_id", "index", "name", "tool_call_id", "timestamp", "created_at", "model")
+"""Keys that describe a turn and are no part of its text: a template need not render them."""
+WEIGHT_KEY = "weight"
+"""0 on an assistant turn without loss, 1 otherwise (OpenAI's fine-tuning format); never rendered."""
+
+
+def is_learned(message: Message) -> bool:
+    """Whether a turn carries loss: an assistant turn, unless its weight is 0."""
+    return message["role"] == "assistant" and message.get(WEIGHT_KEY, 1) != 0
 
 
 def read_message(location: str, message: Any) -> Message:
-    """Normalise a message: omit nulls, join parts of text, bring tool calls into one format.
+    """Normalise a message: omit nulls and weights of 1, join parts of text, bring tool calls into one format.
 
     Raises:
         UserError: naming `location`, if it is not a message or is empty.
@@ -31,6 +40,8 @@ def read_message(location: str, message: Any) -> Message:
     if message["role"] not in ROLES:
         raise UserError(f"{location}: a role must be one of {', '.join(ROLES)}, got {message['role']!r}: fix the row")
     read = {key: value for key, value in message.items() if value is not None}
+    if _weight(location, read) == 1:
+        read.pop(WEIGHT_KEY, None)
     if "tool_calls" in read:
         read["tool_calls"] = [
             _tool_call(location, call) for call in _listed(location, "tool_calls", read["tool_calls"])
@@ -44,8 +55,8 @@ def read_message(location: str, message: Any) -> Message:
     read["content"] = _content(location, read)
     if read["role"] in ("user", "assistant") and not read["content"].strip():
         raise UserError(
-            f"{location}: the content of a {read['role']} turn must not be empty, got {read['content']!r}: fill it or "
-            "remove the row"
+            f"{location}: the content of {'an' if read['role'] == 'assistant' else 'a'} {read['role']} turn must not "
+            f"be empty, got {read['content']!r}: fill it or remove the row"
         )
     return read
 
@@ -59,6 +70,19 @@ def row_tools(location: str, row: Row) -> Tools | None:
     if not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"{location}: column 'tools' must contain JSON schemas, got {tools!r}: fix the row")
     return tools
+
+
+def _weight(location: str, message: Message) -> int:
+    """The weight of a turn, by default 1."""
+    weight = message.get(WEIGHT_KEY, 1)
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise UserError(f"{location}: the weight of a turn must be 0 or 1, got {weight!r}: fix or remove it")
+    if WEIGHT_KEY in message and message["role"] != "assistant":
+        raise UserError(
+            f"{location}: only assistant turns have a weight, got {weight!r} for a turn of the {message['role']}: "
+            "remove it"
+        )
+    return int(weight)
 
 
 def _content(location: str, message: Message) -> str:

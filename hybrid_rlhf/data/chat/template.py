@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.forms import MISSING, MessageForms, text_with_calls
-from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools
+from hybrid_rlhf.data.chat.messages import METADATA_KEYS, REASONING_KEYS, WEIGHT_KEY, Message, Tools
 
 _PLAIN_NAMES = {
     "system": "System",
@@ -45,6 +45,8 @@ _NEAREST = {
     "observation": ("observation", "tool"),
 }
 """For each role, those to use if the template supports them, in this order; otherwise user."""
+_THINKING_OFF = " (thinking is off)"
+"""Follows the key of reasoning that is not rendered because the generation prompt closes the thinking block."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _PROBE, _ROLE_PROBE = "q7saidq7", "q7toldq7"
@@ -128,12 +130,10 @@ class ChatTemplate:
 
     def unrendered(self, message: Message) -> list[str]:
         """The parts of a message that the template does not support: keys that it does not read, and its role."""
-        missing = [
-            key
-            for key in message
-            if key not in ("role", "content")
-            and (not self.reads(key) or (key in REASONING_KEYS and self._closes_thinking))
-        ]
+        keys = _content_keys(message)
+        missing = [key for key in keys if not self.reads(key)]
+        if self._closes_thinking:
+            missing += [f"{key}{_THINKING_OFF}" for key in keys if key in REASONING_KEYS and self.reads(key)]
         return missing + ([f"role {message['role']}"] if self._role(message["role"]) != message["role"] else [])
 
     def reads(self, key: str) -> bool:
@@ -157,7 +157,7 @@ class ChatTemplate:
                 joined = f"{normalised[-1]['content']}\n\n{message['content']}"
                 normalised[-1], is_replaced = {**normalised[-1], "content": joined}, True
             else:
-                normalised.append({**message, "role": role})
+                normalised.append({key: message[key] for key in message if key != WEIGHT_KEY} | {"role": role})
         return [self._forms.apply(message) for message in normalised]
 
     def _role(self, role: str) -> str:
@@ -289,10 +289,26 @@ def unrendered(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, 
     """The parts of a row that the template does not support, one entry per occurrence: keys, roles, the row's tools."""
     template = ChatTemplate.of(tokenizer, tools)
     if template is None:
-        missing = [key for message in messages for key in message if key not in ("role", "content")]
+        missing = [key for message in messages for key in _content_keys(message)]
     else:
         missing = [name for message in messages for name in template.unrendered(message)]
     return missing + (["tools"] if tools and (template is None or not template.reads("tools")) else [])
+
+
+def refused(name: str) -> bool:
+    """Whether a row with an unrendered part is refused: the part is text that would be lost.
+
+    Roles, tools and their calls become the nearest equivalent, or are described in the system prompt of the row; the
+    user has turned thinking off.
+    """
+    return not (
+        name in METADATA_KEYS or name in ("tools", "tool_calls") or name.startswith("role ") or _THINKING_OFF in name
+    )
+
+
+def _content_keys(message: Message) -> list[str]:
+    """The keys of a message with a value, beside role, content and weight."""
+    return [key for key, value in message.items() if value and key not in ("role", "content", WEIGHT_KEY)]
 
 
 def _probe_turn(role: str) -> Message:

@@ -5,8 +5,10 @@ Nothing is trained or cached. Lengths are those before truncation.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,21 +24,24 @@ from hybrid_rlhf.data.encoding import (
     encode_labelled_row,
     encode_preference_row,
     encode_prompt_row,
+    require_rendered,
 )
-from hybrid_rlhf.data.preparation.conversion.converting import FORMATS
+from hybrid_rlhf.data.preparation.splitting import prompt_key
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import (
     read_labelled_row,
     read_preference_row,
     read_prompt_row,
     read_sft_row,
     read_stepwise_row,
+    unreadable_row_error,
 )
 from hybrid_rlhf.data.rows.problems import RowProblems
-from hybrid_rlhf.data.rows.sources import Row, missing_columns_error, open_source
+from hybrid_rlhf.data.rows.published import published_format
+from hybrid_rlhf.data.rows.sources import open_source
 from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
-_NO_LIMIT = 2**31
 _SEPARATOR = RewardObjectiveConfig().step_separator
 Read = Callable[[str, Row], Any]
 Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
@@ -112,6 +117,15 @@ class CheckReport:
     unrendered: Counter[str] = field(default_factory=Counter)
     """What the chat template does not render, by key, role or `tools`."""
     previews: list[RowPreview] = field(default_factory=list)
+    duplicates: RowProblems = field(default_factory=RowProblems)
+    """Rows that repeat the columns of an earlier row which the step reads."""
+    overlap: RowProblems = field(default_factory=RowProblems)
+    """Held-out rows that have the prompt of a row of the source."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether there is nothing to correct."""
+        return not self.problems.count and not self.duplicates.count and not self.overlap.count
 
 
 def check_source(
@@ -121,6 +135,7 @@ def check_source(
     tokenizer: PreTrainedTokenizerBase | None = None,
     limit: int | None = None,
     previews: int = 3,
+    eval_sources: Sequence[str] = (),
 ) -> CheckReport:
     """Read all rows of a source as a step does.
 
@@ -130,6 +145,7 @@ def check_source(
         tokenizer: encodes rows; None: they are only read.
         limit: longest row, or prompt for RL, in tokens; None: the step's default.
         previews: rows to show.
+        eval_sources: held-out rows, which are compared with those of the source.
 
     Raises:
         UserError: if the source cannot be opened, or its step cannot be guessed.
@@ -137,6 +153,8 @@ def check_source(
     source = open_source(path)
     progress = ProgressLog(f"checking {path}", total=source.count())
     problems, report = RowProblems(), None
+    seen: dict[bytes, str] = {}
+    prompts: dict[bytes, str] = {}
     for location, row in progress.track(source.readable_rows(problems.add)):
         if report is None:
             chosen = _guessed(location, row) if task == "auto" else task
@@ -144,9 +162,16 @@ def check_source(
         report.rows += 1
         report.columns.update(row.keys())
         with problems.collected():
-            _check_row(report, location, row, tokenizer, previews)
+            form = _check_row(report, location, row, tokenizer, previews)
+            earlier = _seen_before(seen, {name: row[name] for name in form.columns}, location)
+            if earlier is not None:
+                report.duplicates.add(UserError(f"{location} repeats {earlier}"))
+            if eval_sources:
+                _seen_before(prompts, prompt_key(location, row), location)
     if report is None and not problems.count:
         raise UserError(f"a data source must have rows, {path} is empty: check the path")
+    if report is not None:
+        _find_overlap(report, prompts, eval_sources)
     return report or CheckReport(path, task, limit or 0, problems=problems)
 
 
@@ -158,18 +183,14 @@ def histogram(lengths: Sequence[int], *, bins: int = 10) -> list[tuple[int, int,
 
 
 def _guessed(location: str, row: Row) -> CheckedTask:
-    published = next((name for name, each in FORMATS.items() if name != "openai_messages" and each.matches(row)), None)
-    if published is not None:
-        raise UserError(
-            f"{location}: a row must be in a form that steps read, got the format {published}: convert it with "
-            "hybrid-rlhf data convert"
-        )
+    if published_format(row) is not None:
+        raise unreadable_row_error(location, row, [])
     for task, forms in FORMS.items():
         # The reward model and preference losses read the same pairs.
         if _form(forms, row) is not None:
             return "preference" if task == "reward" and "completions" not in row else task
     wanted = [" + ".join(form.columns) for forms in FORMS.values() for form in forms]
-    raise missing_columns_error(location, row, list(dict.fromkeys(wanted)))
+    raise unreadable_row_error(location, row, list(dict.fromkeys(wanted)))
 
 
 def _default_limit(task: CheckedTask) -> int:
@@ -180,25 +201,47 @@ def _form(forms: Sequence[RowForm], row: Row) -> RowForm | None:
     return next((form for form in forms if set(form.columns) <= set(row)), None)
 
 
+def _find_overlap(report: CheckReport, prompts: Mapping[bytes, str], eval_sources: Sequence[str]) -> None:
+    """Report the held-out rows whose prompt is one of the source's, given with their locations."""
+    for source in eval_sources:
+        for location, row in open_source(source):
+            earlier = prompts.get(_digest(prompt_key(location, row)))
+            if earlier is not None:
+                report.overlap.add(UserError(f"{location} has the prompt of {earlier}"))
+
+
+def _seen_before(seen: dict[bytes, str], content: Any, location: str) -> str | None:
+    """The location of the first equal content; None if this is the first."""
+    earlier = seen.setdefault(_digest(content), location)
+    return None if earlier == location else earlier
+
+
+def _digest(content: Any) -> bytes:
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
 def _check_row(
     report: CheckReport, location: str, row: Row, tokenizer: PreTrainedTokenizerBase | None, previews: int
-) -> None:
+) -> RowForm:
     forms = FORMS[report.task]
     form = _form(forms, row)
     if form is None:
-        raise missing_columns_error(location, row, [" + ".join(form.columns) for form in forms])
+        raise unreadable_row_error(location, row, [" + ".join(form.columns) for form in forms])
     if tokenizer is None:
         form.read(location, row)
     else:
         encoded = form.encode(location, row, tokenizer, report.limit)
-        whole = form.encode(location, row, tokenizer, _NO_LIMIT) if any(each["cut"] for each in encoded) else encoded
-        report.lengths += [each["length"] for each in whole]
+        for each in encoded:
+            require_rendered(location, row, each["ignored"])
+        report.lengths += [each["full_length"] for each in encoded]
         report.too_long += sum(each["cut"] for each in encoded)
         report.unusable += sum(not each["usable"] for each in encoded)
         report.unrendered.update(key for each in encoded for key in each["ignored"].split(",") if key)
         if report.rows <= previews:
             report.previews += [_preview(location, *part, tokenizer) for each in encoded for part in _sequences(each)]
     report.forms[" + ".join(form.columns)] += 1
+    return form
 
 
 def _sequences(encoded: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:

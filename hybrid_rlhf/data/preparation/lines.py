@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hybrid_rlhf.data.rows.sources import Row
+from hybrid_rlhf.data.rows.files import Row
 
 
 def json_line(row: Row) -> bytes:

@@ -19,8 +19,9 @@ import numpy as np
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.data import DataConfig
 from hybrid_rlhf.configs.sft import ConditionConfig
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import ConversationRow, is_number
-from hybrid_rlhf.data.rows.sources import Row, missing_columns_error, open_source
+from hybrid_rlhf.data.rows.sources import missing_columns_error, open_source
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 

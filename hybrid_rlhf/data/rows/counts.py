@@ -8,6 +8,11 @@ from dataclasses import dataclass
 import datasets
 import numpy as np
 
+from hybrid_rlhf.data.row_views import column_array
+
+_TOLERATED = 10
+"""At most a tenth of the rows may be too long without a warning."""
+
 
 @dataclass(frozen=True)
 class RowCounts:
@@ -28,6 +33,10 @@ class RowCounts:
     dropped_without_target: int
     """Rows dropped because nothing is left to learn from, after truncation or from the start."""
     limit_tokens: int
+    longest_tokens: int
+    """The limit that would keep all rows."""
+    nine_tenths_tokens: int
+    """The limit that would keep nine rows in ten."""
     training: int
     """After weighting the sources."""
     held_out: int
@@ -44,20 +53,23 @@ class RowCounts:
         training: int,
         held_out: int,
     ) -> RowCounts:
-        """Count the encoded rows of sources, with their columns `cut`, `usable` and `source_row`."""
-        cut = [np.asarray(part["cut"], dtype=bool) for part in parts]
-        usable = [np.asarray(part["usable"], dtype=bool) for part in parts]
-        cut_and_dropped = sum(int((c & ~u).sum()) for c, u in zip(cut, usable, strict=True))
-        dropped, too_long = sum(int((~u).sum()) for u in usable), cut_and_dropped if drops_long else 0
+        """Count the encoded rows of sources, with their columns `cut`, `usable`, `full_length` and `source_row`."""
+        cut, usable, lengths = (
+            np.concatenate([column_array(part, name) for part in parts]) for name in ("cut", "usable", "full_length")
+        )
+        dropped = int((~usable).sum())
+        too_long = int((cut & ~usable).sum()) if drops_long else 0
         return cls(
             kind,
             tuple(sources),
-            read=sum(len(np.unique(part["source_row"])) for part in parts),
-            encoded=sum(map(len, parts)),
-            truncated=0 if drops_long else sum(int(c.sum()) for c in cut),
+            read=sum(len(np.unique(column_array(part, "source_row"))) for part in parts),
+            encoded=len(cut),
+            truncated=0 if drops_long else int(cut.sum()),
             dropped_too_long=too_long,
             dropped_without_target=dropped - too_long,
             limit_tokens=limit,
+            longest_tokens=int(lengths.max()),
+            nine_tenths_tokens=int(np.quantile(lengths, 0.9, method="higher")),
             training=training,
             held_out=held_out,
         )
@@ -66,3 +78,15 @@ class RowCounts:
     def dropped(self) -> int:
         """Rows dropped for any reason."""
         return self.dropped_too_long + self.dropped_without_target
+
+    def too_long_text(self, limit_key: str) -> str:
+        """How many rows exceed the limit, and the settings of the limit that would keep them; empty: at most a
+        tenth."""
+        count = self.truncated + self.dropped_too_long
+        if count <= self.encoded / _TOLERATED:
+            return ""
+        most = f", {self.nine_tenths_tokens:,} nine rows in ten" * (self.nine_tenths_tokens < self.longest_tokens)
+        return (
+            f"{count:,} of {self.encoded:,} rows are longer than {limit_key} {self.limit_tokens:,} and were "
+            f"{'truncated' if self.truncated else 'dropped'}; {limit_key} {self.longest_tokens:,} keeps all{most}"
+        )

@@ -21,8 +21,10 @@ from itertools import combinations
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.messages import Message, Tools, read_message, row_tools
-from hybrid_rlhf.data.rows.sources import Row, missing_columns_error
+from hybrid_rlhf.data.chat.messages import WEIGHT_KEY, Message, Tools, is_learned, read_message, row_tools
+from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.published import published_format
+from hybrid_rlhf.data.rows.sources import missing_columns_error
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 
@@ -95,10 +97,15 @@ def read_sft_row(location: str, row: Row) -> ConversationRow:
     elif "text" in row:
         return ConversationRow(text=_text(location, row, "text"))
     else:
-        raise missing_columns_error(location, row, ["messages", "prompt + completion", "prompt + chosen", "text"])
+        raise unreadable_row_error(location, row, ["messages", "prompt + completion", "prompt + chosen", "text"])
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(
             f"{location}: a conversation for SFT must have an assistant turn, got none: add one or remove the row"
+        )
+    if not any(map(is_learned, messages)):
+        raise UserError(
+            f"{location}: a conversation for SFT must have an assistant turn of weight 1, got weight 0 for each: set "
+            "one to 1 or remove the row"
         )
     return ConversationRow(messages, tools=row_tools(location, row))
 
@@ -108,7 +115,7 @@ def read_preference_row(location: str, row: Row) -> PreferenceRow:
     if "responses" in row and "ranks" in row:
         return _ranked(location, row)
     if "chosen" not in row or "rejected" not in row:
-        raise missing_columns_error(location, row, ["prompt + chosen + rejected", "prompt + responses + ranks"])
+        raise unreadable_row_error(location, row, ["prompt + chosen + rejected", "prompt + responses + ranks"])
     if row["chosen"] == row["rejected"]:
         raise UserError(
             f"{location}: columns 'chosen' and 'rejected' must differ, both are {shortened(str(row['chosen']))!r}: "
@@ -144,7 +151,7 @@ def read_labelled_row(location: str, row: Row) -> LabelledRow:
         completions = [record.completions[i] for i in indices]
         return LabelledRow(record.prompt, completions, [i in chosen for i in indices], record.tools)
     if "prompt" not in row or "completion" not in row:
-        raise missing_columns_error(location, row, ["prompt + completion + label", "prompt + chosen + rejected"])
+        raise unreadable_row_error(location, row, ["prompt + completion + label", "prompt + chosen + rejected"])
     label = row["label"]
     if label not in (0, 1):
         raise UserError(
@@ -159,7 +166,7 @@ def read_labelled_row(location: str, row: Row) -> LabelledRow:
 def read_stepwise_row(location: str, row: Row) -> StepwiseRow:
     """Read a row with the steps of a completion (stepwise supervision)."""
     if any(name not in row for name in ("prompt", "completions", "labels")):
-        raise missing_columns_error(location, row, ["prompt + completions + labels"])
+        raise unreadable_row_error(location, row, ["prompt + completions + labels"])
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, list) or not isinstance(labels, list) or not steps or len(steps) != len(labels):
         raise _unequal_lists(location, row, "completions", "labels")
@@ -195,7 +202,7 @@ def read_prompt_row(location: str, row: Row) -> PromptRow:
                 "remove the row"
             )
     else:
-        raise missing_columns_error(location, row, ["prompt", "messages"])
+        raise unreadable_row_error(location, row, ["prompt", "messages"])
     columns = {name: value for name, value in row.items() if name != used}
     return PromptRow(messages, columns, row_tools(location, row))
 
@@ -208,7 +215,7 @@ def read_ptx_row(location: str, row: Row) -> ConversationRow:
 def _ranked(location: str, row: Row) -> PreferenceRow:
     """All pairs of a ranked list, lower ranks first; equal ranks make no pair (InstructGPT, section 3.5)."""
     if "prompt" not in row:
-        raise missing_columns_error(location, row, ["prompt + responses + ranks"])
+        raise unreadable_row_error(location, row, ["prompt + responses + ranks"])
     responses, ranks = row["responses"], row["ranks"]
     if not isinstance(responses, list) or not isinstance(ranks, list) or len(responses) != len(ranks):
         raise _unequal_lists(location, row, "responses", "ranks")
@@ -235,11 +242,16 @@ def _ranked(location: str, row: Row) -> PreferenceRow:
 
 
 def _require_assistant(location: str, column: str, completion: Sequence[Message]) -> None:
-    """Raise an error unless a completion ends with an assistant turn."""
+    """Raise an error unless a completion ends with an assistant turn that carries loss."""
     if not completion or completion[-1]["role"] != "assistant":
         found = f"a turn of the {completion[-1]['role']}" if completion else "nothing after the prompt"
         raise UserError(
             f"{location}: column {column!r} must end with an assistant turn, got {found}: add it or remove the row"
+        )
+    if not is_learned(completion[-1]):
+        raise UserError(
+            f"{location}: column {column!r} must end with an assistant turn of weight 1, got weight "
+            f"{completion[-1][WEIGHT_KEY]}: remove the weight or remove the row"
         )
 
 
@@ -252,6 +264,17 @@ def _unequal_lists(location: str, row: Row, first: str, second: str) -> UserErro
         f"{location}: columns {first!r} and {second!r} must be non-empty lists of equal length, got "
         f"{' and '.join(found)}: "
         "fix the row"
+    )
+
+
+def unreadable_row_error(location: str, row: Row, wanted: Sequence[str]) -> UserError:
+    """The error for a row without the columns of any accepted form, which may be in a published format."""
+    published = published_format(row)
+    if published is None:
+        return missing_columns_error(location, row, wanted)
+    return UserError(
+        f"{location}: a row must be in a form that steps read, got the format {published}: convert it with "
+        "hybrid-rlhf data convert"
     )
 
 

@@ -1,35 +1,48 @@
-"""Sources of rows: JSONL, JSON and Parquet files, folders written by `datasets`, and data sets on the Hugging Face hub.
+"""Sources of rows: data files, globs and folders of them, folders written by `datasets`, and data sets on the Hugging
+Face hub.
 
-JSON is parsed here instead of by `datasets`: errors name file and line, rows may have different columns, and no types
-are inferred.
+Read `files.py` for the rows of one file. Here sources are found, and their columns renamed.
 """
 
 from __future__ import annotations
 
-import contextlib
+import glob
 import hashlib
 import importlib.util
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import datasets
-import pyarrow.parquet
+import pyarrow
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.credentials import redacted
-from hybrid_rlhf.configs.files.reading import NotJSON, not_text, parse_json, read_text, regular_file, user_path
+from hybrid_rlhf.configs.files.reading import regular_file, user_path
 from hybrid_rlhf.configs.sections.data import DataSource
+from hybrid_rlhf.data.rows.files import (
+    TYPES_TEXT,
+    LocatedRows,
+    OnBadLine,
+    Row,
+    content_hash,
+    count_rows,
+    decode_cells,
+    file_type,
+    read_rows,
+    readable,
+    without_nulls,
+)
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
-Row = dict[str, Any]
-OnBadLine = Callable[[UserError], None]
-"""Receives the error of a line that is not a row; what it raises ends the reading."""
-_FILE_TYPES = (".jsonl", ".json", ".parquet")
 _SOURCE_RULE = "a data source must be a file, a folder or a hub name"
+_SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
+_SPLIT_WORD = re.compile(r"(?:^|[-_.])(train|test|valid|validation|dev|eval|heldout)(?=[-_.])")
 
 
 @dataclass(frozen=True)
@@ -38,27 +51,28 @@ class RowReader:
 
     source: DataSource
     _fingerprint: Callable[[], str]
-    _read: Callable[[OnBadLine], Iterator[tuple[str, Row]]]
+    _read: Callable[[OnBadLine], LocatedRows]
     count: Callable[[], int | None] = lambda: None
     """The number of rows, if it can be found without reading them; None: unknown."""
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the content, which is read for it."""
-        with _readable(self.source):
-            return self._fingerprint()
+        """A hash of the content, which is read for it, and of the names of its columns."""
+        with readable(self.source.path):
+            content = self._fingerprint()
+        return _combined_hash([content, json.dumps(self.source.columns)]) if self.source.columns else content
 
-    def __iter__(self) -> Iterator[tuple[str, Row]]:
+    def __iter__(self) -> LocatedRows:
         """Yield (location, row); the location is FILE:LINE, or FILE and the number of the row in a table."""
         return _not_empty(self.source, self._read(_raise))
 
-    def readable_rows(self, on_bad_line: OnBadLine) -> Iterator[tuple[str, Row]]:
-        """The same without lines of a JSONL file that are not rows; there may be no rows."""
+    def readable_rows(self, on_bad_line: OnBadLine) -> LocatedRows:
+        """The same without lines of a file that are not rows; there may be no rows."""
         return self._read(on_bad_line)
 
 
 def open_source(source: str | DataSource) -> RowReader:
-    """Find a source and compute its fingerprint; rows are read on iteration.
+    """Find a source; rows are read on iteration.
 
     Raises:
         UserError: if the source does not exist, is empty or has an unknown type.
@@ -67,10 +81,10 @@ def open_source(source: str | DataSource) -> RowReader:
     if "://" in source.path:
         raise UserError(f"{_SOURCE_RULE}, got {redacted(source.path)}: download it first")
     path = user_path(source.path)
-    if os.path.isdir(path):
+    if any(os.path.isfile(path / name) for name in _SAVED_BY_DATASETS):
         return _open_table(source, _load_folder(source, path))
     if _is_local(source, path):
-        return _open_file(source, regular_file(path, _SOURCE_RULE))
+        return _open_files(source, _files(source, path))
     return _open_table(source, _load_hub(source))
 
 
@@ -81,55 +95,101 @@ def peek(source: str | DataSource) -> int | None:
         UserError: if the source does not exist, is empty, or its first row is not of its type.
     """
     source = DataSource(path=source) if isinstance(source, str) else source
-    path = user_path(source.path)
-    if "://" not in source.path and not _is_local(source, path):
+    if "://" not in source.path and not _is_local(source, user_path(source.path)):
         return None
-    if path.suffix == ".parquet" and path.is_file() and path.stat().st_size:
-        with _readable(source), pyarrow.parquet.ParquetFile(path) as file:  # open_source reads all of it
-            if next(file.iter_batches(batch_size=1), None) is None:
-                raise UserError(_empty(source))
-            return int(file.metadata.num_rows)
     reader = open_source(source)
-    if path.suffix == ".json" and path.is_file():
-        return sum(1 for _ in reader)
     next(iter(reader))
-    return reader.count()
+    count = reader.count()
+    return sum(1 for _ in reader) if count is None else count
 
 
 def _is_local(source: DataSource, path: Path) -> bool:
     """Whether a source is on this machine, by its name or because it exists."""
-    named = path.suffix in _FILE_TYPES or source.path.count("/") > 1 or source.path.startswith((".", "/", "~"))
-    return named or os.path.exists(path)
+    named = file_type(path) is not None or source.path.count("/") > 1 or source.path.startswith((".", "/", "~"))
+    return named or glob.has_magic(source.path) or os.path.exists(path)
 
 
-def _open_file(source: DataSource, path: Path) -> RowReader:
-    if path.suffix not in _FILE_TYPES:
-        raise UserError(f"a data file must be .jsonl, .json or .parquet, got {source.path}: convert it")
-    if path.stat().st_size == 0:
-        raise UserError(_empty(source))
-    with _readable(source):
-        if path.suffix == ".parquet":
-            return _open_table(source, datasets.Dataset(pyarrow.parquet.read_table(path, memory_map=True)))
-    fingerprint = partial(_file_fingerprint, path)
-    if path.suffix == ".jsonl":
-        return RowReader(source, fingerprint, partial(_read_lines, path), lambda: _count_lines(path))
-    return RowReader(source, fingerprint, lambda _: _read_list(path))
+def _files(source: DataSource, path: Path) -> list[Path]:
+    """The files of a local source, sorted by name."""
+    if os.path.isdir(path):
+        return _folder_files(source, path)
+    if glob.has_magic(source.path) and not os.path.exists(path):
+        found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if not os.path.isdir(name)]
+        if not found:
+            raise UserError(f"{_SOURCE_RULE}, {source.path} matches no file: check the pattern")
+    else:
+        found = [regular_file(path, _SOURCE_RULE)]
+    for file in found:
+        if file_type(file) is None:
+            raise UserError(f"a data file must be {TYPES_TEXT}, got {file}: convert it")
+    return found
 
 
-@contextlib.contextmanager
-def _readable(source: DataSource) -> Iterator[None]:
-    """Raise a UserError for any error of pyarrow and datasets about invalid content; they have no common base class."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # noqa: BLE001
-        kind = "valid Parquet" if source.path.endswith(".parquet") else "a readable data set"
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{source.path} is not {kind} ({reason}): check the file") from error
+def _folder_files(source: DataSource, path: Path) -> list[Path]:
+    found = sorted(file for file in path.iterdir() if file.is_file() and file_type(file) is not None)
+    if not found:
+        raise UserError(
+            f"a data folder must have {TYPES_TEXT} files or be written by save_to_disk, {source.path} is not: give a "
+            "file in it, or a pattern such as **/*.jsonl"
+        )
+    splits = {word[1] for file in found if (word := _SPLIT_WORD.search(file.name.lower())) is not None}
+    if len(splits) > 1:
+        raise UserError(
+            f"all files of a data folder are read, {source.path} has files of the splits {', '.join(sorted(splits))}: "
+            "give the files of one, by a pattern such as *train*"
+        )
+    return found
 
 
-def _not_empty(source: DataSource, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+def _open_files(source: DataSource, files: Sequence[Path]) -> RowReader:
+    for file in files:
+        if not file.stat().st_size:
+            raise UserError(f"a data source must have rows, {file} is empty: check the path")
+
+    def read(on_bad_line: OnBadLine) -> LocatedRows:
+        return chain.from_iterable(_file_rows(source, file, on_bad_line) for file in files)
+
+    def fingerprint() -> str:
+        hashes = [content_hash(file) for file in files]
+        return hashes[0] if len(files) == 1 else _combined_hash(hashes)
+
+    def count() -> int | None:
+        counts = [count_rows(file) for file in files]
+        known = [rows for rows in counts if rows is not None]
+        return sum(known) if len(known) == len(counts) else None
+
+    return RowReader(source, fingerprint, read, count)
+
+
+def _file_rows(source: DataSource, file: Path, on_bad_line: OnBadLine) -> LocatedRows:
+    rows = read_rows(file, on_bad_line)
+    if source.columns:
+        rows = _renamed(rows, source.columns, str(file))
+    return decode_cells(rows, on_bad_line) if file_type(file) == ".csv" else rows
+
+
+def _renamed(rows: LocatedRows, columns: Mapping[str, str], name: str) -> LocatedRows:
+    """Rows with columns under the names that steps read.
+
+    Raises:
+        UserError: after the last row, if no row has one of the columns.
+    """
+    last: Row | None = None
+    missing = set(columns.values())
+    replaced = {*columns, *missing}
+    for location, row in rows:
+        last = row
+        missing -= row.keys()
+        kept = {column: value for column, value in row.items() if column not in replaced}
+        yield location, kept | {new: row[old] for new, old in columns.items() if old in row}
+    if last is not None and missing:
+        raise UserError(
+            f"{name}: a source's columns must be columns of its rows, no row has {', '.join(sorted(missing))}, the "
+            f"last has {found_columns(last)}: correct the names"
+        )
+
+
+def _not_empty(source: DataSource, rows: LocatedRows) -> LocatedRows:
     """The rows, of which there must be at least one: a file may contain only blank lines or []."""
     first = next(rows, None)
     if first is None:
@@ -142,90 +202,31 @@ def _raise(error: UserError) -> None:
     raise error
 
 
-def _read_lines(path: Path, on_bad_line: OnBadLine) -> Iterator[tuple[str, Row]]:
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    found = _parsed(line, f"{path}:{number}")
-                except UserError as error:
-                    on_bad_line(error)
-                    continue
-                yield found
-    except UnicodeDecodeError as error:
-        raise not_text(path) from error
-
-
-def _count_lines(path: Path) -> int:
-    """The number of lines that are not blank."""
-    with path.open("rb") as file:
-        return sum(not line.isspace() for line in file)
-
-
-def _parsed(line: str, location: str) -> tuple[str, Row]:
-    try:
-        row = parse_json(line)
-    except NotJSON as error:
-        column = "" if error.column is None else f" at column {error.column}"
-        raise UserError(f"{location}: a line must be JSON ({error.reason}{column}): fix the line") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{location}: a row must be a JSON object, got {type(row).__name__}: fix the line")
-    return location, row
-
-
-def _read_list(path: Path) -> Iterator[tuple[str, Row]]:
-    try:
-        content = parse_json(read_text(path, _SOURCE_RULE))
-    except NotJSON as error:
-        raise UserError(
-            f"{path}:{error.line}: a .json source must be JSON ({error.reason}): fix it, or rename it to .jsonl"
-        ) from error
-    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
-        raise UserError(
-            f"{path}: a .json source must be a list of objects, got {_json_kind(content)}: fix it, or rename it to "
-            ".jsonl if each line is an object"
-        )
-    for number, row in enumerate(content, start=1):
-        yield f"{path}: row {number}", row
-
-
-def _json_kind(content: Any) -> str:
-    """The type of JSON content that is not a list of objects, for an error message."""
-    if not isinstance(content, list):
-        return type(content).__name__
-    return f"a list with {next(type(row).__name__ for row in content if not isinstance(row, dict))}"
-
-
 def _open_table(source: DataSource, table: datasets.Dataset) -> RowReader:
     if not len(table):
         raise UserError(_empty(source))
 
-    def read(_: OnBadLine) -> Iterator[tuple[str, Row]]:
-        # In Arrow format: datasets would decode images and audio, and download linked ones.
-        with _readable(source):
-            batches = table.with_format("arrow").iter(batch_size=1000)
-            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
-                yield f"{source.path}: row {number}", _without_nulls(row)
+    def read(_: OnBadLine) -> LocatedRows:
+        rows = _table_rows(source, table)
+        return _renamed(rows, source.columns, source.path) if source.columns else rows
 
     return RowReader(source, partial(_table_fingerprint, table, source.path), read, lambda: len(table))
 
 
-def _without_nulls(value: Any) -> Any:
-    """A value without null entries of mappings, with which Arrow fills missing columns and keys."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+def _table_rows(source: DataSource, table: datasets.Dataset) -> Iterator[tuple[str, Row]]:
+    # In Arrow format: datasets would decode images and audio, and download linked ones.
+    with readable(source.path):
+        batches = table.with_format("arrow").iter(batch_size=1000)
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+            yield f"{source.path}: row {number}", without_nulls(row)
 
 
 def _empty(source: DataSource) -> str:
     return f"a data source must have rows, {source.path} is empty: check the path"
 
 
-def _file_fingerprint(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _combined_hash(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _table_fingerprint(table: datasets.Dataset, name: str) -> str:
@@ -233,8 +234,10 @@ def _table_fingerprint(table: datasets.Dataset, name: str) -> str:
     digest = hashlib.sha256(repr(table.features).encode())
     progress = ProgressLog(f"reading {name}", total=len(table))
     for batch in table.with_format("arrow").iter(batch_size=1000):
-        for column in batch.columns:
-            digest.update(repr(column.to_pylist()).encode())
+        stream = pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(stream, batch.schema) as writer:
+            writer.write_table(batch)
+        digest.update(stream.getvalue())
         progress.advance(len(batch))
     return digest.hexdigest()
 
@@ -246,7 +249,8 @@ def _load_folder(source: DataSource, path: Path) -> datasets.Dataset:
         raise UserError(_empty(source)) from error
     except Exception as error:  # noqa: BLE001 - a damaged folder, or one that save_to_disk has not written
         raise UserError(
-            f"a data folder must be written by save_to_disk, {source.path} is not: give a file in it"
+            f"a data folder with {' or '.join(_SAVED_BY_DATASETS)} must be written by save_to_disk, {source.path} is "
+            "not: give a file in it"
         ) from error
     return _pick_split(source, loaded)
 

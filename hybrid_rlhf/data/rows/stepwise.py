@@ -18,8 +18,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import completion_parts
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.chat.template import leading_bos, unrendered
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_stepwise_row
-from hybrid_rlhf.data.rows.sources import Row
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 SEPARATOR_KEY = "step_separator"
@@ -65,8 +65,8 @@ def encode_stepwise_row(
     except UserError as error:
         raise UserError(f"{location}: {error}") from error
     ids, ends, first = found.input_ids, found.ends, found.first
-    cut = len(ids) > limit
-    surplus = max(0, min(first, len(ids) - limit))
+    full_length = len(ids)
+    surplus = max(0, min(first, full_length - limit))
     ids, ends = ids[surplus:][:limit], [end - surplus for end in ends if end - surplus < limit]
     columns = {
         "responses": [ids],
@@ -75,7 +75,8 @@ def encode_stepwise_row(
         "labels": record.labels[: len(ends)],
         "length": len(ids),
         "tokens": len(ids),
-        "cut": cut,
+        "full_length": full_length,
+        "cut": full_length > limit,
         "usable": bool(ends),
         "ignored": ",".join(unrendered(record.prompt, tokenizer, record.tools)),
     }

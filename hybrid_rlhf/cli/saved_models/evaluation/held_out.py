@@ -19,8 +19,9 @@ from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.collation import collate_preferences, collate_tokens
 from hybrid_rlhf.data.encoding import encode_conversation_row, encode_preference_row
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import head_index, read_sft_row
-from hybrid_rlhf.data.rows.sources import Row, open_source
+from hybrid_rlhf.data.rows.sources import open_source
 from hybrid_rlhf.models.policy import Policy, of_heads, scores_at_end
 from hybrid_rlhf.models.pretrained.loading import load_model
 

@@ -6,7 +6,7 @@ converted file has no row that training refuses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import get_args
 from hybrid_rlhf.configs.commands.data import FormatName, RankedAs
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.files.atomic import whole_file
-from hybrid_rlhf.data.preparation.conversion.dialogues import dialogue_pair, is_dialogue
+from hybrid_rlhf.data.preparation.conversion.dialogues import dialogue_pair
 from hybrid_rlhf.data.preparation.conversion.records import (
     Conversion,
     LocatedRow,
@@ -25,45 +25,32 @@ from hybrid_rlhf.data.preparation.conversion.records import (
 )
 from hybrid_rlhf.data.preparation.conversion.scored import (
     comparison_row,
-    is_comparison,
-    is_ultrafeedback,
     ultrafeedback_row,
 )
-from hybrid_rlhf.data.preparation.conversion.trees import is_tree, tree_records
+from hybrid_rlhf.data.preparation.conversion.trees import tree_records
 from hybrid_rlhf.data.preparation.conversion.turns import (
     alpaca_row,
-    is_alpaca,
-    is_openai,
-    is_sharegpt,
     openai_row,
     sharegpt_row,
 )
 from hybrid_rlhf.data.preparation.lines import json_line
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_sft_row
 from hybrid_rlhf.data.rows.problems import RowProblems
-from hybrid_rlhf.data.rows.sources import Row, found_columns, open_source
+from hybrid_rlhf.data.rows.published import MATCHES
+from hybrid_rlhf.data.rows.sources import found_columns, open_source
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
-
-@dataclass(frozen=True)
-class PublishedFormat:
-    """How a format is recognised by the columns of a row, and converted."""
-
-    matches: Callable[[Row], bool]
-    conversion: Conversion
-
-
-FORMATS: dict[FormatName, PublishedFormat] = {
-    "hh": PublishedFormat(is_dialogue, row_by_row(dialogue_pair)),
-    "sharegpt": PublishedFormat(is_sharegpt, row_by_row(sharegpt_row)),
-    "ultrafeedback": PublishedFormat(is_ultrafeedback, row_by_row(ultrafeedback_row)),
-    "alpaca": PublishedFormat(is_alpaca, row_by_row(alpaca_row)),
-    "openassistant": PublishedFormat(is_tree, tree_records),
-    "openai_comparisons": PublishedFormat(is_comparison, row_by_row(comparison_row)),
-    "openai_messages": PublishedFormat(is_openai, row_by_row(openai_row)),
+CONVERSIONS: dict[FormatName, Conversion] = {
+    "hh": row_by_row(dialogue_pair),
+    "sharegpt": row_by_row(sharegpt_row),
+    "ultrafeedback": row_by_row(ultrafeedback_row),
+    "alpaca": row_by_row(alpaca_row),
+    "openassistant": tree_records,
+    "openai_comparisons": row_by_row(comparison_row),
+    "openai_messages": row_by_row(openai_row),
 }
-"""In the order in which they are tried."""
-assert {"auto", *FORMATS} == set(get_args(FormatName))
+assert CONVERSIONS.keys() == MATCHES.keys() == {*get_args(FormatName)} - {"auto"}
 
 
 @dataclass(frozen=True)
@@ -111,7 +98,7 @@ def convert(path: str, output: Path, *, format: FormatName, ranked_as: RankedAs,
 
     try:
         with whole_file(output) as file:
-            for location, record in FORMATS[chosen].conversion(counted(), ranked_as, problems):
+            for location, record in CONVERSIONS[chosen](counted(), ranked_as, problems):
                 with problems.collected():
                     file.write(json_line(checked(location, record, ranked_as)))
                     written += 1
@@ -125,10 +112,10 @@ def convert(path: str, output: Path, *, format: FormatName, ranked_as: RankedAs,
 
 
 def _detected(location: str, row: Row) -> FormatName:
-    found = next((name for name, published in FORMATS.items() if published.matches(row)), None)
+    found = next((name for name, matches in MATCHES.items() if matches(row)), None)
     if found is None:
         raise UserError(
-            f"{location}: a row must be in one of the formats {', '.join(FORMATS)}, got columns {found_columns(row)}: "
+            f"{location}: a row must be in one of the formats {', '.join(MATCHES)}, got columns {found_columns(row)}: "
             "name the format with --format, or rename columns"
         )
     return found

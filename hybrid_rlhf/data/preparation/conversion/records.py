@@ -10,8 +10,8 @@ from typing import Any
 from hybrid_rlhf.configs.commands.data import RankedAs
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.problems import RowProblems
-from hybrid_rlhf.data.rows.sources import Row
 
 LocatedRow = tuple[str, Row]
 

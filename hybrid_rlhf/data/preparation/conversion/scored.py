@@ -14,18 +14,11 @@ from typing import Any
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.preparation.conversion.records import RankedCompletions, column, pair_row, text_column
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import is_number
-from hybrid_rlhf.data.rows.sources import Row
 
 _SCORES = ("overall_score", "fine-grained_score")
 _POST_FIELDS = ("subreddit", "title", "post")
-
-
-def is_ultrafeedback(row: Row) -> bool:
-    """Whether a row has completions with scores."""
-    completions = row.get("completions")
-    scored = isinstance(completions, list) and bool(completions) and isinstance(completions[0], dict)
-    return "instruction" in row and scored and "response" in row["completions"][0]
 
 
 def ultrafeedback_row(location: str, row: Row) -> RankedCompletions:
@@ -65,11 +58,6 @@ def _rating(aspect: Any) -> float | None:
     """The rating of an aspect, a number or its text; None for "N/A"."""
     text = str(aspect.get("Rating")) if isinstance(aspect, dict) else ""
     return float(text) if text.replace(".", "", 1).isdecimal() else None
-
-
-def is_comparison(row: Row) -> bool:
-    """Whether a row compares two summaries or two answers."""
-    return {"summaries", "choice"} <= set(row) or {"question", "answer_0", "answer_1"} <= set(row)
 
 
 def comparison_row(location: str, row: Row) -> Row:

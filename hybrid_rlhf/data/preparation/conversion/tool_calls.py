@@ -21,7 +21,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message, Tools, read_message
-from hybrid_rlhf.data.rows.sources import Row
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.runtime.observability.logs import shortened
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)

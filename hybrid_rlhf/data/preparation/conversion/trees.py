@@ -16,9 +16,9 @@ from hybrid_rlhf.configs.commands.data import RankedAs
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.preparation.conversion.records import LocatedRow, RankedCompletions, Record, column, text_column
+from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import is_number
 from hybrid_rlhf.data.rows.problems import RowProblems
-from hybrid_rlhf.data.rows.sources import Row
 
 _ROLES = {"prompter": "user", "assistant": "assistant"}
 
@@ -43,12 +43,6 @@ class TreeMessage:
     def kept_replies(self) -> list[TreeMessage]:
         """The replies that are not left out."""
         return [reply for reply in self.replies if not reply.is_left_out]
-
-
-def is_tree(row: Row) -> bool:
-    """Whether a row is a message of a tree, or a whole tree."""
-    is_message = {"message_id", "text", "role"} <= set(row)
-    return is_message or (isinstance(row.get("prompt"), dict) and "replies" in row["prompt"])
 
 
 def tree_records(

@@ -1,6 +1,7 @@
 """Formats that list turns: ShareGPT, Alpaca, and the messages of OpenAI.
 
-ShareGPT: `conversations` with `from` and `value`, optional `system` and `tools`. Alpaca (Taori et al. 2023):
+ShareGPT: `conversations` with `from` and `value`, optional `system` and `tools`; the `weight` of an assistant turn is
+kept, those of other turns mean nothing. Alpaca (Taori et al. 2023):
 `instruction`, `input` and `output`, optional `history` (pairs) and `system`; instruction and input are joined by a line
 break, as in LLaMA-Factory. Both may have `chosen` and `rejected` in place of the last turn. OpenAI: `messages`, or for
 preferences `input`, `preferred_output` and `non_preferred_output`.
@@ -11,10 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.chat.messages import WEIGHT_KEY, Message
 from hybrid_rlhf.data.preparation.conversion.records import column, pair_row, text_column
 from hybrid_rlhf.data.preparation.conversion.tool_calls import read_calls, tools_column, with_tool_calls
-from hybrid_rlhf.data.rows.sources import Row
+from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.published import MESSAGE_COLUMNS, PREFERRED
 
 _ROLES = {
     "human": "user",
@@ -31,14 +33,6 @@ _ROLES = {
     "function_response": "tool",
     "tool": "tool",
 }
-_MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
-_PREFERRED = ("preferred_output", "non_preferred_output")
-
-
-def is_sharegpt(row: Row) -> bool:
-    """Whether a row has the conversation of ShareGPT."""
-    turns = row.get("conversations")
-    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
 
 
 def sharegpt_row(location: str, row: Row) -> Row:
@@ -47,10 +41,16 @@ def sharegpt_row(location: str, row: Row) -> Row:
     system = row.get("system")
     messages = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
     messages += [_shared_turn(f"{location}: column 'conversations'", turn) for turn in turns]
+    replies = []
     if "chosen" in row and "rejected" in row:
         replies = [_shared_turn(f"{location}: column {name!r}", row[name]) for name in ("chosen", "rejected")]
-        return _completed(location, row, messages, replies)
-    return _completed(location, row, messages, [])
+    completed = _completed(location, row, messages, replies)
+    if not any(message["role"] == "user" for message in messages):
+        raise UserError(
+            f"{location}: column 'conversations' must have a turn of the user, got "
+            f"{', '.join(turn['from'] for turn in turns) or 'no turn'}: add it or remove the row"
+        )
+    return completed
 
 
 def _shared_turn(place: str, turn: Any) -> Message:
@@ -59,14 +59,10 @@ def _shared_turn(place: str, turn: Any) -> Message:
     role = _ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
     if role is None:
         raise UserError(f"{place}: 'from' must be one of {', '.join(_ROLES)}, got {turn['from']!r}: fix the row")
+    weight = {WEIGHT_KEY: turn[WEIGHT_KEY]} if role == "assistant" and WEIGHT_KEY in turn else {}
     if turn["from"] == "function_call":
-        return {"role": role, "tool_calls": read_calls(place, turn["value"])}
-    return {"role": role, "content": turn["value"]}
-
-
-def is_alpaca(row: Row) -> bool:
-    """Whether a row has an instruction with its output."""
-    return "instruction" in row and ("output" in row or {"chosen", "rejected"} <= set(row))
+        return {"role": role, "tool_calls": read_calls(place, turn["value"]), **weight}
+    return {"role": role, "content": turn["value"], **weight}
 
 
 def alpaca_row(location: str, row: Row) -> Row:
@@ -82,7 +78,7 @@ def alpaca_row(location: str, row: Row) -> Row:
     if not isinstance(more, str):
         raise UserError(f"{location}: column 'input' must be text, got {type(more).__name__}: fix the row")
     messages.append({"role": "user", "content": f"{instruction}\n{more}" if more.strip() else instruction})
-    if "output" in row:
+    if not {"chosen", "rejected"} <= set(row):
         return _completed(location, row, [*messages, _reply(location, row, "output")], [])
     return _completed(location, row, messages, [_reply(location, row, name) for name in ("chosen", "rejected")])
 
@@ -91,24 +87,17 @@ def _reply(location: str, row: Row, name: str) -> Message:
     return {"role": "assistant", "content": text_column(location, row, name)}
 
 
-def is_openai(row: Row) -> bool:
-    """Whether a row has messages, or a preference in the format of OpenAI."""
-    if "input" in row and set(_PREFERRED) <= set(row):
-        return True
-    return any(isinstance(row.get(name), list) for name in _MESSAGE_COLUMNS)
-
-
 def openai_row(location: str, row: Row) -> Row:
     """The row with messages and tools in one style; other columns are kept."""
-    if set(_PREFERRED) <= set(row):
+    if set(PREFERRED) <= set(row):
         inside = column(location, row, "input", dict, "an object with 'messages'")
         messages = column(f"{location}: column 'input'", inside, "messages", list, "a list of messages")
-        replies = [column(location, row, name, list, "a list of one message") for name in _PREFERRED]
+        replies = [column(location, row, name, list, "a list of one message") for name in PREFERRED]
         if any(len(reply) != 1 for reply in replies):
-            raise UserError(f"{location}: columns {' and '.join(_PREFERRED)} must have one message each: fix the row")
+            raise UserError(f"{location}: columns {' and '.join(PREFERRED)} must have one message each: fix the row")
         return _completed(location, inside, messages, [reply[0] for reply in replies])
     converted = dict(row)
-    for name in _MESSAGE_COLUMNS:
+    for name in MESSAGE_COLUMNS:
         if isinstance(row.get(name), list):
             converted[name] = with_tool_calls(f"{location}: column {name!r}", row[name])
     start: list[Message] = next(

@@ -1,0 +1,230 @@
+"""Rows of one file: JSONL, JSON and CSV, plain or compressed with gzip or Zstandard, and Parquet.
+
+JSON and CSV are parsed here instead of by `datasets`: errors name file and line, rows may have different columns, and
+no types are inferred.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.files.reading import NotJSON, not_text, parse_json
+
+Row = dict[str, Any]
+LocatedRows = Iterator[tuple[str, Row]]
+OnBadLine = Callable[[UserError], None]
+"""Receives the error of a line that is not a row; what it raises ends the reading."""
+FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
+TYPES_TEXT = ".jsonl, .json, .csv or .parquet"
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+_JSON_CELLS = ("messages", "tools", "completions", "labels", "responses", "ranks", "label", "margin", "score")
+"""Columns that are not text, which a CSV file writes as JSON."""
+
+
+def file_type(path: Path) -> str | None:
+    """The type of a data file by its name, such as .jsonl for rows.jsonl.gz; None: it is not a data file."""
+    suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
+    is_known = suffix in FILE_TYPES and (suffix != ".parquet" or path.suffix == suffix)
+    return suffix if is_known else None
+
+
+def plain_name(path: Path) -> str:
+    """The name of a source without the endings of its type and compression, and without the signs of a pattern."""
+    name = Path(path.stem).stem if path.suffix in _COMPRESSED else path.stem
+    return re.sub(r"[*?\[\]]+", "", name).strip("-_.") or "rows"
+
+
+def read_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:
+    """The rows of a file with their locations; cells of CSV are text.
+
+    Raises:
+        UserError: if the file is not of its type.
+    """
+    readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
+    return readers[str(file_type(path))](path, on_bad_line)
+
+
+def count_rows(path: Path) -> int | None:
+    """The rows of a file, if they can be counted without parsing them; None: unknown."""
+    kind = file_type(path)
+    if kind == ".parquet":
+        with readable(path), pyarrow.parquet.ParquetFile(path) as file:
+            return int(file.metadata.num_rows)
+    if kind != ".jsonl":
+        return None
+    with _opened(path) as file:
+        return sum(not line.isspace() for line in file)
+
+
+def content_hash(path: Path) -> str:
+    """A hash of the bytes of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def decode_cells(rows: LocatedRows, on_bad_line: OnBadLine) -> LocatedRows:
+    """Rows of CSV, with the values of the columns that are not text."""
+    for location, row in rows:
+        try:
+            decoded = {name: _cell(location, name, text) for name, text in row.items()}
+        except UserError as error:
+            on_bad_line(error)
+            continue
+        yield location, decoded
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without null entries of mappings, with which Arrow fills missing columns and keys."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+@contextlib.contextmanager
+def readable(path: str | Path) -> Iterator[None]:
+    """Raise a UserError for any error of pyarrow and datasets about invalid content; they have no common base class."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        kind = "valid Parquet" if str(path).endswith(".parquet") else "a readable data set"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path} is not {kind} ({reason}): check the file") from error
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[io.TextIOWrapper]:
+    """The text of a file, decompressed; line ends are kept.
+
+    Raises:
+        UserError: if it is not UTF-8, or not compressed as its name says.
+    """
+    compression = _COMPRESSED.get(path.suffix)
+    try:
+        binary: Any = path.open("rb") if compression is None else pyarrow.input_stream(str(path), compression)
+        with io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: convert it") if compression else not_text(path) from error
+    except OSError as error:
+        if compression is None or error.errno is not None:
+            raise UserError(f"a data file must be readable, {path} is not ({error.strerror}): check it") from error
+        raise UserError(f"{path} is not valid {compression} ({error}): check the file") from error
+
+
+def _jsonl_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                found = _parsed(line, f"{path}:{number}")
+            except UserError as error:
+                on_bad_line(error)
+                continue
+            yield found
+
+
+def _parsed(line: str, location: str) -> tuple[str, Row]:
+    try:
+        row = parse_json(line)
+    except NotJSON as error:
+        column = "" if error.column is None else f" at column {error.column}"
+        raise UserError(f"{location}: a line must be JSON ({error.reason}{column}): fix the line") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{location}: a row must be a JSON object, got {type(row).__name__}: fix the line")
+    return location, row
+
+
+def _json_rows(path: Path, _: OnBadLine) -> LocatedRows:
+    try:
+        with _opened(path) as file:
+            content = parse_json(file.read())
+    except NotJSON as error:
+        raise UserError(
+            f"{path}:{error.line}: a .json source must be JSON ({error.reason}): fix it, or rename it to .jsonl"
+        ) from error
+    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+        raise UserError(
+            f"{path}: a .json source must be a list of objects, got {_json_kind(content)}: fix it, or rename it to "
+            ".jsonl if each line is an object"
+        )
+    for number, row in enumerate(content, start=1):
+        yield f"{path}: row {number}", row
+
+
+def _json_kind(content: Any) -> str:
+    """The type of JSON content that is not a list of objects, for an error message."""
+    if not isinstance(content, list):
+        return type(content).__name__
+    return f"a list with {next(type(row).__name__ for row in content if not isinstance(row, dict))}"
+
+
+def _csv_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:
+    """The rows of a CSV file under its header; an empty cell is a missing column. A row is located by its first
+    line."""
+    csv.field_size_limit(sys.maxsize)  # the default is 128 KiB, and the setting is of the process
+    with _opened(path) as file:
+        reader = csv.reader(file, strict=True)
+        header: list[str] | None = None
+        line = 1
+        try:
+            for cells in reader:
+                location = f"{path}:{line}"
+                line = reader.line_num + 1
+                if not cells:  # a blank line
+                    continue
+                if header is None:
+                    header = _header(location, cells)
+                elif len(cells) != len(header):
+                    on_bad_line(_wrong_cells(location, len(cells), len(header)))
+                else:
+                    yield location, {name: cell for name, cell in zip(header, cells, strict=True) if cell}
+        except csv.Error as error:
+            raise UserError(f"{path}:{line}: a line must be CSV ({error}): fix the line") from error
+
+
+def _header(location: str, names: list[str]) -> list[str]:
+    if not all(names) or len(set(names)) < len(names):
+        raise UserError(
+            f"{location}: the first line of a CSV file must name its columns, each once, got {', '.join(names)}: fix it"
+        )
+    return names
+
+
+def _wrong_cells(location: str, found: int, wanted: int) -> UserError:
+    return UserError(
+        f"{location}: a row must have the {wanted} cells of the first line, got {found}: put cells with commas in "
+        "double quotes, or fix the row"
+    )
+
+
+def _cell(location: str, column: str, text: str) -> Any:
+    if column not in _JSON_CELLS:
+        return text
+    try:
+        return parse_json(text.lower() if text in ("True", "False") else text)
+    except NotJSON as error:
+        raise UserError(
+            f"{location}: column {column!r} of a CSV file must be JSON ({error.reason}), got {text!r}: fix the row"
+        ) from error
+
+
+def _parquet_rows(path: Path, _: OnBadLine) -> LocatedRows:
+    with readable(path), pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
+        batches = file.iter_batches(batch_size=1000)
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+            yield f"{path}: row {number}", without_nulls(row)
