@@ -241,7 +241,9 @@ def test_token_ids_that_the_model_does_not_have_are_refused(backend: BackendName
     """They were an IndexError, and on a GPU an assertion that ends all use of the device."""
     engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=(), backend=backend)
     for prompt, stop, wrong in (([4, 259], (), 259), ([-1], (), -1), ([4], (1000,), 1000)):
-        with pytest.raises(UserError, match=rf"token ids must be in 0\.\.258, (prompt 1|stop_token_ids) has {wrong}: remove it"):
+        with pytest.raises(
+            UserError, match=rf"token ids must be in 0\.\.258, (prompt 1|stop_token_ids) has {wrong}: remove it"
+        ):
             engine.generate([[5], prompt], replace(SHORT_GREEDY, stop_token_ids=stop))
     assert engine.generate([[0, 258]], SHORT_GREEDY)[0][0].token_ids
 
