@@ -42,7 +42,7 @@ _IGNORED = (
 )
 """Keys that ask for nothing that could change an answer here."""
 _MOST_BODY_BYTES = 32 * 2**20
-_MOST_VALUES = 2**21
+_MOST_VALUES = 2**20
 """Values of a body: parsing more of them holds the interpreter for too long, on any thread."""
 _MOST_SAMPLES = 128
 """OpenAI's limit on `n`."""
