@@ -33,8 +33,8 @@ _FLOAT32 = 4
 _FLOAT64 = 8
 _ROW_NUMBERS = 20
 """Numbers of a row in the tables besides its uniform ones: its state, sampling parameters and stop tokens."""
-_MOST_SPLITS, _SPLIT_TOKENS = 32, 512
-"""Parts of the attention of a row, at most, and tokens of a part, as of kernels/attention.py where rows fill a GPU."""
+_MOST_SPLITS, _SPLIT_PROGRAMS = 32, 528
+"""Parts of the attention of a row, at most, and programs of all rows: two waves of an H100 (kernels/attention.py)."""
 
 
 def _recurrence(model: ShapedModel) -> dict[str, Any]:
@@ -202,8 +202,8 @@ def working_memory(
     places = 1 if rollout.draft is None else 1 + rollout.draft_tokens
     row, capacity, graphs = places * max(logits, scores), _capacity(rollout, device), False
     if device.type == "cuda":
-        width = max((width for _, width in s.kv_sizes), default=0)
-        splits = min(_MOST_SPLITS, -(-capacity // _SPLIT_TOKENS))
+        kv_heads, width = max(s.kv_sizes, key=math.prod, default=(1, 0))
+        splits = min(_MOST_SPLITS, _SPLIT_PROGRAMS // (rows * kv_heads))
         row += s.heads * splits * (width + 2) * _FLOAT32 if splits > 1 else 0.0
         graphs = rollout.cuda_graphs and not rollout.policy_lag
     numbers = _ROW_NUMBERS + rollout.sampling.max_new_tokens

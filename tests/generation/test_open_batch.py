@@ -14,6 +14,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.backends import native
 from hybrid_rlhf.generation.batching import capacity
 from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
@@ -324,3 +325,13 @@ def test_the_most_likely_tokens_are_those_of_the_full_softmax(backend: str) -> N
         torch.testing.assert_close(
             torch.tensor([value for _, value in token.top]), expected.values[place], atol=1e-4, rtol=1e-4
         )
+
+
+def test_an_open_batch_computes_few_prompt_tokens_at_once(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
+    """Everybody else waits for a prefill: with 16,384 tokens, as on a GPU, for half a second at 7B."""
+    monkeypatch.setitem(native.PREFILL_TOKENS, "cpu", 16384)
+    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=())
+    short = SamplingParams(max_new_tokens=2)
+    with engine.open(rows=1, max_tokens=3000) as batch:
+        completed(batch, [[5] * 2500], short)
+    assert read[:2] == [2048, 452]

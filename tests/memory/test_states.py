@@ -15,7 +15,8 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.memory.generation import cache_plan, route_bytes
+from hybrid_rlhf.generation.batching.capacity import WorkingMemory
+from hybrid_rlhf.memory.generation import cache_plan, route_bytes, working_memory
 from hybrid_rlhf.memory.shapes import ShapedModel
 from hybrid_rlhf.rl.batch import RolloutRoutes
 from tests.support.families import variant
@@ -69,6 +70,25 @@ def test_recorded_experts_take_what_was_planned(name: str, tmp_path: Path) -> No
 def test_models_without_experts_record_none(name: str, tmp_path: Path) -> None:
     variant(name).save_pretrained(tmp_path)
     assert route_bytes(shaped(tmp_path), ROLLOUT) == (0, 0)
+
+
+def test_the_plan_of_a_gpu_has_tables_split_attention_and_a_reserve_for_graphs(tmp_path: Path) -> None:
+    """With 4,096 rows of 32k tokens the uniform numbers alone take 1 GiB."""
+    variant("llama").save_pretrained(tmp_path)
+    sampling = replace(SAMPLING, max_new_tokens=32_000)
+
+    def planned(rows: int, **changes: Any) -> WorkingMemory:
+        rollout = replace(ROLLOUT, sampling=sampling, **changes)
+        model, gpu = shaped(tmp_path), torch.device("cuda", 0)
+        return working_memory(model, rollout, rows=rows, dtype=torch.bfloat16, device=gpu)
+
+    many, few = planned(4096), planned(4)
+    assert 8 * 32_000 < many.table < 8 * 34_000 and many.cuda_graphs and many.reserve > 0
+    heads, width, splits = 4, 8, 32
+    assert few.row - many.row == heads * splits * (width + 2) * 4, "rows that fill the GPU are not split"
+    assert many.of_rows(4096) > 2 * 4096 * many.table, "a capture copies the tables"
+    without = planned(4096, cuda_graphs=False, prefill_tokens=512)
+    assert not without.cuda_graphs and without.reserve == 0 and without.prefill < many.prefill / 2
 
 
 def test_a_module_records_none(tmp_path: Path) -> None:

@@ -316,9 +316,8 @@ class NativeBackend:
             self._release_workspace()
             held = self.held = None
         own = 0
-        if (
-            held is not None
-        ):  # one that is enough for earlier calls too, or calls in turn would allocate again and again
+        if held is not None:
+            # one that is enough for earlier calls too: calls of two shapes in turn would otherwise allocate each time
             rows, _, places = map(max, held.wanted, wanted)
             sequences = replace(sequences, rows=rows, places=places)
             wanted = tuple(map(max, held.wanted, sequences.wanted))

@@ -188,7 +188,7 @@ def with_less(allocate: Callable[[int], AllocatedT], pages: int, *, least: int, 
         world: its ranks call together, and try the same numbers.
 
     Returns:
-        none: not even nearly `least` pages fit.
+        none: even the fewest that were tried did not fit.
     """
     while pages >= least:
         try:
