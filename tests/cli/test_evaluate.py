@@ -222,6 +222,7 @@ def test_estimates() -> None:
     found = wilson([1.0] * 8 + [0.0] * 2)  # Wilson's interval of 8 of 10, from tables
     assert (found.value, found.low, found.high) == pytest.approx((0.8, 0.4902, 0.9433), abs=1e-4)
     assert wilson([1.0] * 5).low < 0.6 and wilson([1.0] * 5).high == 1.0
+    assert all(wilson([0.0] * count).low == 0.0 for count in range(1, 40)), "5.551e-17 was shown for 3 rows"
     generator = np.random.default_rng(0)
     inside = 0
     for seed in range(100):

@@ -119,7 +119,7 @@ def test_a_wrong_data_sheet_is_one_line(change: dict[str, object], message: str,
     with pytest.raises(UserError, match=message):
         sheet_of(str(file))
     file.write_text(yaml.safe_dump({key: value for key, value in SHEET.items() if key != "device_gib"}))
-    with pytest.raises(UserError, match="all numbers of a data sheet, has no device_gib"):
+    with pytest.raises(UserError, match="all numbers of a data sheet, got none for device_gib"):
         sheet_of(str(file))
 
 

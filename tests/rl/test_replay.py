@@ -200,7 +200,7 @@ def test_an_edited_completion_is_scored_as_the_run_would(ppo_run: Path, tmp_path
     ("folder", "step", "index", "rule"),
     [
         ("absent", 1, 0, "a replay needs the folder of an RL run with config.yaml and samples.jsonl, .*absent is none"),
-        (".", 9, 0, "step must be one that .*samples.jsonl has, got 9: give for example one of 1, 2, 3, 4, 5, 6"),
+        (".", 9, 0, "step must be one that .*samples.jsonl has, got 9: give for example 1 or 2 or 3 or 4 or 5 or 6"),
         (".", 5, 4, "index must be below the 4 samples of step 5, got 4: give another"),
     ],
 )

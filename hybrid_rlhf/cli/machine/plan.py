@@ -205,7 +205,7 @@ class _Placements:
         machine = planner.machine
         self._config, self._planner, self._curves = config, planner, curves
         self._cluster = Cluster(machine.ranks, machine.ranks_per_host or machine.ranks)
-        self._memory = {"device_bytes": machine.device_bytes, "host_bytes": machine.host_bytes}
+        self._memory: dict[str, Any] = {"device_bytes": machine.device_bytes, "host_bytes": machine.host_bytes}
 
     def answer(self, rl: RLConfig, advised: Sequence[Remedy] | None) -> PlacementAnswer:
         """The best plans of a step, with what a remedy sets besides if nothing fits without it."""

@@ -56,7 +56,7 @@ class RecordedStep:
         nearest = sorted(sorted(steps, key=lambda other: abs(other - step))[:_SHOWN_STEPS])
         require(
             bool(rows),
-            f"step must be one that {file} has, got {step}: give for example one of {', '.join(map(str, nearest))}",
+            f"step must be one that {file} has, got {step}: give for example {' or '.join(map(str, nearest))}",
         )
         return cls(folder.resolve(), step, rows)
 

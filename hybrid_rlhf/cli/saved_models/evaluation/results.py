@@ -55,7 +55,9 @@ def wilson(values: Sequence[float]) -> Estimate:
     count, mean = len(values), float(np.mean(values))
     center = (mean + Z95**2 / (2 * count)) / (1 + Z95**2 / count)
     half = Z95 / (1 + Z95**2 / count) * math.sqrt(mean * (1 - mean) / count + Z95**2 / (4 * count**2))
-    return Estimate(mean, max(0.0, center - half), min(1.0, center + half))
+    # an end that is 0 or 1 is so exactly, not but for rounding
+    low = 0.0 if mean == 0 else max(0.0, center - half)
+    return Estimate(mean, low, 1.0 if mean == 1 else min(1.0, center + half))
 
 
 def bootstrap(
