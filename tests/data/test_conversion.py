@@ -135,7 +135,7 @@ def test_the_problem_of_a_row_names_its_own_column(write_jsonl: Write, first: Ro
 
 def test_weights_of_turns_are_kept(write_jsonl: Write) -> None:
     """ShareGPT data with weights became rows that are trained on whole."""
-    turns = [
+    turns: list[dict[str, Any]] = [
         {"from": "human", "value": "q", "weight": 0},
         {"from": "gpt", "value": "a", "weight": 0},
         {"from": "human", "value": "r", "weight": None},

@@ -171,7 +171,7 @@ def test_what_a_template_has_no_place_for_is_counted() -> None:
     assert closed == 2, "the prompt has closed its thoughts"
     assert [name for names in found.values() for name in names if refused(name)] == ["reasoning_content"] * 4
     assert "tool_calls" in unrendered(messages, tiny_tokenizer(None), None)
-    empty = [{**USER, "channel": "", "annotations": []}, {**ANSWER, "weight": 0}]
+    empty: list[Message] = [{**USER, "channel": "", "annotations": []}, {**ANSWER, "weight": 0}]
     assert unrendered(empty, tiny_tokenizer(), None) == []
 
 

@@ -371,7 +371,7 @@ def test_weights_and_unrendered_keys_reach_training(config: Any, tokenizer: PreT
     row["messages"][1]["weight"] = 0
     assert learned_text(load("sft", config([row], eval_fraction=0.0), tokenizer), tokenizer) == ["two<|im_end|>"]
     completion = [*row["messages"][1:]]
-    pair = {"prompt": row["messages"][:1], "chosen": completion, "rejected": "no"}
+    pair: dict[str, Any] = {"prompt": row["messages"][:1], "chosen": completion, "rejected": "no"}
     (pairs,) = load("preference", config([pair], eval_fraction=0.0), tokenizer).train
     assert tokenizer.decode(own_tokens(pairs, 0)) == "two<|im_end|>"
     pair["chosen"][-1]["refusal"] = "hm"
