@@ -56,10 +56,8 @@ def test_plan_starts_no_step_whatever_the_line_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "run_step", lambda *_: pytest.fail("a plan starts no step"))
-    monkeypatch.setattr(plan, "planned_phases", lambda config, steps: (None, {}))
-    monkeypatch.setattr(
-        "hybrid_rlhf.memory.report.table", lambda planner, planned, steps, *, single: (["planned"], False)
-    )
+    monkeypatch.setattr(plan, "planned_phases", lambda *_: (None, {}))
+    monkeypatch.setattr("hybrid_rlhf.memory.report.table", lambda *_, **__: (["planned"], False))
     with pytest.raises(SystemExit) as stopped:
         plan.main(["--base_model", "BASE", "--plan", "false"])
     assert stopped.value.code == 1 and capsys.readouterr().out == "planned\n"
