@@ -145,9 +145,8 @@ def _data_section(data: Rows | Mapping[str, Any]) -> dict[str, Any]:
     held_out = [name for name in data if name in _HELD_OUT_SPLITS]
     if "train" not in data or len(data) > 1 + len(held_out) or len(held_out) > 1:
         raise UserError(
-            f"a DatasetDict must have the splits train and one of {', '.join(_HELD_OUT_SPLITS)}, got "
-            f"{', '.join(data)}: give "
-            "data={'sources': splits['train'], 'eval_sources': splits['test']}"
+            f"a DatasetDict must have the split train and at most one of {', '.join(_HELD_OUT_SPLITS)}, got "
+            f"{', '.join(data)}: give data={{'sources': splits['train'], 'eval_sources': splits['test']}}"
         )
     return {"sources": data["train"], **({"eval_sources": data[held_out[0]]} if held_out else {})}
 

@@ -115,7 +115,10 @@ def test_models_and_splits_in_memory_are_those_on_disk(model_folder: Path, tmp_p
         (lambda: SFT(tiny_model()), "a model object needs its tokenizer, got none"),
         (lambda: SFT("m", tokenizer=tiny_tokenizer()), "tokenizer needs a model object, got the model m"),
         (lambda: SFT("m", model="n"), "SFT takes one model, got two"),
-        (lambda: SFT("m", data=datasets.DatasetDict(a=datasets.Dataset.from_list([{"x": 1}]))), "must have the split"),
+        (
+            lambda: SFT("m", data=datasets.DatasetDict(a=datasets.Dataset.from_list([{"x": 1}]))),
+            "must have the split train",
+        ),
         (lambda: SFT("m", train_dataset=[]), "unknown key train_dataset: give data.sources"),
         (lambda: SFT("m", learning_rate=1e-5), "unknown key learning_rate: give optimizer.lr"),
         (lambda: RL("m", reward_funcs=len), "unknown key reward_funcs: give reward.components"),
