@@ -99,7 +99,7 @@ class ServeConfig(InferenceConfig):
     api_key: str | None = None
     """Required bearer token of requests, usually ${NAME} of an environment variable; null: none."""
     cors_origins: list[str] = setting(default_factory=list, advanced=True)
-    """Origins of pages on other sites that may send requests, such as https://app.example; without, none may."""
+    """Origins of pages on other sites that may send requests, such as https://app.example; empty: none may."""
     model_name: str | None = None
     """Name of the model in requests; null: its path."""
     adapters: dict[str, str] = setting(default_factory=dict)

@@ -224,7 +224,7 @@ def _gather_experts_together(lm: PreTrainedModel, stage: int, *, learns: bool) -
 
 
 def _learning_rate(spec: EngineSpec, lm: PreTrainedModel, section: OptimizerConfig, *, is_main: bool) -> float:
-    """The peak learning rate: the optimizer's own, or the one that the width of the model and its adapters give."""
+    """The peak learning rate: the configured one, or the one derived from the width of the model and its adapters."""
     if section.lr is not None:
         return section.lr
     lr, source = derived_rate(spec.learning or LEARNING[spec.role], width=_width(lm), lora=spec.lora)

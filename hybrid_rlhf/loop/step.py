@@ -7,7 +7,6 @@ Settings are those of the command line: each keyword is a section or a key of th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -96,10 +95,12 @@ class Step(ABC, Generic[ConfigT]):
         if model is not None:
             content["model"] = {**content.get("model", {}), "path": _model_path(model, tokenizer, cache_dir)}
         elif tokenizer is not None:
-            raise UserError("a tokenizer is given beside a model object, got none: give model, or leave it out")
+            raise UserError("tokenizer needs a model object, got no model: give model, or leave tokenizer out")
         if section is not None:
-            for name in {"sources", "eval_sources"} & set(section):
-                section[name] = _sources(section[name], cache_dir)
+            if "sources" in section:
+                section["sources"] = _sources(section["sources"], cache_dir)
+            if section.get("eval_sources", []) != []:
+                section["eval_sources"] = _sources(section["eval_sources"], cache_dir)
             content["data"] = section
         layers = [] if config is None else [Layer(plain(config))]
         self.config: ConfigT = build_config(self.config_type, [*layers, Layer(content, "keywords")])
@@ -144,8 +145,8 @@ def _data_section(data: Rows | Mapping[str, Any]) -> dict[str, Any]:
     held_out = [name for name in data if name in _HELD_OUT_SPLITS]
     if "train" not in data or len(data) > 1 + len(held_out) or len(held_out) > 1:
         raise UserError(
-            f"a DatasetDict has the splits train and one of {', '.join(_HELD_OUT_SPLITS)}, got {', '.join(data)}: give "
-            "data={'sources': splits['train'], 'eval_sources': splits['test']}"
+            f"a DatasetDict must have the split train and at most one of {', '.join(_HELD_OUT_SPLITS)}, got "
+            f"{', '.join(data)}: give data={{'sources': splits['train'], 'eval_sources': splits['test']}}"
         )
     return {"sources": data["train"], **({"eval_sources": data[held_out[0]]} if held_out else {})}
 
@@ -158,10 +159,10 @@ def _model_path(model: ModelSource, tokenizer: PreTrainedTokenizerBase | None, c
     """
     if isinstance(model, (str, os.PathLike)):
         if tokenizer is not None:
-            raise UserError(f"a tokenizer is given beside a model object, the model is {model}: leave it out")
+            raise UserError(f"tokenizer needs a model object, got the model {model}: leave tokenizer out")
         return os.fspath(model)
     if not isinstance(model, PreTrainedModel):
-        raise UserError(f"model must be a path or a model of transformers, got a {type(model).__name__}: give its path")
+        raise UserError(f"model must be a path or a model of transformers, got {type(model).__name__}: give its path")
     if tokenizer is None:
         raise UserError("a model object needs its tokenizer, got none: give tokenizer, or the model's path")
     folder = cache_folder(cache_dir) / "models"
@@ -176,8 +177,11 @@ def _model_path(model: ModelSource, tokenizer: PreTrainedTokenizerBase | None, c
             with file.open("rb") as opened:
                 digest.update(hashlib.file_digest(opened, "sha256").digest())
         named = folder / digest.hexdigest()[:16]
-        with contextlib.suppress(OSError):  # another rank, or an earlier run, has written it
+        try:
             os.rename(beside, named)
+        except OSError:
+            if not named.is_dir():  # otherwise another rank, or an earlier run, has written it
+                raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return str(named)

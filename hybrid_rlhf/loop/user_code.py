@@ -20,13 +20,18 @@ def register(function: Any) -> str:
     """A name under which `import_named` finds an object of this process, such as a function of a script or a notebook.
 
     A lambda has the name of its line, a callable object that of its class, so that a script that runs again resumes.
+    A function or class of a module replaces an earlier one of its name: the cell of a notebook has run again. Other
+    objects of the same name are numbered.
     """
     own = getattr(function, "__name__", type(function).__name__)
     if not own.isidentifier():
         own = f"lambda_{function.__code__.co_firstlineno}"
-    name = f"{function.__module__}:{own}"
-    if _registered.get(name, function) is not function:  # another lambda of the line, or object of the class
-        name += f"_{sum(each.startswith(name) for each in _registered)}"
+    first = name = f"{function.__module__}:{own}"
+    is_of_module = getattr(function, "__qualname__", None) == own
+    number = 0
+    while not is_of_module and _registered.get(name, function) is not function:
+        number += 1
+        name = f"{first}_{number}"
     _registered[name] = function
     return name
 

@@ -181,20 +181,25 @@ def write_adapter(folder: Path, tensors: Iterable[tuple[str, Tensor | None]], *,
         tensors: names in the model and weights, also of a trained head; see `engines.partition.adapter_tensors`.
         lm: with the adapters.
     """
-    beside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
     weights = {f"base_model.model.{name.replace(f'.{_ADAPTER}', '')}": x for name, x in tensors if x is not None}
     heads = sorted({name.split(".")[-2] for name in weights if ".lora_" not in name})
-    save_file(weights, beside / "adapter_model.safetensors", metadata={"format": "pt"})
     config: PeftLoraConfig = lm.peft_config[_ADAPTER]
-    dataclasses.replace(
+    config = dataclasses.replace(
         config, base_model_name_or_path=lm.name_or_path, modules_to_save=heads or None, inference_mode=True
-    ).save_pretrained(beside)
-    for file in beside.iterdir():
-        flush(file)
-    shutil.rmtree(folder, ignore_errors=True)
-    beside.rename(folder)
+    )
+    beside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)  # left by an interrupted save
+    try:
+        beside.mkdir()
+        save_file(weights, beside / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(beside)
+        for file in beside.iterdir():
+            flush(file)
+        shutil.rmtree(folder, ignore_errors=True)
+        beside.rename(folder)
+    except Exception:
+        shutil.rmtree(beside, ignore_errors=True)  # free its space, which a full disk needs
+        raise
 
 
 @dataclass(frozen=True)

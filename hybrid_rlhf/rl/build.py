@@ -353,13 +353,13 @@ def _log_correction(config: RLConfig) -> None:
             correction.clip,
         )
     cases = {
-        "the ratio of whole sequences (algorithm gspo)": isinstance(config.algorithm, GSPOConfig),
+        "the ratio of sequences (algorithm gspo)": isinstance(config.algorithm, GSPOConfig),
         "completions of several weight versions (rollout.partial)": config.rollout.partial is not None,
         "8-bit sampling of long completions (rollout.quantization)": config.rollout.quantization is not None,
     }
     for case in (case for case, is_on in cases.items() if is_on):
         logger.warning(
-            "algorithm.correction weighs each token by its own ratio, without those of the tokens before it, which is "
+            "algorithm.correction weighs each token by its ratio, without the ratios of the tokens before it, which is "
             "biased for %s: watch rollout/correction_mean and rollout/logprob_abs_diff_mean, or leave this out",
             case,
         )

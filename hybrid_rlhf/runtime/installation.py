@@ -211,7 +211,7 @@ def missing_gpu() -> Fault | None:
 
 
 def _triton_faults() -> list[Fault]:
-    """What Triton lacks to compile kernels for a GPU that torch finds: it builds a module of Python's in C."""
+    """What is missing for Triton to compile kernels for a GPU that torch finds: it builds a Python extension in C."""
     if not torch.cuda.is_available():
         return []
     faults, header = [], Path(sysconfig.get_paths()["include"]) / "Python.h"

@@ -63,7 +63,9 @@ def test_duplicates_and_held_out_prompts_are_reported_with_exit_code_1(
     file = write_jsonl([{**GOOD, "id": 1}, other, {**GOOD, "id": 2}])
     code, out, _ = called(["check", str(file)], capsys)
     assert code == 1 and out.endswith(f"{file}:3 repeats {file}:1\n1 duplicate row\n")
-    clean = write_jsonl([GOOD, other], "clean.jsonl")
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    with_tools = {**GOOD, "tools": tools}  # the model reads other tools in its prompt
+    clean = write_jsonl([GOOD, other, with_tools], "clean.jsonl")
     held_out = write_jsonl([{"prompt": "new"}, {"prompt": "ho", "completion": "y"}], "held_out.jsonl")
     code, found = document(["check", str(clean), "--eval_sources", str(held_out)], capsys)
     assert (code, found["problems"], found["duplicates"], found["overlap"]) == (1, 0, 0, 1)

@@ -17,9 +17,9 @@ from hybrid_rlhf.configs.sft import SFTConfig
 
 
 def hint(config_type: type, content: dict[str, object]) -> str:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         build_config(config_type, [Layer(content)])
-    return str(told.value)
+    return str(caught.value)
 
 
 def test_every_answer_for_a_name_of_trl_is_a_key() -> None:
@@ -43,7 +43,7 @@ def test_every_answer_for_a_name_of_trl_is_a_key() -> None:
         (PipelineConfig, {"learning_rate": 1}, "give sft.optimizer.lr or reward.optimizer.lr"),
         (SFTConfig, {"wibble": 1}, "unknown option --wibble: --help lists the keys"),
         (SFTConfig, {"optimizer": {"lrr": 1}}, "unknown option --optimizer.lrr: the nearest is optimizer.lr"),
-        (RLConfig, {"use_vllm": True}, "unknown option --use_vllm: the actor's own engine generates: leave it out"),
+        (RLConfig, {"use_vllm": True}, "unknown option --use_vllm: the engine of the actor generates: leave it out"),
         (RLConfig, {"algorithm": "gpro"}, "got gpro: the nearest is grpo"),
         (RLConfig, {"algorithm": "sarsa"}, "got sarsa: give one of them"),
     ],

@@ -111,11 +111,14 @@ def test_models_and_splits_in_memory_are_those_on_disk(model_folder: Path, tmp_p
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: SFT(3, data=[]), "model must be a path or a model of transformers, got a int"),
+        (lambda: SFT(3, data=[]), "model must be a path or a model of transformers, got int"),
         (lambda: SFT(tiny_model()), "a model object needs its tokenizer, got none"),
-        (lambda: SFT("m", tokenizer=tiny_tokenizer()), "a tokenizer is given beside a model object"),
+        (lambda: SFT("m", tokenizer=tiny_tokenizer()), "tokenizer needs a model object, got the model m"),
         (lambda: SFT("m", model="n"), "SFT takes one model, got two"),
-        (lambda: SFT("m", data=datasets.DatasetDict(a=datasets.Dataset.from_list([{"x": 1}]))), "has the splits train"),
+        (
+            lambda: SFT("m", data=datasets.DatasetDict(a=datasets.Dataset.from_list([{"x": 1}]))),
+            "must have the split train",
+        ),
         (lambda: SFT("m", train_dataset=[]), "unknown key train_dataset: give data.sources"),
         (lambda: SFT("m", learning_rate=1e-5), "unknown key learning_rate: give optimizer.lr"),
         (lambda: RL("m", reward_funcs=len), "unknown key reward_funcs: give reward.components"),
@@ -138,3 +141,26 @@ def test_lambdas_and_callable_objects_are_rewards() -> None:
     assert len(set(names)) == 3
     found = [load_function(str(name))(prompts=["a"], completions=["bcd"]) for name in names]
     assert found == [[1.0], [3.0], [3.0]]
+    again = RL("m", data=[{"prompt": "a"}], algorithm="grpo", reward=rewards)
+    assert again.config == step.config, "the same objects have the same names"
+
+
+def test_a_function_that_is_defined_again_replaces_the_earlier_one() -> None:
+    """A cell of a notebook that ran again gave its function another name, so that the run could not resume."""
+
+    def defined(score: float) -> Callable[..., list[float]]:
+        def reward(completions: list[str], **columns: object) -> list[float]:
+            return [score] * len(completions)
+
+        reward.__qualname__ = "reward"
+        return reward
+
+    steps = [RL("m", data=[{"prompt": "a"}], algorithm="grpo", reward=defined(score)) for score in (1.0, 2.0)]
+    assert steps[0].config == steps[1].config
+    (component,) = steps[1].config.reward.components
+    assert load_function(str(component.function))(prompts=["a"], completions=["b"]) == [2.0]
+
+
+def test_data_without_held_out_rows_may_say_so() -> None:
+    """An empty list of evaluation sources, which is the default, was an error about training rows."""
+    assert SFT("m", data={"sources": "rows.jsonl", "eval_sources": []}).config.data.eval_sources == []

@@ -70,7 +70,7 @@ def test_a_part_without_time_is_left_to_the_next_call(tmp_path: Path) -> None:
 
 
 def test_the_tests_of_all_triton_kernels_run_and_cublas_may_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of sampling did not, and the deterministic one failed for want of CUBLAS_WORKSPACE_CONFIG."""
+    """Those of sampling did not, and the deterministic one failed without CUBLAS_WORKSPACE_CONFIG."""
     started: dict[str, Any] = {}
 
     def run(command: list[str], **named: Any) -> subprocess.CompletedProcess[str]:

@@ -333,14 +333,14 @@ def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_policy_lag_needs_no_other_key(ranks: int, model_folder: Path, tmp_path: Path) -> None:
-    """The KV cache and the correction were two more keys, each asked for in an error of its own."""
+    """The KV cache and the correction were two more keys, each demanded by a separate error."""
     line = rollout_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"))
     for key in ("--rollout.kv_cache_gib", "--algorithm.correction.method"):
         del line[line.index(key) : line.index(key) + 2]
     run_main("hybrid_rlhf.cli.rl", ranks, [*line, "--rollout.async_sampling.policy_lag", "1"])
-    told = metrics_without_times(tmp_path / "run")
-    assert [step["rollout/stale_updates"] for step in told[1:]] == [0.0, 1.0, 1.0, 1.0]
-    assert all("rollout/correction_mean" in step for step in told[1:])
+    steps = metrics_without_times(tmp_path / "run")
+    assert [step["rollout/stale_updates"] for step in steps[1:]] == [0.0, 1.0, 1.0, 1.0]
+    assert all("rollout/correction_mean" in step for step in steps[1:])
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "algorithm.correction.method truncate, clip 2: other weights than those that train sample" in log
     assert re.search(r"rollout.kv_cache_gib 0\.\d+: by the memory plan, for all completions of a rollout", log)

@@ -48,8 +48,9 @@ def _generate(config: GenerateConfig) -> None:
         ]
         completed.append({**row, "completions": generated})
     if output is None:
-        texts = [sample["text"] for row in completed for sample in row["completions"]]
-        return print_result(completed[0], "\n---\n".join(texts))
+        texts = [sample["text"] for sample in completed[0]["completions"]]
+        print_result(completed[0], "\n---\n".join(texts))
+        return
     # default=str: Parquet has types that JSON lacks (dates, decimals, bytes)
     write_whole(output, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in completed))
     tokens = sum(len(sample.token_ids) for samples in completions for sample in samples)

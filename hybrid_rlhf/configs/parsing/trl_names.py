@@ -64,9 +64,9 @@ _ANSWERS = {
     "args": "settings are keywords, for example train={'epochs': 1}",
     "assistant_only_loss": "the loss is always on what the assistant says",
     "completion_only_loss": "the loss is always on the completion",
-    "processing_class": "give tokenizer, beside a model object",
-    "use_vllm": "the actor's own engine generates: leave it out",
-    "vllm_mode": "the actor's own engine generates: leave it out",
+    "processing_class": "give tokenizer, together with a model object",
+    "use_vllm": "the engine of the actor generates: leave it out",
+    "vllm_mode": "the engine of the actor generates: leave it out",
 }
 
 

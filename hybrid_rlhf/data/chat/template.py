@@ -307,7 +307,7 @@ def refused(name: str) -> bool:
 
 
 def _content_keys(message: Message) -> list[str]:
-    """The keys of a message with a value, beside role, content and weight."""
+    """The keys of a message that have a value, except role, content and weight."""
     return [key for key, value in message.items() if value and key not in ("role", "content", WEIGHT_KEY)]
 
 

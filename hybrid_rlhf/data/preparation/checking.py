@@ -163,11 +163,12 @@ def check_source(
         report.columns.update(row.keys())
         with problems.collected():
             form = _check_row(report, location, row, tokenizer, previews)
-            earlier = _seen_before(seen, {name: row[name] for name in form.columns}, location)
-            if earlier is not None:
+            read = {name: row[name] for name in (*form.columns, "tools") if name in row}
+            earlier = seen.setdefault(_digest(read), location)
+            if earlier != location:
                 report.duplicates.add(UserError(f"{location} repeats {earlier}"))
             if eval_sources:
-                _seen_before(prompts, prompt_key(location, row), location)
+                prompts.setdefault(_digest(prompt_key(location, row)), location)
     if report is None and not problems.count:
         raise UserError(f"a data source must have rows, {path} is empty: check the path")
     if report is not None:
@@ -208,12 +209,6 @@ def _find_overlap(report: CheckReport, prompts: Mapping[bytes, str], eval_source
             earlier = prompts.get(_digest(prompt_key(location, row)))
             if earlier is not None:
                 report.overlap.add(UserError(f"{location} has the prompt of {earlier}"))
-
-
-def _seen_before(seen: dict[bytes, str], content: Any, location: str) -> str | None:
-    """The location of the first equal content; None if this is the first."""
-    earlier = seen.setdefault(_digest(content), location)
-    return None if earlier == location else earlier
 
 
 def _digest(content: Any) -> bytes:

@@ -69,7 +69,7 @@ def is_comparison(row: Row) -> bool:
 
 
 def is_tree(row: Row) -> bool:
-    """Whether a row is a message of a tree, or a whole tree."""
+    """Whether a row is a tree of messages, or one message of a tree."""
     is_message = {"message_id", "text", "role"} <= set(row)
     return is_message or (isinstance(row.get("prompt"), dict) and "replies" in row["prompt"])
 

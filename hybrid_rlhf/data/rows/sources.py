@@ -190,7 +190,7 @@ def _renamed(rows: LocatedRows, columns: Mapping[str, str], name: str) -> Locate
 
 
 def _not_empty(source: DataSource, rows: LocatedRows) -> LocatedRows:
-    """The rows, of which there must be at least one: a file may contain only blank lines or []."""
+    """The rows; a source without any, such as a file of blank lines, is an error."""
     first = next(rows, None)
     if first is None:
         raise UserError(_empty(source))

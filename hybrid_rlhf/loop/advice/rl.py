@@ -88,7 +88,7 @@ def still_policy(curves: Curves) -> str | None:
     std = curves.value("objective/scores_std")
     return (
         f"objective/kl is {fmean(kl[-_RECENT:]):.2g} nats per completion after {count} rollouts, and objective/scores "
-        f"moved by {moved:.2g}, which is noise beside their standard deviation of {std:.3g}"
+        f"moved by {moved:.2g}, which is noise compared with their standard deviation of {std:.3g}"
     )
 
 
