@@ -43,6 +43,7 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.placement.machines.datasheets import sheet_of
 from hybrid_rlhf.supervised.preference.dpo import DPO
 from hybrid_rlhf.supervised.preference.pair_loss import PairSide
 from tests.support.documents import LIBRARY, PAGES, blocks, commands, documented_metrics, library_texts
@@ -116,7 +117,7 @@ def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @each_page
-def test_blocks_are_valid(page: Path) -> None:
+def test_blocks_are_valid(page: Path, tmp_path: Path) -> None:
     for block in blocks(page, "python"):
         code = textwrap.dedent(block)
         ast.parse(f"{{{code}}}" if code.startswith('"') else code)  # an entry of a table
@@ -124,7 +125,11 @@ def test_blocks_are_valid(page: Path) -> None:
         json.loads(block)
     for block in blocks(page, "yaml"):
         content = yaml.safe_load(block)
-        assert any(accepts(kind, content) for kind in CONFIGS.values()), block
+        if "bfloat16_tflops" in content:
+            (tmp_path / "sheet.yaml").write_text(block)
+            sheet_of(str(tmp_path / "sheet.yaml"))
+        else:
+            assert any(accepts(kind, content) for kind in CONFIGS.values()), block
 
 
 def test_sketches_of_extensions_run(monkeypatch: pytest.MonkeyPatch) -> None:
