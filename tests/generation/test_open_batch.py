@@ -279,7 +279,7 @@ def test_the_cache_of_an_open_batch_takes_a_share_of_the_memory(monkeypatch: pyt
     """Half of a host's free memory was reserved, and written, for a model of 135 million parameters."""
 
     def reserved(free: int, rows: int, share: float | None) -> int:
-        monkeypatch.setattr(capacity, "device_memory", lambda device: capacity.DeviceMemory(free))
+        monkeypatch.setattr(capacity, "free_bytes", lambda device: free)
         with tiny_engine().open(rows=rows, max_tokens=1600, memory_share=share) as batch:
             return batch.kv_cache_bytes
 
