@@ -366,14 +366,16 @@ def _ended(batch: OpenBatch, submission: Submission | None = None) -> Exception:
 
 @contextmanager
 def request_errors(key: str) -> Iterator[None]:
-    """Name a key of the request in errors of readers whose advice is for rows of data."""
+    """Name a key of the request in errors of readers whose advice is for rows of data, and which repeat a message."""
     try:
         yield
     except KeyRejected:
         raise
     except UserError as error:
         rule, _, _ = str(error).removeprefix(f"{key}: ").rpartition(": ")
-        raise KeyRejected(key, f"is refused: {rule}: change it") from error
+        raise KeyRejected(key, f"is refused: {rule:.500}: change it") from error
+    except RecursionError as error:
+        raise KeyRejected(key, "is nested too deeply for its template: simplify it") from error
 
 
 def read_conversation(name: str, conversation: Sequence[dict[str, Any]]) -> list[Message]:
