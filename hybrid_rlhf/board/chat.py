@@ -7,7 +7,6 @@ the conversation in its own tokens.
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -78,7 +77,10 @@ class Chats:
         submissions: list[tuple[ChatModel, Submission]] = []
         try:
             for model, prompt, tokens in zip(chosen, prompts, queues, strict=True):
-                deliver = functools.partial(loop.call_soon_threadsafe, tokens.put_nowait)
+
+                def deliver(new: list[StreamedToken], tokens: asyncio.Queue[list[StreamedToken]] = tokens) -> None:
+                    loop.call_soon_threadsafe(tokens.put_nowait, new)
+
                 submissions.append((model, model.batch.submit([prompt], sampling, deliver)))
         except (UserError, RuntimeError) as error:
             _cancel(submissions)  # nobody waits for the answers of the models before this one
@@ -118,7 +120,7 @@ def _prompts(messages: Messages, models: Sequence[ChatModel]) -> tuple[Messages,
         UserError: if it is refused by a template.
     """
     from hybrid_rlhf.data.chat.conversation import encode_prompt
-    from hybrid_rlhf.serving.service import read_conversation, request_errors
+    from hybrid_rlhf.serving.conversations import read_conversation, request_errors
 
     read = read_conversation("messages", messages)
     with request_errors("messages"):
