@@ -21,15 +21,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybrid_rlhf.generation import GenerationEngine
-    from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken
+    from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
 
 Load = Callable[[InferenceConfig], "tuple[GenerationEngine, PreTrainedTokenizerBase]"]
 Score = Callable[[list[dict[str, Any]], str], float]
 Messages = list[dict[str, Any]]
 _MOST_MODELS = 2
 _ROWS, _MOST_TOKENS = 4, 4096
-_MEMORY_SHARE = 1 / 16
-"""Largest share of the free memory that the KV cache of a model takes."""
 
 
 @dataclass(frozen=True)
@@ -71,29 +69,30 @@ class Chats:
             UserError: if a model cannot be loaded, or the conversation is too long or refused by its template.
         """
         models, score = await asyncio.to_thread(self._loaded, tuple(dict.fromkeys(paths)), reward)
-        from hybrid_rlhf.data.chat.conversation import encode_prompt
-        from hybrid_rlhf.data.chat.messages import read_message
-
-        read = [read_message(f"messages.{place}", message) for place, message in enumerate(messages)]
+        chosen = [models[path] for path in paths]
+        read, prompts = await asyncio.to_thread(_prompts, messages, chosen)
         events: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
+        queues: list[asyncio.Queue[list[StreamedToken]]] = [asyncio.Queue() for _ in chosen]
         loop = asyncio.get_running_loop()
-        submissions = []
-        for number, path in enumerate(paths):
-            model = models[path]
-            tokens: asyncio.Queue[list[StreamedToken]] = asyncio.Queue()
+        submissions: list[tuple[ChatModel, Submission]] = []
+        try:
+            for model, prompt, tokens in zip(chosen, prompts, queues, strict=True):
 
-            def deliver(new: list[StreamedToken], tokens: asyncio.Queue[list[StreamedToken]] = tokens) -> None:
-                loop.call_soon_threadsafe(tokens.put_nowait, new)
+                def deliver(new: list[StreamedToken], tokens: asyncio.Queue[list[StreamedToken]] = tokens) -> None:
+                    loop.call_soon_threadsafe(tokens.put_nowait, new)
 
-            try:
-                submission = model.batch.submit([encode_prompt(read, model.tokenizer)], sampling, deliver)
-            except RuntimeError as error:  # another chat has taken its place
-                raise UserError(f"{path} is not loaded any more ({error}): ask again") from error
-            submissions.append((model, submission))
-            work = _answer(number, model, tokens, events, sampling, read, score)
-            _tasks.add(task := asyncio.create_task(work))
-            task.add_done_callback(_tasks.discard)
-        return _events(events, len(paths), submissions)
+                submissions.append((model, model.batch.submit([prompt], sampling, deliver)))
+        except (UserError, RuntimeError) as error:
+            _cancel(submissions)  # nobody waits for the answers of the models before this one
+            if isinstance(error, UserError):
+                raise
+            path = paths[len(submissions)]  # another chat has taken its place
+            raise UserError(f"{path} is not loaded any more ({error}): ask again") from error
+        tasks = [
+            asyncio.create_task(_answer(number, model, tokens, events, sampling, read, score))
+            for number, (model, tokens) in enumerate(zip(chosen, queues, strict=True))
+        ]
+        return _events(events, tasks, submissions)
 
     def _loaded(self, paths: Sequence[str], reward: str | None) -> tuple[dict[str, ChatModel], Score | None]:
         """The models of paths and the reward model, loaded if they are not."""
@@ -104,8 +103,7 @@ class Chats:
             for path in paths:
                 if path not in self._models:
                     engine, tokenizer = self._load(InferenceConfig(path=path))
-                    batch = engine.open(rows=_ROWS, max_tokens=_MOST_TOKENS, memory_share=_MEMORY_SHARE)
-                    self._models[path] = ChatModel(engine, tokenizer, batch)
+                    self._models[path] = ChatModel(engine, tokenizer, engine.open(rows=_ROWS, max_tokens=_MOST_TOKENS))
             models = {path: self._models[path] for path in paths}
             if reward is None:
                 return models, None
@@ -115,8 +113,23 @@ class Chats:
             return models, self._scorer[1]
 
 
-_tasks: set[asyncio.Task[None]] = set()
-"""Answers under way; the loop itself keeps no task alive."""
+def _prompts(messages: Messages, models: Sequence[ChatModel]) -> tuple[Messages, list[list[int]]]:
+    """The conversation in the form that templates read, and its tokens for each model.
+
+    Raises:
+        UserError: if it is refused by a template.
+    """
+    from hybrid_rlhf.data.chat.conversation import encode_prompt
+    from hybrid_rlhf.serving.conversations import read_conversation, request_errors
+
+    read = read_conversation("messages", messages)
+    with request_errors("messages"):
+        return read, [encode_prompt(read, model.tokenizer) for model in models]
+
+
+def _cancel(submissions: Sequence[tuple[ChatModel, Submission]]) -> None:
+    for model, submission in submissions:
+        model.batch.cancel(submission)
 
 
 def load_scorer(path: str) -> Score:
@@ -173,9 +186,12 @@ async def _answer(
 
 
 async def _events(
-    events: asyncio.Queue[dict[str, Any] | Exception], unfinished: int, submissions: list[tuple[ChatModel, Any]]
+    events: asyncio.Queue[dict[str, Any] | Exception],
+    tasks: Sequence[asyncio.Task[None]],
+    submissions: Sequence[tuple[ChatModel, Submission]],
 ) -> AsyncIterator[dict[str, Any]]:
     """Events until all models are done; a client that leaves cancels them."""
+    unfinished = len(tasks)
     try:
         while unfinished:
             event = await events.get()
@@ -185,5 +201,6 @@ async def _events(
             unfinished -= "done" in event
             yield event
     finally:
-        for model, submission in submissions:
-            model.batch.cancel(submission)
+        _cancel(submissions)
+        for task in tasks:  # those of a client that has left wait for tokens that do not come
+            task.cancel()

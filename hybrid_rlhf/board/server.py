@@ -16,17 +16,23 @@ from hybrid_rlhf.board.events import EventHub
 from hybrid_rlhf.board.routes.app import build_app
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.commands.board import BoardConfig
-from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.addresses import bound_socket, url_of
 
 _SHUTDOWN_SECONDS = 3
 
 
 class BoardServer(uvicorn.Server):
-    """Ends the streams of events first, which would never end by themselves."""
+    """Says when it listens, and at its end closes the streams of events first, which would never end by themselves."""
 
-    def __init__(self, config: uvicorn.Config, hub: EventHub) -> None:
+    def __init__(self, config: uvicorn.Config, hub: EventHub, report: Callable[[], None]) -> None:
         super().__init__(config)
-        self._hub = hub
+        self._hub, self._report = hub, report
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        await super().startup(sockets)
+        if self.started:
+            self._report()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See uvicorn."""
@@ -40,15 +46,14 @@ def run_board(config: BoardConfig, load: Load, report: Callable[[int, str], None
     Args:
         config: the settings.
         load: gives engine and tokenizer of a model, when someone chats with it.
-        report: receives the number of runs and the URL when requests are answered.
+        report: receives the number of runs and the URL when connections are accepted.
 
     Raises:
         UserError: if a folder is missing or the address cannot be taken.
     """
     workspace = BoardWorkspace(config, load)
-    listener = _listener(config.host, config.port)
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    listener = bound_socket(config.host, config.port)
+    url = f"{url_of(*listener.getsockname()[:2])}/"
 
     def started() -> None:
         report(len(workspace.folders.all()), f"{url}{'?token=...' if config.token else ''}")
@@ -56,23 +61,10 @@ def run_board(config: BoardConfig, load: Load, report: Callable[[int, str], None
             shown = url if config.token is None else f"{url}?token={config.token}"
             threading.Thread(target=webbrowser.open, args=(shown,), daemon=True).start()
 
-    app = build_app(workspace, config, report=started)
+    app = build_app(workspace, config)
     settings = uvicorn.Config(
         app, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS, server_header=False, access_log=False
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn raises a signal again after it has stopped
-    BoardServer(settings, workspace.hub).run(sockets=[listener])
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise UserError(
-            f"host and port must be an address that is free here, got {host}:{port} ({error.strerror}): choose another"
-        ) from error
-    return listener
+    BoardServer(settings, workspace.hub, started).run(sockets=[listener])

@@ -2,7 +2,8 @@
 
 A page of another origin in the same browser can send requests to 127.0.0.1, and a name that an attacker's DNS moves to
 127.0.0.1 even makes it the same origin. So the Host must be an address or a name of this machine, an Origin, which only
-browsers send, must be the server's own or allowed, and a POST needs a content type that no form or image can send.
+browsers send, must be that of the server or an allowed one, and a POST needs a content type that no form or image can
+send.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ class AccessRules:
         return Refusal(403, f"Host must be an address or a name of this machine, got {host[:100]!r}: ask it by that")
 
     def origin_refusal(self, headers: Headers) -> Refusal | None:
-        """Why the Origin is refused; none: there is none, it is this server's own, or it is allowed."""
+        """Why the Origin is refused; none: the request has none, or it is the server's or an allowed one."""
         origin, host = headers.get("origin"), headers.get("host")
         if origin is None or origin in {*self._origins, f"http://{host}", f"https://{host}"}:
             return None
         return Refusal(
             403,
-            f"Origin must be this server's own or one of serve's cors_origins, got {origin[:100]!r}: allow it there",
+            f"Origin must be that of the server or an allowed one (--cors_origins of serve), got {origin[:100]!r}: "
+            "ask from one of them",
         )
 
     def content_refusal(self, method: str, headers: Headers) -> Refusal | None:

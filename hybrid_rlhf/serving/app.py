@@ -211,8 +211,8 @@ class EventStream(StreamingResponse):
 async def _generate(asked: Service, request: Request, body: GenerationBody) -> Response:
     service = asked.of_model(body.model)
     job = await asyncio.to_thread(service.job, body)
+    answer = Answer(body, job, service.tokenizer, service.token_text)  # first: nothing cancels a stream if it fails
     stream = service.start(job, whole=not body.stream)
-    answer = Answer(body, job, service.tokenizer, service.token_text)
     if body.stream:
         return EventStream(_closed_by_errors(answer.events(stream)), stream)
 

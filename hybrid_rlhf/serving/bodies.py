@@ -54,6 +54,7 @@ _MOST_PENALTY = 100.0
 _MOST_REWARD = 1e6
 _TokenIds = Annotated[list[int], Field(fail_fast=True)]
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST_MESSAGES)]
+_Conversation = Annotated[_Objects, Field(min_length=1)]
 _Texts = Annotated[list[str], Field(fail_fast=True, max_length=_MOST_PROMPTS)]
 _StopText = Annotated[str, Field(max_length=_MOST_STOP_CHARACTERS)]
 BodyT = TypeVar("BodyT", bound="_StrictBody")
@@ -278,7 +279,7 @@ class ScoreBody(_StrictBody):
     """POST /v1/score."""
 
     model: str
-    messages: _Objects | Annotated[list[_Objects], Field(fail_fast=True, max_length=_MOST_PROMPTS)] | None = None
+    messages: _Objects | Annotated[list[_Conversation], Field(fail_fast=True, max_length=_MOST_PROMPTS)] | None = None
     """A conversation that ends with the assistant's answer, or several."""
     prompt: str | _Texts | None = None
     completion: str | _Texts | None = None

@@ -13,8 +13,9 @@ from torch import Tensor
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.serving.bodies import ScoreBody
+from hybrid_rlhf.serving.conversations import read_conversation
 from hybrid_rlhf.serving.saved_scorer import NotWanted, SavedScorer, batches
-from hybrid_rlhf.serving.service import BatchEnded, QueueFull, UnknownModel, read_conversation
+from hybrid_rlhf.serving.service import BatchEnded, QueueFull, UnknownModel
 
 
 class ScoreService:

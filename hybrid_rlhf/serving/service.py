@@ -10,9 +10,8 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -21,11 +20,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import encode_prompt
-from hybrid_rlhf.data.chat.messages import Message, read_message
+from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.chat.template import leading_bos
 from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, ContextTooLong, GenerationBody, KeyRejected
+from hybrid_rlhf.serving.conversations import check_text, read_conversation, request_errors
 from hybrid_rlhf.serving.metrics import ServerMetrics
 from hybrid_rlhf.serving.token_text import TokenText, characters, longest_token
 
@@ -260,7 +260,7 @@ class Service:
                 f"must be at most max_tokens {sampling.max_new_tokens}, got {sampling.min_new_tokens}: lower it",
             )
         for text in sampling.stop:
-            _check_text(text, "stop")
+            check_text(text, "stop")
         most = self.batch.vocab_size - 1
         unknown = [token for token in sampling.stop_token_ids if not 0 <= token <= most]
         if unknown:
@@ -335,13 +335,13 @@ class Service:
     def messages(self, body: ChatBody) -> list[Message]:
         """The conversation of a request, see `read_conversation`."""
         self._check_characters("messages", characters(body.messages) + characters(body.tools))
-        _check_text(json.dumps(body.tools, ensure_ascii=False), "tools")
+        check_text(json.dumps(body.tools, ensure_ascii=False), "tools")
         return read_conversation("messages", body.messages)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with BOS if the tokenizer adds it."""
         self._check_characters("prompt", len(text))
-        _check_text(text, "prompt")
+        check_text(text, "prompt")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [*leading_bos(text, self.tokenizer, plain=True), *ids]
 
@@ -362,46 +362,3 @@ def _ended(batch: OpenBatch, submission: Submission | None = None) -> Exception:
     if batch.failure is not None:
         return BatchFailed("decoding has failed and the server ends: send the request again after its restart")
     return BatchEnded("the server stops: send the request again later")
-
-
-@contextmanager
-def request_errors(key: str) -> Iterator[None]:
-    """Name a key of the request in errors of readers whose advice is for rows of data."""
-    try:
-        yield
-    except KeyRejected:
-        raise
-    except UserError as error:
-        rule, _, _ = str(error).removeprefix(f"{key}: ").rpartition(": ")
-        raise KeyRejected(key, f"is refused: {rule}: change it") from error
-
-
-def read_conversation(name: str, conversation: Sequence[dict[str, Any]]) -> list[Message]:
-    """Messages in the form that chat templates read.
-
-    Args:
-        name: of the conversation, in error messages.
-        conversation: messages of a request.
-
-    Raises:
-        UserError: for a message that is none.
-    """
-    _check_text(json.dumps(conversation, ensure_ascii=False), name)
-    return [_message(f"{name}.{place}", message) for place, message in enumerate(conversation)]
-
-
-def _message(location: str, message: dict[str, Any]) -> Message:
-    content = message.get("content")
-    if message.get("role") in ("user", "assistant") and isinstance(content, str) and not content.strip():
-        if not message.get("tool_calls"):
-            return {key: value for key, value in message.items() if value is not None}  # training refuses empty turns
-    with request_errors(location):
-        return read_message(location, message)
-
-
-def _check_text(text: str, name: str) -> None:
-    """Refuse halves of surrogate pairs, which JSON can write and no tokenizer reads."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise KeyRejected(name, f"must be Unicode text, got {text[error.start]!r}: remove it") from None

@@ -75,8 +75,14 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def characters(value: Any) -> int:
     """Of all texts in a value of JSON."""
-    if isinstance(value, dict):
-        return sum(len(key) + characters(item) for key, item in value.items())
-    if isinstance(value, list):
-        return sum(map(characters, value))
-    return len(value) if isinstance(value, str) else 0
+    count, waiting = 0, [value]
+    while waiting:  # without recursion: a client chooses how deep values are nested
+        item = waiting.pop()
+        if isinstance(item, dict):
+            count += sum(map(len, item))
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+        elif isinstance(item, str):
+            count += len(item)
+    return count

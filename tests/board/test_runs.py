@@ -18,7 +18,7 @@ from hybrid_rlhf.board.events import EventHub, Watcher
 from hybrid_rlhf.board.runs.folders import RunFolders, run_id
 from hybrid_rlhf.board.runs.metrics import MetricsFile
 from hybrid_rlhf.board.runs.summary import RunSummaries, printed_text
-from hybrid_rlhf.runtime.files.folder_lock import FolderLock
+from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE, FolderLock
 from tests.support.board import (
     ServedBoard,
     append_metrics,
@@ -335,6 +335,9 @@ def test_a_run_is_deleted_by_its_name_unless_it_is_running(tmp_path: Path) -> No
         answer = board.post(f"/api/runs/{ids['kept']}/delete", {"name": "kept"})
         assert answer.status_code == 400 and "must not be running" in answer.json()["error"] and kept.is_dir()
         lock.release()
+        (kept / LOCK_FILE).write_text("1 another.host 1\n")  # a file system may not share locks between hosts
+        answer = board.post(f"/api/runs/{ids['kept']}/delete", {"name": "kept"})
+        assert answer.status_code == 400 and "must not be running" in answer.json()["error"] and kept.is_dir()
         assert board.post(f"/api/runs/{ids['gone']}/delete", {"name": "gone"}).status_code == 200
         assert {run["name"] for run in board.get("/api/runs")} == {"kept", "outer", "outer/inner"}
         assert {path.name for path in folder.iterdir()} == {"kept", "outer"}

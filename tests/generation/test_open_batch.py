@@ -279,7 +279,7 @@ def test_the_cache_of_an_open_batch_takes_a_share_of_the_memory(monkeypatch: pyt
     """Half of a host's free memory was reserved, and written, for a model of 135 million parameters."""
 
     def reserved(free: int, rows: int, share: float | None) -> int:
-        monkeypatch.setattr(capacity, "device_memory", lambda device: capacity.DeviceMemory(free))
+        monkeypatch.setattr(capacity, "free_bytes", lambda device: free)
         with tiny_engine().open(rows=rows, max_tokens=1600, memory_share=share) as batch:
             return batch.kv_cache_bytes
 
@@ -288,6 +288,19 @@ def test_the_cache_of_an_open_batch_takes_a_share_of_the_memory(monkeypatch: pyt
     assert reserved(10**12, 40, 0.001) == many  # no more than all rows need
     assert one < reserved(40 * one, 40, 0.125) <= 5 * one
     assert one <= reserved(40 * one, 40, 0.001) < 1.5 * one  # no less than one completion needs
+
+
+def test_the_share_of_an_open_batch_does_not_limit_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` after `open` had the cache of the batch's share for good."""
+    monkeypatch.setattr(capacity, "free_bytes", lambda device: 2**24)
+    engine, caches = tiny_engine(), list[int]()
+    for opens in (False, True):
+        if opens:
+            engine = tiny_engine()
+            engine.open(rows=2, max_tokens=100, memory_share=0.001).close()
+        engine.generate(PROMPTS, SAMPLED)
+        caches.append(engine.backend.kv_cache_bytes)
+    assert caches[0] == caches[1]
 
 
 def test_memory_of_a_large_cache_is_mapped_when_it_is_written() -> None:

@@ -211,6 +211,7 @@ def test_bad_requests_for_scores_are_refused(url: str, reward_folder: str) -> No
         (404, {"model": "caller", "messages": [turn]}, "the reward model of this server is"),
         (400, {"messages": [turn]}, "must end with a turn of the assistant, got user"),
         (400, {"prompt": ["a", "b"], "completion": ["c"]}, "as many prompts as completions, got 0, 2 and 1"),
+        (400, {"messages": [[]]}, "messages.0 must"),
         (400, {}, "as many prompts as completions"),
         (400, {"prompt": "x" * 300, "completion": "y"}, "must have at most 256 tokens"),
         (400, {"prompt": "\ud800", "completion": "y"}, "Unicode"),

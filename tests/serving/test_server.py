@@ -386,6 +386,15 @@ def test_odd_bodies_that_are_valid_are_answered(served: Served, path: str, body:
     assert answer.json()["usage"]["completion_tokens"] == 1
 
 
+def test_a_message_that_no_template_can_read_is_refused_briefly(served: Served) -> None:
+    """An error repeated the message, megabytes of it; deeply nested values were an internal error."""
+    call = b'{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"' + b"[" * 5000 + b'"}}]}'
+    nested = b'{"role":"user","content":"x","a":' + b'{"a":' * 900 + b"1" + b"}" * 901
+    for message in (b'{"role":"' + b"x" * 10_000 + b'"}', call, nested):
+        answer = served.post(CHAT, b'{"model":"tiny","messages":[' + message + b"]}")
+        assert answer.status_code == 400 and len(answer.text) < 1000, answer.text[:2000]
+
+
 def test_empty_content_of_a_user_is_accepted(served: Served) -> None:
     for content in ("", " \n"):
         body = {"model": NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 1}

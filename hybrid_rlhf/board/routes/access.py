@@ -1,7 +1,7 @@
 """Who may ask: pages of this board alone.
 
 The rules of serving/access.py hold, and a request that changes something needs a header that a form or an image cannot
-send. A board that other machines reach needs a token besides, which a browser keeps as a cookie.
+send. A board that other machines can reach also needs a token, which a browser keeps as a cookie.
 """
 
 from __future__ import annotations

@@ -26,19 +26,17 @@ STATIC = Path(__file__).parents[1] / "static"
 _STATUSES: dict[type[Exception], int] = {UnknownRun: 404, UnknownSample: 404, UnknownJob: 404, UserError: 400}
 
 
-def build_app(workspace: BoardWorkspace, config: BoardConfig, *, report: Callable[[], None]) -> FastAPI:
+def build_app(workspace: BoardWorkspace, config: BoardConfig) -> FastAPI:
     """The application.
 
     Args:
         workspace: what the board has open; closed with the application.
         config: its settings.
-        report: called when requests are answered.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         workspace.open()
-        report()
         yield
         workspace.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -49,13 +50,18 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
 
     @router.post("/chat")
     async def chat(body: BoardChatBody) -> Response:
-        paths = [workspace.models.path_of(model, "chat") for model in body.models]
-        reward = None if body.reward is None else workspace.models.path_of(body.reward, "reward")
+        paths, reward = await asyncio.to_thread(_paths, workspace, body)
         sampling = SamplingParams(**body.sampling.model_dump())
         events = await workspace.chats.answers(paths, body.messages, sampling, reward)
         return StreamingResponse(_lines(events), media_type="text/event-stream")
 
     return router
+
+
+def _paths(workspace: BoardWorkspace, body: BoardChatBody) -> tuple[list[str], str | None]:
+    """Of the models and of the reward model; the folders are read, so the loop does not wait for this."""
+    models = [workspace.models.path_of(model, "chat") for model in body.models]
+    return models, None if body.reward is None else workspace.models.path_of(body.reward, "reward")
 
 
 async def _lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:

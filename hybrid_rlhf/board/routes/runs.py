@@ -102,6 +102,8 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
             raise UserError(f"{run.name} contains other runs ({', '.join(others[:3])}): delete those first")
         if run.folder in folders.roots:
             raise UserError(f"{run.name} is a folder of the board itself: remove it by hand")
+        if summaries.summary(run)["state"] == "running":  # also on another host, which may not share the lock
+            raise UserError(f"a run that is deleted must not be running, {run.name} is running: stop it first")
         delete_run(run, name=body.name)
         folders.scan()
         workspace.hub.publish("runs", {})

@@ -127,8 +127,6 @@ class NativeBackend:
         self.workspace: Workspace | None = None
         """Tables and CUDA graphs of the last call."""
         self._open: ContinuousBatch | None = None
-        self._memory_share: float | None = None
-        """Largest share of free memory for the cache of an open batch."""
 
     @property
     def decoder(self) -> Decoder:
@@ -185,11 +183,17 @@ class NativeBackend:
         next one continues its requests in wider tables; they are computed again, except prefixes that are cached.
         """
         decoder, shapes, prefill = self.decoder, _shapes(arrivals.max_tokens), self._open_prefill_tokens
-        self._memory_share = arrivals.memory_share
         requests: list[Request] = []
         while not arrivals.closed:
             shapes += [request for request in requests if not self._accepts(request)]
-            workspace, held = self._prepared(decoder, shapes, places=1, rows=arrivals.rows, prefill_tokens=prefill)
+            workspace, held = self._prepared(
+                decoder,
+                shapes,
+                places=1,
+                rows=arrivals.rows,
+                prefill_tokens=prefill,
+                memory_share=arrivals.memory_share,
+            )
             if not requests:
                 requests = arrivals.take(wait=True)
                 continue
@@ -252,10 +256,18 @@ class NativeBackend:
             workspace.close()
 
     def _prepared(
-        self, decoder: Decoder, requests: Sequence[Request], *, places: int, rows: int, prefill_tokens: int
+        self,
+        decoder: Decoder,
+        requests: Sequence[Request],
+        *,
+        places: int,
+        rows: int,
+        prefill_tokens: int,
+        memory_share: float | None = None,
     ) -> tuple[Workspace, HeldCache]:
         """Workspace and cache for requests, of which up to `rows` run together."""
         sequences = self._sequences(decoder, requests, places, rows, prefill_tokens)
+        sequences = replace(sequences, memory_share=memory_share)
         self.workspace = workspace = self._workspace_for(decoder, requests, sequences)
         assert self.held is not None
         return workspace, self.held
@@ -368,8 +380,8 @@ class NativeBackend:
         working, prefill_tokens = working_memory(decoder, requests, sequences, cuda_graphs=self._cuda_graphs)
         states = 0 if self.workspace is None else (1 + self.workspace.most_rows) * decoder.state_bytes
         most = available_bytes(decoder.world) + own + states
-        if self._memory_share is not None:
-            share = available_bytes(decoder.world, self._memory_share) + own + states
+        if sequences.memory_share is not None:
+            share = available_bytes(decoder.world, sequences.memory_share) + own + states
             most = min(most, max(share, least_bytes(sequences, working)))
         return most, working, prefill_tokens
 

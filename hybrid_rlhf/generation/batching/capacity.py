@@ -94,6 +94,8 @@ class Sequences:
     """Of recurrent layers, per completion."""
     places: int = 1
     """Tokens that a row computes in a step, at most: one, and those of a draft."""
+    memory_share: float | None = None
+    """Largest share of the free memory for the cache, unless one sequence needs more; none: FREE_SHARE alone."""
 
     @property
     def wanted(self) -> tuple[int, ...]:
