@@ -557,9 +557,9 @@ SHAPES = {
         20: "Jamba 3B",
     },
     160: {4: "StableLM 2 12B"},
-    192: {12: "Nemotron-4 340B"},
+    192: {1: "DeepSeek V2 and V3, Youtu: prompts", 12: "Nemotron-4 340B"},
     256: {
-        1: "Gemma 7B, Pythia 1B",
+        1: "Gemma 7B, Pythia 1B, GLM-4.7 Flash: prompts",
         2: "Gemma 2 2B and 9B, Gemma 3 4B and 12B, Gemma 4 31B",
         4: "Gemma 3 1B, Qwen3.5 9B",
         6: "Qwen3.5 27B",
@@ -568,8 +568,8 @@ SHAPES = {
     },
     512: {4: "Gemma 4 E4B, its layers without a window", 8: "Gemma 4 E2B, 26B-A4B and 31B, as before"},
 }
-"""Head sizes, and queries of a KV head at each, of published models of the family table; those with latents are in
-test_latent_kernels.py."""
+"""Head sizes, and queries of a KV head at each, of published models of the family table; of those with latents,
+the plain form of prompts, while the absorbed one is in test_latent_kernels.py."""
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
 A step computes one token for each decoding row, and chunks of prompts. It first rotates queries and keys and writes the
 new keys and values to the cache, so that a sequence may read what another one in the same step computes. On a GPU one
 kernel then reads pages in place, for rows and chunks at once (kernels/attention.py, and kernels/latent.py for latents).
-On a CPU there is one for rows (cpu_kernels.py). Where there is none, torch gathers the pages of each sequence.
+On a CPU there is one for rows (cpu_kernels.py). Where there is none, torch gathers the pages of each sequence. Chunks
+of latent attention mostly attend to keys and values that are expanded from the latents first, like those of a cache.
 
 Shapes: T tokens, B rows, A heads and K KV heads of this rank, G = A / K, D head size, R rotated dimensions, L new
 tokens, S tokens in all, M blocks of the longest sequence.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import Protocol
 
@@ -22,12 +24,14 @@ from torch.nn import functional
 
 from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, KVCache, blocks_of
 from hybrid_rlhf.generation.model import cpu_kernels
-from hybrid_rlhf.generation.model.latent import PagedLatents
+from hybrid_rlhf.generation.model.latent import AbsorbedTokens, ExpandedChunks, PagedLatents
 from hybrid_rlhf.generation.model.layers import rotate
 from hybrid_rlhf.generation.transfers import to_device
-from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.generation.weights.description import Latent, ModelDescription
 from hybrid_rlhf.generation.weights.split import Split
 
+_EXPANDED_TOKENS = 8192
+"""Tokens whose latents are expanded to keys and values at once, at least: few heads of few queries leave a GPU idle."""
 Table = tuple[Tensor, Tensor] | None
 """Cosines and signed sines [T, 1, R] of the new tokens; none: the model has no rotary positions."""
 
@@ -42,8 +46,8 @@ class AttentionFunction(Protocol):
         `sinks` [A] are scores of a key without a value (arXiv 2309.17453, section 3.1; gpt-oss).
         """
 
-    def latents(self, layer: int) -> PagedLatents | None:
-        """What kernels of latent attention write and read in a layer; none where there are none."""
+    def latents(self, layer: int) -> PagedLatents:
+        """What latent attention writes and reads in a layer."""
 
 
 class _Part(Protocol):
@@ -77,6 +81,11 @@ class Chunks:
     lengths: Sequence[int]
     slots: Tensor | None = None
     """[chunks], as in DecodeRows."""
+
+    def some(self, members: Sequence[int]) -> Chunks:
+        """Some of them, without slots."""
+        pages = self.pages[:, to_device(members, self.pages.device)]
+        return Chunks(pages, [self.starts[i] for i in members], [self.lengths[i] for i in members])
 
 
 class Attention:
@@ -223,7 +232,7 @@ class StepAttention:
         self._attention = attention
         places: list[Tensor] = []
         self._parts: list[tuple[slice, _Part]] = []
-        """Tokens, and what computes them."""
+        """Tokens, and what computes them; of latent attention, of those in the absorbed form."""
         batch = 0 if rows is None else len(rows.positions)
         if rows is not None:
             sequences = torch.arange(batch, device=rows.positions.device)
@@ -232,9 +241,16 @@ class StepAttention:
             places.append(_chunk_places(chunks, chunks.starts, chunks.lengths))
         self.places = torch.cat(places, dim=1) if len(places) > 1 else places[0]
         """[page tables, T] where the new tokens lie in a cache [P * BLOCK_TOKENS]."""
-        self._paged = None if attention.kernels in (None, cpu_kernels) else PagedKernel(attention, rows, chunks)
-        if self._paged is not None:
-            self._parts.append((slice(None), self._paged))
+        self._absorbed: slice | Tensor | None = slice(None)
+        """Tokens of latent attention in the absorbed form."""
+        self._expanded: list[_ExpandedChunks] = []
+        if attention.architecture.latent is not None and chunks is not None:
+            self._expanded, self._absorbed, chunks = _by_form(attention, attention.architecture.latent, batch, chunks)
+        self._paged: PagedKernel | None = None
+        if attention.kernels not in (None, cpu_kernels):
+            if rows is not None or chunks is not None:
+                self._paged = PagedKernel(attention, rows, chunks)
+                self._parts.append((slice(None), self._paged))
             return
         if rows is not None:
             with_kernel = attention.kernels is not None
@@ -260,17 +276,29 @@ class StepAttention:
         mixed = [part(kind, tables, queries[tokens], keys, values, sinks) for tokens, part in self._parts]
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
-    def latents(self, layer: int) -> PagedLatents | None:
+    def latents(self, layer: int) -> PagedLatents:
         """See AttentionFunction."""
         attention, a = self._attention, self._attention.architecture
-        if self._paged is None:
-            return None
         kind = a.attention_of(layer)
         assert (a.kinds[kind].window, a.attention_softcap, attention.alibi, a.sinks) == (None, None, None, False)
         table, keys, _ = attention.cache.of_layer(layer)
-        assert attention.kernels is not None
-        read = self._paged.read(kind, table)
-        return PagedLatents(attention.kernels, a.kinds[kind].scale, keys, self.places[table], *read)
+
+        def attend(queries: Tensor) -> Tensor:
+            mixed = [part(kind, table, queries[tokens], keys, keys, None) for tokens, part in self._parts]
+            return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
+
+        absorbed = None
+        if self._absorbed is not None:
+            read = None if self._paged is None else self._paged.read(kind, table)
+            absorbed = AbsorbedTokens(self._absorbed, attend, read)
+        return PagedLatents(
+            None if attention.kernels is cpu_kernels else attention.kernels,
+            a.kinds[kind].scale,
+            keys,
+            self.places[table],
+            absorbed,
+            [chunks.of_layer(kind, table) for chunks in self._expanded],
+        )
 
 
 class RowAttention:
@@ -307,8 +335,12 @@ class PagedKernel:
     """Rows, and chunks if there are any, by one launch of a kernel that reads pages in place. For rows alone, shapes do
     not depend on lengths, as a CUDA graph requires."""
 
-    def __init__(self, attention: Attention, rows: DecodeRows | None, chunks: Chunks | None = None) -> None:
+    def __init__(
+        self, attention: Attention, rows: DecodeRows | None, chunks: Chunks | None = None, *, expanded: bool = False
+    ) -> None:
+        """Args: what steps share, rows and chunks; `expanded`: keys and values are those expanded from latents."""
         self._attention, a = attention, attention.architecture
+        self._latent = None if expanded else a.latent
         each = [part.pages for part in (rows, chunks) if part is not None]
         self._pages = each[0]
         if len(each) > 1:
@@ -316,6 +348,9 @@ class PagedKernel:
             self._pages = torch.cat([functional.pad(pages, (0, most - pages.shape[2])) for pages in each], dim=1)
         self._positions = self._pages.new_empty(0, dtype=torch.long) if rows is None else rows.positions
         self._sizes = [(group, a.kv_size(kind)[1]) for kind, group in enumerate(attention.groups)]
+        if expanded:
+            assert a.latent is not None
+            self._sizes = [(1, a.latent.query_dims)] * len(self._sizes)
         self._tiles: dict[tuple[int, int], Tensor] = {}
         if chunks is not None:
             self._tiles = {size: self._tiles_of(chunks, *size) for size in set(self._sizes)}
@@ -327,8 +362,10 @@ class PagedKernel:
     def _tiles_of(self, chunks: Chunks, group: int, head_dim: int) -> Tensor:
         kernels, dtype = self._attention.kernels, self._attention.cache.keys.dtype
         assert kernels is not None
-        latent = self._attention.architecture.latent is not None
-        tokens = kernels.latent_tokens_at_once(dtype) if latent else kernels.tokens_at_once(group, head_dim, dtype)
+        if self._latent is None:
+            tokens = kernels.tokens_at_once(group, head_dim, dtype)
+        else:
+            tokens = kernels.latent_tokens_at_once(dtype)
         tiles = kernels.chunk_tiles(len(self._positions), chunks.starts, chunks.lengths, tokens=tokens)
         return to_device(tiles, chunks.pages.device, torch.int32)
 
@@ -378,6 +415,80 @@ class ChunkAttention:
             out = self._attention.mix(kind, queries, k, v, bias, sinks, causal=bias is None)
             mixed[tokens] = out.transpose(1, 2)
         return mixed
+
+
+class _ExpandedChunks:
+    """Chunks of latent attention in the plain form, whose keys and values are expanded together.
+
+    They lie in pages of their own, to which the chunks attend as to those of a cache.
+    """
+
+    def __init__(self, attention: Attention, chunks: Chunks, tokens: slice | Tensor, *, most_pages: int) -> None:
+        """Args: what steps share, the chunks, their tokens, and for how many pages all heads are expanded at once."""
+        device, self._tokens = chunks.pages.device, tokens
+        counts = [blocks_of(start + length) for start, length in zip(chunks.starts, chunks.lengths, strict=True)]
+        found = [[sequence, block] for sequence, count in enumerate(counts) for block in range(count)]
+        sequences, blocks = to_device(found, device).unbind(1)
+        self._pages = chunks.pages[:, sequences, blocks].long()
+        firsts = torch.tensor([0, *accumulate(counts[:-1])])
+        own = to_device(firsts[None, :, None] + torch.arange(max(counts)), device, torch.int32)
+        expanded, by_kernel = Chunks(own, chunks.starts, chunks.lengths), attention.kernels not in (None, cpu_kernels)
+        self._part: _Part = (
+            PagedKernel(attention, None, expanded, expanded=True) if by_kernel else ChunkAttention(attention, expanded)
+        )
+        self._heads = [max(1, group * most_pages // len(found)) for group in attention.groups]
+
+    def of_layer(self, kind: int, table: int) -> ExpandedChunks:
+        """What latent attention computes in a layer."""
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return self._part(kind, 0, q, keys, values, None)
+
+        return ExpandedChunks(self._tokens, self._pages[table], self._heads[kind], attend)
+
+
+def _by_form(
+    attention: Attention, latent: Latent, batch: int, chunks: Chunks
+) -> tuple[list[_ExpandedChunks], slice | Tensor | None, Chunks | None]:
+    """Chunks in the plain form; the tokens in the absorbed form, those of rows first; and chunks in the absorbed form.
+
+    Keys and values are expanded for as many tokens at once as the chunks have new ones, so that prefixes take no more
+    memory than a prefill without them; where these are few, for `_EXPANDED_TOKENS`. Of a longer sequence, some heads
+    are computed after others.
+    """
+    spans = list(zip(chunks.starts, chunks.lengths, strict=True))
+    tokens = [range(*ends) for ends in pairwise(accumulate(chunks.lengths, initial=batch))]
+    plain = [i for i, span in enumerate(spans) if latent.expands(*span)]
+    most_pages = max(blocks_of(_EXPANDED_TOKENS), sum(blocks_of(chunks.lengths[i]) for i in plain))
+    groups, room = list[list[int]](), 0
+    for i in plain:
+        pages = blocks_of(sum(spans[i]))
+        if not groups or pages > room:
+            groups.append([])
+            room = most_pages
+        groups[-1].append(i)
+        room -= pages
+    expanded = [
+        _ExpandedChunks(
+            attention,
+            chunks.some(group),
+            _joined([tokens[i] for i in group], chunks.pages.device),
+            most_pages=most_pages,
+        )
+        for group in groups
+    ]
+    others = [i for i, span in enumerate(spans) if not latent.expands(*span)]
+    absorbed = [own for own in (range(batch), *(tokens[i] for i in others)) if own]
+    if not absorbed:
+        return expanded, None, None
+    return expanded, _joined(absorbed, chunks.pages.device), chunks.some(others) if others else None
+
+
+def _joined(tokens: Sequence[range], device: torch.device) -> slice | Tensor:
+    """Tokens of a step one range after another, as an index."""
+    if all(before.stop == after.start for before, after in pairwise(tokens)):
+        return slice(tokens[0].start, tokens[-1].stop)
+    return to_device([token for own in tokens for token in own], device, torch.long)
 
 
 def _places(pages: Tensor, sequences: Tensor, positions: Tensor) -> Tensor:

@@ -262,8 +262,7 @@ class Decoder:
     ) -> Tensor:
         assert w.o is not None and places is not None
         if w.latent is not None:
-            mixed = w.latent(x, places.table, lambda qkv: attend(index, qkv, None, w.sinks), attend.latents(index))
-            return self.world.all_reduce(w.o(mixed))
+            return self.world.all_reduce(w.o(w.latent(x, places.table, attend.latents(index))))
         assert w.qkv is not None
         a, kind, heads = self.architecture, self.architecture.attention_of(index), len(self.split.heads)
         d, kv_heads = a.kv_size(kind)[1], 0 if index in a.kv_sources else len(self.split.kv_heads_of[kind])

@@ -1,20 +1,24 @@
 """Latent attention: keys and values of all heads are products of one latent per token, which alone is cached.
 
-The products with which a head's key and value come from the latent are applied to its query and to its result instead,
-so heads attend to latents as to one shared KV head, the rotated part in front. Rotation is done here, so keys and
-values are the same tensor and the cache stores them once.
+In the absorbed form, the products with which a head's key and value come from the latent are applied to its query and
+to its result instead, so heads attend to latents as to one shared KV head, the rotated part in front. Rotation is done
+here, so keys and values are the same tensor and the cache stores them once. Decoding rows take this form. In the plain
+form, the keys and values of each head are expanded from the latents of a sequence, and attention has their sizes, which
+are smaller. Chunks of prompts take it, unless a chunk has few tokens after a long prefix (`Latent.expands`).
 
-On a GPU kernels compute what is between the products (kernels/latent.py); what torch computes is their reference.
+On a GPU kernels compute what is between the products (kernels/latent.py for the absorbed form, kernels/attention.py for
+the plain one); what torch computes is their reference.
 
 Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1), the absorbed form of its appendix C.
 
-Shapes: T tokens, B rows, H hidden, A heads of this rank, Q latent of queries, L latent, R rotated dimensions, U other
-dimensions of a query, V dimensions of a value, P pages of the cache, M pages of the longest sequence.
+Shapes: T tokens, n of them, B rows, H hidden, A heads of this rank, Q latent of queries, L latent, R rotated
+dimensions, U other dimensions of a query, V dimensions of a value, P pages of the cache, M pages of the longest
+sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -25,24 +29,50 @@ from hybrid_rlhf.generation.model.layers import Norm, rotate
 from hybrid_rlhf.generation.model.quantised import Linear
 from hybrid_rlhf.generation.weights.description import Latent
 
+Table = tuple[Tensor, Tensor] | None
+"""Cosines and signed sines [T, 1, .] of the first of R dimensions; none: no rotation."""
+
+
+@dataclass(frozen=True)
+class AbsorbedTokens:
+    """Tokens that attend to latents: those of decoding rows, then those of some chunks of prompts."""
+
+    tokens: slice | Tensor
+    """Of the step."""
+    attend: Callable[[Tensor], Tensor]
+    """By torch, attention [n, A, R + L] of queries [n, A, R + L]."""
+    read: tuple[Tensor, Tensor, Tensor | None] | None
+    """What kernels read instead: pages [sequences, M] int32, positions [B] of the rows, and tiles of the chunks."""
+
+
+@dataclass(frozen=True)
+class ExpandedChunks:
+    """Chunks of prompts that attend to the keys and values of each head."""
+
+    tokens: slice | Tensor
+    """Of the step."""
+    pages: Tensor
+    """[P'] of their sequences in the cache."""
+    heads_at_once: int
+    """Heads whose keys and values are in memory together."""
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Attention [n, heads, R + U] of queries alike over keys and values [P', BLOCK_TOKENS, heads, R + U]."""
+
 
 @dataclass(frozen=True)
 class PagedLatents:
-    """The latents of a layer in the cache, and what a step writes and reads there by kernels."""
+    """The latents of a layer in the cache, and how the tokens of a step attend to them."""
 
-    kernels: ModuleType
+    kernels: ModuleType | None
+    """Those of a GPU."""
     scale: float
     """Scores are multiplied by it."""
     keys: Tensor
     """[P, BLOCK_TOKENS, 1, R + L]."""
     places: Tensor
     """[T] where the new tokens lie in P * BLOCK_TOKENS."""
-    pages: Tensor
-    """[sequences, M] int32."""
-    positions: Tensor
-    """[B] of the rows' new tokens."""
-    tiles: Tensor | None
-    """Of the chunks of prompts; none: there are only rows."""
+    absorbed: AbsorbedTokens | None
+    expanded: Sequence[ExpandedChunks]
 
 
 class LatentAttention:
@@ -76,56 +106,86 @@ class LatentAttention:
             if norm is not None:
                 norm.refresh()
 
-    def __call__(
-        self,
-        x: Tensor,
-        table: tuple[Tensor, Tensor] | None,
-        attend: Callable[[Tensor], Tensor],
-        paged: PagedLatents | None,
-    ) -> Tensor:
-        """[T, A V] of hidden states [T, H].
+    def __call__(self, x: Tensor, table: Table, paged: PagedLatents) -> Tensor:
+        """[T, A V] of hidden states [T, H], with the latents of T tokens written to the cache first.
 
         Args:
             x: hidden states.
             table: cosines and signed sines [T, 1, .] of the first of R dimensions; none: no rotation.
-            attend: the attention of [T, A + 2, R + L] over the cache.
-            paged: what kernels read and write instead; none: there are none.
+            paged: what to write and to read.
         """
-        values = self._by_torch(x, table, attend) if paged is None else self._by_kernels(x, table, paged)
+        queries = self._queries(self._write(x, table, paged))
+        parts = [(chunks.tokens, self._plain(queries, table, chunks, paged)) for chunks in paged.expanded]
+        if paged.absorbed is not None:
+            parts.append((paged.absorbed.tokens, self._absorbed(queries, table, paged.absorbed, paged)))
+        if len(parts) == 1:
+            return parts[0][1].flatten(1)
+        values = x.new_empty(len(x), *parts[0][1].shape[1:])
+        for tokens, own in parts:
+            values[tokens] = own
         return values.flatten(1)
 
-    def _by_torch(self, x: Tensor, table: tuple[Tensor, Tensor] | None, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    def _write(self, x: Tensor, table: Table, paged: PagedLatents) -> Tensor:
+        """Write latents and rotated keys [T, R + L]; returns what queries come from."""
         kind, down = self._kind, self._down(x)
+        if paged.kernels is not None:
+            hidden = self._kv_norm.write_latents(down, self._q_norm, table, paged.places, paged.keys)
+            return x if self._q_norm is None else hidden
         hidden, latent, key = down.tensor_split([-kind.size - kind.rotated_dims, -kind.rotated_dims], dim=-1)
-        queries = self._queries(x if self._q_norm is None else self._q_norm(hidden.contiguous()))
-        turned, key = queries[..., kind.plain_dims :], key[:, None]
-        if table is not None:
-            turned, key = rotate(turned, *table), rotate(key, *table)
+        key = key[:, None] if table is None else rotate(key[:, None], *table)
         shared = torch.cat([key, self._kv_norm(latent.contiguous())[:, None]], dim=-1)
-        given = torch.cat([torch.cat([turned, self._absorbed(queries)], dim=-1), shared, shared], dim=1)
-        return _by_heads(attend(given)[..., -kind.size :], self._value_up.transpose(1, 2))
+        paged.keys.view(-1, *shared.shape[1:]).index_copy_(0, paged.places, shared)
+        return x if self._q_norm is None else self._q_norm(hidden.contiguous())
 
-    def _by_kernels(self, x: Tensor, table: tuple[Tensor, Tensor] | None, paged: PagedLatents) -> Tensor:
-        hidden = self._kv_norm.write_latents(self._down(x), self._q_norm, table, paged.places, paged.keys)
-        queries = self._queries(x if self._q_norm is None else hidden)
-        values: Tensor = paged.kernels.latent_attention(
-            *(queries, self._absorbed(queries), self._value_up, table),
-            *(paged.keys, paged.pages, paged.positions, paged.tiles),
-            scale=paged.scale,
-        )
+    def _absorbed(self, queries: Tensor, table: Table, absorbed: AbsorbedTokens, paged: PagedLatents) -> Tensor:
+        """Values [n, A, V] of tokens in the absorbed form."""
+        queries, table = _of_tokens(queries, table, absorbed.tokens)
+        plain, turned = queries.split([self._kind.plain_dims, self._kind.rotated_dims], dim=-1)
+        latent = _by_heads(plain, self._key_up)
+        if paged.kernels is not None:
+            assert absorbed.read is not None
+            values: Tensor = paged.kernels.latent_attention(
+                queries, latent, self._value_up, table, paged.keys, *absorbed.read, scale=paged.scale
+            )
+            return values
+        turned = turned if table is None else rotate(turned, *table)
+        mixed = absorbed.attend(torch.cat([turned, latent], dim=-1))[..., -self._kind.size :]
+        return _by_heads(mixed, self._value_up.transpose(1, 2))
+
+    def _plain(self, queries: Tensor, table: Table, chunks: ExpandedChunks, paged: PagedLatents) -> Tensor:
+        """Values [n, A, V] of chunks in the plain form."""
+        kind, (queries, table) = self._kind, _of_tokens(queries, table, chunks.tokens)
+        plain, turned = queries.split([kind.plain_dims, kind.rotated_dims], dim=-1)
+        queries = torch.cat([turned, plain], dim=-1)
+        if table is not None:
+            queries = rotate(queries, *table) if paged.kernels is None else paged.kernels.rotate(queries, table)
+        cached = paged.keys[chunks.pages]
+        rotated, latent = cached.flatten(0, 1).split([kind.rotated_dims, kind.size], dim=-1)
+        values = queries.new_empty(*queries.shape[:2], kind.value_dims)
+        for first in range(0, queries.shape[1], chunks.heads_at_once):
+            some = slice(first, first + chunks.heads_at_once)
+            key_up, value_up = self._key_up[some].transpose(1, 2), self._value_up[some].transpose(1, 2)
+            shared = latent.expand(-1, len(key_up), -1)
+            k, v = queries.new_empty(2, *shared.shape[:2], kind.query_dims)
+            k[..., : kind.rotated_dims] = rotated
+            _by_heads(shared, key_up, out=k[..., kind.rotated_dims :])
+            _by_heads(shared, value_up, out=v[..., : kind.value_dims])
+            v[..., kind.value_dims :] = 0  # attention takes one size
+            k, v = k.unflatten(0, cached.shape[:2]), v.unflatten(0, cached.shape[:2])
+            values[:, some] = chunks.attend(queries[:, some].contiguous(), k, v)[..., : kind.value_dims]
         return values
 
     def _queries(self, hidden: Tensor) -> Tensor:
         """[T, A, U + R], not rotated."""
-        return self._q(hidden).view(len(hidden), -1, self._kind.plain_dims + self._kind.rotated_dims)
-
-    def _absorbed(self, queries: Tensor) -> Tensor:
-        """[T, A, L], what the dimensions of queries that are not rotated are to latents."""
-        return _by_heads(queries[..., : self._kind.plain_dims], self._key_up)
+        return self._q(hidden).view(len(hidden), -1, self._kind.query_dims)
 
 
-def _by_heads(x: Tensor, weights: Tensor) -> Tensor:
+def _of_tokens(queries: Tensor, table: Table, tokens: slice | Tensor) -> tuple[Tensor, Table]:
+    return queries[tokens], table and (table[0][tokens], table[1][tokens])
+
+
+def _by_heads(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
     """[T, A, N] of [T, A, K] and a matrix of each head [A, K, N]."""
-    result = x.new_empty(*x.shape[:2], weights.shape[2])
+    result = x.new_empty(*x.shape[:2], weights.shape[2]) if out is None else out
     torch.bmm(x.transpose(0, 1), weights, out=result.transpose(0, 1))
     return result

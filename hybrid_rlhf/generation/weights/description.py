@@ -74,6 +74,22 @@ class Latent:
     value_dims: int
     norm_eps: float
 
+    @property
+    def query_dims(self) -> int:
+        """Of the query and the key of a head."""
+        return self.rotated_dims + self.plain_dims
+
+    def expands(self, start: int, length: int) -> bool:
+        """Whether a chunk of a sequence takes fewer multiplications in the plain form than in the absorbed one.
+
+        Expanding the latent of a new token costs what the products with its query and its result cost, so the latents
+        of the `start` tokens before the chunk count against what each pair of a query and a key saves. Values must fit
+        in the size of keys.
+        """
+        pairs = length * start + length * (length + 1) // 2
+        saved = pairs * (2 * self.size - self.plain_dims - self.value_dims)
+        return self.value_dims <= self.query_dims and saved > start * self.size * (self.plain_dims + self.value_dims)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:

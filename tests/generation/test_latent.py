@@ -1,0 +1,159 @@
+"""Latent attention in its two forms: which one a chunk of a prompt takes, and that both compute the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.generation import Completion, GenerationEngine
+from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache, blocks_of
+from hybrid_rlhf.generation.model import attention as attention_module
+from hybrid_rlhf.generation.model import cpu_kernels
+from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
+from hybrid_rlhf.generation.model.latent import LatentAttention
+from hybrid_rlhf.generation.model.layers import InferenceLinear, Norm
+from hybrid_rlhf.generation.weights.describe import describe
+from hybrid_rlhf.generation.weights.description import Latent
+from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.runtime.world import default_device
+from tests.support.families import variant
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
+from tests.support.triton_kernels import count_launches, layer_kernels
+
+DEEPSEEK_V3 = Latent(size=512, rotated_dims=64, plain_dims=128, value_dims=128, norm_eps=1e-6)
+MINICPM3 = Latent(size=256, rotated_dims=32, plain_dims=64, value_dims=64, norm_eps=1e-5)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "minicpm3"])
+def test_both_forms_compute_the_same(name: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of several lengths, in one chunk and in chunks after a prefix beside decoding rows; all in one form, each
+    in one of both, and in the plain form with one head or sequence at a time."""
+    if not kernels:
+        monkeypatch.setattr(cpu_kernels, "available", lambda: False)
+    model, sampling = variant(name), replace(SAMPLED, max_new_tokens=6, n=1)
+    forms = Counter[str]()
+
+    def counted(form: str) -> Any:
+        compute = getattr(LatentAttention, form)
+
+        def run(*given: Any) -> Tensor:
+            forms[form] += 1
+            computed: Tensor = compute(*given)
+            return computed
+
+        return run
+
+    for form in ("_plain", "_absorbed"):
+        monkeypatch.setattr(LatentAttention, form, counted(form))
+
+    def completions(expands: Any, **options: Any) -> list[list[Completion]]:
+        monkeypatch.setattr(Latent, "expands", expands)
+        engine = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, **options)
+        forms.clear()
+        return engine.generate(PROMPTS, sampling)
+
+    expected = completions(lambda kind, start, length: False)
+    assert forms["_absorbed"] and not forms["_plain"]
+    for expands, prefill_tokens, expanded_tokens in [
+        (lambda kind, start, length: True, 2048, 8192),
+        (lambda kind, start, length: True, 25, 0),
+        (lambda kind, start, length: length % 2 == 1, 25, 8192),
+    ]:
+        monkeypatch.setattr(attention_module, "_EXPANDED_TOKENS", expanded_tokens)
+        computed = completions(expands, prefill_tokens=prefill_tokens, max_batch_rows=3)
+        assert forms["_absorbed"] and forms["_plain"]
+        assert token_ids_of(computed) == token_ids_of(expected)
+        for ours, theirs in zip(computed, expected, strict=True):
+            logprobs, others = (torch.tensor(samples[0].logprobs) for samples in (ours, theirs))
+            torch.testing.assert_close(logprobs, others, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("forms", "expanded_tokens"), [("plain", 0), ("both", 8192), ("absorbed", 8192)])
+def test_a_layer_computes_with_kernels_what_it_does_without(
+    forms: str, expanded_tokens: int, everywhere: None, on_the_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoding row, a prompt, two chunks after prefixes of other lengths, and one token of a third."""
+    kernels = pytest.importorskip("hybrid_rlhf.generation.model.kernels")
+    chosen = {"plain": lambda *_: True, "absorbed": lambda *_: False, "both": lambda kind, start, length: length % 2}
+    monkeypatch.setattr(Latent, "expands", chosen[forms])
+    monkeypatch.setattr(attention_module, "_EXPANDED_TOKENS", expanded_tokens)
+    architecture, _ = describe(variant("deepseek_v3"))
+    split, kind = Split.of(architecture, 0, 1), architecture.latent
+    starts, lengths = [0, 16, 90, 5], [19, 6, 21, 1]
+    assert kind is not None
+    heads, width = len(split.heads), kind.size + kind.rotated_dims
+    torch.manual_seed(0)
+    down, q = torch.randn(20 + width, 32) / 32**0.5, torch.randn(heads * kind.query_dims, 20) / 20**0.5
+    layer = LatentAttention(
+        kind,
+        down=InferenceLinear(down, None, pack=False),
+        q_norm=Norm(torch.rand(20), None, architecture),
+        q=InferenceLinear(q, None, pack=False),
+        kv_norm=Norm(torch.rand(kind.size), None, architecture),
+        kv_up=torch.randn(heads * (kind.plain_dims + kind.value_dims), kind.size) / kind.size**0.5,
+    )
+    x, angles = torch.randn(1 + sum(lengths), 32), torch.randn(1 + sum(lengths), 1, kind.rotated_dims // 2)
+    table = torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1)
+    pages, before, computed = torch.randperm(40).int().view(1, 5, 8), torch.randn(40, 16, width), list[Tensor]()
+    for used in (None, kernels):
+        cache = KVCache(CacheLayout.of(architecture, split, 128), pages=40, dtype=torch.float32, device=x.device)
+        cache.of_layer(0)[1].copy_(before[:, :, None])
+        attention = Attention(architecture, split, cache, capacity_tokens=128, kernels=used)
+        rows, chunks = DecodeRows(pages[:, :1], torch.tensor([33]), 34), Chunks(pages[:, 1:], starts, lengths)
+        paged = attention.step(rows, chunks).latents(0)
+        assert bool(paged.expanded) == (forms != "absorbed")
+        computed.append(layer(x, table, paged))
+    torch.testing.assert_close(computed[1], computed[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [DEEPSEEK_V3, MINICPM3])
+def test_chunks_take_the_form_of_fewer_multiplications(kind: Latent) -> None:
+    """Of a head; a prompt takes the plain form, and a few tokens after a long prefix the absorbed one."""
+    up = kind.size * (kind.plain_dims + kind.value_dims)
+    for start in (0, 1, 15, 64, 1000, 30_000):
+        for length in (1, 2, 5, 64, 100, 180, 2048):
+            pairs = sum(start + place + 1 for place in range(length))
+            absorbed = length * up + pairs * (2 * kind.size + kind.rotated_dims)
+            plain = (start + length) * up + pairs * (kind.query_dims + kind.value_dims)
+            assert kind.expands(start, length) == (plain < absorbed)
+    assert kind.expands(0, 1) and kind.expands(30_000, 256) and not kind.expands(30_000, 8)
+    assert not replace(kind, value_dims=kind.query_dims + 1).expands(0, 100), "values have the room of keys"
+
+
+def test_keys_of_few_heads_or_sequences_are_expanded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than those of the new tokens; the prefix of 160 tokens has eight times the pages of its chunk."""
+    monkeypatch.setattr(Latent, "expands", lambda kind, start, length: length > 1)
+    monkeypatch.setattr(attention_module, "_EXPANDED_TOKENS", 0)
+    architecture, _ = describe(variant("deepseek_v3"))
+    split = Split.of(architecture, 0, 1)
+    cache = KVCache(CacheLayout.of(architecture, split, 256), pages=80, dtype=torch.float32, device=torch.device("cpu"))
+    pages = torch.randperm(80).int().view(1, 5, 16)
+    attention = Attention(architecture, split, cache, capacity_tokens=256)
+    starts, lengths = [0, 16, 160, 5], [20, 16, 20, 1]
+    step = attention.step(DecodeRows(pages[:, :1], torch.tensor([33]), 34), Chunks(pages[:, 1:], starts, lengths))
+    latents, new, heads = step.latents(0), 2 + 1 + 2, len(split.heads)
+    assert [(each.tokens, len(each.pages), each.heads_at_once) for each in latents.expanded] == [
+        (slice(1, 37), 4, heads * new // 4),
+        (slice(37, 57), blocks_of(180), heads * new // blocks_of(180)),
+    ]
+    sequences = [pages[0, 1, :2], pages[0, 2, :2], pages[0, 3, :12]]
+    assert torch.equal(torch.cat([each.pages for each in latents.expanded]), torch.cat(sequences).long())
+    assert latents.absorbed is not None and isinstance(latents.absorbed.tokens, Tensor)
+    assert latents.absorbed.tokens.tolist() == [0, 57]
+
+
+def test_a_prefill_launches_the_attention_of_plain_heads(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in each layer, for prompts of several lengths; it launched that of latents, with tiles of 32 queries."""
+    pytest.importorskip("triton")
+    model = variant("deepseek_v3").to(default_device())
+    engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
+    launched = count_launches(monkeypatch, *layer_kernels())
+    engine.generate(PROMPTS[:3], replace(SAMPLED, max_new_tokens=1, n=1))
+    assert launched.count("_attention_kernel") == model.config.num_hidden_layers
+    assert "_latent_kernel" not in launched
