@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +26,16 @@ from hybrid_rlhf.engines.checks.element_check import ElementCheck
 from hybrid_rlhf.engines.checks.weight_check import TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions, ModelEngine, Role
-from hybrid_rlhf.engines.partition import GatheredWeight, base_parameters, full_weights, gathered, has_partitions
+from hybrid_rlhf.engines.partition import base_parameters, full_weights, gathered, has_partitions
 from hybrid_rlhf.engines.residency.offload import OffloadedStates
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
-from hybrid_rlhf.engines.sampling_engine import groups_of, rollout_backend, rollout_drafter, rounds_otherwise
+from hybrid_rlhf.engines.sampling_engine import (
+    check_closed,
+    groups_of,
+    rollout_backend,
+    rollout_drafter,
+    rounds_otherwise,
+)
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
 from hybrid_rlhf.generation.backends.native import NativeBackend
@@ -50,7 +56,7 @@ BUCKET_ELEMENTS = 2**26
 
 @dataclass(frozen=True)
 class _KeptBackend:
-    """Inference weights, KV cache and CUDA graphs that stay in memory between rollouts."""
+    """Inference weights, KV cache and CUDA graphs that stay in memory between rollouts, or snapshots."""
 
     weight_version: int
     """Of the training weights at the last sync; -1 forces the next one."""
@@ -95,8 +101,9 @@ class HybridEngine(ModelEngine):
             rules = ResidencyRules.of_rollout(self._rollout, cuda=world.device.type == "cuda")
             residency = rules.actor(int(engine.zero_optimization_stage()), samples=samples)
         self._offloads_states = residency.visits("optimizer") or residency.visits("gradients")
-        # with a policy lag every snapshot has weights of its own
-        self._keeps = residency.stays("inference weights") and not self._rollout.policy_lag
+        # with a larger policy lag several snapshots are open at a time, each with weights of its own
+        self._keeps = residency.stays("inference weights") and self._rollout.policy_lag <= 1
+        self._snapshot: GenerationEngine | None = None
         self.generation_world = world.split(self._rollout.tensor_parallel if samples else 1)
         """The ranks that generate together, from the same prompts."""
         self.weight_sync_seconds = 0.0
@@ -220,6 +227,7 @@ class HybridEngine(ModelEngine):
             backend: GenerationBackend
             if self._inference_weights is not None:
                 backend = self._synced_backend()
+                backend.capture_in_runs()
             else:
                 backend = stack.enter_context(self._module_backend())
             self.module.eval()
@@ -229,6 +237,7 @@ class HybridEngine(ModelEngine):
                 tokenizer=tokenizer,
                 weight_version=self.weight_version,
                 drafter=self.drafter,
+                keeps_backend=self._kept is not None,
             )
             self.weight_sync_seconds += time.perf_counter() - start
             del backend
@@ -237,8 +246,6 @@ class HybridEngine(ModelEngine):
             finally:
                 left = time.perf_counter()
                 self.work = generation.work
-                if self._kept is not None:
-                    generation.detach_backend()
                 generation.close()
                 self.module.train(was_training)
         self.weight_sync_seconds += time.perf_counter() - left
@@ -249,32 +256,48 @@ class HybridEngine(ModelEngine):
         """An engine with a copy of the current weights, for another thread while training changes them; every rank
         must call.
 
+        With a policy lag of 1 the copy is kept: the next snapshot, or `inference` after this one has sampled, writes
+        newer weights into it, and CUDA graphs, which hold its addresses, are captured once per batch size, while no
+        thread samples. With a larger lag each snapshot has its own copy, and no CUDA graphs.
+
         Args:
             stop_token_ids: tokens that end every completion.
             tokenizer: for stop strings.
+
+        Raises:
+            RuntimeError: when an earlier snapshot with the same weights is not closed.
         """
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
         start = time.perf_counter()
-        decoder = self._build_decoder(can_view=lambda weight: weight.is_copy)
+        if self._keeps:
+            check_closed(self._snapshot)
+            backend = self._synced_backend()
+        else:
+            backend = rollout_backend(self._build_decoder(views=False), self._rollout, cuda_graphs=False)
         self.weight_sync_seconds += time.perf_counter() - start
-        return GenerationEngine(
-            rollout_backend(decoder, self._rollout, cuda_graphs=False),
+        backend.capture_between_runs()
+        self._snapshot = GenerationEngine(
+            backend,
             stop_token_ids=stop_token_ids,
             tokenizer=tokenizer,
             weight_version=self.weight_version,
             drafter=self.drafter,
+            keeps_backend=self._keeps,
         )
+        return self._snapshot
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
-        """While other weights than those of training are in place, under the same version: kept ones are not used."""
-        kept, self._kept = self._kept, None
+        """While other weights than those of training are in place, under the same version: kept ones are synced."""
+        self._force()
         try:
             yield
         finally:
-            if self._kept is not None:
-                self._kept.backend.close()
-            self._kept = None if kept is None else replace(kept, weight_version=-1)
+            self._force()
+
+    def _force(self) -> None:
+        if self._kept is not None:
+            self._kept = replace(self._kept, weight_version=-1)
 
     def _synced_backend(self) -> NativeBackend:
         """The backend of the current weights; synced only if they have changed, or were not kept."""
@@ -282,7 +305,11 @@ class HybridEngine(ModelEngine):
         if kept is not None and kept.weight_version == self.weight_version:
             return kept.backend
         self._kept = None
-        decoder = self._build_decoder(can_view=lambda weight: weight.is_persistent)
+        assert self._inference_weights is not None, "called for models with inference weights only"
+        if kept is not None and not self._inference_weights.in_place:
+            kept.backend.close()  # its weights are freed before newer ones are built
+            kept = None
+        decoder = self._build_decoder(views=not self._rollout.policy_lag)
         if kept is None:
             backend = rollout_backend(decoder, self._rollout)
         else:
@@ -292,12 +319,12 @@ class HybridEngine(ModelEngine):
             self._kept = _KeptBackend(self.weight_version, backend)
         return backend
 
-    def _build_decoder(self, *, can_view: Callable[[GatheredWeight], bool]) -> Decoder:
-        """The decoder of the current weights, checked; weights that `can_view` are not copied."""
+    def _build_decoder(self, *, views: bool) -> Decoder:
+        """The decoder of the current weights, checked; `views`: it may share the memory of training weights."""
         assert self._inference_weights is not None, "called for models with inference weights only"
         weights = full_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
         decoder = self._inference_weights.build(
-            (weight.name, value, can_view(weight))
+            (weight.name, value, weight.is_persistent if views else weight.is_copy)
             for weight, value in self._elements(weights, seed=self.weight_version)
         )
         start = time.perf_counter()

@@ -47,6 +47,12 @@ def rollout_drafter(rollout: RolloutConfig, architecture: ModelDescription | Non
     return Drafter(rollout.draft, draft_tokens=rollout.draft_tokens)
 
 
+def check_closed(snapshot: GenerationEngine | None) -> None:
+    """Raise RuntimeError if a snapshot, into whose weights newer ones are about to be written, may still sample."""
+    if snapshot is not None and not snapshot.is_closed:
+        raise RuntimeError("a snapshot is written to by the next one: close it first, or set a policy_lag of 2 or more")
+
+
 def groups_of(world: World, generation_world: World) -> tuple[int, int | None]:
     """How many tensor-parallel groups `world` has, and the number of this rank's; none: it has none."""
     together = generation_world.size
@@ -100,7 +106,7 @@ class SamplingEngine(Protocol):
         self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
     ) -> GenerationEngine | None:
         """An engine with the current weights, which stay as they are while training goes on; every rank of actor and
-        sampler calls.
+        sampler calls. With a policy lag of 1 it must be closed before the next one is made.
 
         Args:
             stop_token_ids: tokens that end every completion.

@@ -58,24 +58,26 @@ class GenerationEngine:
         drafter: Drafter | None = None,
         adapters: Sequence[str] = (),
         shared: SharedWeights | None = None,
+        keeps_backend: bool = False,
     ) -> None:
         """Wrap a backend; `from_pretrained` and `from_model` build one.
 
         Args:
-            backend: runs the model; closed with the engine.
+            backend: runs the model.
             stop_token_ids: tokens that end every completion.
             tokenizer: for stop strings.
             weight_version: recorded for every token.
             drafter: speculative decoding of all completions; none: only if `generate` receives one.
             adapters: names of the backend's adapters, in the order of their indices.
             shared: what gives the backend newer weights after its model was trained; none: the caller does.
+            keeps_backend: leave the backend open when the engine is closed, for a later engine.
         """
         self._backend: GenerationBackend | None = backend
         self.stop_token_ids = frozenset(stop_token_ids)
         self._tokenizer = tokenizer
         self.weight_version = weight_version
         self._drafter = drafter
-        self._shared = shared
+        self._shared, self._keeps_backend = shared, keeps_backend
         self.adapters = tuple(adapters)
         """Names of the adapters that a prompt may choose."""
         self._work_before, self._work = backend.work, DecodeWork()
@@ -197,6 +199,11 @@ class GenerationEngine:
         return self._backend
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it no longer generates."""
+        return self._backend is None
+
+    @property
     def max_positions(self) -> int | None:
         """Longest sequence that the model has positions for; none: no limit."""
         return self.backend.max_positions
@@ -315,14 +322,10 @@ class GenerationEngine:
 
     def close(self) -> None:
         """Release weights, cache and CUDA graphs. A `generate` that runs in another thread raises RuntimeError."""
-        if self._backend is not None:
-            self.detach_backend().close()
-
-    def detach_backend(self) -> GenerationBackend:
-        """Close this engine but not its backend, which a later engine may use."""
-        backend, self._work = self.backend, self.work
-        self._backend = None
-        return backend
+        self._work = self.work
+        backend, self._backend = self._backend, None
+        if backend is not None and not self._keeps_backend:
+            backend.close()
 
     def _run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
         if requests:

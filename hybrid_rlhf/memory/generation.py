@@ -205,7 +205,7 @@ def working_memory(
         kv_heads, width = max(s.kv_sizes, key=math.prod, default=(1, 0))
         splits = min(_MOST_SPLITS, _SPLIT_PROGRAMS // (rows * kv_heads))
         row += s.heads * splits * (width + 2) * _FLOAT32 if splits > 1 else 0.0
-        graphs = rollout.cuda_graphs and not rollout.policy_lag
+        graphs = rollout.cuda_graphs and rollout.policy_lag <= 1
     numbers = _ROW_NUMBERS + rollout.sampling.max_new_tokens
     table = _FLOAT64 * numbers + _FLOAT32 * blocks_of(capacity)
     return WorkingMemory(prefill, row, table, cuda_graphs=graphs, reserve=GRAPHS_BYTES if graphs else 0)

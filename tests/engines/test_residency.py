@@ -10,7 +10,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import ActorConfig, RLConfig
 from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.residency.rules import PHASES, Part, ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.engines.sampling_engine import rollout_backend
@@ -109,6 +109,9 @@ def test_there_are_no_cuda_graphs_where_the_setting_or_the_device_rules_them_out
     assert ResidencyRules.of_rollout(RolloutConfig(), cuda=True).cuda_graphs
     assert not ResidencyRules.of_rollout(RolloutConfig(cuda_graphs=False), cuda=True).cuda_graphs
     assert not ResidencyRules.of_rollout(RolloutConfig(), cuda=False).cuda_graphs
+    for lag in (1, 2):
+        ahead = RolloutConfig(async_sampling=AsyncSamplingConfig(policy_lag=lag))
+        assert ResidencyRules.of_rollout(ahead, cuda=True).cuda_graphs == (lag == 1)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -375,7 +375,7 @@ def sampled_by(generation: GenerationEngine | None) -> list[list[int]]:
 
 def snapshots(world: World, path: Path) -> tuple[list[Any], int, int]:
     """What a snapshot samples before and after updates, another one, rollouts, and one of other weights between."""
-    rollout = RolloutConfig(async_sampling=AsyncSamplingConfig(), kv_cache_gib=0.01)
+    rollout = RolloutConfig(async_sampling=AsyncSamplingConfig(policy_lag=2), kv_cache_gib=0.01)
     actor, sampler = build_separate(world, path, trains=1, rollout=rollout)
     first = sampler.snapshot(stop_token_ids=())
     told = [sampled_by(first)]
@@ -409,6 +409,40 @@ def test_snapshots_stay_and_other_weights_do_not(tmp_path: Path) -> None:
     assert before == still and second != before
     assert second == now == again and other != now
     assert all(syncs == version == 2 for _, syncs, version in of_ranks)
+
+
+def kept_snapshots(world: World, path: Path) -> tuple[list[Any], list[Any], str]:
+    """Tokens and places of snapshots that follow each other and of a rollout between; what a second open one says."""
+    torch.backends.mkldnn.enabled = False  # nothing is packed, as on a GPU
+    told, homes, error = [], [], ""
+    for lag in (1, 2):
+        rollout = RolloutConfig(async_sampling=AsyncSamplingConfig(policy_lag=lag), kv_cache_gib=0.01)
+        actor, sampler = build_separate(world, path, trains=1, rollout=rollout)
+        for step in range(3):
+            with sampler.inference(stop_token_ids=()) if step == 1 else nullcontext() as generation:
+                told.append(sampled_by(generation))
+            learn(actor)
+            found = sampler.snapshot(stop_token_ids=())
+            told.append(sampled_by(found))
+            if found is None:
+                continue
+            backend: Any = found.backend
+            if lag == 1:
+                homes.append((id(backend.workspace), backend.decoder._weights.layers[0].qkv.weight.data_ptr()))
+                with pytest.raises(RuntimeError) as caught:
+                    sampler.snapshot(stop_token_ids=())
+                error = str(caught.value)
+            found.close()
+    return told, homes, error
+
+
+def test_snapshots_of_a_policy_lag_of_one_are_written_into_the_same_weights(tmp_path: Path) -> None:
+    """Each had weights, KV cache and tables of its own, so that CUDA graphs would have been captured for each again."""
+    _, (told, homes, error) = run_ranks(kept_snapshots, 2, tmp_path / "ranks", folder_of("tied", tmp_path))
+    one, two = told[: len(told) // 2], told[len(told) // 2 :]
+    assert one == two and one[1] != one[-1], "the weights have changed"
+    assert len(homes) == 3 and len(set(homes)) == 1
+    assert "close it first" in error
 
 
 def refused(world: World, path: Path, rollout: RolloutConfig) -> str:

@@ -345,6 +345,22 @@ def test_graphs_of_a_workspace_are_captured_on_one_stream_which_the_next_reuses(
     assert FakeGraph.alive == 0
 
 
+def test_batch_sizes_are_captured_between_runs_where_a_run_must_not_capture(fake_cuda: list[Any]) -> None:
+    """While another thread uses the device, its synchronizations would invalidate a capture."""
+    held = capturing(rows=16)
+    assert held._graphs is not None
+    held.capture_in_steps(captures=False)
+    with torch.inference_mode():
+        for batch in (12, 4, 12, 2):
+            held._graphs(held.step, batch)
+    assert len(fake_cuda) == 2 and held._graphs.missing == {4, 12}
+    held.pages.fill_(1)  # of the last run, if it was stopped
+    for _ in range(2):
+        held.capture_missing()
+    assert [*held._graphs._captured] == [1, 2, 4, 12] and not held._graphs.missing and not held.pages.any()
+    assert len({id(stream) for stream in fake_cuda}) == 1 and len(fake_cuda) == 4
+
+
 def test_captures_are_counted_in_the_log(fake_cuda: list[Any], log_lines: list[str]) -> None:
     """The first rollout captures about twenty graphs, and looked hung."""
     capturing(rows=8)
@@ -408,16 +424,14 @@ def test_a_workspace_that_nobody_holds_is_freed_at_once(fake_cuda: list[Any]) ->
         gc.enable()
 
 
-def test_an_engine_closes_its_workspace_unless_its_backend_was_detached(fake_cuda: list[Any]) -> None:
-    for detached in (False, True):
+def test_an_engine_closes_its_workspace_unless_it_keeps_its_backend(fake_cuda: list[Any]) -> None:
+    for keeps in (False, True):
         held = capturing()
-        generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
-        backend = generation.backend
+        backend = GenerationEngine.from_model(tiny_model()).backend
         backend.workspace = held
-        if detached:
-            assert generation.detach_backend() is backend
+        generation = GenerationEngine(backend, keeps_backend=keeps)
         generation.close()
-        assert (held._graphs is None) != detached
+        assert generation.is_closed and (held._graphs is None) != keeps
 
 
 def test_a_weight_sync_keeps_the_workspace_of_the_same_decoder_only(fake_cuda: list[Any]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,11 +24,13 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch
 from hybrid_rlhf.generation.batching.requests import DecodeWork
+from hybrid_rlhf.generation.batching.workspace import Workspace, _Graphs
 from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
 from hybrid_rlhf.rl.rollouts.sampler import Pending, RolloutSampler
 from hybrid_rlhf.runtime.background import BackgroundCall
@@ -50,8 +52,13 @@ from tests.support.steps import write_rows
 STEPS, PER_STEP = 6, 2
 
 
+def lag_of(steps: int) -> AsyncSamplingConfig | None:
+    return AsyncSamplingConfig(policy_lag=steps) if steps else None
+
+
 def ahead_of(actor: HybridEngine, stream: RowStream, staleness: int, *, max_new_tokens: int = 8) -> AsyncSampler:
-    config = RolloutConfig(sampling=SamplingParams(n=2, max_new_tokens=max_new_tokens))
+    sampling = SamplingParams(n=2, max_new_tokens=max_new_tokens)
+    config = RolloutConfig(sampling=sampling, async_sampling=lag_of(staleness))
     sampler = RolloutSampler(actor, config, world=actor.world, stop_token_ids=(), seed=0, timers=Timers(actor.device))
     prompts = Dataset.from_list([{"input_ids": [5 + row, 7, 9]} for row in range(PROMPTS)])
     return AsyncSampler(
@@ -61,8 +68,10 @@ def ahead_of(actor: HybridEngine, stream: RowStream, staleness: int, *, max_new_
 
 def whose(world: World, path: str, staleness: int, stage: int, rank: int) -> list[tuple[int, float, float]]:
     """Of each step how many updates made the weights that sampled, how far its log-probs are from theirs, and from the
-    current ones; a rollout ahead samples only after the weights have changed."""
-    actor, stream = build_sampling_actor(world, path, stage=stage, rank=rank)
+    current ones; a rollout ahead samples only after the weights have changed. As on a GPU, nothing is packed, so that a
+    lag of 1 writes all weights in place."""
+    torch.backends.mkldnn.enabled = False
+    actor, stream = build_sampling_actor(world, path, stage=stage, rank=rank, async_sampling=lag_of(staleness))
     ahead = ahead_of(actor, stream, staleness)
     taken = []
     for step in range(1, STEPS + 1):
@@ -86,6 +95,82 @@ def whose(world: World, path: str, staleness: int, stage: int, rank: int) -> lis
         assert one.stale_updates(place) == place - version
         found.append((version, float(off[version][place]), float(off[place + 1][place])))
     return found
+
+
+class ReplayedOnCpu(_Graphs):
+    """CUDA graphs without CUDA, in all workspaces: a replay runs the step again, on what lies at its addresses."""
+
+    log: ClassVar[list[tuple[str, int, bool]]] = []
+    """What happened, with which batch size, and whether in the main thread."""
+
+    def __init__(self, rows: DecodeBatch, slots: torch.Tensor) -> None:
+        self._rows, self._captured, self.captures, self.missing = rows, {}, True, set()
+
+    def note(self, what: str, batch: int) -> None:
+        self.log.append((what, batch, threading.current_thread() is threading.main_thread()))
+
+    def __call__(self, step: Any, batch: int) -> torch.Tensor:
+        if batch not in self._captured and not self.captures:
+            self.note("launch", batch)
+        return super().__call__(step, batch)
+
+    def close(self) -> None:
+        self.note("close", 0)
+
+    def _capture(self, step: Any, batch: int) -> Any:
+        self.note("capture", batch)
+        saved, result = self._rows.save(), step(batch)
+        self._rows.restore(saved)
+
+        def replay() -> None:
+            self.note("replay", batch)
+            result.copy_(step(batch))
+
+        return SimpleNamespace(replay=replay), result
+
+
+def graphs_of_snapshots(world: World, path: str, cuda_graphs: bool, first_ahead: bool) -> tuple[list[Any], list[Any]]:
+    """The tokens of all steps, and what happened to graphs in each; `first_ahead`: a thread samples the first."""
+    torch.backends.mkldnn.enabled = False  # nothing is packed, as on a GPU
+    allocate = Workspace.__init__
+
+    def allocated(self: Workspace, *args: Any, cuda_graphs: bool = True, **named: Any) -> None:
+        allocate(self, *args, cuda_graphs=cuda_graphs, **named)
+        self._graphs = ReplayedOnCpu(self.rows, self.slots) if cuda_graphs else None
+
+    Workspace.__init__ = allocated  # type: ignore[method-assign]
+    actor, stream = build_sampling_actor(world, path, async_sampling=lag_of(1), cuda_graphs=cuda_graphs)
+    ahead, tokens, logs = ahead_of(actor, stream, 1), [], []
+    if first_ahead:
+        ahead.begin(0)
+    for step in range(1, STEPS + 1):
+        tokens.append(ahead.take(step)[1].input_ids.tolist())
+        logs.append(ReplayedOnCpu.log.copy())
+        ReplayedOnCpu.log.clear()
+        change_weights(actor, step)
+        ahead.begin(step)
+    actor.close()
+    return tokens, logs
+
+
+@pytest.mark.parametrize("first_ahead", [False, True])
+def test_graphs_of_snapshots_are_captured_once_and_replayed_with_new_weights(
+    first_ahead: bool, model_folder: Path, tmp_path: Path
+) -> None:
+    """Snapshots launched the kernels of each step one by one, in a workspace that each allocated."""
+    (tokens, logs), (launched, without) = (
+        run_ranks(graphs_of_snapshots, 1, tmp_path / str(graphs), str(model_folder), graphs, first_ahead)[0]
+        for graphs in (True, False)
+    )
+    assert tokens == launched
+    assert not any(without), "rollout.cuda_graphs false"
+    assert {what for what, _, _ in logs[0]} == ({"launch"} if first_ahead else {"capture", "replay"})
+    told = [event for log in logs for event in log]
+    captured = [batch for what, batch, _ in told if what == "capture"]
+    assert captured and len(set(captured)) == len(captured)
+    assert all(main for what, _, main in told if what == "capture"), "a thread that samples beside training must not"
+    assert [{what for what, _, _ in log} for log in logs[2:]] == [{"replay"}] * (STEPS - 2)
+    assert not any(main for log in logs[1:] for what, _, main in log if what == "replay")
 
 
 class Meeting:
@@ -179,7 +264,7 @@ def test_tokens_are_of_the_weights_that_they_say(
 
 def unchanged(world: World, path: str, staleness: int) -> list[dict[str, torch.Tensor]]:
     """All that is sampled while the weights stay as they are."""
-    actor, stream = build_sampling_actor(world, path)
+    actor, stream = build_sampling_actor(world, path, async_sampling=lag_of(staleness))
     ahead = ahead_of(actor, stream, staleness)
     found = []
     for step in range(1, STEPS + 1):
@@ -199,7 +284,7 @@ def test_sampling_ahead_gives_what_sampling_at_the_time_gives(model_folder: Path
 
 def stopped_early(world: World, path: str) -> str:
     """Why the rollout ahead of a loop that fails ends."""
-    actor, stream = build_sampling_actor(world, path)
+    actor, stream = build_sampling_actor(world, path, async_sampling=lag_of(1))
     ahead = ahead_of(actor, stream, 1, max_new_tokens=400)
     with contextlib.suppress(KeyError), ahead.running():
         ahead.take(1)

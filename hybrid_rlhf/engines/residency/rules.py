@@ -104,7 +104,7 @@ class ResidencyRules:
             rollout.policy_lag,
             optimizers_on_host,
             parameters_on_host,
-            cuda and rollout.cuda_graphs and not rollout.policy_lag,
+            cuda and rollout.cuda_graphs and rollout.policy_lag <= 1,
         )
 
     def actor(self, zero: int = 0, *, samples: bool = True) -> RoleResidency:

@@ -6,7 +6,8 @@ training model, and take the weights from a plane (plane.py). All ranks of both 
 the weights.
 
 Inference weights stay in memory between rollouts, unless `rollout.keep_weights` is false, and so do KV cache and CUDA
-graphs where no other role computes. What a snapshot samples with is never written to again.
+graphs where no other role computes. With a policy lag of 1 the next sync writes into the weights of a snapshot, which
+has sampled by then; with a larger one each snapshot has its own weights and cache, and no CUDA graphs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.checks.weight_check import Rerouted, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
-from hybrid_rlhf.engines.sampling_engine import groups_of, rollout_backend, rollout_drafter
+from hybrid_rlhf.engines.sampling_engine import check_closed, groups_of, rollout_backend, rollout_drafter
 from hybrid_rlhf.engines.separate.plane import PlaneSettings, TransferTimes, WeightPlane
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
@@ -81,8 +82,9 @@ class SeparateSampler:
             rules = ResidencyRules.of_rollout(self._rollout, cuda=world.device.type == "cuda")
             residency = rules.sampler(shares_ranks=False)
         self._keeps = residency.stays("inference weights")
-        # with a policy lag every snapshot has a cache of its own
-        self._keeps_cache = residency.stays("KV cache") and not self._rollout.policy_lag
+        # with a larger policy lag every snapshot has weights and a cache of its own
+        self._keeps_cache = residency.stays("KV cache") and self._rollout.policy_lag <= 1
+        self._snapshot: GenerationEngine | None = None
         self._backend: NativeBackend | None = None
         self.plane: WeightPlane | None = None
         """None on a rank with neither actor nor sampler."""
@@ -97,7 +99,7 @@ class SeparateSampler:
             "actor",
             "placement.sampler",
             dtype=DTYPES.get(rollout.dtype),
-            in_place=self._keeps and not rollout.policy_lag,
+            in_place=self._keeps and rollout.policy_lag <= 1,
             quantization=rollout.quantization,
             check_weights=check_weights,
         )
@@ -145,13 +147,14 @@ class SeparateSampler:
             return
         if self._backend is None:
             self._backend = rollout_backend(decoder, self._rollout)
+        self._backend.capture_in_runs()
         generation = self._generation(self._backend, stop_token_ids, tokenizer)
         del decoder
         try:
             yield generation
         finally:
             self.work = generation.work
-            generation.detach_backend()
+            generation.close()
             if not self._keeps_cache:
                 self._release_cache()
             if not self._keeps:
@@ -164,14 +167,24 @@ class SeparateSampler:
 
         Raises:
             UserError: as `inference`.
-            RuntimeError: on every rank, when the next sync may write into these weights.
+            RuntimeError: without a policy lag, or when an earlier snapshot with the same weights is not closed.
         """
-        if self._keeps and not self._rollout.policy_lag:
+        lag = self._rollout.policy_lag
+        if self._keeps and not lag:
             raise RuntimeError("a snapshot needs weights that the next sync leaves as they are: set async_sampling")
+        if lag == 1:
+            check_closed(self._snapshot)
         decoder = self._synced_decoder()
         if decoder is None:
             return None
-        return self._generation(rollout_backend(decoder, self._rollout, cuda_graphs=False), stop_token_ids, tokenizer)
+        if lag != 1:
+            backend = rollout_backend(decoder, self._rollout, cuda_graphs=False)
+            return self._generation(backend, stop_token_ids, tokenizer, keeps_backend=False)
+        if self._backend is None:
+            self._backend = rollout_backend(decoder, self._rollout)
+        self._backend.capture_between_runs()
+        self._snapshot = self._generation(self._backend, stop_token_ids, tokenizer)
+        return self._snapshot
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
@@ -187,6 +200,8 @@ class SeparateSampler:
         backend: NativeBackend,
         stop_token_ids: tuple[int, ...] | None,
         tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        keeps_backend: bool = True,
     ) -> GenerationEngine:
         plane = self.plane
         assert plane is not None, "called on ranks that sample only"
@@ -196,6 +211,7 @@ class SeparateSampler:
             tokenizer=tokenizer,
             weight_version=plane.version,
             drafter=self.drafter,
+            keeps_backend=keeps_backend,
         )
 
     def sync_ahead(self) -> contextlib.AbstractContextManager[TransferTimes | None]:
@@ -237,7 +253,7 @@ class SeparateSampler:
         self._release()
 
     def _release(self) -> None:
-        """Free inference weights, KV cache and CUDA graphs; a snapshot keeps its own."""
+        """Free inference weights, KV cache and CUDA graphs; a snapshot of a larger policy lag keeps its own."""
         self._release_cache()
         if self.plane is not None:
             self.plane.release()

@@ -106,13 +106,13 @@ class NativeBackend:
             prefill_tokens: prompt tokens of one prefill, fewer if memory is short; none: 2048 on a CPU and in open
                 batches, 16384 on a GPU.
             cuda_graphs: capture decoding steps in CUDA graphs on a GPU. While a graph is captured, no other thread may
-                use the device.
+                use the device; see `capture_between_runs`.
         """
         self._decoder: Decoder | None = decoder
         self._max_batch_rows, self._kv_cache_gib = max_batch_rows, kv_cache_gib
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[decoder.world.device.type]
         self._open_prefill_tokens = prefill_tokens or OPEN_PREFILL_TOKENS
-        self._cuda_graphs = cuda_graphs
+        self._cuda_graphs, self._captures_in_runs = cuda_graphs, True
         if decoder.world.device.type == "cuda":
             log_compilation()
         self.max_positions = decoder.architecture.max_positions
@@ -148,6 +148,25 @@ class NativeBackend:
         elif self.held is not None:
             self.held.pool.forget_prefixes()
         self._decoder = decoder
+
+    def capture_in_runs(self) -> None:
+        """From now on a decoding step is captured in a CUDA graph when its batch size first occurs; the default."""
+        self._set_captures(in_runs=True)
+
+    def capture_between_runs(self) -> None:
+        """Capture the batch sizes of earlier runs in CUDA graphs now, and none in later runs.
+
+        For runs in a thread beside another one that uses the device: the latter calls this before each of them. The
+        first run launches all kernels one by one.
+        """
+        self._set_captures(in_runs=False)
+        if self.workspace is not None:
+            self.workspace.capture_missing()
+
+    def _set_captures(self, *, in_runs: bool) -> None:
+        self._captures_in_runs = in_runs
+        if self.workspace is not None:
+            self.workspace.capture_in_steps(captures=in_runs)
 
     def run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
         """See GenerationBackend."""
@@ -292,6 +311,7 @@ class NativeBackend:
             capacity_tokens=capacity,
             cuda_graphs=self._cuda_graphs,
         )
+        self.workspace.capture_in_steps(captures=self._captures_in_runs)
         return self.workspace
 
     def _sequences(

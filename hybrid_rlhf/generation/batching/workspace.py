@@ -59,7 +59,7 @@ class Workspace:
             rows: most completions decoded together.
             capacity_tokens: of the longest sequence.
             cuda_graphs: capture decoding steps in CUDA graphs on a GPU. While a graph is captured, no other thread may
-                use the device.
+                use the device; see `capture_in_steps`.
         """
         device = decoder.world.device
         self.decoder, self.cache, self.capacity_tokens = decoder, cache, capacity_tokens
@@ -91,6 +91,19 @@ class Workspace:
     def most_rows(self) -> int:
         """Most completions decoded together."""
         return self.pages.shape[1]
+
+    def capture_in_steps(self, *, captures: bool) -> None:
+        """Whether a step is captured when its batch size first occurs; if not, its kernels are launched one by one, in
+        the same batch size, until `capture_missing`."""
+        if self._graphs is not None:
+            self._graphs.captures = captures
+
+    @torch.inference_mode()
+    def capture_missing(self) -> None:
+        """Capture the steps of all batch sizes that occurred and were not captured; between two runs."""
+        if self._graphs is not None and self._graphs.missing:
+            self.clear()
+            self._graphs.capture_missing(self.step)
 
     def close(self) -> None:
         """Release the CUDA graphs and their memory; the rest is freed with the last reference. Idempotent."""
@@ -256,22 +269,43 @@ class _Graphs:
     another workspace must not use the same stream. The step is passed in each call, because storing it would make a
     reference cycle with the workspace, which owns these graphs. The step that is run before a capture changes no state
     of a row: all have slot 0 meanwhile.
+
+    A thread that samples while another one trains on the device may replay graphs but not capture them. A device
+    synchronization in any thread invalidates a capture in any mode (CUDA programming guide, "Prohibited and unhandled
+    operations"), and DeepSpeed makes one in each micro-batch; and while a capture is underway, torch's allocator raises
+    out-of-memory errors in all threads where it would otherwise free its cached memory and try again. Such a thread
+    sets `captures` to false, and the thread that trains captures between two runs. A replay is a launch in the current
+    stream of its thread: it draws no numbers from torch's generator, and its memory pool is used by nothing else.
     """
 
     def __init__(self, rows: DecodeBatch, slots: Tensor, device: torch.device) -> None:
         self._rows, self._slots, self._idle = rows, slots, _IDLE_STREAMS[device]
         self._stream = self._idle.pop() if self._idle else torch.cuda.Stream(device)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.captures = True
+        """Whether a call captures a batch size that is new."""
+        self.missing: set[int] = set()
+        """Batch sizes that occurred meanwhile."""
         sizes = {_graph_rows(batch, len(rows)) for batch in range(1, len(rows) + 1)}
         self._log = PreparationLog("CUDA graphs captured, one per batch size", most=len(sizes))
 
     def __call__(self, step: Step, batch: int) -> Tensor:
         """Run a step; the next call overwrites the result."""
         if batch not in self._captured:
+            if not self.captures:
+                self.missing.add(batch)
+                return step(batch)
             self._captured[batch] = self._capture(step, batch)
+            self.missing.discard(batch)
         graph, result = self._captured[batch]
         graph.replay()
         return result
+
+    def capture_missing(self, step: Step) -> None:
+        """Capture them, in the same order on all ranks that compute a step together."""
+        for batch in sorted(self.missing):
+            self._captured[batch] = self._capture(step, batch)
+        self.missing.clear()
 
     def close(self) -> None:
         """Destroy the graphs, which frees their memory, and release the stream for reuse."""

@@ -132,7 +132,7 @@ class RolloutSampler:
             part: of a partial rollout: its prompts are those in flight that it finishes, by their places in `groups`.
         """
         mine = self._assigned(prompts, step, first, greedy, part)
-        with self._in_turn(), self.sampler.inference(**self._stop) as generation:
+        with self._in_turn(), self.sampler.inference(**self._stop) as generation, self._in_sampling_stream():
             sampled = self._sample(generation, mine, self._timers, self._progress(mine, step, shown_as), part)
         sampler = self.sampler
         cost = SamplingCost(0.0, sampler.work, sampler.weight_sync_seconds, sampler.weight_check_seconds)
@@ -165,13 +165,11 @@ class RolloutSampler:
             with turn:
                 if generation is None:
                     return ([], []), SamplingCost()
-                with self._stream.after(copied):
+                with contextlib.closing(generation), self._stream.after(copied):
                     start = time.perf_counter()
                     timers = Timers(torch.device("cpu"))  # without synchronization with training
                     sampled = self._sample(generation, mine, timers, self._progress(mine, step), part)
-                    cost = SamplingCost(time.perf_counter() - start, generation.work)
-            generation.close()
-            return sampled, cost
+                    return sampled, SamplingCost(time.perf_counter() - start, generation.work)
 
         return Pending(generation, BackgroundCall(in_thread, device=self.sampler.device), part is not None)
 
@@ -218,6 +216,11 @@ class RolloutSampler:
                 ended.set()
 
         return turn()
+
+    def _in_sampling_stream(self) -> contextlib.AbstractContextManager[None]:
+        """With a policy lag, the stream of the sampling threads: freed memory is reused only in the stream that
+        allocated it, and a KV cache may outlive a call and be used in both."""
+        return self._stream.after(self._stream.position()) if self._config.policy_lag else contextlib.nullcontext()
 
     def _params(self, step: int, index: int) -> SamplingParams:
         return replace(self._config.sampling, seed=derive_seed(self._seed, step, index))
