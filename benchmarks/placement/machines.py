@@ -23,7 +23,7 @@ Written by `python -m benchmarks.placement.machines`. All curves are modelled fr
 (`hybrid_rlhf/placement/machines/datasheets.py`); no figure here is measured. PPO, one update per rollout, gradient
 checkpointing, prompts of 512 tokens, completions of up to 1,024 tokens with a mean of 400 (log-normal). Critic, reward
 model and reference have the actor's dimensions, except where a title says otherwise. Each table has the best plan of
-each style, fastest first; below it, the best of all. `zero.offload_optimizer` stands for the key of actor and critic.
+each style, fastest first; below it, the best of all. The critic follows `actor.zero`.
 """
 MACHINES = {
     "One 24 GB GPU (RTX 4090), 1B": Setting("4090", 1, "llama-1b", "llama-1b", 64, 512, 1024, 400.0),

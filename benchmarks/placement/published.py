@@ -212,7 +212,8 @@ def _words(candidate: Candidate) -> Iterator[str]:
             zero = f" ZeRO-{role.zero}" if name == "actor" else ""
             together = f" TP {role.tensor_parallel}" if role.tensor_parallel > 1 else ""
             yield f"{name} {len(role.ranks)}{zero}{together}"
-    yield from (f"`{key}`" for key in plan.settings(RLConfig()))
+    shown = ("rollout.tensor_parallel", "actor.zero.stage")
+    yield from (f"`{key}`" for key in plan.settings(RLConfig()) if key not in shown)
 
 
 def _tell(lines: list[str]) -> None:

@@ -278,6 +278,15 @@ def test_a_section_of_the_launcher_is_an_option_of_the_plan(shape: str, capsys: 
     assert json.loads(section) == json.loads(key) != json.loads(printed(own, capsys)[0])
 
 
+def test_the_assumed_machine_is_an_option_of_every_plan(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside plan_device_gib, plan_ranks was no option of a plan of one step."""
+    machine = ["--plan_device_gib", "24", "--plan_ranks", "2", "--json"]
+    alone, code = printed(["sft", "--model.path", shape, "--zero.stage", "2", *machine], capsys)
+    inside, _ = printed(["--base_model", shape, "--steps", "sft", "--sft.zero.stage", "2", *machine], capsys)
+    one, _ = printed(["sft", "--model.path", shape, "--zero.stage", "2", *machine[:2], "--json"], capsys)
+    assert code == 0 and json.loads(alone) == json.loads(inside) != json.loads(one)
+
+
 def test_a_step_that_does_not_fit_is_advised_in_its_own_keys(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     text, code = printed(["sft", "--model.path", shape, "--plan_device_gib", "3.5"], capsys)
     assert (

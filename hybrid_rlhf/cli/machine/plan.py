@@ -56,7 +56,7 @@ _STEPS: dict[str, type] = {
     "preference": PreferenceStepConfig,
     "rl": RLConfig,
 }
-_OWN = {"plan_device_gib"} | (
+_OWN = {"plan_device_gib", "plan_ranks"} | (
     {each.name for each in fields(PlanConfig)} - {each.name for each in fields(PipelineConfig)}
 )
 """Options of the plan on the line of a single step; those of `launcher` are too."""
