@@ -425,17 +425,20 @@ class _ExpandedChunks:
 
     def __init__(self, attention: Attention, chunks: Chunks, tokens: slice | Tensor, *, most_pages: int) -> None:
         """Args: what steps share, the chunks, their tokens, and for how many pages all heads are expanded at once."""
-        device, self._tokens = chunks.pages.device, tokens
+        self._tokens = tokens
+        device = chunks.pages.device
         counts = [blocks_of(start + length) for start, length in zip(chunks.starts, chunks.lengths, strict=True)]
         found = [[sequence, block] for sequence, count in enumerate(counts) for block in range(count)]
         sequences, blocks = to_device(found, device).unbind(1)
         self._pages = chunks.pages[:, sequences, blocks].long()
         firsts = torch.tensor([0, *accumulate(counts[:-1])])
         own = to_device(firsts[None, :, None] + torch.arange(max(counts)), device, torch.int32)
-        expanded, by_kernel = Chunks(own, chunks.starts, chunks.lengths), attention.kernels not in (None, cpu_kernels)
-        self._part: _Part = (
-            PagedKernel(attention, None, expanded, expanded=True) if by_kernel else ChunkAttention(attention, expanded)
-        )
+        expanded = Chunks(own, chunks.starts, chunks.lengths)
+        self._part: _Part
+        if attention.kernels in (None, cpu_kernels):
+            self._part = ChunkAttention(attention, expanded)
+        else:
+            self._part = PagedKernel(attention, None, expanded, expanded=True)
         self._heads = [max(1, group * most_pages // len(found)) for group in attention.groups]
 
     def of_layer(self, kind: int, table: int) -> ExpandedChunks:

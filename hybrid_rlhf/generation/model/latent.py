@@ -154,7 +154,8 @@ class LatentAttention:
 
     def _plain(self, queries: Tensor, table: Table, chunks: ExpandedChunks, paged: PagedLatents) -> Tensor:
         """Values [n, A, V] of chunks in the plain form."""
-        kind, (queries, table) = self._kind, _of_tokens(queries, table, chunks.tokens)
+        kind = self._kind
+        queries, table = _of_tokens(queries, table, chunks.tokens)
         plain, turned = queries.split([kind.plain_dims, kind.rotated_dims], dim=-1)
         queries = torch.cat([turned, plain], dim=-1)
         if table is not None:
