@@ -191,10 +191,6 @@ def test_a_batch_that_ends_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> No
     batch.close()
 
 
-class Poisoned(Exception):
-    """What decoding raises with a poisoned request."""
-
-
 def poison(monkeypatch: pytest.MonkeyPatch, seeds: set[int], *, after: int) -> None:
     """Let decoding fail with requests of some seeds, at a token."""
     append = Request.append
@@ -202,7 +198,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, seeds: set[int], *, after: int) -> N
     def failing(request: Request, *values: float) -> None:
         append(request, *values)  # type: ignore[arg-type]
         if request.params.seed in seeds and len(request.token_ids) > after:
-            raise Poisoned
+            raise ArithmeticError
 
     monkeypatch.setattr(Request, "append", failing)
 
@@ -255,7 +251,7 @@ def test_requests_that_fail_together_alone_end(monkeypatch: pytest.MonkeyPatch) 
 
     def failing(batch: ContinuousBatch, drafts: list[list[int]] | None) -> None:
         if len(batch._waiting) + len(batch._live) > 1:
-            raise Poisoned
+            raise ArithmeticError
         launch(batch, drafts)
 
     monkeypatch.setattr(ContinuousBatch, "_launch", failing)
@@ -263,7 +259,7 @@ def test_requests_that_fail_together_alone_end(monkeypatch: pytest.MonkeyPatch) 
         submission = batch.submit(PROMPTS[:2], SamplingParams(max_new_tokens=20, seed=1), steps.put)
         while steps.get(timeout=60):
             pass
-        assert isinstance(submission.error, Poisoned) and batch.failure is None
+        assert isinstance(submission.error, ArithmeticError) and batch.failure is None
         assert len(completed(batch, PROMPTS[:1], SamplingParams(max_new_tokens=5))[0][0]) <= 5
 
 
