@@ -16,14 +16,7 @@ from hybrid_rlhf.runtime.observability.display import StepDisplay
 from hybrid_rlhf.runtime.observability.formatting import format_clock, format_duration, format_value
 from hybrid_rlhf.runtime.observability.logs import setup_logging
 from hybrid_rlhf.runtime.world import solo_world
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
+from tests.support.clock import Clock
 
 
 def test_each_step_is_a_line_with_the_remaining_time(log_lines: list[str]) -> None:

@@ -9,15 +9,8 @@ import torch
 
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.run import start_run
+from tests.support.clock import Clock
 from tests.support.runs import sft_config
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 def test_long_work_logs_its_progress(log_lines: list[str]) -> None:
