@@ -16,11 +16,11 @@ from hybrid_rlhf.runtime.observability.display import StepDisplay
 from hybrid_rlhf.runtime.observability.formatting import format_clock, format_duration, format_value
 from hybrid_rlhf.runtime.observability.logs import setup_logging
 from hybrid_rlhf.runtime.world import solo_world
-from tests.support.clock import Clock
+from tests.support.clock import ManualClock
 
 
 def test_each_step_is_a_line_with_the_remaining_time(log_lines: list[str]) -> None:
-    clock = Clock()
+    clock = ManualClock()
     with StepDisplay("sft", total_steps=5, every=2, clock=clock) as display:
         for step in range(1, 6):
             clock.seconds += 100
@@ -30,7 +30,7 @@ def test_each_step_is_a_line_with_the_remaining_time(log_lines: list[str]) -> No
 
 
 def test_the_estimate_follows_the_last_steps_of_this_process(log_lines: list[str]) -> None:
-    clock = Clock()
+    clock = ManualClock()
     with StepDisplay("ppo", total_steps=1000, done_steps=900, clock=clock) as display:
         for step in range(901, 931):
             clock.seconds += 1000 if step < 905 else 3
@@ -41,7 +41,7 @@ def test_the_estimate_follows_the_last_steps_of_this_process(log_lines: list[str
 
 def test_a_terminal_of_80_columns_shows_every_figure() -> None:
     """On 80 columns the step, total, times, speed and metric once gave way to the metrics."""
-    clock, shown = Clock(), io.StringIO()
+    clock, shown = ManualClock(), io.StringIO()
     console = Console(file=shown, force_terminal=True, width=80)
     metrics = {"preference/accuracy": 0.67134, "lr": 1e-5, "perf/tokens_per_second": 148670.3, "eval/loss": 2.0}
     with StepDisplay("preference", total_steps=20000, console=console, clock=clock) as display:

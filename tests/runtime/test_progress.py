@@ -9,12 +9,12 @@ import torch
 
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.run import start_run
-from tests.support.clock import Clock
+from tests.support.clock import ManualClock
 from tests.support.runs import sft_config
 
 
 def test_long_work_logs_its_progress(log_lines: list[str]) -> None:
-    clock = Clock()
+    clock = ManualClock()
     progress = ProgressLog("reference log-probs", total=4000, clock=clock)
     for _ in range(500):
         clock.seconds += 0.75
@@ -28,7 +28,7 @@ def test_long_work_logs_its_progress(log_lines: list[str]) -> None:
 
 
 def test_short_work_logs_nothing(log_lines: list[str]) -> None:
-    clock = Clock()
+    clock = ManualClock()
     progress = ProgressLog("evaluation", total=10, clock=clock)
     for _ in progress.track(range(10)):
         clock.seconds += 0.49
@@ -36,7 +36,7 @@ def test_short_work_logs_nothing(log_lines: list[str]) -> None:
 
 
 def test_work_of_unknown_size_ends_with_its_count(log_lines: list[str]) -> None:
-    clock = Clock()
+    clock = ManualClock()
     for _ in ProgressLog("tokenising rows.json", total=None, clock=clock).track(range(30)):
         clock.seconds += 1.0
     assert log_lines[0] == "tokenising rows.json: 5 rows, 1 rows/s"
@@ -44,7 +44,7 @@ def test_work_of_unknown_size_ends_with_its_count(log_lines: list[str]) -> None:
 
 
 def test_the_total_is_logged_once(log_lines: list[str]) -> None:
-    clock = Clock()
+    clock = ManualClock()
     progress = ProgressLog("evaluation", total=2, unit="completions", clock=clock)
     for count in (0, 1, 1, 0, 0):
         clock.seconds += 6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Clock:
+class ManualClock:
     """Returns the seconds that it has been given."""
 
     def __init__(self) -> None:
