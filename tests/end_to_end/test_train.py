@@ -129,9 +129,14 @@ def test_json_is_all_that_is_on_standard_output(finished: tuple[Path, list[str],
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{\n')
     more = ["--steps", "sft", "--output_dir", str(tmp_path / "out"), "--data.sources", str(tmp_path / "bad.jsonl")]
     failed = run_python([*line, *more])
-    assert failed.returncode == 2 and "bad.jsonl:2: a line must be JSON" in failed.stderr
+    assert failed.returncode == 2
     found = json.loads(failed.stdout)
     assert found["error"].startswith("step sft: ") and "bad.jsonl:2: a line must be JSON" in found["error"]
+    module = ["--sft.lora.rank", "2", "--sft.lora.target_modules", "[nothing]"]
+    failed = run_python([*line, "--steps", "sft", "--output_dir", str(tmp_path / "out"), *module])
+    assert failed.returncode == 2 and "does not fit" in failed.stderr
+    found = json.loads(failed.stdout)
+    assert found["error"].startswith("step sft: ") and "does not fit" in found["error"]
     assert found["log"] == str(tmp_path / "out" / "logs" / "step1_sft.log")
 
 
@@ -240,7 +245,7 @@ def test_a_failing_step_is_reported_with_its_command_first_error_and_last_lines(
 MISTAKES = {
     "missing file": (["--data.sources", "absent.jsonl"], "absent.jsonl does not exist"),
     "no model": (["--model.path", "absent/x/y"], "absent/x/y is none"),
-    "unknown key": (["--train.batch", "3"], "the nearest is"),
+    "unknown key": (["--train.batch", "3"], "give train.global_batch_size"),
     "sizes that do not divide": (["--train.micro_batch_size", "3"], "the nearest are 3 and 6"),
     "too few rows": (["--train.global_batch_size", "64"], "batch of 64 rows, got "),
     "no deepspeed json": (["--deepspeed_config", "absent.json"], "absent.json does not exist"),

@@ -15,9 +15,9 @@ BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(f"a{i}: &a{i} [{','.join([f'*a{
 LINES = [
     ("sft", ["--optimiser.lr", "1"], ["--optimiser.lr", "nearest is optimizer.lr"]),
     ("sft", ["--lr", "1"], ["--lr", "nearest is optimizer.lr"]),
-    ("sft", ["--train.batch_size", "1"], ["--train.batch_size", "nearest is train.micro_batch_size"]),
+    ("sft", ["--train.batch_size", "1"], ["--train.batch_size", "give train.global_batch_size"]),
     ("sft", ["--Seed", "1"], ["--Seed", "nearest is seed"]),
-    ("sft", ["--"], ["--", "nearest is zero.stage"]),
+    ("sft", ["--"], ["--", "--help lists"]),
     ("sft", ["-x"], ["got '-x'", "--help"]),
     ("sft", [""], ["got ''", "--help"]),
     ("sft", ["seed=3"], ["got 'seed=3'", "--help"]),
@@ -258,7 +258,7 @@ LINES = [
     (
         "generate",
         ["--path", "m", "--input", "x", "--output", "y", "--sampling.seed", "-2"],
-        ["sampling.seed", "0 or more", "got -2", "42"],
+        ["sampling.seed", "0 or more", "got -2"],
     ),
     (
         "generate",

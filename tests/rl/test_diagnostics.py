@@ -10,8 +10,6 @@ import torch
 
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.loop.setup import start_step
 from hybrid_rlhf.rl.build import plan_step
 from hybrid_rlhf.rl.metrics import _equal_groups, evaluation_metrics
 from hybrid_rlhf.rl.roles import place_roles
@@ -64,23 +62,6 @@ def test_a_biased_correction_is_reported(
         plan_step(config, run, place_roles(config, run, "actor"))
     warned = [text for text in "".join(capfd.readouterr()).splitlines() if "algorithm.correction weighs" in text]
     assert len(warned) == len(cases) and all(case in text for case, text in zip(cases, warned, strict=True))
-
-
-def test_the_log_tells_the_rate_of_adapters(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path
-) -> None:
-    def told(*line: str) -> list[str]:
-        kind = RLConfig if any("actor" in word for word in line) else SFTConfig
-        config = parse_config(kind, [*line, "--output_dir", str(tmp_path / str(len(line) + len(str(line))))])
-        with start_run(config) as run:
-            start_step(config, run, str(model_folder))
-        return [text for text in "".join(capfd.readouterr()).splitlines() if "with adapters" in text]
-
-    (line,) = told("--lora.rank", "16")
-    assert line.endswith("optimizer.lr is 0.0002, the default with adapters: ten times the 2e-05 of all weights")
-    assert not told("--lora.rank", "16", "--optimizer.lr", "1e-4") and not told()
-    both = told("--actor.lora.rank", "4", "--critic.lora.rank", "4")
-    assert [text.split(" is ")[0].split()[-1] for text in both] == ["actor.optimizer.lr", "critic.optimizer.lr"]
 
 
 def test_groups_of_equal_scores_are_counted() -> None:

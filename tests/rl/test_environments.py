@@ -176,7 +176,8 @@ def test_an_episode_is_what_was_sampled_and_what_was_told(kind: Any, world: Worl
         for before, after in zip(runs, runs[1:], strict=False):
             said = tokenizer.decode([ids[position] for position in before], skip_special_tokens=True)
             between = tokenizer.decode(ids[before[-1] + 1 : after[0]])
-            assert between == f"<|im_end|>\n<|im_start|>tool\n{len(said)}<|im_end|>\n<|im_start|>assistant\n"
+            end = "" if ids[before[-1]] in STOP else "<|im_end|>"
+            assert between == f"{end}\n<|im_start|>tool\n{len(said)}<|im_end|>\n<|im_start|>assistant\n"
         assert int(rollout.lengths[place]) == runs[-1][-1] + 1, "it ends with the actor's own words"
         ended = len(runs) == wanted and ids[runs[-1][-1]] in STOP
         assert bool(rollout.stopped[place]) == ended

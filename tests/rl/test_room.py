@@ -70,7 +70,8 @@ def test_one_line_says_where_it_does_not_fit_and_by_how_much(placement: str, mod
 
 
 def test_the_settings_of_the_advice_fit(model_folder: Path) -> None:
-    config = config_of(model_folder, "interleaving")
+    # the room for CUDA graphs is larger than all else of a tiny model, and no setting of the advice changes it
+    config = config_of(model_folder, "interleaving", "--rollout.cuda_graphs", "false")
     machine = Device(GPU, 2, 0.95 * max(needed(config, 2).values()))
     fault = misfit(config, placed(config, 2), machine)
     assert fault is not None and ": set --" in fault

@@ -143,7 +143,7 @@ MISTAKES = {
     "it out",
     "--algorithm ipo --algorithm.undesirable_weight 2": "algorithm ipo has no key "
     "algorithm.undesirable_weight (kto has), got 2: leave it out",
-    "--algorithm ppo": "algorithm must be one of dpo, cdpo, ipo, hinge, simpo, orpo, kto, got ppo: the nearest is ipo",
+    "--algorithm ppo": "algorithm must be one of dpo, cdpo, ipo, hinge, simpo, orpo, kto, got ppo: the nearest is dpo",
 }
 
 
