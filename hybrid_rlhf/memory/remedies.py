@@ -248,7 +248,9 @@ def _changes(config: AnyStep, machine: Device) -> Iterator[_Change]:
     yield from _engine_changes(config, machine.ranks)
     if isinstance(config, RLConfig):
         most = config.rollout.kv_cache_gib
-        sizes = [each for each in (8.0, 4.0, 2.0, 1.0, 0.5) if most is None or most > each]
+        # without a size the cache takes what is left, which on a small device is less than a size that is set
+        limit = machine.device_bytes / 2**30 / 4 if most is None else most
+        sizes = [each for each in (8.0, 4.0, 2.0, 1.0, 0.5) if each < limit]
         yield _Change("rollout.kv_cache_gib", tuple({"rollout.kv_cache_gib": each} for each in sizes))
         for key in ("offload_frozen", "offload_states"):
             if not getattr(config.rollout, key):
