@@ -24,7 +24,7 @@ from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.configs.sections.placement import Placement, adapts
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
-from hybrid_rlhf.data.loaders import RowStream
+from hybrid_rlhf.data.loaders import FEW_UPDATES, RowStream
 from hybrid_rlhf.data.tokenized import TokenizedData, load_prompt_data, load_ptx_data
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import ModelEngine
@@ -247,6 +247,9 @@ class _SessionBuilder:
         prompts, ptx = self._data
         stream = RowStream(len(prompts.train), epochs=config.train.epochs, seed=config.seed)
         steps = total_steps(config, stream)
+        few_updates = few_updates_text(config, len(prompts.train))
+        if few_updates and run.world.is_main:
+            logger.warning(few_updates)
         environments = build_runner(
             config.environment,
             rollout=config.rollout,
@@ -314,6 +317,20 @@ def total_steps(config: RLConfig, stream: RowStream) -> int:
     size = config.rollout.prompts_per_step
     steps = -(-stream.left // size) if config.algorithm.dynamic_sampling is not None else stream.left // size
     return steps if config.train.max_steps is None else min(steps, config.train.max_steps)
+
+
+def few_updates_text(config: RLConfig, prompts: int) -> str:
+    """That an epoch has fewer updates than most data sets need, and the rollout size that gives more; empty: it has
+    enough."""
+    size, per_rollout = config.rollout.prompts_per_step, config.algorithm.epochs * config.algorithm.mini_batches
+    updates = prompts // size * per_rollout
+    smaller = max(1, prompts // -(-FEW_UPDATES // per_rollout))
+    if updates >= FEW_UPDATES or smaller >= size:
+        return ""
+    return (
+        f"an epoch of {prompts:,} prompts has only {updates} update{'s' * (updates != 1)}, {per_rollout} in each "
+        f"rollout of {size} prompts: rollout.prompts_per_step {smaller} gives {prompts // smaller * per_rollout}"
+    )
 
 
 def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:

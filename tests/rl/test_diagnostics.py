@@ -10,7 +10,7 @@ import torch
 
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.rl.build import plan_step
+from hybrid_rlhf.rl.build import few_updates_text, plan_step
 from hybrid_rlhf.rl.metrics import _equal_groups, evaluation_metrics
 from hybrid_rlhf.rl.roles import place_roles
 from hybrid_rlhf.rl.rollouts.score_scaling import ScoreScaling
@@ -62,6 +62,27 @@ def test_a_biased_correction_is_reported(
         plan_step(config, run, place_roles(config, run, "actor"))
     warned = [text for text in "".join(capfd.readouterr()).splitlines() if "algorithm.correction weighs" in text]
     assert len(warned) == len(cases) and all(case in text for case, text in zip(cases, warned, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "size", "text"),
+    [
+        (
+            600,
+            256,
+            "an epoch of 600 prompts has only 8 updates, 4 in each rollout of 256 prompts: "
+            "rollout.prompts_per_step 200 gives 12",
+        ),
+        (300, 256, "an epoch of 300 prompts has only 4 updates, 4 in each rollout of 256 prompts: "),
+        (768, 256, ""),
+        (38, 1, ""),
+    ],
+)
+def test_few_updates_of_rl_are_named_with_the_rollout_that_gives_more(prompts: int, size: int, text: str) -> None:
+    """120 prompts of a first trial were one rollout, without a word."""
+    config = parse_config(RLConfig, ["--rollout.prompts_per_step", str(size), "--algorithm.mini_batches", "4"])
+    found = few_updates_text(config, prompts)
+    assert found.startswith(text) and bool(found) == bool(text)
 
 
 def test_groups_of_equal_scores_are_counted() -> None:
