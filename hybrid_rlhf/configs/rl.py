@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOConfig, RAFTConfig
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, PolicyGradientConfig
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
@@ -245,13 +246,12 @@ class RLConfig(StepConfig):
 
     def _correct(self) -> None:
         """Correct the loss for the sampler, by default by truncation."""
-        name = self.algorithm.name
-        require(
-            isinstance(self.algorithm, PolicyGradientConfig),
-            f"samples of other weights than those that train need algorithm.correction, got algorithm {name} without: "
-            "give another, or leave out rollout.async_sampling, rollout.partial and rollout.quantization",
-        )
-        assert isinstance(self.algorithm, PolicyGradientConfig)
+        if not isinstance(self.algorithm, PolicyGradientConfig):
+            raise UserError(
+                "samples of other weights than those that train need algorithm.correction, got algorithm "
+                f"{self.algorithm.name} without: give another, or leave out rollout.async_sampling, rollout.partial "
+                "and rollout.quantization"
+            )
         object.__setattr__(self, "algorithm", replace(self.algorithm, correction=CorrectionConfig()))
 
     def _check_ahead(self, alone: bool) -> None:

@@ -46,6 +46,8 @@ class Samples:
         self._records, self._token_texts = TokenRecords(run.folder), token_texts
         self._steps_seen: tuple[str, int, set[int]] = ("", 0, set())
         """Of a generation, in how many rows."""
+        self._limits_seen: tuple[str, dict[str, tuple[int, tuple[float, float] | None]]] = ("", {})
+        """Of a generation: of each column in how many rows, and its smallest and largest value."""
         self._lock = threading.Lock()
 
     def page(self, query: SampleQuery) -> dict[str, Any]:
@@ -78,7 +80,7 @@ class Samples:
             "advantage": finite(number(row.get("advantage"))),
             "weight_versions": row.get("weight_versions"),
             "tokens": None if tokens is None else self._shown_tokens(tokens),
-            "component_limit": self._component_limit(self.view()),
+            "component_limit": self._component_limit(self.index.view()),
         }
 
     def distributions(self, step: int | None) -> dict[str, Any]:
@@ -92,20 +94,33 @@ class Samples:
         of_step = view.column("step") == chosen
         found: dict[str, Any] = {"step": chosen}
         for name in ("score", "length"):
-            column = view.column(name)
-            limits = _limits(column)
+            limits = self._limits(view, name)
             if limits is None:
                 found[name] = None
                 continue
-            values = column[of_step].astype(float)
+            values = view.column(name)[of_step].astype(float)
             counts, edges = np.histogram(values[np.isfinite(values)], bins=_BINS, range=limits)
             found[name] = {"edges": edges.tolist(), "counts": counts.tolist()}
         return found
 
     def _component_limit(self, view: IndexView) -> float | None:
         """The largest absolute value of a reward component in the run: the scale of their bars."""
-        limits = [_limits(view.column(f"component/{name}")) for name in view.state.components]
+        limits = [self._limits(view, f"component/{name}") for name in view.state.components]
         return max((abs(value) for pair in limits if pair is not None for value in pair), default=None)
+
+    def _limits(self, view: IndexView, name: str) -> tuple[float, float] | None:
+        """The smallest and the largest finite value of a column, of which rows that were seen are not read again."""
+        with self._lock:
+            generation, known = self._limits_seen
+            if generation != view.state.generation:
+                known = {}
+            rows, limits = known.get(name, (0, None))
+            if rows > view.rows:
+                rows, limits = 0, None
+            limits = _widened(limits, view.column(name)[rows:])
+            known[name] = (view.rows, limits)
+            self._limits_seen = (view.state.generation, known)
+            return limits
 
     def line(self, step: int, position: int) -> dict[str, Any]:
         """The row of samples.jsonl of a sample; see `sample`."""
@@ -200,9 +215,9 @@ class Samples:
             return sorted(steps)
 
 
-def _limits(column: NDArray[Any]) -> tuple[float, float] | None:
-    """The smallest and the largest finite value of a column."""
-    low, high = np.inf, -np.inf
+def _widened(limits: tuple[float, float] | None, column: NDArray[Any]) -> tuple[float, float] | None:
+    """Limits that also hold the finite values of a column."""
+    low, high = (np.inf, -np.inf) if limits is None else limits
     for first in range(0, len(column), _LIMIT_ROWS):
         part = np.asarray(column[first : first + _LIMIT_ROWS], dtype=float)
         part = part[np.isfinite(part)]

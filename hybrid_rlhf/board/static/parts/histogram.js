@@ -1,6 +1,6 @@
 /** How the scores and lengths of a step are distributed; the ranges are those of the whole run. */
 import { useData } from "../core/api.js";
-import { html } from "../core/dom.js";
+import { html, useEffect, useRef } from "../core/dom.js";
 import { formatNumber, plural } from "../core/format.js";
 
 function Histogram({ title, found }) {
@@ -16,8 +16,14 @@ function Histogram({ title, found }) {
   </figure>`;
 }
 
-export function Distributions({ run, step }) {
-  const { data } = useData(`/api/runs/${run.id}/distributions`, { step });
+/** `total`: of the samples that are indexed; with more of them, the newest step may be another. */
+export function Distributions({ run, step, total }) {
+  const { data, reload } = useData(`/api/runs/${run.id}/distributions`, { step });
+  const seen = useRef(total);
+  useEffect(() => {
+    if (seen.current !== total) reload();
+    seen.current = total;
+  }, [total]);
   if (!data || (!data.score && !data.length)) return null;
   return html`<details class="card distributions" open><summary>Scores and lengths of step ${formatNumber(data.step)}</summary>
     <div class="histograms">${data.score && html`<${Histogram} title="Score" found=${data.score} />`}${data.length && html`<${Histogram} title="Length in tokens" found=${data.length} />`}</div>

@@ -125,7 +125,7 @@ export function Rollouts({ query }) {
     <${ErrorLine} text=${error} />
     ${!run?.has_samples ? html`<${Empty} title="No samples here">${run?.samples_problem ?? html`A run records samples every <code>logging.samples_every</code> steps, which is 0 in this one, or it has made no step yet.`}</${Empty}>` : html`
       <${Filters} query=${query} steps=${facets.data?.steps ?? []} components=${facets.data?.components ?? []} groups=${groups} />
-      <${Distributions} run=${run} step=${query.step} />
+      ${facets.data && html`<${Distributions} run=${run} step=${query.step} total=${facets.data.total} />`}
       ${groups && facets.data ? html`<${Groups} run=${run} query=${query} steps=${facets.data.steps} />` : groups || !known ? html`<${ErrorLine} text=${facets.error} />${!facets.error && html`<${Loading} what="samples" />`}` : html`
         <${VirtualList} path=${`/api/runs/${run.id}/samples`} query=${filter} revision=${revision} rowHeight=${narrow ? NARROW_ROW_HEIGHT : ROW_HEIGHT} label="Samples"
           renderRow=${(row) => html`<${SampleRow} run=${run.id} row=${row} />`}>
