@@ -289,17 +289,17 @@ class OpenBatch:
         self._reset(error)
         running = self._taken()
         failed: dict[Request, Exception] = {}
-        if not self._has_progress:  # they fail together, and each alone does not
-            failed = dict.fromkeys(running, error)
-        elif not self._backend.continues:
+        if not self._backend.continues:
             ended = RuntimeError("a request that was decoded together with this one has failed")
             failed = {request: ended for request in running if request.delivered}
-        self._has_progress = False
         if untried := [request for request in running if request not in failed]:
             failed |= self._failing(_by_prompt(untried))
             plain = self._engine.requests([[0]], SamplingParams(temperature=0.0, max_new_tokens=1))
             if failed and (failure := self._trial(plain)) is not None:
                 raise failure
+        if not failed and not self._has_progress:  # they fail together, and each alone does not
+            failed = dict.fromkeys(running, error)
+        self._has_progress = False
         self._fail(failed)
         self._arrivals.add(self._taken())
 

@@ -20,7 +20,7 @@ from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
-from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken
+from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, random_tokens, wait_until
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -241,6 +241,33 @@ def test_an_exception_ends_only_the_requests_that_cause_it(
         assert batch.failure is None and batch.unfinished == 0
         wait_until(lambda: batch.load == BatchLoad())
         assert ids_of(completed(batch, PROMPTS, SAMPLED)) == completions_alone()
+
+
+def test_a_request_that_arrives_while_others_are_tried_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails in the first step after the trial, before any token of the others is delivered."""
+    poison(monkeypatch, {100, 101}, after=0)
+    prompts = [random_tokens(5), random_tokens(6)]
+    isolate = OpenBatch._isolate
+    late: list[Submission] = []
+
+    def with_arrival(batch: OpenBatch, error: Exception) -> None:
+        isolate(batch, error)
+        if not late:
+            late.append(batch.submit(prompts[:1], [SamplingParams(seed=101, max_new_tokens=20)], lambda _: None))
+
+    monkeypatch.setattr(OpenBatch, "_isolate", with_arrival)
+    steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
+    params = [SamplingParams(max_new_tokens=20, seed=seed, stop_token_ids=()) for seed in (100, 7)]
+    with tiny_engine().open(rows=5, max_tokens=120) as batch:
+        started = threading.Event()
+        batch.call(started.wait)
+        failing = batch.submit(prompts[:1], params[:1], lambda _: None)
+        other = batch.submit(prompts[1:], params[1:], steps.put)
+        started.set()
+        while (new := steps.get(timeout=60)) and new[-1].finish_reason is None:
+            pass
+        assert other.error is None
+        assert isinstance(failing.error, ArithmeticError) and isinstance(late[0].error, ArithmeticError)
 
 
 def test_requests_that_fail_together_alone_end(monkeypatch: pytest.MonkeyPatch) -> None:
