@@ -1,6 +1,6 @@
-"""Hook of the documentation site: a link to what the site does not have becomes its text.
+"""Hooks of the documentation site: generated pages, and links to what the site does not have, which become their text.
 
-These are files outside docs/, and folders. tests/house/test_docs.py checks that they exist; mkdocs checks all other
+The latter are files outside docs/, and folders. tests/house/test_docs.py checks that they exist; mkdocs checks all other
 links.
 """
 
@@ -8,9 +8,26 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parent))  # the hooks of mkdocs are no package
+import page_of_api  # noqa: E402
+import page_of_keys  # noqa: E402
+
+GENERATED = {"api.md": page_of_api, "keys.md": page_of_keys}
+
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """The files of the site with the generated pages."""
+    for name, module in GENERATED.items():
+        files.append(File.generated(config, name, content=module.page()))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **others: Any) -> str:

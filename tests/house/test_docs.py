@@ -1,4 +1,4 @@
-"""Generated pages are current, links lead somewhere, and commands, keys, settings and code on pages are valid."""
+"""Generated pages are whole, links lead somewhere, and commands, keys, settings and code on pages are valid."""
 
 from __future__ import annotations
 
@@ -66,6 +66,8 @@ POSITIONAL: dict[str, str | tuple[str, ...]] = {
 """Keys that the first words give."""
 METRIC_FLOORS = ("rl", "supervised", "loop", "placement", "models", "runtime/observability")
 """Folders of the library that make metrics."""
+GENERATED = {"api.md", "keys.md"}
+"""Pages of docs/ that only the site has."""
 NOT_METRICS = {"application/json"}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -79,27 +81,29 @@ def generator(name: str) -> ModuleType:
     return module
 
 
-def test_the_api_reference_is_current_and_whole() -> None:
-    module = generator("generate_api")
-    assert module.page() == module.PAGE.read_text(), "run: python docs/generate_api.py"
+def test_the_api_reference_has_every_public_name() -> None:
+    module = generator("page_of_api")
     assert {name for names in module.GROUPS.values() for name in names} == set(hybrid_rlhf.__all__)
+    assert all(f"### `{name}`" in module.page() for name in hybrid_rlhf.__all__)
 
 
-def test_the_list_of_keys_is_current() -> None:
-    module = generator("generate_keys")
-    assert module.page() == module.PAGE.read_text(), "run: python docs/generate_keys.py"
+def test_the_list_of_keys_has_every_command() -> None:
+    headings = re.findall(r"^## (.*)$", generator("page_of_keys").page(), re.MULTILINE)
+    without_keys = {"demo", "env", "completion", "data"}
+    assert set(headings) >= set(COMMANDS) - without_keys
 
 
 @each_page
 def test_links_lead_to_files(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text)
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    missing = {link for link in links if not (page.parent / link).exists()}
+    assert missing <= (GENERATED if page.parent == ROOT / "docs" else set())
 
 
 def test_every_page_is_in_the_navigation() -> None:
     found = set(re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert found == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert found == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} | GENERATED
 
 
 @each_page

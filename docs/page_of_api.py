@@ -1,15 +1,13 @@
-"""Writes docs/api.md, the reference of the public names, from their docstrings: `python docs/generate_api.py`."""
+"""The page api.md of the site, the reference of the public names, from their docstrings."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 from typing import Any
 
 import hybrid_rlhf
 
-PAGE = Path(__file__).with_name("api.md")
 GROUPS = {
     "Steps": ["SFT", "RewardModel", "PreferenceTuning", "RL", "TrainResult"],
     "Settings": ["SFTConfig", "RewardConfig", "PreferenceStepConfig", "RLConfig"],
@@ -25,7 +23,7 @@ def page() -> str:
         "# API reference",
         "",
         "`import hybrid_rlhf` provides these names; each is imported on first use. This page is generated from",
-        "the docstrings by `python docs/generate_api.py`. For the settings, run `hybrid-rlhf STEP --help-all`.",
+        "the docstrings. For the settings, run `hybrid-rlhf STEP --help-all`.",
     ]
     for group, names in GROUPS.items():
         lines += ["", f"## {group}"]
@@ -80,7 +78,3 @@ def _text(thing: Any) -> list[str]:
             line = "  " + line.strip()
         lines.append(line)
     return lines
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

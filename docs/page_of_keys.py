@@ -1,11 +1,10 @@
-"""Writes docs/keys.md, every key of every command, from the config dataclasses: `python docs/generate_keys.py`."""
+"""The page keys.md of the site, every key of every command, from the config dataclasses."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -35,7 +34,6 @@ from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 
-PAGE = Path(__file__).with_name("keys.md")
 STEPS: dict[str, tuple[type, Sequence[str]]] = {
     "sft": (SFTConfig, ()),
     "reward": (RewardConfig, ()),
@@ -52,7 +50,7 @@ ITEMS = {"data.sources": DataSource, "reward.components": RewardComponentConfig}
 """Lists whose items may be mappings."""
 INTRODUCTION = """# Keys
 
-Every key of every command. This page is generated from the config dataclasses by `python docs/generate_keys.py`;
+Every key of every command. This page is generated from the config dataclasses;
 `COMMAND --help` prints the same for a given command line, including derived defaults. Set a key on the command line
 (`--train.max_steps 10`) or in a file (`--config FILE.yaml`); the command line takes precedence. In a file for
 `hybrid-rlhf train`, the keys of a step are in a section with its name. A section whose default is null, such as
@@ -170,7 +168,3 @@ def _shown(value: Any) -> str:
 
 def _text(kind: type) -> str:
     return " ".join((inspect.getdoc(kind) or "").split())
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
