@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: generated pages, and links to what the site does not have, which become their text.
+"""Hooks of the documentation site: generated pages; links to what the site does not have become their text.
 
 The latter are files outside docs/, and folders. tests/house/test_docs.py checks that they exist; mkdocs checks all other
 links.
