@@ -1,7 +1,7 @@
 """Hooks of the documentation site: generated pages; links to what the site does not have become their text.
 
-The latter are files outside docs/, and folders. tests/house/test_docs.py checks that they exist; mkdocs checks all other
-links.
+The latter are files outside docs/, and folders. tests/house/test_docs.py checks that they exist; mkdocs checks all
+other links.
 """
 
 from __future__ import annotations
