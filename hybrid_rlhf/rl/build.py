@@ -6,13 +6,10 @@ Data is read before models are loaded, so that an error in a file is reported wi
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from datasets import Dataset
@@ -21,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.algorithms import GSPOConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_rollout
-from hybrid_rlhf.configs.sections.placement import Placement, adapts
+from hybrid_rlhf.configs.sections.placement import Placement
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.loaders import FEW_UPDATES, RowStream
@@ -44,7 +41,6 @@ from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.environments import Environment, EpisodeRunner, build_runner
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.roles import (
-    Move,
     PlacementWatch,
     Roles,
     build_roles,
@@ -83,15 +79,13 @@ class RLSession:
     """Also none on ranks without the actor."""
     placement_watch: PlacementWatch | None = None
     """Compares times with the planner's, on the first rank with `placement: auto`."""
-    adapts: bool = False
-    """Whether the run may move to another placement between two steps."""
 
     def take_prompts(self) -> list[dict[str, Any]]:
         """The prompts of the next step; empty at the end of the data."""
         return [self.prompts[row] for row in self.stream.take(self.config.rollout.prompts_per_step)]
 
-    def trainer(self, *, moved: Move | None = None) -> RLTrainer:
-        """The loop over all steps; `moved`: the placement move that led to this session."""
+    def trainer(self) -> RLTrainer:
+        """The loop over all steps."""
         return RLTrainer(
             self.parts,
             prompts=self.prompts,
@@ -103,8 +97,6 @@ class RLSession:
             texts=SampleTexts(self.prompts, self.tokenizer),
             average=self.average,
             placement_watch=self.placement_watch,
-            adapts=self.adapts,
-            moved=moved,
         )
 
     def save(self) -> None:
@@ -168,16 +160,8 @@ def run_rl(
     config: RLConfig, callbacks: Sequence[Callback] = (), algorithm_class: type[Algorithm] | None = None
 ) -> None:
     """RL by any algorithm, from config to saved actor and critic."""
-    with _opened_run(config, callbacks, algorithm_class) as builder:
-        session = builder.first()
-        trainer = session.trainer()
-        trainer.train()
-        while (move := trainer.move) is not None:
-            session.parts.roles.close()
-            del session, trainer  # before the next ones take memory
-            session = builder.after(move)
-            trainer = session.trainer(moved=move)
-            trainer.train()
+    with rl_session(config, callbacks, algorithm_class) as session:
+        session.trainer().train()
         session.save()
 
 
@@ -186,65 +170,16 @@ def rl_session(
     config: RLConfig, callbacks: Sequence[Callback] = (), algorithm_class: type[Algorithm] | None = None
 ) -> Iterator[RLSession]:
     """Read the data, then load the models, and wire the parts."""
-    with _opened_run(config, callbacks, algorithm_class) as builder:
-        yield builder.first()
-
-
-@contextlib.contextmanager
-def _opened_run(
-    config: RLConfig, callbacks: Sequence[Callback], algorithm_class: type[Algorithm] | None
-) -> Iterator[_SessionBuilder]:
     with open_step(config, callbacks) as run:
-        yield _SessionBuilder(config, run, algorithm_class)
-
-
-class _SessionBuilder:
-    """Builds the session of a run, and those after each move to another placement."""
-
-    def __init__(self, config: RLConfig, run: Run, algorithm_class: type[Algorithm] | None) -> None:
-        self._config, self._run, self._algorithm_class = config, run, algorithm_class
-        self._actor_path, self._tokenizer = start_step(config, run, config.model.path, key="model.path")
-
-    def first(self) -> RLSession:
-        """The session of the run's start."""
-        config, self._watch = choose_placement(self._config, self._run.world)
-        return self._session(config)
-
-    def after(self, move: Move) -> RLSession:
-        """The session after a move, which resumes from the checkpoint of its step."""
-        gc.collect()  # engines are in reference cycles
-        self._run.watchdog.beat("move to another placement")
-        self._run.continue_from(move.step)
-        self._run.timers.forget_peaks()
-        if self._watch is not None:
-            self._watch.moved()
-        return self._session(move.settings.applied(self._config))
-
-    @cached_property
-    def _data(self) -> tuple[TokenizedData, Dataset | None]:
-        """Prompts and texts of PTX, which a run reads once."""
-        config, tokenizer, world = self._config, self._tokenizer, self._run.world
-        prompts = load_prompt_data(
-            config.data,
-            tokenizer=tokenizer,
-            seed=config.seed,
-            world=world,
-            max_prompt_tokens=config.rollout.max_prompt_tokens,
-        )
-        record_data(prompts.counts, self._run)
-        if config.ptx is None:
-            return prompts, None
-        return prompts, load_ptx_data(config.ptx, config.data, tokenizer=tokenizer, seed=config.seed, world=world)
-
-    def _session(self, config: RLConfig) -> RLSession:
-        run, tokenizer = self._run, self._tokenizer
-        placement = place_roles(config, run, self._actor_path)
+        actor_path, tokenizer = start_step(config, run, config.model.path, key="model.path")
+        config, watch = choose_placement(config, run.world)
+        placement = place_roles(config, run, actor_path)
         plan = plan_step(config, run, placement)
         config = resolve_kv_cache(resolve_keep_weights(config, run.world), placement, run.world)
         log_placement(config, placement, run.world)
         require_room(config, placement, run.world)
         run.placed = config, placement
-        prompts, ptx = self._data
+        prompts, ptx = _read_data(config, run, tokenizer)
         stream = RowStream(len(prompts.train), epochs=config.train.epochs, seed=config.seed)
         steps = total_steps(config, stream)
         few_updates = few_updates_text(config, len(prompts.train))
@@ -258,19 +193,15 @@ class _SessionBuilder:
             samples=any(group[0] == run.world.rank for group in placement.sampling_groups),
         )
         value_lam = 1.0 if config.critic is None else config.critic.gae_lambda
-        algorithm_class = self._algorithm_class or ALGORITHMS[config.algorithm.name]
-        algorithm = algorithm_class(config.algorithm, value_lam=value_lam)
+        algorithm = (algorithm_class or ALGORITHMS[config.algorithm.name])(config.algorithm, value_lam=value_lam)
         require(
             config.rollout.partial is None or not algorithm.wants_greedy,
             "rollout.partial carries sampled completions, got the greedy baseline of algorithm "
             f"{config.algorithm.name}: leave it out",
         )
         updates = steps * config.algorithm.epochs * config.algorithm.mini_batches
-        start = time.perf_counter()
-        roles = build_roles(config, run, placement, self._actor_path, tokenizer, updates=updates)
+        roles = build_roles(config, run, placement, actor_path, tokenizer, updates=updates)
         roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]))
-        if self._watch is not None:
-            self._watch.build_seconds = time.perf_counter() - start
         actor, average, ptx_batches = roles.actor, None, None
         if isinstance(actor, ModelEngine):
             average = WeightAverage(actor.module, decay=config.actor.ema_decay) if config.actor.ema_decay else None
@@ -292,7 +223,7 @@ class _SessionBuilder:
             average=average,
             ptx_batches=ptx_batches,
         )
-        return RLSession(
+        yield RLSession(
             config,
             run,
             tokenizer,
@@ -302,9 +233,23 @@ class _SessionBuilder:
             stream,
             steps,
             average,
-            self._watch,
-            adapts(self._config.placement),
+            watch,
         )
+
+
+def _read_data(config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenizedData, Dataset | None]:
+    """Prompts and texts of PTX."""
+    prompts = load_prompt_data(
+        config.data,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        world=run.world,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+    )
+    record_data(prompts.counts, run)
+    if config.ptx is None:
+        return prompts, None
+    return prompts, load_ptx_data(config.ptx, config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
 
 
 def total_steps(config: RLConfig, stream: RowStream) -> int:

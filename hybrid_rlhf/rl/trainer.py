@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from hybrid_rlhf.loop.trainer import Trainer
 from hybrid_rlhf.rl.batch import Batch, Rollout, with_prefix, without_prefix
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics, speed_metrics
 from hybrid_rlhf.rl.parts import RLParts
-from hybrid_rlhf.rl.roles import MeasuredStep, Move, PlacementWatch
+from hybrid_rlhf.rl.roles import MeasuredStep, PlacementWatch
 from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.samples import SampleTexts, token_arrays
@@ -68,10 +67,8 @@ class RLTrainer(Trainer):
         texts: SampleTexts,
         average: WeightAverage | None,
         placement_watch: PlacementWatch | None = None,
-        adapts: bool = False,
-        moved: Move | None = None,
     ) -> None:
-        """Take the parts, data and settings of a session, whether it may move, and the move that led to it."""
+        """Take the parts, data and settings of a session."""
         changing = dict(parts.roles.learners)
         if config.reference.refresh_every and isinstance(parts.roles.reference, ModelEngine | AbsentEngine):
             changing["reference"] = parts.roles.reference
@@ -106,11 +103,7 @@ class RLTrainer(Trainer):
         self._ahead = self._collector.ahead
         self._max_logprob_diff = run.world.broadcast_object(sampler.max_logprob_diff, source=sampler.world.members[0])
         self._kl, self._average, self._texts = KLController(config.algorithm.kl), average, texts
-        self._placement_watch, self._adapts, self._moved = placement_watch, adapts, moved
-        self._moved_metrics: dict[str, float] = {}
-        """Of the first step after a move."""
-        self.move: Move | None = None
-        """To another placement, after which the run goes on; the same on every rank."""
+        self._placement_watch = placement_watch
         self._skipped = SkippedUpdates(run, limit=config.faults.max_skipped_steps)
         self._samples = SampleLog(run.folder, every=config.logging.samples_every, enabled=run.world.is_main)
         self._tokens = TokenLog(
@@ -146,8 +139,7 @@ class RLTrainer(Trainer):
                 between=self._checkpoint_within(step, batch),
             )
         metrics = {**rollout_metrics(report.batch), **batch.metrics, **report.metrics}
-        metrics |= self._speed(step, report, start) | self._moved_metrics
-        self._moved_metrics = {}
+        metrics |= self._speed(report, start)
         self._require_own_samples(step, metrics)
         if "objective/kl" in metrics:
             self._kl.update(metrics["objective/kl"], completions=len(batch))
@@ -213,7 +205,7 @@ class RLTrainer(Trainer):
         rows = {row for skipped in report.skipped.values() for row in skipped}
         self._skipped.keep(step, self._texts(batch.rollout, sorted(rows)))
 
-    def _speed(self, step: int, report: UpdateReport, start: float | None) -> dict[str, float]:
+    def _speed(self, report: UpdateReport, start: float | None) -> dict[str, float]:
         """Speed and time of a step; {} for a resumed one, whose beginning was not timed."""
         cost = self._parts.sampler.cost
         synced = {"weight_sync": cost.weight_sync_seconds, "weight_check": cost.weight_check_seconds}
@@ -228,7 +220,7 @@ class RLTrainer(Trainer):
         if self._placement_watch is None:
             return metrics
         measured = MeasuredStep(seconds, sampled, self._run.peaks)
-        return metrics | self._placement_watch.metrics(measured, steps_left=self.total_steps - step)
+        return metrics | self._placement_watch.metrics(measured)
 
     def evaluate(self) -> dict[str, float]:
         """Scores and KL of completions of the held-out prompts, of the averaged actor too; {} without prompts."""
@@ -253,14 +245,6 @@ class RLTrainer(Trainer):
     def has_next(self) -> bool:
         """See Trainer."""
         return self._interrupted is not None or self._ahead.has_next
-
-    def leaves_after(self, step: int) -> bool:
-        """See Trainer: the run moves to another placement."""
-        if self._adapts:
-            watch = self._placement_watch
-            move = self._world.broadcast_object(None if watch is None else watch.move)
-            self.move = move and replace(move, step=step, began=time.perf_counter())
-        return self.move is not None
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """See Trainer."""
@@ -304,8 +288,6 @@ class RLTrainer(Trainer):
         state = self._checkpoints.resume()
         if state is not None:
             self._restore(state)
-        if self._moved is not None:
-            self._report_move(self._moved)
         done = 0 if state is None else state.step
         self._samples.resume(done)
         self._tokens.resume(done)
@@ -315,24 +297,6 @@ class RLTrainer(Trainer):
             assert scores is not None
             self._parts.scaling.observe(scores)
         return None if state is None else state.step
-
-    def _report_move(self, moved: Move) -> None:
-        """Log a move that has ended, and mark the next step."""
-        seconds, price = time.perf_counter() - moved.began, moved.price
-        self._moved_metrics = {
-            "placement/move_seconds": seconds,
-            "placement/predicted_move_seconds": price.cost_seconds,
-            "placement/predicted_gain_seconds": price.gain_seconds,
-        }
-        if self._world.is_main:
-            logger.info(
-                "placement: moved to %s after step %d in %.1f s, %.1f s were predicted; expected gain %.2f s a step",
-                moved.style,
-                moved.step,
-                seconds,
-                price.cost_seconds,
-                price.gain_seconds,
-            )
 
     def _restore(self, state: LoopState) -> None:
         content, mine = state.content, self._rl.algorithm.name

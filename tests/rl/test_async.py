@@ -149,7 +149,6 @@ def graphs_of_snapshots(world: World, path: str, cuda_graphs: bool, first_ahead:
         ReplayedOnCpu.log.clear()
         change_weights(actor, step)
         ahead.begin(step)
-    actor.close()
     return tokens, logs
 
 

@@ -138,9 +138,6 @@ class RewardComponent(ABC):
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """Start on this rank's rows; the returned function waits for their scores."""
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to free
-        """Free the memory of its model, if it has one; it cannot be used afterwards."""
-
 
 def _is_score(value: object) -> bool:
     """Whether a value is a number within float32's range, or a boolean; false for NaN."""

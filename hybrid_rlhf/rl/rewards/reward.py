@@ -110,11 +110,6 @@ class Reward:
         for component in self._components:
             component.require_columns(rows())
 
-    def close(self) -> None:
-        """Free the memory of all models; the reward cannot be used afterwards."""
-        for component in self._components:
-            component.close()
-
     def _batches(
         self, rollout: Rollout, micro_batches: MicroBatchesOn, read_texts: Callable[[], CompletionTexts]
     ) -> list[RewardBatch]:
