@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset
@@ -25,7 +25,6 @@ from hybrid_rlhf.data.loaders import FEW_UPDATES, RowStream
 from hybrid_rlhf.data.tokenized import TokenizedData, load_prompt_data, load_ptx_data
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import ModelEngine
-from hybrid_rlhf.loop.saving import finish, save_engine
 from hybrid_rlhf.loop.setup import (
     log_plan,
     open_step,
@@ -38,18 +37,19 @@ from hybrid_rlhf.loop.user_code import register
 from hybrid_rlhf.memory.kept_weights import resolve_keep_weights
 from hybrid_rlhf.placement.kv_cache import resolve_kv_cache
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
-from hybrid_rlhf.rl.environments import Environment, EpisodeRunner, build_runner
-from hybrid_rlhf.rl.parts import RLParts
+from hybrid_rlhf.rl.environments import Environment, build_runner
+from hybrid_rlhf.rl.parts import RLParts, RLSession
 from hybrid_rlhf.rl.roles import (
-    PlacementWatch,
-    Roles,
     build_roles,
     choose_placement,
     log_placement,
     place_roles,
     require_room,
 )
-from hybrid_rlhf.rl.rollouts.samples import SampleTexts
+from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
+from hybrid_rlhf.rl.rollouts.collector import Collector
+from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
+from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -60,51 +60,6 @@ logger = logging.getLogger(LOGGER_NAME)
 
 RewardSource = Callable[..., Any] | str | Mapping[str, Any]
 """A Python function, a reward model's path, or the settings of a reward component."""
-
-
-@dataclass(frozen=True)
-class RLSession:
-    """Models, data and parts of an RL run, for RLTrainer or a custom training loop."""
-
-    config: RLConfig
-    run: Run
-    tokenizer: PreTrainedTokenizerBase
-    parts: RLParts
-    prompts: Dataset
-    held_out: Dataset
-    stream: RowStream
-    """The order of the prompts over all epochs."""
-    total_steps: int
-    average: WeightAverage | None
-    """Also none on ranks without the actor."""
-    placement_watch: PlacementWatch | None = None
-    """Compares times with the planner's, on the first rank with `placement: auto`."""
-
-    def take_prompts(self) -> list[dict[str, Any]]:
-        """The prompts of the next step; empty at the end of the data."""
-        return [self.prompts[row] for row in self.stream.take(self.config.rollout.prompts_per_step)]
-
-    def trainer(self) -> RLTrainer:
-        """The loop over all steps."""
-        return RLTrainer(
-            self.parts,
-            prompts=self.prompts,
-            held_out=self.held_out,
-            stream=self.stream,
-            total_steps=self.total_steps,
-            config=self.config,
-            run=self.run,
-            texts=SampleTexts(self.prompts, self.tokenizer),
-            average=self.average,
-            placement_watch=self.placement_watch,
-        )
-
-    def save(self) -> None:
-        """Save the trained models and mark the run as finished; every rank calls."""
-        if self.config.actor.ema_decay:
-            with contextlib.nullcontext() if self.average is None else self.average.applied():
-                save_engine(self.run, "actor_ema", self.parts.roles.actor, self.tokenizer)
-        finish(self.run, self.parts.roles.learners, self.tokenizer)
 
 
 class RL(Step[RLConfig]):
@@ -161,7 +116,7 @@ def run_rl(
 ) -> None:
     """RL by any algorithm, from config to saved actor and critic."""
     with rl_session(config, callbacks, algorithm_class) as session:
-        session.trainer().train()
+        RLTrainer(session).train()
         session.save()
 
 
@@ -213,28 +168,37 @@ def rl_session(
                 pad_token_id=pad_token(tokenizer),
                 world=actor.world,
             )
-        parts = build_parts(
-            config,
-            run,
+        sampler = RolloutSampler(
+            roles.sampler,
+            config.rollout,
+            world=run.world,
+            stop_token_ids=stop_token_ids(tokenizer, actor.facts.eos_token_ids),
+            seed=config.seed,
+            timers=run.timers,
+            tokenizer=tokenizer,
+            environments=environments,
+        )
+        parts = RLParts.of(
             roles,
             algorithm,
-            tokenizer,
-            environments=environments,
+            sampler,
+            micro_batches=config.train.micro_batches,
             average=average,
             ptx_batches=ptx_batches,
+            ptx_coef=config.ptx.coef if config.ptx else 0.0,
         )
-        yield RLSession(
-            config,
-            run,
-            tokenizer,
-            parts,
-            prompts.train,
-            prompts.held_out,
-            stream,
-            steps,
-            average,
-            watch,
+        ahead = AsyncSampler(
+            sampler,
+            prompts=prompts.train,
+            stream=stream,
+            per_step=config.rollout.prompts_per_step,
+            total_steps=steps,
+            policy_lag=config.rollout.policy_lag,
+            greedy=algorithm.wants_greedy,
+            partial=PartialRollouts.of(config.rollout, roles.sampler, total_steps=steps),
         )
+        collector = Collector(ahead, parts.scorer, algorithm)
+        yield RLSession(config, run, tokenizer, parts, prompts.train, prompts.held_out, collector, watch)
 
 
 def _read_data(config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenizedData, Dataset | None]:
@@ -349,31 +313,3 @@ def _log_updates(config: RLConfig, *, completions: int) -> None:
             config.algorithm.name,
             f", and rollout.prompts_per_step a multiple of {usual}" * uneven,
         )
-
-
-def build_parts(
-    config: RLConfig,
-    run: Run,
-    roles: Roles,
-    algorithm: Algorithm,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    environments: EpisodeRunner | None = None,
-    average: WeightAverage | None = None,
-    ptx_batches: PtxBatches | None = None,
-) -> RLParts:
-    """The parts of a step, wired by the config."""
-    return RLParts.of(
-        roles,
-        algorithm,
-        sampling=config.rollout,
-        micro_batches=config.train.micro_batches,
-        seed=config.seed,
-        timers=run.timers,
-        tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids(tokenizer, roles.actor.facts.eos_token_ids),
-        environments=environments,
-        average=average,
-        ptx_batches=ptx_batches,
-        ptx_coef=config.ptx.coef if config.ptx else 0.0,
-    )

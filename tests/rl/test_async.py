@@ -76,7 +76,7 @@ def whose(world: World, path: str, staleness: int, stage: int, rank: int) -> lis
     taken = []
     for step in range(1, STEPS + 1):
         taken.append(ahead.take(step)[1])
-        with ahead._sampler._in_turn():  # the threads wait until the weights have changed
+        with ahead.sampler._in_turn():  # the threads wait until the weights have changed
             ahead.begin(step)
             change_weights(actor, step)
         for later in ahead._ahead.values():

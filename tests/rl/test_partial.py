@@ -161,7 +161,7 @@ def whole_steps(world: World, path: str) -> dict[int, list[list[int]]]:
     ahead, found = partial_of(actor, stream, 0), {}
     for step, begins in enumerate((PER_STEP + EXTRA, PER_STEP, PER_STEP, PER_STEP - EXTRA), start=1):
         rows = stream.take(begins)
-        found |= tokens_by_row(rows, ahead._sampler.sample(ahead.prompts(rows), step=step))
+        found |= tokens_by_row(rows, ahead.sampler.sample(ahead.prompts(rows), step=step))
     return found
 
 

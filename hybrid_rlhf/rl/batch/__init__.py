@@ -5,7 +5,7 @@ experts).
 """
 
 from hybrid_rlhf.rl.batch.planning import MiniBatchPlan, MiniBatchPlanner
-from hybrid_rlhf.rl.batch.rollout import Batch, Rollout, scatter_rows, with_prefix, without_prefix
+from hybrid_rlhf.rl.batch.rollout import Batch, Rollout, SampledTokens, scatter_rows, with_prefix, without_prefix
 from hybrid_rlhf.rl.batch.routes import ROUTER_AGREEMENT, RolloutRoutes, RouterAgreement
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Rollout",
     "RolloutRoutes",
     "RouterAgreement",
+    "SampledTokens",
     "scatter_rows",
     "with_prefix",
     "without_prefix",

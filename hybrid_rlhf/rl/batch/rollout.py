@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -24,6 +24,15 @@ from hybrid_rlhf.rl.batch.routes import RolloutRoutes
 
 _ROUTES, _COMPONENTS = "routes.", "components."
 """Prefixes of the names of their tensors."""
+
+
+class SampledTokens(NamedTuple):
+    """Number of tokens of all completions of a step, selected or not."""
+
+    completions: list[int]
+    """Response tokens of each; observations do not count."""
+    total: int
+    """Of all prompts, completions and observations."""
 
 
 @dataclass(frozen=True)

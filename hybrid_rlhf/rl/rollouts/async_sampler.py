@@ -69,9 +69,10 @@ class AsyncSampler:
             greedy: see RolloutSampler.sample.
             partial: carries prompts from rollout to rollout; none: each finishes its own.
         """
-        self._partial = partial
-        self._sampler, self._prompts, self._stream, self._per_step = sampler, prompts, stream, per_step
-        self._total_steps, self._policy_lag, self._greedy = total_steps, policy_lag, greedy
+        self.sampler, self.stream, self._prompts, self._partial = sampler, stream, prompts, partial
+        self.per_step, self.total_steps, self.policy_lag, self.greedy = per_step, total_steps, policy_lag, greedy
+        self.extra_prompts = 0 if partial is None else partial.extra
+        """Prompts in flight beyond those of a step."""
         self._ahead: dict[int, _SampledStep] = {}
         self.hidden_seconds = 0.0
         """Seconds of sampling for the last step that overlapped with training."""
@@ -83,7 +84,7 @@ class AsyncSampler:
 
     @property
     def _prompts_left(self) -> bool:
-        return self._stream.left > 0 or (self._partial is not None and self._partial.any_in_flight)
+        return self.stream.left > 0 or (self._partial is not None and self._partial.any_in_flight)
 
     def take(self, step: int) -> tuple[list[int], Rollout]:
         """Numbers of the prompts of a step, and their completions. Every rank calls, in the order of steps.
@@ -95,11 +96,11 @@ class AsyncSampler:
         self.hidden_seconds = 0.0
         if ahead.completions is None:
             prompts = self.prompts(ahead.rows)
-            sampled = self._sampler.sample(prompts, step=step, greedy=self._greedy, part=ahead.part)
+            sampled = self.sampler.sample(prompts, step=step, greedy=self.greedy, part=ahead.part)
             return ahead.rows if self._partial is None else self._partial.end(sampled), sampled
         start = time.perf_counter()
         if isinstance(ahead.completions, Pending):
-            self._sampler.await_in_step(ahead.completions)
+            self.sampler.await_in_step(ahead.completions)
         waited = time.perf_counter() - start
         self._finish(ahead)
         if isinstance(ahead.completions, UserError):
@@ -110,18 +111,18 @@ class AsyncSampler:
 
     def begin(self, step: int) -> None:
         """Start sampling steps after this one, up to the policy lag, with the current weights. Every rank calls."""
-        for number in range(step + 1, min(step + self._policy_lag, self._total_steps) + 1):
+        for number in range(step + 1, min(step + self.policy_lag, self.total_steps) + 1):
             if number not in self._ahead and self._prompts_left:
                 ahead = self._ahead[number] = self._next(number)
                 prompts = self.prompts(ahead.rows)
-                ahead.completions = self._sampler.begin(prompts, step=number, greedy=self._greedy, part=ahead.part)
+                ahead.completions = self.sampler.begin(prompts, step=number, greedy=self.greedy, part=ahead.part)
 
     def _next(self, step: int) -> _SampledStep:
         """A step with the next prompts."""
         if self._partial is None:
-            return _SampledStep(self._stream.take(self._per_step), None)
-        first = self._stream.taken
-        rows = self._stream.take(self._partial.wanted(step))
+            return _SampledStep(self.stream.take(self.per_step), None)
+        first = self.stream.taken
+        rows = self.stream.take(self._partial.wanted(step))
         return _SampledStep(rows, None, part=self._partial.begin(step, rows, first=first))
 
     @contextlib.contextmanager
@@ -140,7 +141,7 @@ class AsyncSampler:
 
     def carried_state(self, world: World) -> dict[str, Any] | None:
         """The prompts that partial rollouts carry, for a checkpoint; call on every rank after `state_dict`."""
-        sampler = self._sampler.sampler
+        sampler = self.sampler.engine
         sends = sampler.world.is_member and sampler.generation_world.is_main
         return None if self._partial is None else self._partial.state_dict(world, sends=sends)
 
@@ -173,7 +174,7 @@ class AsyncSampler:
             self._partial.load_state_dict(
                 carried,
                 tensors,
-                lambda place, prompt: self._sampler.assign(
+                lambda place, prompt: self.sampler.assign(
                     self._prompts[prompt.row], step=prompt.step, index=prompt.place, place=place
                 ),
             )
@@ -183,14 +184,14 @@ class AsyncSampler:
             if named:
                 ahead.completions = Rollout.from_tensors(named, world.device)
             elif self._partial is not None:
-                ahead.part = self._partial.begin(step, [], first=self._stream.taken)
+                ahead.part = self._partial.begin(step, [], first=self.stream.taken)
 
     def _finish(self, ahead: _SampledStep) -> None:
         """Wait for completions. An error, the same on all ranks, is stored, so that a checkpoint can be written."""
         if not isinstance(ahead.completions, Pending):
             return
         try:
-            ahead.completions, ahead.measured = self._sampler.finish(ahead.completions)
+            ahead.completions, ahead.measured = self.sampler.finish(ahead.completions)
             if self._partial is not None:
                 ahead.rows = self._partial.end(ahead.completions)
         except UserError as error:

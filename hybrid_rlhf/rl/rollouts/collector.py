@@ -12,17 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from datasets import Dataset
 
-from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.functional.masking import spread
-from hybrid_rlhf.placement.job import StepLengths
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.batch import Rollout, SampledTokens
 from hybrid_rlhf.rl.rewards.reward import COUNTS
 from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
-from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
-from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.scoring import RolloutScorer
 
 
@@ -37,38 +32,11 @@ class NothingToLearn(Exception):
 class Collector:
     """Takes prompts from a stream until a step has what it needs."""
 
-    def __init__(
-        self,
-        sampler: RolloutSampler,
-        scorer: RolloutScorer,
-        algorithm: Algorithm,
-        *,
-        prompts: Dataset,
-        stream: RowStream,
-        per_step: int,
-        total_steps: int,
-        policy_lag: int = 0,
-        extra_prompts: int = 0,
-        partial: PartialRollouts | None = None,
-    ) -> None:
-        """Take the sampler, the scorer, the algorithm that selects, what AsyncSampler takes, and with partial rollouts
-        the number of prompts in flight beyond those of a step.
-        """
-        self._sampler, self._scorer, self._algorithm = sampler, scorer, algorithm
-        self._stream, self._per_step, self._policy_lag = stream, per_step, policy_lag
-        self._extra_prompts = extra_prompts
-        self.ahead = AsyncSampler(
-            sampler,
-            prompts=prompts,
-            stream=stream,
-            per_step=per_step,
-            total_steps=total_steps,
-            policy_lag=policy_lag,
-            greedy=algorithm.wants_greedy,
-            partial=partial,
-        )
-        self.sampled = StepLengths(0.0, ())
-        """Lengths of all completions of the last step, selected or not; observations count as prompt."""
+    def __init__(self, ahead: AsyncSampler, scorer: RolloutScorer, algorithm: Algorithm) -> None:
+        """Take what samples the steps, the scorer, and the algorithm that selects."""
+        self.ahead, self._scorer, self._algorithm = ahead, scorer, algorithm
+        self.sampled = SampledTokens([], 0)
+        """Of the last step."""
 
     def collect(self, step: int) -> Rollout:
         """The completions of a step; every rank calls, and gets the same.
@@ -77,15 +45,15 @@ class Collector:
             UserError: on every rank, for a reward component without a usable score.
             NothingToLearn: on every rank, when the algorithm selects none.
         """
-        config, greedy = self._algorithm.config, self._algorithm.wants_greedy
+        config, ahead = self._algorithm.config, self.ahead
         taken: list[int] = []
-        parts, masks, wanted = [], [], self._per_step
-        rows, sampled = self.ahead.take(step)
+        parts, masks, wanted = [], [], ahead.per_step
+        rows, sampled = ahead.take(step)
         if config.dynamic_sampling is None:  # refills would otherwise wait for the completions sampled ahead
-            self.ahead.begin(step)
+            ahead.begin(step)
         for refills in itertools.count():
             scored = self._scorer.score(
-                self.ahead.prompts(rows), sampled, first=len(taken), greedy=greedy, refill=refills > 0
+                ahead.prompts(rows), sampled, first=len(taken), greedy=ahead.greedy, refill=refills > 0
             )
             assert scored.scores is not None and scored.penalties is not None and scored.groups is not None
             mask = self._algorithm.select(scored.scores, penalties=scored.penalties, groups=scored.groups)
@@ -95,19 +63,19 @@ class Collector:
             wanted -= len(scored.groups[mask].unique())
             if config.dynamic_sampling is None or wanted <= 0 or refills == config.dynamic_sampling.max_refills:
                 break
-            rows = self._stream.take(wanted)
+            rows = ahead.stream.take(wanted)
             if not rows:
                 break
             # of the prompts that began in this step some may not be among the taken ones, but have their keys
-            first = len(taken) + self._extra_prompts
-            sampled = self._sampler.sample(self.ahead.prompts(rows), step=step, first=first, greedy=greedy)
-        self.ahead.begin(step)
+            first = len(taken) + ahead.extra_prompts
+            sampled = ahead.sampler.sample(ahead.prompts(rows), step=step, first=first, greedy=ahead.greedy)
+        ahead.begin(step)
         return self._selected(_joined(parts), torch.cat(masks), taken)
 
     def _selected(self, whole: Rollout, mask: torch.Tensor, taken: Sequence[int]) -> Rollout:
         """The selected rows, with metrics of the whole and the row of each prompt in the data."""
         assert whole.groups is not None
-        self.sampled = StepLengths.of(whole.response_mask.sum(dim=1).tolist(), tokens=int(whole.lengths.sum()))
+        self.sampled = SampledTokens(whole.response_mask.sum(dim=1).tolist(), int(whole.lengths.sum()))
         metrics = self._metrics(whole, mask, whole.groups)
         if not bool(mask.any()):
             least = self._algorithm.config.select_above
@@ -120,9 +88,9 @@ class Collector:
         selected = replace(whole, prompt_rows=rows[whole.groups]).select(mask)
         version = self._scorer.weight_version
         stale = selected.stale_updates(version)
-        if self._extra_prompts:
+        if self.ahead.extra_prompts:
             metrics |= selected.staleness(version)
-        elif stale or self._policy_lag:
+        elif stale or self.ahead.policy_lag:
             metrics["rollout/stale_updates"] = stale
         return replace(selected, metrics=metrics)
 

@@ -142,8 +142,12 @@ class Updater:
         self.policy_loss = PolicyLoss(
             roles.actor, algorithm, temperature=rollout.sampling.temperature, max_tokens=rollout.sampling.max_new_tokens
         )
-        self._average = average
+        self.average = average
         self.ptx, self._ptx_coef = ptx_batches, ptx_coef
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """While the actor has the averaged weights; nothing on a rank without them."""
+        return contextlib.nullcontext() if self.average is None else self.average.applied()
 
     def update(
         self,
@@ -268,8 +272,8 @@ class Updater:
         stats = actor.step()
         if stats.skipped:
             progress.record_skipped("actor", micro_batches, losses)
-        elif self._average is not None:
-            self._average.update()
+        elif self.average is not None:
+            self.average.update()
         return stats
 
     def _update_critic(
