@@ -46,8 +46,7 @@ from hybrid_rlhf.rl.roles import (
     place_roles,
     require_room,
 )
-from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
-from hybrid_rlhf.rl.rollouts.collector import Collector
+from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.trainer import RLTrainer

@@ -25,10 +25,9 @@ from hybrid_rlhf.placement.job import StepLengths
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, MiniBatchPlanner, Rollout, SampledTokens
 from hybrid_rlhf.rl.roles import MeasuredStep, PlacementWatch, Roles
-from hybrid_rlhf.rl.rollouts.advantages import estimate_advantages
+from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
 from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
-from hybrid_rlhf.rl.rollouts.score_scaling import ScoreScaling
 from hybrid_rlhf.rl.rollouts.scoring import RolloutScorer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.rl.updates.updater import Updater

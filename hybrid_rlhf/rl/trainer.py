@@ -18,11 +18,9 @@ from hybrid_rlhf.loop.trainer import Trainer
 from hybrid_rlhf.rl.batch import Batch, Rollout, with_prefix, without_prefix
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics, speed_metrics
 from hybrid_rlhf.rl.parts import RLSession
-from hybrid_rlhf.rl.rollouts.collector import NothingToLearn
+from hybrid_rlhf.rl.rollouts.advantages import KLController, NothingToLearn
 from hybrid_rlhf.rl.rollouts.samples import SampleTexts, token_arrays
-from hybrid_rlhf.rl.updates.kl_controller import KLController
-from hybrid_rlhf.rl.updates.last_logprobs import LastLogprobs
-from hybrid_rlhf.rl.updates.updater import Progress, UpdateReport
+from hybrid_rlhf.rl.updates.updater import LastLogprobs, Progress, UpdateReport
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.samples import SampleLog
 from hybrid_rlhf.runtime.observability.token_log import TokenLog

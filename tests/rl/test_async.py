@@ -31,7 +31,7 @@ from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.batching.workspace import Workspace, _Graphs
-from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
+from hybrid_rlhf.rl.rollouts.collector import AsyncSampler
 from hybrid_rlhf.rl.rollouts.sampler import Pending, RolloutSampler
 from hybrid_rlhf.runtime.background import BackgroundCall
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE

@@ -17,8 +17,8 @@ from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner, Rollout
-from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
-from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn, _joined
+from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
+from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector, _joined
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.runtime.world import World
 from tests.support.rl import rollout_of

@@ -21,9 +21,8 @@ from hybrid_rlhf.rl.batch import Batch, Rollout
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import ComponentScores, Reward, RewardBatch, RewardComponent
-from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
-from hybrid_rlhf.rl.rollouts.collector import Collector
-from hybrid_rlhf.rl.updates.kl_controller import KLController
+from hybrid_rlhf.rl.rollouts.advantages import KLController
+from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.runtime.world import World
 from tests.support.rl import ALGORITHM, PROMPTS, build_parts, sample_and_score

@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.rl.batch import Rollout
-from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
+from hybrid_rlhf.rl.rollouts.collector import AsyncSampler
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.observability.timers import Timers

@@ -25,7 +25,7 @@ from hybrid_rlhf.rl.batch import Batch
 from hybrid_rlhf.rl.build import rl_session
 from hybrid_rlhf.rl.parts import RLSession
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
-from hybrid_rlhf.rl.rollouts.collector import NothingToLearn
+from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
 from hybrid_rlhf.rl.rollouts.samples import sample_text, token_arrays
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME

@@ -17,8 +17,7 @@ from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.functional.masking import spread
 from hybrid_rlhf.rl.batch import Rollout
-from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
-from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
+from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.rl.rewards.models import AbsentReward, ModelReward, RetokenizingModelReward, tokenizes_alike

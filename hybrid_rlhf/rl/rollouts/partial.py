@@ -25,7 +25,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams
-from hybrid_rlhf.rl.batch import Rollout, with_prefix, without_prefix
+from hybrid_rlhf.rl.batch import Episode, Rollout, with_prefix, without_prefix
 from hybrid_rlhf.rl.rollouts.exchange import Sampled, gather_completions
 from hybrid_rlhf.runtime.world import World
 
@@ -189,10 +189,10 @@ class PartialRollouts:
             for completion in prompt.begun
         ]
         whole = sorted(gather_completions(mine, world), key=lambda each: each.place)
-        completions = [each.completion for each in whole]
         self._tensors = {}
         if whole:
-            rollout = Rollout.of_completions([each.prompt for each in whole], completions, torch.device("cpu"))
+            episodes = [Episode.of(each.prompt, each.completion) for each in whole]
+            rollout = Rollout.of(episodes, torch.device("cpu"))
             self._tensors = with_prefix(_CARRIED, rollout.tensors())
         return {
             "groups": self._groups,

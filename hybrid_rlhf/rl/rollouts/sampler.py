@@ -25,8 +25,8 @@ from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
-from hybrid_rlhf.rl.batch import Rollout
-from hybrid_rlhf.rl.environments.episodes import Episode, EpisodeRunner, as_rollout
+from hybrid_rlhf.rl.batch import Episode, Rollout
+from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, as_rollout
 from hybrid_rlhf.rl.rollouts.exchange import Sampled, gather_completions
 from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt, RolloutPart
 from hybrid_rlhf.runtime.background import BackgroundCall, SideStream
@@ -302,9 +302,7 @@ class RolloutSampler:
             # a later epoch may sample a prompt on another rank; a rank keeps its own completions when they are sampled
             if engine.drafter is not None and engine.world.size > 1:
                 engine.drafter.remember([(each.prompt, each.completion.token_ids) for each in whole])
-            rollout = Rollout.of_completions(
-                [each.prompt for each in whole], [each.completion for each in whole], world.device
-            )
+            rollout = Rollout.of([Episode.of(each.prompt, each.completion) for each in whole], world.device)
             places = torch.tensor([each.place for each in whole], device=world.device)
             return replace(rollout, groups=places) if partial else rollout
         whole = _by_prompt([each for of_rank in world.all_gather_objects(mine) for each in of_rank])

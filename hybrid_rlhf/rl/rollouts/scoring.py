@@ -26,7 +26,7 @@ from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, Route
 from hybrid_rlhf.rl.environments.episodes import episode_metrics
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.roles import Roles
-from hybrid_rlhf.rl.rollouts.score_scaling import ScoreScaling
+from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 
