@@ -39,6 +39,25 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
+def episode_metrics(rollout: Rollout) -> dict[str, float]:
+    """Turns, rewards and truncation, means over episodes; {} without an environment."""
+    if rollout.turn_rewards is None:
+        return {}
+    mask = rollout.response_mask
+    begins = mask[:, 1:] & ~mask[:, :-1]  # the template has at least one token between two turns
+    turns, rewards = begins.sum(dim=1).float(), rollout.turn_rewards.sum(dim=1)
+    whole = {"environment/truncated": float((~rollout.stopped).float().mean())}
+    if rollout.samples is None:
+        return {**whole, "environment/turns": float(turns.mean()), "environment/reward": float(rewards.mean())}
+    first, _ = rollout.episodes()
+    return {
+        **whole,
+        "environment/turns": float(turns.sum() / len(first)),
+        "environment/reward": float(rewards[first].mean()),
+        "environment/sequences": len(mask) / len(first),
+    }
+
+
 def _equal_groups(rollout: Rollout, scores: Tensor) -> dict[str, float]:
     """The share of groups whose scores are all equal, so that they have no advantages; {} without groups of several."""
     if rollout.groups is None:

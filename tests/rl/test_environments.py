@@ -39,9 +39,9 @@ from hybrid_rlhf.rl.environments import StepResult, build_runner
 from hybrid_rlhf.rl.environments.calculator import Calculator, compute
 from hybrid_rlhf.rl.environments.calls import CallFailure, EnvironmentCalls
 from hybrid_rlhf.rl.environments.environment import read_environment
-from hybrid_rlhf.rl.environments.episodes import as_rollout, episode_metrics
+from hybrid_rlhf.rl.environments.episodes import as_rollout
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
-from hybrid_rlhf.rl.metrics import rollout_metrics
+from hybrid_rlhf.rl.metrics import episode_metrics, rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties

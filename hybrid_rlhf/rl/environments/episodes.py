@@ -104,22 +104,3 @@ def as_rollout(episodes: Sequence[Episode], device: torch.device, *, places: Seq
     rollout = Rollout.of([each for _, each in kept], device, has_rewards=True)
     groups = torch.tensor([place for place, _ in kept], device=device)
     return replace(rollout, groups=groups, samples=torch.tensor([each.sample for _, each in kept], device=device))
-
-
-def episode_metrics(rollout: Rollout) -> dict[str, float]:
-    """Turns, rewards and truncation, means over episodes; {} without an environment."""
-    if rollout.turn_rewards is None:
-        return {}
-    mask = rollout.response_mask
-    begins = mask[:, 1:] & ~mask[:, :-1]  # the template has at least one token between two turns
-    turns, rewards = begins.sum(dim=1).float(), rollout.turn_rewards.sum(dim=1)
-    whole = {"environment/truncated": float((~rollout.stopped).float().mean())}
-    if rollout.samples is None:
-        return {**whole, "environment/turns": float(turns.mean()), "environment/reward": float(rewards.mean())}
-    first, _ = rollout.episodes()
-    return {
-        **whole,
-        "environment/turns": float(turns.sum() / len(first)),
-        "environment/reward": float(rewards[first].mean()),
-        "environment/sequences": len(mask) / len(first),
-    }
