@@ -39,6 +39,7 @@ from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rewards.models import ModelReward
 from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, init_world
 
@@ -131,16 +132,16 @@ def step_of(
     roles = Roles(world, actor, reward, critic, reference)
     algorithm = ALGORITHMS[name](config.algorithm, value_lam=config.critic.gae_lambda if config.critic else 1.0)
     tokenizer = load_tokenizer(path)
-    parts = RLParts.of(
-        roles,
-        algorithm,
-        sampling=config.rollout,
-        tokenizer=tokenizer,
+    sampler = RolloutSampler(
+        actor,
+        config.rollout,
+        world=world,
         stop_token_ids=(int(tokenizer.eos_token_id),),  # type: ignore[arg-type]
-        micro_batches=MicroBatches(None, options.micro_batch_tokens),
         seed=0,
         timers=Timers(world.device),
+        tokenizer=tokenizer,
     )
+    parts = RLParts.of(roles, algorithm, sampler, micro_batches=MicroBatches(None, options.micro_batch_tokens))
 
     def step(number: int) -> float:
         generator = torch.Generator().manual_seed(number)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from hybrid_rlhf.rl.batch import Batch as Batch
     from hybrid_rlhf.rl.batch import Rollout as Rollout
     from hybrid_rlhf.rl.build import RL as RL
-    from hybrid_rlhf.rl.build import RLSession as RLSession
     from hybrid_rlhf.rl.environments import Environment as Environment
     from hybrid_rlhf.rl.parts import RLParts as RLParts
+    from hybrid_rlhf.rl.parts import RLSession as RLSession
     from hybrid_rlhf.supervised.build import SFT as SFT
     from hybrid_rlhf.supervised.build import PreferenceTuning as PreferenceTuning
     from hybrid_rlhf.supervised.build import RewardModel as RewardModel
@@ -47,7 +47,7 @@ _MODULES = {
     "RL": "rl.build",
     "RLConfig": "configs.rl",
     "RLParts": "rl.parts",
-    "RLSession": "rl.build",
+    "RLSession": "rl.parts",
     "RewardConfig": "configs.reward",
     "RewardModel": "supervised.build",
     "Rollout": "rl.batch",

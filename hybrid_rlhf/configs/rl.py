@@ -176,8 +176,8 @@ class RLConfig(StepConfig):
     placement: str | dict[str, Any] | None = setting(None, mutable=True)
     """Ranks of each role (docs/placement.md): flattening (all roles on all ranks), interleaving (reference and reward
     models on disjoint ranks), separation (sampler and frozen models on separate ranks), ranks by role, such as
-    {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (chosen by the planner, after hybrid-rlhf calibrate); {style:
-    auto, adapt: true} may change it during the run. null: flattening."""
+    {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (chosen by the planner, after hybrid-rlhf calibrate).
+    null: flattening."""
     train: LoopConfig = field(default_factory=LoopConfig)
     faults: RLFaultsConfig = setting(default_factory=RLFaultsConfig, mutable=True)
 

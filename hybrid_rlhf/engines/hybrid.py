@@ -178,13 +178,6 @@ class HybridEngine(ModelEngine):
         module: Any = self.module
         module.replay = RouterReplay(self.lm, experts=kind.count, replays=replays)
 
-    def close(self) -> None:
-        """See ModelEngine; kept inference weights, KV cache and CUDA graphs too."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            kept.backend.close()
-        super().close()
-
     @property
     def deepspeed_engine(self) -> DeepSpeedEngine:
         """See ModelEngine."""

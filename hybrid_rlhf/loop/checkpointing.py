@@ -100,7 +100,7 @@ class CheckpointManager:
         requests = self._requests()
         if requests.save or requests.stop or due(step, self._config.save_every):
             state = loop()
-            self.save(state, metrics)
+            self._save(state, metrics)
             self._stop_if(requests, state)
 
     def within_step(self, loop: Callable[[], LoopState]) -> None:
@@ -114,7 +114,7 @@ class CheckpointManager:
         requests = self._requests(minutes=False)
         if requests.save or requests.stop:
             state = loop()
-            self.save(state, {})
+            self._save(state, {})
             self._stop_if(requests, state)
 
     def _requests(self, *, minutes: bool = True) -> _Requests:
@@ -125,16 +125,8 @@ class CheckpointManager:
         stop, save = self._world.all_reduce(flags, dist.ReduceOp.MAX).tolist()
         return _Requests(bool(stop), bool(save))
 
-    def save(self, state: LoopState, metrics: Mapping[str, float]) -> None:
-        """Save a checkpoint. Every rank calls.
-
-        Args:
-            state: of the loop.
-            metrics: of its last step; {} within a step.
-
-        Raises:
-            OSError: when it cannot be written.
-        """
+    def _save(self, state: LoopState, metrics: Mapping[str, float]) -> None:
+        """Save the state of the loop, with the metrics of its last step; {} within a step."""
         best = self._config.best_metric
         if best is not None and best[1] not in metrics and state.update is None and not self._warned_of_missing_metric:
             self._warned_of_missing_metric = True

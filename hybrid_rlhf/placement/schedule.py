@@ -5,7 +5,7 @@ read them, then actor and critic; the updates; what the loop does on every rank 
 phase goes on to its next task, and waits at the next collective of all ranks. Weights travel to a separate sampler
 while the critic learns from the last mini-batch (engines/separate/sampler.py: sync_ahead). With a policy lag of k the
 sampler's thread samples k rollouts ahead, from the weights of the beginning of the step at which it starts
-(rl/rollouts/async_sampler.py).
+(rl/rollouts/collector.py).
 """
 
 from __future__ import annotations

@@ -82,9 +82,14 @@ class PlacementAnswer:
             lines.append(f"  {', '.join([_on_one_line(candidate.plan), *settings])}: {self.why(candidate)}")
         if self.best is not None:
             lines += ["", f"best plan: {self.best.plan.placement.style}", *_roles(self.best, self.job)]
-            others = _options({**self.given, **self.best.plan.settings(self.job.config)}, prefix)
-            lines.append(f"  set it with --{key} '{_on_one_line(self.best.plan)}' {others}".rstrip())
+            lines.append(f"  set it with {self.best_options(key)}")
         return lines
+
+    def best_options(self, key: str) -> str:
+        """The best plan as options of a command whose key `key` sets the placement."""
+        assert self.best is not None
+        settings = {**self.given, **self.best.plan.settings(self.job.config)}
+        return f"--{key} '{_on_one_line(self.best.plan)}' {_options(settings, key.removesuffix('placement'))}".rstrip()
 
     def _link(self) -> str:
         """The link between hosts, and where its speed is from."""

@@ -23,7 +23,6 @@ from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
     MANIFEST,
-    checkpoint_name,
     find_fault,
     newest_complete,
     read_manifest,
@@ -107,13 +106,8 @@ class Run:
         """The config stored in the run folder: `resume` is used again until the run has a complete checkpoint."""
         return replace(self.config, resume=self.initial_resume)
 
-    def continue_from(self, step: int) -> None:
-        """Let the checkpoint after a step be the one that is resumed next."""
-        self.checkpoint = self.folder / CHECKPOINTS / checkpoint_name(step)
-
     def open_metrics(self, resumed_step: int | None) -> None:
         """Open metrics.jsonl and drop the lines after the resumed step; None: drop all."""
-        self.close("stopped")  # of the loop before a move to another placement
         self.in_loop = True
         self.watchdog.begin_step((resumed_step or 0) + 1)
         if self.world.is_main:

@@ -14,7 +14,6 @@ from hybrid_rlhf.configs.sections.placement import (
     PlacedRoles,
     Placement,
     RolePlacement,
-    adapts,
     is_automatic,
     resolve_placement,
 )
@@ -62,8 +61,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     ({"critic": {"ranks": 1}}, {"shares_base": True}, "critic.share_base needs the critic on the actor's ranks"),
     ("separation", {"tensor_parallel": 3}, "placement separation needs 3 ranks for a tensor-parallel sampler .* got 4"),
-    ({"adapt": True}, {}, "placement.adapt needs the planner, got style None: write {style: auto, adapt: true}"),
-    ({"style": "auto", "adapt": 1}, {}, "placement.adapt must be true or false, got 1"),
     ({"style": "auto", "actor": {"ranks": 0}}, {}, "auto chooses the ranks of all roles, got placement.actor: leave"),
 ]
 
@@ -93,9 +90,9 @@ def test_a_missing_host_is_found_before_the_first_step(tmp_path: Path) -> None:
     parse_config(PipelineConfig, [*line, "{sampler: {ranks: 4-7}}", "--steps", "sft"])
 
 
-def test_the_planner_is_named_with_or_without_adaptation() -> None:
+def test_the_planner_is_named_alone_or_as_a_style() -> None:
     assert is_automatic("auto") and is_automatic({"style": "auto"}) and not is_automatic({"style": "separation"})
-    assert not is_automatic(None) and not adapts("auto") and adapts({"style": "auto", "adapt": True})
+    assert not is_automatic(None)
 
 
 ZERO = {"actor": 3, "critic": 3, "reference": 3, "judge": 3}

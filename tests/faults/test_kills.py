@@ -42,7 +42,7 @@ OF_PPO = [
     (f"{RL}.parts:RLParts.estimate", 6),
     (f"{RL}.updates.updater:Updater._update_actor", 20),
     (f"{RL}.updates.updater:Updater._update_critic", 20),
-    (f"{RL}.updates.kl_controller:KLController.update", 6),
+    (f"{RL}.rollouts.advantages:KLController.update", 6),
     (f"{ENGINES}.averaging:WeightAverage.update", 20),
     (f"{RL}.roles.roles:copy_weights", 2),
     (f"{RUNTIME}.observability.samples:SampleLog.write", 6),

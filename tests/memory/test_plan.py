@@ -41,6 +41,7 @@ from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rewards.models import ModelReward
 from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective
@@ -293,16 +294,16 @@ def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None
         )
         counted(counter, *(engine for engine in (actor, critic, reward, reference) if engine is not None))
         counter.restart()
-        parts = RLParts.of(
-            roles,
-            PPO(config.algorithm),
-            sampling=rollout,
-            tokenizer=tiny_tokenizer(),
+        sampler = RolloutSampler(
+            actor,
+            rollout,
+            world=world,
             stop_token_ids=(),
-            micro_batches=MicroBatches(None, 240),
             seed=0,
             timers=Timers(world.device),
+            tokenizer=tiny_tokenizer(),
         )
+        parts = RLParts.of(roles, PPO(config.algorithm), sampler, micro_batches=MicroBatches(None, 240))
         updater, scorer = parts.updater, parts.scorer
         update_critic = updater._update_critic
 

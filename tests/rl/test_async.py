@@ -31,7 +31,7 @@ from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.batching.workspace import Workspace, _Graphs
-from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
+from hybrid_rlhf.rl.rollouts.collector import AsyncSampler
 from hybrid_rlhf.rl.rollouts.sampler import Pending, RolloutSampler
 from hybrid_rlhf.runtime.background import BackgroundCall
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
@@ -76,7 +76,7 @@ def whose(world: World, path: str, staleness: int, stage: int, rank: int) -> lis
     taken = []
     for step in range(1, STEPS + 1):
         taken.append(ahead.take(step)[1])
-        with ahead._sampler._in_turn():  # the threads wait until the weights have changed
+        with ahead.sampler._in_turn():  # the threads wait until the weights have changed
             ahead.begin(step)
             change_weights(actor, step)
         for later in ahead._ahead.values():
@@ -149,7 +149,6 @@ def graphs_of_snapshots(world: World, path: str, cuda_graphs: bool, first_ahead:
         ReplayedOnCpu.log.clear()
         change_weights(actor, step)
         ahead.begin(step)
-    actor.close()
     return tokens, logs
 
 

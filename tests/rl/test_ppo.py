@@ -21,7 +21,7 @@ from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner
 from hybrid_rlhf.rl.metrics import rollout_metrics
 from hybrid_rlhf.rl.roles import Roles
-from hybrid_rlhf.rl.updates.kl_controller import KLController
+from hybrid_rlhf.rl.rollouts.advantages import KLController
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.rl.updates.updater import Updater
 from hybrid_rlhf.runtime.world import World

@@ -22,7 +22,7 @@ from hybrid_rlhf.configs.sections.rollout import EndpointConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.environments import build_runner
-from hybrid_rlhf.rl.environments.episodes import episode_metrics
+from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.runtime.world import World
 from tests.support.programs import ALGORITHM, PROMPTS, SAMPLING, STOP, Numbered, client_of, play_numbered, program_parts
 from tests.support.ranks import run_ranks

@@ -21,7 +21,7 @@ from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
-from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
+from hybrid_rlhf.rl.rewards.components import CompletionTexts
 from hybrid_rlhf.rl.rewards.models import RetokenizingModelReward, ScoreTransform
 from hybrid_rlhf.rl.rewards.reward import build_reward
 from hybrid_rlhf.runtime.world import World

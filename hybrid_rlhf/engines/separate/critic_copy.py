@@ -79,12 +79,6 @@ class CriticCopy:
         """See ModelEngine."""
         return self.group.is_main
 
-    def close(self) -> None:
-        """Free the inference weights; no collective runs."""
-        self._release()
-        if self._plane is not None:
-            self._plane.release()
-
     def _release(self) -> None:
         self._scorer = None
 

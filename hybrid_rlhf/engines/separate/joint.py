@@ -78,10 +78,6 @@ class JointSampler:
         """See SeparateSampler."""
         return self._separate.sync_ahead()
 
-    def close(self) -> None:
-        """See SeparateSampler; the actor is closed as a role of its own."""
-        self._separate.close()
-
     def snapshot(
         self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
     ) -> GenerationEngine | None:

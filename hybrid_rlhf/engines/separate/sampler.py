@@ -248,10 +248,6 @@ class SeparateSampler:
         if self.plane is not None:
             self.plane.force()
 
-    def close(self) -> None:
-        """Free inference weights, KV cache and CUDA graphs; no collective runs."""
-        self._release()
-
     def _release(self) -> None:
         """Free inference weights, KV cache and CUDA graphs; a snapshot of a larger policy lag keeps its own."""
         self._release_cache()

@@ -4,7 +4,7 @@ Read `roles.py` (what the other parts see), `placing.py` (which ranks), `automat
 (whether they have the memory) and `building.py` (their engines).
 """
 
-from hybrid_rlhf.rl.roles.automatic import MeasuredStep, Move, PlacementWatch, choose_placement
+from hybrid_rlhf.rl.roles.automatic import MeasuredStep, PlacementWatch, choose_placement
 from hybrid_rlhf.rl.roles.building import build_reward_alone, build_roles
 from hybrid_rlhf.rl.roles.placing import log_placement, place_roles
 from hybrid_rlhf.rl.roles.roles import Roles
@@ -12,7 +12,6 @@ from hybrid_rlhf.rl.roles.room import require_room
 
 __all__ = [
     "MeasuredStep",
-    "Move",
     "PlacementWatch",
     "Roles",
     "build_reward_alone",

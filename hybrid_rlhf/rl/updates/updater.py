@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
@@ -26,12 +27,53 @@ from hybrid_rlhf.loop.non_finite import rows_with_non_finite_loss
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, MiniBatchPlan, Rollout
+from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, MiniBatchPlan, Rollout, scatter_rows
 from hybrid_rlhf.rl.roles import Roles
-from hybrid_rlhf.rl.updates.last_logprobs import LastLogprobs
 from hybrid_rlhf.rl.updates.policy_loss import ROUTES_USED, MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.world import World
+
+
+class LastLogprobs:
+    """Collects the log-probs of each row in its last update; ranks hold the rows that they computed."""
+
+    def __init__(self, like: Tensor) -> None:
+        """Take log-probs [N, T] of the rollout, for their shape."""
+        self._values = torch.zeros_like(like)
+        self._known = torch.zeros(len(like), dtype=torch.bool, device=like.device)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], world: World) -> Self | None:
+        """What `tensors` describes; the first rank holds it. None for no tensors."""
+        if not tensors:
+            return None
+        restored = cls(tensors["values"].to(world.device))
+        restored._known |= tensors["known"].to(world.device)
+        if world.rank == 0:
+            restored._values += tensors["values"].to(world.device)
+        return restored
+
+    def tensors(self, world: World) -> dict[str, Tensor]:
+        """State for a checkpoint; every rank calls, and gets the same."""
+        return {"values": self.of_all_ranks(world), "known": self._known}
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """An update of these rows, over all ranks: what other ranks had of them is of an earlier one."""
+        self._values[list(rows)] = 0.0
+        self._known[list(rows)] = True
+
+    def add(self, rows: Sequence[int | None], logprobs: Tensor) -> None:
+        """The log-probs [n, t] of a micro-batch of this rank."""
+        scatter_rows(self._values, rows, logprobs)
+
+    def of_all_ranks(self, world: World) -> Tensor:
+        """[N, T], 0 in rows without an update; every rank calls."""
+        return world.all_reduce(self._values.clone())
+
+    def ratios(self, old_logprobs: Tensor, world: World) -> Tensor:
+        """[N, T] p(last update) / p(before the updates), NaN in rows without an update; every rank calls."""
+        found = (self.of_all_ranks(world) - old_logprobs).exp()
+        return found.masked_fill(~self._known[:, None], torch.nan)
 
 
 @dataclass(frozen=True)
@@ -142,8 +184,12 @@ class Updater:
         self.policy_loss = PolicyLoss(
             roles.actor, algorithm, temperature=rollout.sampling.temperature, max_tokens=rollout.sampling.max_new_tokens
         )
-        self._average = average
+        self.average = average
         self.ptx, self._ptx_coef = ptx_batches, ptx_coef
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """While the actor has the averaged weights; nothing on a rank without them."""
+        return contextlib.nullcontext() if self.average is None else self.average.applied()
 
     def update(
         self,
@@ -268,8 +314,8 @@ class Updater:
         stats = actor.step()
         if stats.skipped:
             progress.record_skipped("actor", micro_batches, losses)
-        elif self._average is not None:
-            self._average.update()
+        elif self.average is not None:
+            self.average.update()
         return stats
 
     def _update_critic(

@@ -9,7 +9,6 @@ fractions of their number, so that a placement says where each role is.
 from hybrid_rlhf.configs.sections.placement.given import (
     AUTO,
     STYLES,
-    adapts,
     check_placement,
     has_separate_sampler,
     is_automatic,
@@ -37,7 +36,6 @@ __all__ = [
     "Placement",
     "RolePlacement",
     "ZeroStage",
-    "adapts",
     "aligned",
     "check_placement",
     "has_separate_sampler",

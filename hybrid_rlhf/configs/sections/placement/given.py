@@ -30,8 +30,12 @@ def check_placement(given: str | Mapping[str, Any] | None) -> None:
             f"{nearest_hint(given, styles, otherwise='give one of them')}",
         )
         return
-    if is_automatic(given) or "adapt" in (given or {}):
-        _check_automatic(given or {})
+    if is_automatic(given):
+        other = next((key for key in given or {} if key != "style"), None)
+        require(
+            other is None,
+            f"placement.style auto chooses the ranks of all roles, got placement.{other}: leave it or the style out",
+        )
         return
     for role, keys in (given or {}).items():
         if role == "style":
@@ -66,25 +70,6 @@ def check_placement(given: str | Mapping[str, Any] | None) -> None:
 def is_automatic(given: str | Mapping[str, Any] | None) -> bool:
     """Whether the planner places the roles."""
     return AUTO in (given, given.get("style") if isinstance(given, Mapping) else None)
-
-
-def adapts(given: str | Mapping[str, Any] | None) -> bool:
-    """Whether a run moves to another placement where the planner expects to gain by it."""
-    return isinstance(given, Mapping) and bool(given.get("adapt"))
-
-
-def _check_automatic(given: Mapping[str, Any]) -> None:
-    other = next((key for key in given if key not in ("style", "adapt")), None)
-    adapt = given.get("adapt", False)
-    require(
-        given.get("style") == AUTO,
-        f"placement.adapt needs the planner, got style {given.get('style')}: write {{style: auto, adapt: true}}",
-    )
-    require(isinstance(adapt, bool), f"placement.adapt must be true or false, got {adapt}: give one of them")
-    require(
-        other is None,
-        f"placement.style auto chooses the ranks of all roles, got placement.{other}: leave it or the style out",
-    )
 
 
 def has_separate_sampler(given: str | Mapping[str, Any] | None) -> bool:
