@@ -13,7 +13,7 @@ PAGE = Path(__file__).with_name("api.md")
 GROUPS = {
     "Steps": ["SFT", "RewardModel", "PreferenceTuning", "RL", "TrainResult"],
     "Settings": ["SFTConfig", "RewardConfig", "PreferenceStepConfig", "RLConfig"],
-    "Generation": ["GenerationEngine", "SamplingParams", "Completion", "Drafter"],
+    "Generation": ["GenerationEngine", "SamplingParams", "Completion"],
     "Custom training loops": ["RLSession", "RLParts", "Rollout", "Batch", "Algorithm", "Environment"],
     "Errors": ["UserError"],
 }
