@@ -11,7 +11,7 @@ import hybrid_rlhf
 GROUPS = {
     "Steps": ["SFT", "RewardModel", "PreferenceTuning", "RL", "TrainResult"],
     "Settings": ["SFTConfig", "RewardConfig", "PreferenceStepConfig", "RLConfig"],
-    "Generation": ["GenerationEngine", "SamplingParams", "Completion", "Drafter"],
+    "Generation": ["GenerationEngine", "SamplingParams", "Completion"],
     "Custom training loops": ["RLSession", "RLParts", "Rollout", "Batch", "Algorithm", "Environment"],
     "Errors": ["UserError"],
 }

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hybrid_rlhf.configs.sections.sampling import SamplingParams as SamplingParams
     from hybrid_rlhf.configs.sft import SFTConfig as SFTConfig
     from hybrid_rlhf.generation import Completion as Completion
-    from hybrid_rlhf.generation import Drafter as Drafter
     from hybrid_rlhf.generation import GenerationEngine as GenerationEngine
     from hybrid_rlhf.loop.step import TrainResult as TrainResult
     from hybrid_rlhf.rl.algorithms import Algorithm as Algorithm
@@ -39,7 +38,6 @@ _MODULES = {
     "Algorithm": "rl.algorithms",
     "Batch": "rl.batch",
     "Completion": "generation",
-    "Drafter": "generation",
     "Environment": "rl.environments",
     "GenerationEngine": "generation",
     "PreferenceStepConfig": "configs.preference",
@@ -63,7 +61,6 @@ __all__ = [
     "Algorithm",
     "Batch",
     "Completion",
-    "Drafter",
     "Environment",
     "GenerationEngine",
     "PreferenceStepConfig",

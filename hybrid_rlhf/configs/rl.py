@@ -284,7 +284,6 @@ class RLConfig(StepConfig):
         )
         for key, value, needed in (
             ("tensor_parallel", rollout.tensor_parallel, 1),
-            ("draft", rollout.draft, None),
             ("routing_replay", rollout.routing_replay, False),
         ):
             require(

@@ -2,12 +2,11 @@
 
 Read `engine.py` first (the interface), then `backends/` (what computes: the library's decoder or the Hugging Face
 module), `batching/continuous.py` (which requests decode together), `model/decoder.py` (one forward pass), `sampler.py`
-(logits to tokens), `drafting/` (speculative decoding) and `weights/` (a Hugging Face model to inference weights).
+(logits to tokens) and `weights/` (a Hugging Face model to inference weights).
 `chat.py` is a conversation, `open_batch.py` a batch that takes requests while it decodes.
 """
 
-from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams
 
-__all__ = ["Completion", "Drafter", "GenerationEngine", "SamplingParams"]
+__all__ = ["Completion", "GenerationEngine", "SamplingParams"]

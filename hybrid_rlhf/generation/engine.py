@@ -23,7 +23,6 @@ from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request, TokenLimit
 from hybrid_rlhf.generation.batching.stop_strings import stop_strings
-from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.quantised import Quantization
 from hybrid_rlhf.generation.open_batch import OpenBatch
@@ -55,7 +54,6 @@ class GenerationEngine:
         stop_token_ids: Iterable[int] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
-        drafter: Drafter | None = None,
         adapters: Sequence[str] = (),
         shared: SharedWeights | None = None,
         keeps_backend: bool = False,
@@ -67,7 +65,6 @@ class GenerationEngine:
             stop_token_ids: tokens that end every completion.
             tokenizer: for stop strings.
             weight_version: recorded for every token.
-            drafter: speculative decoding of all completions; none: only if `generate` receives one.
             adapters: names of the backend's adapters, in the order of their indices.
             shared: what gives the backend newer weights after its model was trained; none: the caller does.
             keeps_backend: leave the backend open when the engine is closed, for a later engine.
@@ -76,7 +73,6 @@ class GenerationEngine:
         self.stop_token_ids = frozenset(stop_token_ids)
         self._tokenizer = tokenizer
         self.weight_version = weight_version
-        self._drafter = drafter
         self._shared, self._keeps_backend = shared, keeps_backend
         self.adapters = tuple(adapters)
         """Names of the adapters that a prompt may choose."""
@@ -227,7 +223,6 @@ class GenerationEngine:
         *,
         record_routes: bool | Sequence[bool] = False,
         on_completed: Callable[[int], None] | None = None,
-        drafter: Drafter | None = None,
         begun: Sequence[Sequence[Completion]] = (),
         until: FinishedShare | None = None,
         adapters: Sequence[str | None] = (),
@@ -239,9 +234,6 @@ class GenerationEngine:
             sampling: for all prompts, or one per prompt.
             record_routes: record the experts that computed each token, for all prompts or per prompt.
             on_completed: called after each step with the number of completions that finished in it.
-            drafter: speculative decoding: `Drafter("ngram")`, or `Drafter("previous")`, which must be the same in each
-                call. Tokens are the same as without, up to rounding. Native backend, models without recurrent layers;
-                none: the engine's.
             begun: completions of an earlier call, with the same seeds: all samples of a prompt, or none; shorter than
                 `prompts` if the last ones have none. Finished ones are returned unchanged, others continue, also
                 with other weights; their prompt and tokens are recomputed. Native backend.
@@ -254,8 +246,8 @@ class GenerationEngine:
 
         Raises:
             UserError: when a prompt is empty or too long for the model, stop strings are given without a tokenizer, or
-                routes are recorded of a model without inference weights or mixtures of experts, or drafts cannot be
-                verified, or completions continue without inference weights.
+                routes are recorded of a model without inference weights or mixtures of experts, or completions continue
+                without inference weights.
             RuntimeError: when the engine is closed, also by another thread during the call.
         """
         requests = self.requests(prompts, sampling)
@@ -277,7 +269,7 @@ class GenerationEngine:
             )
         for request in requests:
             request.records_routes = recorded[request.prompt_index]
-        for new in self._run([request for request in requests if not request.ended], drafter):
+        for new in self._run([request for request in requests if not request.ended]):
             if self._backend is None:
                 raise RuntimeError("the generation engine was closed while it generated")
             if on_completed is not None:
@@ -301,7 +293,7 @@ class GenerationEngine:
     def open(self, *, rows: int, max_tokens: int, memory_share: float | None = None) -> OpenBatch:
         """Decode requests from other threads as they arrive, until the batch is closed.
 
-        The engine cannot be used for anything else meanwhile. Drafts are not used.
+        The engine cannot be used for anything else meanwhile.
 
         Args:
             rows: maximum number of completions decoded together.
@@ -327,10 +319,10 @@ class GenerationEngine:
         if backend is not None and not self._keeps_backend:
             backend.close()
 
-    def _run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
+    def _run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
         if requests:
             self._follow_model()
-            yield from self.backend.run(requests, drafter or self._drafter)
+            yield from self.backend.run(requests)
 
     def _follow_model(self) -> None:
         """Give the backend the weights that training has left in the model of `from_model`."""

@@ -199,8 +199,7 @@ def working_memory(
     cuts = rollout.sampling.top_p < 1 or rollout.sampling.top_k > 0
     logits = s.vocabulary * _FLOAT32 * (8 if cuts else 2 + (rollout.sampling.temperature != 1) + size / _FLOAT32)
     scores = s.heads * _capacity(rollout, device) * _FLOAT32 * 2 if device.type == "cpu" else 0.0
-    places = 1 if rollout.draft is None else 1 + rollout.draft_tokens
-    row, capacity, graphs = places * max(logits, scores), _capacity(rollout, device), False
+    row, capacity, graphs = max(logits, scores), _capacity(rollout, device), False
     if device.type == "cuda":
         kv_heads, width = max(s.kv_sizes, key=math.prod, default=(1, 0))
         splits = min(_MOST_SPLITS, _SPLIT_PROGRAMS // (rows * kv_heads))

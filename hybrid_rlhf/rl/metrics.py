@@ -110,7 +110,6 @@ def speed_metrics(
         else {
             "perf/generation_tokens_per_second": sum(sampled.completions) / generation,
             **decode_roofline(read_bytes=work.bytes, seconds=generation, device=device),
-            **(draft_metrics(work) if work.drafted or roles.sampler.drafter is not None else {}),
         }
     )
     return {
@@ -129,16 +128,4 @@ def speed_metrics(
         "time/other_seconds": seconds["step"] - sum(parts.values()),
         "time/step_seconds": seconds["step"],
         "memory/peak_gib": peak_memory_gib(device),
-    }
-
-
-def draft_metrics(work: DecodeWork) -> dict[str, float]:
-    """How much speculative decoding saved in a rollout, on this rank.
-
-    `rollout/draft_acceptance_rate` is the part of the draft tokens that were kept, `rollout/tokens_per_decode_step` the
-    tokens that a row kept per step, steps without drafts included: 1 where drafts save nothing.
-    """
-    return {
-        "rollout/draft_acceptance_rate": work.accepted / max(work.drafted, 1),
-        "rollout/tokens_per_decode_step": work.tokens / max(work.row_steps, 1),
     }

@@ -164,8 +164,8 @@ def test_little_of_the_cache_in_use_is_wasted(monkeypatch: pytest.MonkeyPatch) -
     shares = []
     launch = ContinuousBatch._launch
 
-    def launched(self: ContinuousBatch, drafts: list[list[int]] | None) -> None:
-        launch(self, drafts)
+    def launched(self: ContinuousBatch) -> None:
+        launch(self)
         tokens = sum(row.computed for row in self._decoding)
         shares.append((tokens, self._pool.used_pages * BLOCK_TOKENS))
 

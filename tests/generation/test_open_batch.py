@@ -276,10 +276,10 @@ def test_requests_that_fail_together_alone_end(monkeypatch: pytest.MonkeyPatch) 
     steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
     launch = ContinuousBatch._launch
 
-    def failing(batch: ContinuousBatch, drafts: list[list[int]] | None) -> None:
+    def failing(batch: ContinuousBatch) -> None:
         if len(batch._waiting) + len(batch._live) > 1:
             raise ArithmeticError
-        launch(batch, drafts)
+        launch(batch)
 
     monkeypatch.setattr(ContinuousBatch, "_launch", failing)
     with engine.open(rows=5, max_tokens=120) as batch:

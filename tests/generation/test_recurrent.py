@@ -146,7 +146,7 @@ def test_rows_that_are_not_in_use_change_no_state(name: str, monkeypatch: pytest
     found = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=5)
     tokens = token_ids_of(expected.generate(PROMPTS, sampling))
 
-    def padded(self: Workspace, batch: int, *, longest: int, drafts: None) -> object:
+    def padded(self: Workspace, batch: int, *, longest: int) -> object:
         return self.step(self.most_rows, longest=longest)[:, :batch].tolist
 
     monkeypatch.setattr(Workspace, "decode", padded)
@@ -249,9 +249,9 @@ def test_pages_are_counted_where_prompts_are_computed_in_parts(monkeypatch: pyte
     """The first prompt ends its step early, so that the second ends in it, and its samples need pages."""
     launch, checked = ContinuousBatch._launch, list[int]()
 
-    def launched(batch: ContinuousBatch, drafts: None) -> None:
+    def launched(batch: ContinuousBatch) -> None:
         missing, before, waiting = batch._pages_missing(), batch._pool.available_pages, len(batch._waiting)
-        launch(batch, drafts)
+        launch(batch)
         if not waiting:
             taken = before - batch._pool.available_pages
             assert taken <= missing

@@ -192,7 +192,7 @@ class FakeEngine:
 
     def __init__(self, world: World) -> None:
         self.world = self.generation_world = world
-        self.device, self.work, self.drafter = world.device, DecodeWork(), None
+        self.device, self.work = world.device, DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
         self.groups = (1, 0)
 

@@ -271,8 +271,8 @@ def test_mistakes_are_named_before_the_run(world: World) -> None:
     config = EnvironmentConfig(program="m:f")
     with pytest.raises(UserError, match="got algorithm online_dpo, which counts completions"):
         RLConfig(environment=config, algorithm=OnlineDPOConfig(), rollout=RolloutConfig(sampling=SamplingParams(n=2)))
-    with pytest.raises(UserError, match="got rollout.draft ngram: leave it out"):
-        RLConfig(environment=config, algorithm=ALGORITHM, rollout=replace(SAMPLING, draft="ngram"))
+    with pytest.raises(UserError, match="got rollout.routing_replay True: leave it out"):
+        RLConfig(environment=config, algorithm=ALGORITHM, rollout=replace(SAMPLING, routing_replay=True))
     for program, options, rule in (
         (f"{__name__}:SAMPLING", {}, "names a function, .* is a RolloutConfig"),
         (f"{__name__}:misbehave", {"when": 1}, r"does not \(missing a required argument: 'how'\)|does not \("),

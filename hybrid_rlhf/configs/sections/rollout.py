@@ -112,12 +112,6 @@ class RolloutConfig:
     """Scoring and training reuse the experts chosen during sampling (R3, arXiv 2510.11370). For mixtures of experts
     with rollout/router_agreement below 1 and noisy ratios. Takes one byte of host memory on each rank per token, layer
     and chosen expert, two bytes above 128 experts."""
-    draft: Literal["ngram", "previous"] | None = setting(None, advanced=True, mutable=True)
-    """Speculative decoding, used only while measured to be faster. ngram: drafts the tokens that followed the last
-    tokens earlier in the prompt or its group; previous: drafts from the prompt's completions of an earlier epoch.
-    Samples are the same up to rounding (arXiv 2211.17192). null: none."""
-    draft_tokens: int = setting(4, advanced=True, mutable=True)
-    """Longest draft of rollout.draft, in tokens."""
     kv_cache_gib: float | None = setting(None, mutable=True)
     """KV cache per rank, in GiB; null: half of the free memory on a CPU; 0.9 of it on a GPU, minus the memory of a
     prefill, of tables and of CUDA graphs; with async_sampling, at most these shares of what the memory plan leaves
@@ -175,7 +169,6 @@ class RolloutConfig:
             self.partial is None or self.backend == "auto",
             "rollout.partial continues completions with inference weights, got rollout.backend module: give auto",
         )
-        self._check_draft()
         if self.async_sampling is not None:
             self._check_async()
 
@@ -212,21 +205,6 @@ class RolloutConfig:
     def samples_otherwise(self) -> bool:
         """Whether a sampling policy differs from the trained one: older weights, or 8-bit products."""
         return self.samples_older or self.quantization is not None
-
-    def _check_draft(self) -> None:
-        require(
-            self.draft is None or self.backend == "auto",
-            f"rollout.draft {self.draft} needs inference weights, got rollout.backend {self.backend}: give auto",
-        )
-        require(
-            self.draft_tokens >= 1,
-            f"rollout.draft_tokens must be 1 or more, got {self.draft_tokens}: give --rollout.draft null for none",
-        )
-        require(
-            self.draft is not None or self.draft_tokens == RolloutConfig.draft_tokens,
-            f"rollout.draft_tokens is read with rollout.draft, got draft_tokens {self.draft_tokens} without: give "
-            "--rollout.draft ngram or previous",
-        )
 
     def _check_async(self) -> None:
         for name, barred, needed in (

@@ -26,7 +26,6 @@ from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
-from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.generation.weights.conversion import LOW_PRECISION_TOLERANCE
 from hybrid_rlhf.generation.weights.describe import trained_positions
@@ -84,10 +83,8 @@ class ModuleBackend:
         assert self._module is not None
         return self._module.support
 
-    def run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
+    def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
         """See GenerationBackend."""
-        if drafter is not None:
-            check_can_draft(None, setting="a drafter")
         if self._module is None:
             raise RuntimeError("a backend must be open to generate, this one was closed")
         for batch in _batches(requests, max_rows=self._max_rows, same_length=not self._module.support.padding):

@@ -92,15 +92,13 @@ class Sequences:
     prefill_tokens: int
     state_bytes: int = 0
     """Of recurrent layers, per completion."""
-    places: int = 1
-    """Tokens that a row computes in a step, at most: one, and those of a draft."""
     memory_share: float | None = None
     """Largest share of the free memory for the cache, unless one sequence needs more; none: FREE_SHARE alone."""
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """Rows and pages that unlimited memory would allow, and places of a row in a step."""
-        return self.rows, self.pages(self.rows), self.places
+        """Rows and pages that unlimited memory would allow."""
+        return self.rows, self.pages(self.rows)
 
     @property
     def longest_pages(self) -> int:
@@ -222,14 +220,14 @@ def working_memory(
     """
     if decoder.world.device.type == "cpu":
         row = 4.0 * _CPU_ROW_LOGITS * decoder.architecture.vocab_size
-        return WorkingMemory(row=row * sequences.places), sequences.prefill_tokens
+        return WorkingMemory(row=row), sequences.prefill_tokens
     working, tokens = measured_memory(
         decoder, requests, rows=sequences.rows, prefill_tokens=sequences.prefill_tokens, cuda_graphs=cuda_graphs
     )
     capacity = capacity_tokens(sequences.longest_tokens, decoder.world.device)
     split = split_bytes(decoder, rows=sequences.rows, capacity_tokens=capacity)
     table = table_bytes(decoder, requests, tables=sequences.layout.tables, capacity_tokens=capacity)
-    return replace(working, row=working.row * sequences.places + split, table=table), tokens
+    return replace(working, row=working.row + split, table=table), tokens
 
 
 def table_bytes(decoder: Decoder, requests: Sequence[Request], *, tables: int, capacity_tokens: int) -> int:

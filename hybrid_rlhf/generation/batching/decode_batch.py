@@ -153,13 +153,9 @@ class DecodeBatch:
     def append(self, tokens: Tensor) -> None:
         """Add one sampled token [S] to each row."""
         self.token.copy_(tokens)
-        self.advance(1)
+        self.integers[:, 1:3] += 1
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
-
-    def advance(self, tokens: Tensor | int) -> None:
-        """Count so many tokens [S] more in each row."""
-        self.integers[:, 1:3] += tokens if isinstance(tokens, int) else tokens[:, None]
 
     def _tables(self) -> list[Tensor]:
         return [self.integers, self.floats, self.adapter, *([] if self.seen is None else [self.seen])]

@@ -299,9 +299,6 @@ class RolloutSampler:
                 mine += [Sampled(prompt.place, list(prompt.row["input_ids"]), sample) for sample in of_prompt]
         if self._environments is None:
             whole = _by_prompt(gather_completions(mine, world))
-            # a later epoch may sample a prompt on another rank; a rank keeps its own completions when they are sampled
-            if engine.drafter is not None and engine.world.size > 1:
-                engine.drafter.remember([(each.prompt, each.completion.token_ids) for each in whole])
             rollout = Rollout.of([Episode.of(each.prompt, each.completion) for each in whole], world.device)
             places = torch.tensor([each.place for each in whole], device=world.device)
             return replace(rollout, groups=places) if partial else rollout
