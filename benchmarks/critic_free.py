@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import transformers
 
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import ModelConfig
@@ -39,6 +38,7 @@ from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rewards.models import ModelReward
 from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, init_world
 

@@ -22,7 +22,7 @@ from hybrid_rlhf.configs.inference import (
     PushConfig,
     ServeConfig,
 )
-from hybrid_rlhf.configs.parsing.command_line import config_tree
+from hybrid_rlhf.configs.parsing.building import config_tree
 from hybrid_rlhf.configs.parsing.derived import derived_defaults
 from hybrid_rlhf.configs.parsing.help import field_docs
 from hybrid_rlhf.configs.parsing.resuming import is_mutable

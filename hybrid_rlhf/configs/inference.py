@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.files.credentials import expanded
-from hybrid_rlhf.configs.files.urls import is_own_host
+from hybrid_rlhf.configs.credentials import expanded, is_own_host
 from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 

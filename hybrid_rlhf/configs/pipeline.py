@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.files.reading import read_text
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource, require_shares
-from hybrid_rlhf.configs.sections.placement import last_ranks
 from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
 from hybrid_rlhf.configs.sft import SFTConfig
 
@@ -37,36 +34,6 @@ class LauncherConfig:
             self.num_processes is None or self.num_processes >= 1,
             f"launcher.num_processes must be 1 or more, got {self.num_processes}: leave it out for one per GPU",
         )
-        if self.hostfile is not None:
-            _hosts(self.hostfile)
-
-    @property
-    def processes(self) -> int | None:
-        """Processes of all machines; none: one per GPU of this machine."""
-        return self.num_processes if self.hostfile is None else sum(_hosts(self.hostfile).values())
-
-    def __str__(self) -> str:
-        """What says how many processes there are."""
-        if self.hostfile is None:
-            return f"launcher.num_processes {self.num_processes}"
-        hosts = len(_hosts(self.hostfile))
-        return f"launcher.hostfile {self.hostfile} with {hosts} host{'s' * (hosts > 1)}"
-
-
-def _hosts(path: str) -> dict[str, int]:
-    """Slots by host, as DeepSpeed reads them: `HOST slots=N` a line, each host once."""
-    hosts: dict[str, int] = {}
-    for number, line in enumerate(read_text(path, "launcher.hostfile must name a file").splitlines(), start=1):
-        words = line.partition("#")[0].split()
-        require(
-            not words or (len(words) == 2 and re.fullmatch(r"slots=[1-9]\d{0,4}", words[1]) is not None),
-            f"{path}:{number}: a line of a hostfile is `HOST slots=N`, got {line!r}: fix it",
-        )
-        if words:
-            require(words[0] not in hosts, f"{path}:{number}: a host is given once, {line!r} repeats one: keep one")
-            hosts[words[0]] = int(words[1].removeprefix("slots="))
-    require(bool(hosts), f"launcher.hostfile must name hosts, {path} has none: write `HOST slots=N` lines")
-    return hosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +91,6 @@ class PipelineConfig:
             f"--steps takes sft, reward, preference and rl, comma-separated, got {self.steps!r}: for example "
             "--steps sft,reward",
         )
-        processes = self.launcher.processes
-        if "rl" in self.step_names and processes is not None and not self.plan:
-            for role, last in last_ranks(self.rl.placement).items():
-                require(
-                    last < processes,
-                    f"rl.placement.{role}.ranks must be below the {processes} ranks of {self.launcher}, got {last}: "
-                    "add the missing hosts or ranks, or name others",
-                )
         for name in ("plan_device_gib", "plan_ranks"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}: leave it out for this machine")

@@ -11,8 +11,6 @@ from dataclasses import asdict
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.configs.parsing.command_line import save_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections.model import ModelConfig
@@ -32,6 +30,8 @@ from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
 from hybrid_rlhf.models.pretrained.loading import position_limit
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.command_line import save_config
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import CONFIG_FILE, DATA_FILE, Callback, Run, start_run
 

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import read_config
 from hybrid_rlhf.configs.parsing.resuming import changed_keys
 from hybrid_rlhf.configs.sections.placement import Placement
 from hybrid_rlhf.configs.sections.run import StepConfig
+from hybrid_rlhf.runtime.command_line import read_config
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
     MANIFEST,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from hybrid_rlhf.cli.train import check_ranks
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.sections.placement import (
     PlacedRoles,
@@ -18,6 +18,7 @@ from hybrid_rlhf.configs.sections.placement import (
     is_automatic,
     resolve_placement,
 )
+from hybrid_rlhf.runtime.command_line import parse_config
 
 PPO = {"actor": 0, "critic": 0, "reference": 0, "judge": 0}
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
@@ -83,14 +84,16 @@ def test_a_style_needs_two_ranks() -> None:
 def test_a_missing_host_is_found_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("first slots=4\n# second slots=4\n")
     line = f"--launcher.hostfile {tmp_path}/hosts --rl.placement".split()
-    parse_config(PipelineConfig, [*line, "{sampler: {ranks: 2-3}}"])
+    check_ranks(parse_config(PipelineConfig, [*line, "{sampler: {ranks: 2-3}}"]))
     with pytest.raises(
         UserError, match="rl.placement.sampler.ranks must be below the 4 ranks of .* 1 host, got 7: add"
     ):
-        parse_config(PipelineConfig, [*line, "{sampler: {ranks: 4-7}}"])
+        check_ranks(parse_config(PipelineConfig, [*line, "{sampler: {ranks: 4-7}}"]))
     with pytest.raises(UserError, match="below the 2 ranks of launcher.num_processes 2, got 2"):
-        parse_config(PipelineConfig, "--launcher.num_processes 2 --rl.placement".split() + ["{critic: {ranks: 2}}"])
-    parse_config(PipelineConfig, [*line, "{sampler: {ranks: 4-7}}", "--steps", "sft"])
+        check_ranks(
+            parse_config(PipelineConfig, "--launcher.num_processes 2 --rl.placement".split() + ["{critic: {ranks: 2}}"])
+        )
+    check_ranks(parse_config(PipelineConfig, [*line, "{sampler: {ranks: 4-7}}", "--steps", "sft"]))
 
 
 def test_the_planner_is_named_with_or_without_adaptation() -> None:

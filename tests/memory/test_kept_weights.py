@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
@@ -19,6 +18,7 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.memory import kept_weights as kept_layout
 from hybrid_rlhf.memory.kept_weights import plan_has_room, resolve_keep_weights
 from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, Device, Planner
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 
 GPU = torch.device("cuda", 0)

@@ -17,7 +17,6 @@ from hybrid_rlhf.cli.train import main as train_main
 from hybrid_rlhf.cli.train import step_config
 from hybrid_rlhf.configs.algorithms import PPOConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.rl import ActorConfig, CriticConfig, RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
@@ -41,6 +40,7 @@ from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rewards.models import ModelReward
 from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective

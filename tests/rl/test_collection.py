@@ -10,7 +10,6 @@ import torch
 from datasets import Dataset
 
 from hybrid_rlhf.configs.algorithms import PPOConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig, PenaltiesConfig
 from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
@@ -19,6 +18,7 @@ from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner, Rollout
 from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn, _joined
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.rl import rollout_of
 

@@ -13,7 +13,6 @@ import torch
 import yaml
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import READS_ACTOR, Placement, resolve_placement
 from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, Device, Planner
@@ -21,6 +20,7 @@ from hybrid_rlhf.memory.remedies import with_settings
 from hybrid_rlhf.placement.memory import RankMemory, with_kv_cache
 from hybrid_rlhf.rl.roles.placing import log_placement
 from hybrid_rlhf.rl.roles.room import PlacedPlanner, misfit, require_room
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 
 GPU = torch.device("cuda", 0)

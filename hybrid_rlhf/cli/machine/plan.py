@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import parse_yaml, read_text
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
-from hybrid_rlhf.configs.parsing.output import print_result
+from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 from hybrid_rlhf.configs.pipeline import PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -27,6 +25,9 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import Placement, is_automatic, resolve_placement
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.files.reading import read_text
+from hybrid_rlhf.runtime.output import print_result
 
 if TYPE_CHECKING:
     from hybrid_rlhf.memory.plan import Device, PhaseMemory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hybrid_rlhf.configs.files.urls import is_own_host
+from hybrid_rlhf.configs.credentials import is_own_host
 from hybrid_rlhf.configs.sections.rules import require
 
 

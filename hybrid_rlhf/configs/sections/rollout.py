@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hybrid_rlhf.configs.files.credentials import expanded, is_placeholder
+from hybrid_rlhf.configs.credentials import expanded, is_placeholder
 from hybrid_rlhf.configs.sections.rules import require, setting
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hybrid_rlhf.configs.files.urls import check_url
+from hybrid_rlhf.configs.credentials import check_url
 from hybrid_rlhf.configs.sections.data import DataConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rules import require, setting

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybrid_rlhf.configs.credentials import expanded_url
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.urls import expanded_url
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from hybrid_rlhf.configs.files.urls import shown_url
+from hybrid_rlhf.configs.credentials import shown_url
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.rl.rewards.components import ComponentScores
 from hybrid_rlhf.runtime.observability.logs import shortened
