@@ -31,7 +31,7 @@ from hybrid_rlhf.configs.pipeline import (
     start_of,
     step_config,
 )
-from hybrid_rlhf.configs.sections.placement import is_automatic, last_ranks, resolve_placement
+from hybrid_rlhf.configs.sections.placement import RolePlacements, is_automatic
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.runtime.command_line import ERROR_FILE, parse_config, read_config, save_config, user_errors
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
@@ -40,6 +40,7 @@ from hybrid_rlhf.runtime.liveness.launcher import STARTED_BY
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, forward_signals
 from hybrid_rlhf.runtime.openmp import shared_cores
 from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
+from hybrid_rlhf.runtime.placement import placed_roles, resolve_placement
 
 PipelineT = TypeVar("PipelineT", bound=PipelineConfig)
 ROOT = Path(__file__).parents[2]
@@ -162,13 +163,15 @@ def check_models(steps: dict[str, Any], config: PipelineConfig) -> None:
 def check_ranks(config: PipelineConfig) -> None:
     """Raise UserError unless the hostfile can be read, and the ranks that the placement of RL names will start."""
     processes, source = process_count(config.launcher)
-    if "rl" in config.step_names and processes is not None and not config.plan:
-        for role, last in last_ranks(config.rl.placement).items():
-            require(
-                last < processes,
-                f"rl.placement.{role}.ranks must be below the {processes} ranks of {source}, got {last}: "
-                "add the missing hosts or ranks, or name others",
-            )
+    placement = config.rl.placement
+    if "rl" not in config.step_names or processes is None or config.plan or not isinstance(placement, RolePlacements):
+        return
+    for name, role in placement.roles.items():
+        require(
+            role.ranks is None or role.ranks[-1] < processes,
+            f"rl.placement.{name}.ranks must be below the {processes} ranks of {source}, got "
+            f"{role.ranks and role.ranks[-1]}: add the missing hosts or ranks, or name others",
+        )
 
 
 def check_placement(steps: dict[str, Any], config: PipelineConfig) -> None:
@@ -180,7 +183,7 @@ def check_placement(steps: dict[str, Any], config: PipelineConfig) -> None:
     is_new = rl.resume in ("never", "auto") and not (Path(rl.output_dir) / "config.yaml").exists()
     if "rl" in config.step_names and is_new and not is_automatic(rl.placement):
         ranks = process_count(config.launcher)[0] or _local_ranks(config.launcher)
-        resolve_placement(rl.placement, rl.placed_roles(), ranks=ranks)
+        resolve_placement(rl.placement, placed_roles(rl), ranks=ranks)
 
 
 def link_reports(config: PipelineConfig, steps: dict[str, Any]) -> None:

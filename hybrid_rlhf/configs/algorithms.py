@@ -48,6 +48,11 @@ class PPOConfig(SurrogateConfig):
     whiten_rewards: bool = setting(False, advanced=True)
     """Rewards of a rollout get variance 1 and keep their mean, over all ranks (N details, no. 18)."""
 
+    @property
+    def whitens(self) -> bool:
+        """True where something is whitened."""
+        return self.whiten_advantages or self.whiten_rewards
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("gamma", "gae_lambda"):

@@ -12,12 +12,12 @@ from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, PolicyGradi
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
-from hybrid_rlhf.configs.sections.placement import PlacedRoles, check_placement, has_separate_sampler
+from hybrid_rlhf.configs.sections.placement import PlacementConfig, has_separate_sampler, read_placement
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require, setting, whole_number
 from hybrid_rlhf.configs.sections.run import FaultsConfig, StepConfig
-from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig, frozen_zero
+from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
 
 _FEWEST_PROMPTS = 64
 """In a rollout with several completions per prompt, unless the user sets rollout.prompts_per_step."""
@@ -173,11 +173,11 @@ class RLConfig(StepConfig):
     environment: EnvironmentConfig | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     ptx: PtxConfig | None = None
-    placement: str | dict[str, Any] | None = setting(None, mutable=True)
+    placement: PlacementConfig | None = setting(None, mutable=True, read=read_placement)
     """Ranks of each role (docs/placement.md): flattening (all roles on all ranks), interleaving (reference and reward
     models on disjoint ranks), separation (sampler and frozen models on separate ranks), ranks by role, such as
-    {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (chosen by the planner, after hybrid-rlhf calibrate); {style:
-    auto, adapt: true} may change it during the run. null: flattening."""
+    {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (chosen by the planner, after hybrid-rlhf calibrate). null:
+    flattening."""
     train: LoopConfig = field(default_factory=LoopConfig)
     faults: RLFaultsConfig = setting(default_factory=RLFaultsConfig, mutable=True)
 
@@ -190,12 +190,11 @@ class RLConfig(StepConfig):
             f"algorithm {name} has no critic, got the section critic: leave it out",
         )
         self._check_samples(name)
-        check_placement(self.placement)
         alone = has_separate_sampler(self.placement)
         require(
             not self.faults.check_weights or alone,
             "faults.check_weights compares weights that a sampler with ranks of its own receives, got placement "
-            f"{self.placement}: leave it out, or give --placement separation",
+            f"{self.placement and self.placement.as_given()}: leave it out, or give --placement separation",
         )
         if self.rollout.endpoint is not None and self.environment is None:
             object.__setattr__(self, "environment", EnvironmentConfig())
@@ -363,25 +362,6 @@ class RLConfig(StepConfig):
     def reads_without_adapters(self, reference_path: str | None, actor_path: str | None) -> bool:
         """Whether the actor without its adapters is the reference, which must not follow the actor then."""
         return self.actor.lora is not None and reference_path == actor_path and not self.reference.refresh_every
-
-    def placed_roles(self, *, has_reference: bool | None = None) -> PlacedRoles:
-        """What a step has to place; `has_reference`: the reference is a model of its own (none: as model.path says)."""
-        if has_reference is None:
-            path = self.reference.path or self.model.path
-            has_reference = self.uses_reference and not self.reads_without_adapters(path, self.model.path)
-        zero = {"actor": self.actor.zero.stage}
-        zero |= {"critic": self.critic_zero.stage} if self.critic is not None else {}
-        zero |= {"reference": frozen_zero(self.actor.zero).stage} if has_reference else {}
-        models = [component.label for component in self.reward.named if component.model is not None]
-        zero |= dict.fromkeys(models, frozen_zero(self.critic_zero).stage)
-        return PlacedRoles(
-            zero,
-            tensor_parallel=self.rollout.tensor_parallel,
-            policy_lag=self.rollout.policy_lag,
-            shares_base=self.critic is not None and self.critic.share_base,
-            reads_actor=self.uses_reference and not has_reference,
-            refreshes_reference=has_reference and bool(self.reference.refresh_every),
-        )
 
     @property
     def critic_start(self) -> str | None:

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.algorithms import GSPOConfig
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
 from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_rollout
-from hybrid_rlhf.configs.sections.placement import Placement, adapts
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.loaders import FEW_UPDATES, RowStream
@@ -57,6 +57,7 @@ from hybrid_rlhf.rl.rollouts.samples import SampleTexts
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.placement import Placement
 from hybrid_rlhf.runtime.run import Callback, Run
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -303,7 +304,6 @@ class _SessionBuilder:
             steps,
             average,
             self._watch,
-            adapts(self._config.placement),
         )
 
 
@@ -360,7 +360,8 @@ def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:
 
 def _log_correction(config: RLConfig) -> None:
     """Log the correction for the sampler, and warn where weights per token are biased (docs/async.md)."""
-    correction = config.algorithm.correction
+    algorithm = config.algorithm
+    correction = algorithm.correction if isinstance(algorithm, PolicyGradientConfig) else None
     if correction is None:
         return
     if config.rollout.samples_otherwise:

@@ -16,7 +16,6 @@ import pytest
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.building import settings_and_defaults
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.configs.sections.run import LoggingConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.loop.report.charts import Chart, chart_groups, thinned
@@ -29,6 +28,7 @@ from hybrid_rlhf.memory.engine import MemoryUse
 from hybrid_rlhf.memory.plan import Device, PhaseMemory, Planner
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from hybrid_rlhf.runtime.run import CONFIG_FILE, Run
 from hybrid_rlhf.supervised.build import run_sft
 

@@ -18,7 +18,6 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.configs.sft import SFTConfig
@@ -31,6 +30,7 @@ from hybrid_rlhf.placement.memory import MemoryModel
 from hybrid_rlhf.placement.plans import StepPlan, flattening
 from hybrid_rlhf.placement.schedule import PHASES
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from tests.support.tiny import tiny_config
 
 

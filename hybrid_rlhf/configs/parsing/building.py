@@ -80,6 +80,8 @@ def plain(config: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
         value, marks = getattr(config, declared.name), marks_of(declared)
         if keys is not None and declared.name not in keys:
             continue
+        if marks.read is not None and value is not None:
+            value = value.as_given()
         if dataclasses.is_dataclass(value):
             content[declared.name] = plain(value, marks.keys)
         elif value is not None or marks.needs is None:
@@ -145,14 +147,15 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def _typed(key: Key, value: Any) -> Any:
-    """A value as the type of its key; a text is read as YAML first, and as a text where that is of no such type."""
+    """The value of a key; a text is read as YAML first, and as a text where that is of no such type."""
     readings = [value]
     if isinstance(value, str) and value.strip():
         with contextlib.suppress(UserError):
             readings = [yaml_value(value, key.name), value]
     for reading in readings:
         try:
-            return _adapter(key.hint).validate_json(json.dumps(reading, default=dataclasses.asdict), strict=True)
+            typed = _adapter(key.hint).validate_json(json.dumps(reading, default=dataclasses.asdict), strict=True)
+            return typed if key.read is None else key.read(typed)
         except (TypeError, ValueError) as error:  # TypeError: a date, or another type that JSON does not have
             place = next(iter(error.errors()[0]["loc"]), None) if hasattr(error, "errors") else None
             if reading is readings[0]:

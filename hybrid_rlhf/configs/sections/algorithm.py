@@ -132,7 +132,7 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """What all RL algorithms read. Properties give the neutral value of keys that only some have."""
+    """What all RL algorithms read."""
 
     needs_critic: ClassVar[bool] = False
     """Whether it trains a critic."""
@@ -179,60 +179,6 @@ class AlgorithmConfig:
             self.target_kl is None or self.target_kl > 0,
             f"algorithm.target_kl must be above 0 nats, got {self.target_kl}: leave it out for none",
         )
-        require(
-            self.score_clip is None or self.score_clip > 0,
-            f"algorithm.score_clip must be above 0, got {self.score_clip}: give null for none",
-        )
-
-    @property
-    def score_clip(self) -> float | None:
-        """Bound of scores; null: none."""
-        return None
-
-    @property
-    def correction(self) -> CorrectionConfig | None:
-        """Correction for the sampler; null: none."""
-        return None
-
-    @property
-    def mask_truncated(self) -> bool:
-        """Whether truncated completions are left out of the loss."""
-        return False
-
-    @property
-    def loss_normalization(self) -> Literal["token", "sequence", "fixed"]:
-        """What the actor's loss is a mean over."""
-        return "token"
-
-    @property
-    def whiten_rewards(self) -> bool:
-        """Whether rewards are whitened."""
-        return False
-
-    @property
-    def whiten_advantages(self) -> bool:
-        """Whether advantages are whitened."""
-        return False
-
-    @property
-    def whiten_shift_mean(self) -> bool:
-        """Whether whitening subtracts the mean."""
-        return True
-
-    @property
-    def whiten_unbiased(self) -> bool:
-        """Whether whitening divides by the count less one."""
-        return True
-
-    @property
-    def value_clip(self) -> float:
-        """Bound of the change of values; 0: none."""
-        return 0.0
-
-    @property
-    def select_above(self) -> float | None:
-        """Least score of a selected completion; null: any."""
-        return None
 
     @property
     def updates_once(self) -> bool:
@@ -247,7 +193,7 @@ class AlgorithmConfig:
     @property
     def reads_old_logprobs(self) -> bool:
         """Whether the actor scores a rollout before training on it: for several updates, or to count kept tokens."""
-        return not self.updates_once or not (self.correction is None or self.correction.count_masked)
+        return not self.updates_once
 
     @property
     def uses_reference(self) -> bool:
@@ -263,7 +209,7 @@ class AlgorithmConfig:
     @property
     def allows_other_sampler(self) -> bool:
         """Whether older or rounded weights may sample: the loss is corrected, or does not depend on who sampled."""
-        return self.correction is not None or self.learns_pairs
+        return self.learns_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +222,16 @@ class PolicyGradientConfig(AlgorithmConfig):
     """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
     max_new_tokens per sequence (fixed; Dr. GRPO)."""
     correction: CorrectionConfig | None = None
+
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """True where several updates, or the count of kept tokens, need the actor's scores of a rollout."""
+        return not self.updates_once or not (self.correction is None or self.correction.count_masked)
+
+    @property
+    def allows_other_sampler(self) -> bool:
+        """True where the loss is corrected for older or rounded weights that sample."""
+        return self.correction is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,9 +262,14 @@ class ClippedConfig(PolicyGradientConfig):
             "algorithm.whiten_shift_mean needs whiten_advantages, got False and whiten_advantages False: leave it out",
         )
         require(
-            self.whiten_advantages or self.whiten_rewards or self.whiten_unbiased,
+            self.whitens or self.whiten_unbiased,
             "algorithm.whiten_unbiased needs whitening, got False and none: leave it out",
         )
+
+    @property
+    def whitens(self) -> bool:
+        """True where something is whitened."""
+        return self.whiten_advantages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,20 +33,14 @@ class Marks:
     """Of a section that exists only if the config's algorithm has this class attribute true."""
     keys: tuple[str, ...] | None = None
     """Of a section: the keys that this place reads; none: all."""
+    read: Callable[[Any], Any] | None = None
+    """Of a key whose value is a dataclass: reads it from what the user gives, the type of its one argument. The
+    dataclass gives that form back with `as_given`."""
 
 
-def setting(
-    default: Any = MISSING,
-    *,
-    default_factory: Callable[[], Any] | None = None,
-    advanced: bool = False,
-    mutable: bool = False,
-    variants: Mapping[str, type] | None = None,
-    needs: str | None = None,
-    keys: tuple[str, ...] | None = None,
-) -> Any:
-    """A dataclass field with marks; see `Marks` for the arguments."""
-    metadata = {"marks": Marks(advanced, mutable, variants, needs, keys)}
+def setting(default: Any = MISSING, *, default_factory: Callable[[], Any] | None = None, **marks: Any) -> Any:
+    """A dataclass field with marks, the fields of `Marks`."""
+    metadata = {"marks": Marks(**marks)}
     if default_factory is not None:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -17,7 +17,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import adapts, is_automatic
+from hybrid_rlhf.configs.sections.placement import is_automatic, read_placement
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.memory.plan import Device, own_device
 from hybrid_rlhf.memory.remedies import with_settings
@@ -60,7 +60,7 @@ class PlannedSettings:
 
     def applied(self, config: RLConfig) -> RLConfig:
         """The config under the plan."""
-        changed: RLConfig = with_settings(config, {**self.others, "placement": self.placement})
+        changed: RLConfig = with_settings(config, {**self.others, "placement": read_placement(self.placement)})
         return changed
 
 
@@ -102,7 +102,7 @@ def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, Placemen
     link = time_between_hosts(world, LINK_SIZES) if world.size > world.local_size else None
     with shared_user_errors(world):
         if world.is_main:
-            watch = PlacementWatch(_PlanRequest.of(config, world, link=link), adapts=adapts(config.placement))
+            watch = PlacementWatch(_PlanRequest.of(config, world, link=link))
             choice = PlannedSettings.of(watch.plan, config)
             for line in watch.answer.lines():
                 logger.info("%s", line)

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from datasets import Dataset
 
+from hybrid_rlhf.configs.algorithms import RAFTConfig
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.functional.masking import spread
 from hybrid_rlhf.placement.job import StepLengths
@@ -110,7 +111,8 @@ class Collector:
         self.sampled = StepLengths.of(whole.response_mask.sum(dim=1).tolist(), tokens=int(whole.lengths.sum()))
         metrics = self._metrics(whole, mask, whole.groups)
         if not bool(mask.any()):
-            least = self._algorithm.config.select_above
+            config = self._algorithm.config
+            least = config.select_above if isinstance(config, RAFTConfig) else None
             above = "" if least is None else f", or none is above algorithm.select_above {least}"
             raise NothingToLearn(
                 f"the algorithm selected none of {len(mask)} completions: the scores of each prompt are equal{above}",
