@@ -25,10 +25,9 @@ import torch
 import transformers
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import MicroBatches, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.memory.live_bytes import LiveBytes
 from hybrid_rlhf.models.pretrained.sources import resolve_model

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.resuming import changed_keys
+from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.pipeline import (
     FOLDERS,
     STEP_NAMES,

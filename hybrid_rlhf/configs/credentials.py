@@ -48,27 +48,20 @@ def redacted(text: str) -> str:
     return _QUERY_PAIR.sub(lambda m: f"{m[1]}{m[2]}={'***' if _is_secret(m[2]) else m[3]}", text)
 
 
-def placeholders(text: str) -> list[str]:
-    """Names of the variables that stand in a text as `${NAME}`."""
-    return _PLACEHOLDER.findall(text)
-
-
-def fill_placeholders(text: str, values: dict[str, str]) -> str:
-    """The text with values in their place."""
-    return _PLACEHOLDER.sub(lambda match: values[match[1]], text)
-
-
-def expanded(text: str, *, key: str) -> str:
+def expanded(text: str, *, key: str, rule: str = "must be") -> str:
     """The text of a config's key with the values of its environment variables; never log it.
 
     Raises:
         UserError: when one is not set, or is empty.
     """
-    values = {name: os.environ.get(name, "") for name in placeholders(text)}
-    for name, value in values.items():
+
+    def value_of(match: re.Match[str]) -> str:
+        value = os.environ.get(match[1])
         if not value:
-            raise UserError(f"{key}: ${{NAME}} must be a set variable, {name} is not set: export {name}=...")
-    return fill_placeholders(text, values)
+            raise UserError(f"{key}: ${{NAME}} {rule} a set variable, {match[1]} is not set: export {match[1]}=...")
+        return value
+
+    return _PLACEHOLDER.sub(value_of, text)
 
 
 def is_placeholder(value: str) -> bool:
@@ -113,17 +106,13 @@ def expanded_url(url: str, *, key: str) -> str:
     Raises:
         UserError: when a variable is not set, or the URL is none with its value.
     """
-    values = {name: os.environ.get(name, "") for name in placeholders(url)}
-    for name, value in values.items():
-        if not value:
-            raise UserError(f"{key}: ${{NAME}} in a URL is a set variable, {name} is not set: export {name}=...")
-    expanded = fill_placeholders(url, values)
-    if not _is_url(expanded):
+    whole = expanded(url, key=key, rule="in a URL is")
+    if not _is_url(whole):
         raise UserError(
             f"{key}: a URL is http://HOST:PORT/PATH or https, {shown_url(url)} is none with the value of "
-            f"{', '.join(values)}: look for a space or line break in it"
+            f"{', '.join(_PLACEHOLDER.findall(url))}: look for a space or line break in it"
         )
-    return expanded
+    return whole
 
 
 def shown_url(url: str) -> str:

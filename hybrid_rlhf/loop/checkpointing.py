@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hybrid_rlhf.configs.parsing.resuming import changed_keys
+from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
-from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.training import frozen_zero
@@ -23,6 +22,7 @@ from hybrid_rlhf.data.rows.counts import RowCounts
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.loop.batch_plan import BatchPlan
 from hybrid_rlhf.loop.report.writing import write_report
 from hybrid_rlhf.memory.out_of_memory import explain_out_of_memory
 from hybrid_rlhf.memory.plan import AnyStep

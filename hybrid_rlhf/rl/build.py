@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.algorithms import GSPOConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
-from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.loaders import FEW_UPDATES, RowStream
 from hybrid_rlhf.data.tokenized import TokenizedData, load_prompt_data, load_ptx_data
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.loop.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.loop.saving import finish, save_engine
 from hybrid_rlhf.loop.setup import (
     log_plan,

@@ -15,8 +15,8 @@ from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, MiniBatchPlanner, Rollout

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.resuming import changed_keys
+from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.runtime.command_line import read_config
 from hybrid_rlhf.runtime.files.checkpoint_folder import (

@@ -20,12 +20,11 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.rl import ActorConfig, CriticConfig, RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, TrainConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import LoopConfig, MicroBatches, OptimizerConfig, TrainConfig, ZeroConfig
 from hybrid_rlhf.configs.sft import DistillConfig, SFTConfig, SFTDataConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides

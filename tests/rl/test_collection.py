@@ -12,7 +12,7 @@ from datasets import Dataset
 from hybrid_rlhf.configs.algorithms import PPOConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig, PenaltiesConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner, Rollout

@@ -115,8 +115,8 @@ def _read_role(role: str, keys: Any) -> RoleRanks:
     with_actor = keys.get("with_actor", False)
     require(
         isinstance(with_actor, bool) and (role == "sampler" or "with_actor" not in keys),
-        f"placement.sampler.with_actor must be true or false, got placement.{role}.with_actor {with_actor}: give one to "
-        "sampler, or leave it out",
+        f"placement.sampler.with_actor must be true or false, got placement.{role}.with_actor {with_actor}: give one "
+        "to sampler, or leave it out",
     )
     return RoleRanks(**{**keys, "ranks": read_ranks(keys["ranks"], role)} if "ranks" in keys else keys)
 
