@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 
 from hybrid_rlhf.board.samples.view import COLUMN_FORMATS
-from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from tests.support.board import ServedBoard, append_metrics, served_board, write_run
 from tests.support.browser import CHROMIUM, browser_context, checked_page
 

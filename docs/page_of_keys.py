@@ -21,10 +21,10 @@ from hybrid_rlhf.configs.inference import (
     PushConfig,
     ServeConfig,
 )
-from hybrid_rlhf.configs.parsing.command_line import config_tree
+from hybrid_rlhf.configs.parsing.building import config_tree
 from hybrid_rlhf.configs.parsing.derived import derived_defaults
 from hybrid_rlhf.configs.parsing.help import field_docs
-from hybrid_rlhf.configs.parsing.resuming import is_mutable
+from hybrid_rlhf.configs.parsing.listing import is_mutable
 from hybrid_rlhf.configs.parsing.schema import Key, type_hints, type_name
 from hybrid_rlhf.configs.pipeline import STEP_NAMES, CalibrateConfig, PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, PreferenceStepConfig

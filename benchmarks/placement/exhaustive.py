@@ -37,7 +37,6 @@ from benchmarks.placement.trials_page import (
 )
 from hybrid_rlhf.configs.algorithms import ReinforceConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.candidates import Options, joinings, layouts, plan_of, tensor_parallels
@@ -47,6 +46,7 @@ from hybrid_rlhf.placement.machines.stored import load_curves
 from hybrid_rlhf.placement.memory import MemoryModel
 from hybrid_rlhf.placement.plans import Cluster, StepPlan, flattening
 from hybrid_rlhf.placement.search import Candidate, Search
+from hybrid_rlhf.runtime.command_line import parse_config
 from tests.support.ranks import run_ranks
 
 RANKS = 4

@@ -26,7 +26,7 @@ from hybrid_rlhf.board.samples.lines import prompt_messages
 from hybrid_rlhf.board.samples.rows import Samples
 from hybrid_rlhf.board.samples.view import IndexView
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.atomic import write_whole
 
 PREFERENCES_FILE = "preferences.jsonl"
 _MOST_OPEN = 1000

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hybrid_rlhf.configs.parsing.command_line import read_config
-from hybrid_rlhf.configs.parsing.resuming import changed_keys
+from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.saved.checkpoints import CheckpointWriter, LoopState, load_checkpoint
 from hybrid_rlhf.engines.saved.training_state import state_of
+from hybrid_rlhf.runtime.command_line import read_config
 from hybrid_rlhf.runtime.files.checkpoint_folder import checkpoint_name, read_manifest
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, SignalRequests
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME

@@ -17,7 +17,6 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.placement import RolePlacement
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig, frozen_zero
@@ -32,6 +31,7 @@ from hybrid_rlhf.memory.inference_weights import inference_weight_bytes
 from hybrid_rlhf.memory.shapes import BatchShape, Shapes
 from hybrid_rlhf.models.distillation import CHUNK_LOGITS, CHUNK_TOKENS
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
+from hybrid_rlhf.runtime.placement import RolePlacement
 
 AnyStep = SFTConfig | RewardConfig | PreferenceStepConfig | RLConfig
 GPU_RESERVE_GIB = 2.0

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage
+from hybrid_rlhf.configs.sections.placement import ZeroStage
 from hybrid_rlhf.placement.job import RLJob, RoleJob
 from hybrid_rlhf.placement.plans import SAMPLER, Cluster, StepPlan, style_of
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 
 EXACT_RANKS = 16
 """Up to so many ranks every size of a range is tried; beyond, multiples of a part of the ranks."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import Placement
 from hybrid_rlhf.memory.plan import Planner, own_device
 from hybrid_rlhf.placement.memory import placed_memory, with_kv_cache
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.placement import Placement
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 logger = logging.getLogger(LOGGER_NAME)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, Placement, RolePlacement
+from hybrid_rlhf.configs.sections.placement import read_placement
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
@@ -26,6 +26,7 @@ from hybrid_rlhf.memory.plan import Device, PhaseMemory, Planner, micro_batch
 from hybrid_rlhf.memory.shapes import BatchShape, ShapedModel
 from hybrid_rlhf.placement.job import JobReader, RLJob, RoleJob, default_lengths
 from hybrid_rlhf.placement.plans import SAMPLER, StepPlan
+from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement, RolePlacement
 
 _LITTLE_GIB, _ABUNDANT_GIB = 1e-6, 1e6
 """Caches that hold one completion, as generation takes at least, and all of them."""
@@ -65,7 +66,7 @@ def placed_memory(config: RLConfig, placement: Placement, planner: Planner) -> l
     machine = planner.machine
     if config.rollout.policy_lag and config.rollout.kv_cache_gib is None:
         return placed_memory(with_kv_cache(config, placement, planner), placement, planner)
-    if config.placement in (None, "flattening"):
+    if config.placement in (None, read_placement("flattening")):
         return [RankMemory(tuple(range(machine.ranks)), phase) for phase in planner.phases(config)]
     lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
     read = JobReader(machine.device, planner.shapes, planner.starts)

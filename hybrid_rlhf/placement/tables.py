@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, READS_ACTOR, Placement, in_words, role_label
 from hybrid_rlhf.engines.residency.rules import residency_table
 from hybrid_rlhf.placement.costs import Costs
 from hybrid_rlhf.placement.curves import MachineCurves
@@ -18,6 +17,7 @@ from hybrid_rlhf.placement.memory import MemoryModel
 from hybrid_rlhf.placement.plans import Cluster, StepPlan
 from hybrid_rlhf.placement.schedule import PHASES
 from hybrid_rlhf.placement.search import STYLES, Candidate, Search, SearchResult
+from hybrid_rlhf.runtime.placement import CRITIC_COPY, READS_ACTOR, Placement, in_words, role_label
 
 _GIB = 2**30
 _HALVINGS, _DOUBLINGS = 2, 2

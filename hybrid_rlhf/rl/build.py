@@ -17,14 +17,14 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.algorithms import GSPOConfig
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_rollout
-from hybrid_rlhf.configs.sections.placement import Placement
+from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.loaders import FEW_UPDATES, RowStream
 from hybrid_rlhf.data.tokenized import TokenizedData, load_prompt_data, load_ptx_data
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.loop.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.loop.setup import (
     log_plan,
     open_step,
@@ -52,6 +52,7 @@ from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.placement import Placement
 from hybrid_rlhf.runtime.run import Callback, Run
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -268,7 +269,8 @@ def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:
 
 def _log_correction(config: RLConfig) -> None:
     """Log the correction for the sampler, and warn where weights per token are biased (docs/async.md)."""
-    correction = config.algorithm.correction
+    algorithm = config.algorithm
+    correction = algorithm.correction if isinstance(algorithm, PolicyGradientConfig) else None
     if correction is None:
         return
     if config.rollout.samples_otherwise:

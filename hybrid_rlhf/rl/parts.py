@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.loop.saving import finish, save_engine
 from hybrid_rlhf.placement.job import StepLengths

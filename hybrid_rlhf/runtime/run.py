@@ -16,10 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import read_config
-from hybrid_rlhf.configs.parsing.resuming import changed_keys
-from hybrid_rlhf.configs.sections.placement import Placement
+from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.sections.run import StepConfig
+from hybrid_rlhf.runtime.command_line import read_config
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
     MANIFEST,
@@ -43,6 +42,7 @@ from hybrid_rlhf.runtime.observability.metrics import METRICS_FILE, SINKS, Metri
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState, TrackedRun, require_installed
 from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.placement import Placement
 from hybrid_rlhf.runtime.product_backend import RECORD as PRODUCTS_FILE
 from hybrid_rlhf.runtime.product_backend import choose_product_backend
 from hybrid_rlhf.runtime.world import (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hybrid_rlhf.configs.credentials import expanded_url, found_credential, redacted
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.credentials import found_credential, redacted
-from hybrid_rlhf.configs.files.urls import expanded_url
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 
 CARRIERS = [

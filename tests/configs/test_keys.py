@@ -14,15 +14,15 @@ import yaml
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, OnlineDPOConfig, PPOConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config, read_config, save_config
-from hybrid_rlhf.configs.parsing.resuming import changed_keys, is_mutable
+from hybrid_rlhf.configs.parsing.listing import changed_keys, is_mutable
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.learning_rates import Learning, derived_rate
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.engines.learning_rates import Learning, derived_rate
+from hybrid_rlhf.runtime.command_line import parse_config, read_config, save_config
 
 NO_CRITIC = "algorithm grpo has no critic, got"
 NOT_READ = {

@@ -26,7 +26,7 @@ OF_ALL_STEPS = [
     (f"{ENGINES}.saved.checkpoints:write_manifest", 3),
     (f"{ENGINES}.saved.checkpoints:prune_checkpoints", 3),
     (f"{ENGINES}.saved.checkpoints:CheckpointWriter._commit", 3),
-    ("hybrid_rlhf.configs.files.atomic:os.replace", 6),
+    ("hybrid_rlhf.runtime.files.atomic:os.replace", 6),
     (f"{RUNTIME}.files.checkpoint_folder:shutil.rmtree", 1),
     (f"{RUNTIME}.observability.metrics:MetricsWriter.write", 7),
     ("hybrid_rlhf.models.pretrained.saving:save_file", 1),

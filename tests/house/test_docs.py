@@ -35,8 +35,6 @@ from hybrid_rlhf.configs.inference import (
     PushConfig,
     ServeConfig,
 )
-from hybrid_rlhf.configs.parsing.command_line import parse_config
-from hybrid_rlhf.configs.parsing.output import JSON_OPTION
 from hybrid_rlhf.configs.parsing.schema import Layer, UnknownKey, find_hints, resolve
 from hybrid_rlhf.configs.pipeline import CalibrateConfig, DemoConfig, PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
@@ -44,6 +42,8 @@ from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.placement.machines.datasheets import sheet_of
+from hybrid_rlhf.runtime.command_line import parse_config
+from hybrid_rlhf.runtime.output import JSON_OPTION
 from hybrid_rlhf.supervised.preference.dpo import DPO
 from hybrid_rlhf.supervised.preference.pair_loss import PairSide
 from tests.support.documents import LIBRARY, PAGES, blocks, commands, documented_metrics, library_texts

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hybrid_rlhf.cli.main import COMMANDS
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.pipeline import PipelineConfig
+from hybrid_rlhf.runtime.command_line import parse_config
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "hybrid_rlhf"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rlhf.configs.parsing.command_line import config_tree
+from hybrid_rlhf.configs.parsing.building import config_tree
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig

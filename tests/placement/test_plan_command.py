@@ -14,12 +14,10 @@ import torch
 
 from hybrid_rlhf.cli.machine import plan
 from hybrid_rlhf.cli.main import main
-from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.configs.sft import SFTConfig
@@ -31,6 +29,8 @@ from hybrid_rlhf.placement.machines.stored import load_curves
 from hybrid_rlhf.placement.memory import MemoryModel
 from hybrid_rlhf.placement.plans import StepPlan, flattening
 from hybrid_rlhf.placement.schedule import PHASES
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from tests.support.tiny import tiny_config
 
 
@@ -311,7 +311,7 @@ def test_a_file_of_several_steps_needs_the_name_of_one(
 def test_without_curves_the_memory_is_planned_alone(
     shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hybrid_rlhf.configs.files.cache.CACHE", str(tmp_path))
+    monkeypatch.setattr("hybrid_rlhf.runtime.files.reading.CACHE", str(tmp_path))
     text, code = printed(["--base_model", shape], capsys)
     assert code == 0 and "actor training" in text
     assert text.splitlines()[-1].startswith("times are not predicted: run hybrid-rlhf calibrate first")
@@ -420,7 +420,7 @@ def test_training_ranks_that_sample_need_the_memory_of_both(shape: str) -> None:
 def test_calibrate_measures_once_and_plan_reads_it(
     shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hybrid_rlhf.configs.files.cache.CACHE", str(tmp_path))
+    monkeypatch.setattr("hybrid_rlhf.runtime.files.reading.CACHE", str(tmp_path))
     words = ["calibrate", "--quick", "true", "--ranks", "2"]
     main(words)
     assert "measured in" in capsys.readouterr().out

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.placement.job import StepLengths, measured_lengths
 from hybrid_rlhf.placement.machines.stored import save_curves
 from hybrid_rlhf.rl.roles import MeasuredStep, PlacementWatch, choose_placement
 from hybrid_rlhf.rl.roles.automatic import _PlanRequest
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.placement import cpu_machine
 

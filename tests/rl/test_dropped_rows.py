@@ -11,7 +11,6 @@ import torch
 from datasets import Dataset
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
@@ -24,6 +23,7 @@ from hybrid_rlhf.rl.rewards import ComponentScores, Reward, RewardBatch, RewardC
 from hybrid_rlhf.rl.rollouts.advantages import KLController
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.rl import ALGORITHM, PROMPTS, build_parts, sample_and_score
 

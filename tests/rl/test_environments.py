@@ -23,7 +23,6 @@ import torch
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.algorithms import GRPOConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import PenaltiesConfig
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
@@ -46,6 +45,7 @@ from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.rl.updates.updater import Updater
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.families import variant
 from tests.support.ranks import run_main, run_ranks

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig
 from hybrid_rlhf.functional.advantages import shaped_rewards
@@ -22,6 +21,7 @@ from hybrid_rlhf.functional.masking import masked_whiten, row_sums
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
 from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.runtime.command_line import parse_config
 from tests.support.rl import rollout_of
 
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])

@@ -13,7 +13,6 @@ from datasets import Dataset
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rollout import PartialRolloutConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
@@ -23,6 +22,7 @@ from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from tests.support.ahead import (

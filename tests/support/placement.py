@@ -11,7 +11,6 @@ import torch
 from hybrid_rlhf.configs.algorithms import PPOConfig
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.memory.engine import MemoryUse
@@ -21,6 +20,7 @@ from hybrid_rlhf.placement.curves import Curve, MachineCurves, Surface
 from hybrid_rlhf.placement.job import ModelDimensions, RLJob, RoleJob, StepLengths
 from hybrid_rlhf.placement.memory import PlanMemory, RankMemory
 from hybrid_rlhf.placement.plans import SAMPLER, Cluster, StepPlan, style_of
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "transfer")
 

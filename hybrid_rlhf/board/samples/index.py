@@ -35,9 +35,9 @@ from hybrid_rlhf.board.samples.lines import PROMPT_COLUMNS, NewRows
 from hybrid_rlhf.board.samples.texts import BLOCK_ROWS
 from hybrid_rlhf.board.samples.view import COLUMN_FORMATS, FORMAT, IndexState, IndexView, column_file
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.configs.files.cache import cache_folder
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
+from hybrid_rlhf.runtime.files.reading import cache_folder
 
 INDEX_FOLDER = "samples.index"
 _STATE = "state.json"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.configs.commands.machine import EnvConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
-from hybrid_rlhf.configs.parsing.output import print_result
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.output import print_result
 
 if TYPE_CHECKING:
     from hybrid_rlhf.runtime.installation import Fault, Installation

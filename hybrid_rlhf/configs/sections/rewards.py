@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hybrid_rlhf.configs.files.urls import check_url, host_of
+from hybrid_rlhf.configs.credentials import check_url, host_of
 from hybrid_rlhf.configs.sections.rules import require
 
 OnFailure = Literal["stop", "drop", "zero"]

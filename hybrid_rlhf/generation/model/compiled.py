@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from hybrid_rlhf.configs.files.cache import cache_folder
+from hybrid_rlhf.runtime.files.reading import cache_folder
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 _COMPILERS = ("g++", "c++", "clang++")

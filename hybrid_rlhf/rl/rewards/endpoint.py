@@ -25,8 +25,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import torch
 
+from hybrid_rlhf.configs.credentials import expanded_url, shown_url
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.urls import expanded_url, shown_url
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent

@@ -16,7 +16,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import is_automatic
+from hybrid_rlhf.configs.sections.placement import is_automatic, read_placement
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.memory.plan import Device, own_device
 from hybrid_rlhf.memory.remedies import with_settings
@@ -59,7 +59,7 @@ class PlannedSettings:
 
     def applied(self, config: RLConfig) -> RLConfig:
         """The config under the plan."""
-        changed: RLConfig = with_settings(config, {**self.others, "placement": self.placement})
+        changed: RLConfig = with_settings(config, {**self.others, "placement": read_placement(self.placement)})
         return changed
 
 

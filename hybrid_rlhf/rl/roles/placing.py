@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import READS_ACTOR, Placement, resolve_placement
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.loop.setup import resolve
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.placement import READS_ACTOR, Placement, placed_roles, resolve_placement
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World, create_groups
 
@@ -21,7 +21,7 @@ def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
     Raises:
         UserError: for a placement that the run's ranks do not have, or that its roles do not fit.
     """
-    placed = config.placed_roles(has_reference=reference_path_of(config, run, actor_path) is not None)
+    placed = placed_roles(config, has_reference=reference_path_of(config, run, actor_path) is not None)
     placement = resolve_placement(config.placement, placed, ranks=run.world.size)
     create_groups(placement.groups())
     return placement

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import Placement, in_words, is_automatic, resolve_placement
+from hybrid_rlhf.configs.sections.placement import is_automatic
 from hybrid_rlhf.memory.plan import AnyStep, Device, PhaseMemory, Planner, own_device
 from hybrid_rlhf.memory.remedies import remedies
 from hybrid_rlhf.memory.shapes import Shapes
 from hybrid_rlhf.placement.memory import RankMemory, placed_memory
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.placement import Placement, in_words, placed_roles, resolve_placement
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -77,7 +78,7 @@ class PlacedPlanner:
         """
         if not isinstance(config, RLConfig) or is_automatic(config.placement):
             return self._planner.phases(config)
-        placement = resolve_placement(config.placement, config.placed_roles(), ranks=self.machine.ranks)
+        placement = resolve_placement(config.placement, placed_roles(config), ranks=self.machine.ranks)
         return named_phases(self.memory(config, placement), ranks=self.machine.ranks)
 
     def memory(self, config: RLConfig, placement: Placement) -> list[RankMemory]:

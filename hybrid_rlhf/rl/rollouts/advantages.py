@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.configs.sections.algorithm import KLConfig
+from hybrid_rlhf.configs.algorithms import OnlineDPOConfig, PPOConfig
+from hybrid_rlhf.configs.sections.algorithm import ClippedConfig, KLConfig, PolicyGradientConfig
 from hybrid_rlhf.functional.advantages import shaped_rewards
 from hybrid_rlhf.functional.divergences import KL_ESTIMATORS
 from hybrid_rlhf.functional.masking import masked_mean, masked_whiten, spread
@@ -118,29 +119,31 @@ def estimate_advantages(rollout: Rollout, algorithm: Algorithm, *, scaling: Scor
     if rollout.ref_logprobs is not None and config.kl is not None and config.kl.where == "reward":
         kl = KL_ESTIMATORS[config.kl.estimator](rollout.old_logprobs, ref_logprobs=rollout.ref_logprobs)
     scores = scaling(rollout.scores) - rollout.penalties
+    score_clip = config.score_clip if isinstance(config, ClippedConfig | OnlineDPOConfig) else None
     turn_rewards = rollout.turn_rewards
     rewards = shaped_rewards(
         scores=scores,
         kl=kl,
         mask=mask,
         kl_coef=kl_coef,
-        score_clip=config.score_clip,
+        score_clip=score_clip,
         earned=None if turn_rewards is None else scaling.scale_rewards(turn_rewards),
     )
-    if config.whiten_rewards:
+    if isinstance(config, PPOConfig) and config.whiten_rewards:
         rewards = masked_whiten(rewards, mask=mask, shift_mean=False, unbiased=config.whiten_unbiased)
-    rollout = _with_scaled_greedy_scores(rollout, scaling, score_clip=config.score_clip)
+    rollout = _with_scaled_greedy_scores(rollout, scaling, score_clip=score_clip)
     advantages, returns = _advantages(rewards, rollout, algorithm), algorithm.returns(rewards, rollout)
-    if config.whiten_advantages:
+    if isinstance(config, ClippedConfig) and config.whiten_advantages:
         advantages = masked_whiten(
             advantages, mask=mask, shift_mean=config.whiten_shift_mean, unbiased=config.whiten_unbiased
         )
     metrics = {**scaling.metrics(), **rollout.metrics}
     if rollout.ref_logprobs is not None:
         metrics["objective/kl_coef"] = kl_coef
-    clipped = None if config.score_clip is None else scores.abs() > config.score_clip
+    clipped = None if score_clip is None else scores.abs() > score_clip
     batch = Batch(rollout, rewards, advantages, returns, clipped, metrics)
-    return _without_truncated(batch) if config.mask_truncated else batch
+    masks = isinstance(config, PolicyGradientConfig) and config.mask_truncated
+    return _without_truncated(batch) if masks else batch
 
 
 def _advantages(rewards: Tensor, rollout: Rollout, algorithm: Algorithm) -> Tensor:

@@ -24,6 +24,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from hybrid_rlhf.configs.algorithms import RAFTConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.loaders import RowStream
@@ -267,7 +268,8 @@ class Collector:
         self.sampled = SampledTokens(whole.response_mask.sum(dim=1).tolist(), int(whole.lengths.sum()))
         metrics = self._metrics(whole, mask, whole.groups)
         if not bool(mask.any()):
-            least = self._algorithm.config.select_above
+            config = self._algorithm.config
+            least = config.select_above if isinstance(config, RAFTConfig) else None
             above = "" if least is None else f", or none is above algorithm.select_above {least}"
             raise NothingToLearn(
                 f"the algorithm selected none of {len(mask)} completions: the scores of each prompt are equal{above}",

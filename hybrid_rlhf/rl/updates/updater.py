@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.configs.algorithms import PPOConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import ModelEngine, UpdateStats
@@ -180,7 +181,7 @@ class Updater:
             ptx_coef: weight of their loss.
         """
         self._roles, self._world = roles, roles.world
-        self._config = algorithm.config
+        self._config, self._correction = algorithm.config, algorithm.correction
         self.policy_loss = PolicyLoss(
             roles.actor, algorithm, temperature=rollout.sampling.temperature, max_tokens=rollout.sampling.max_new_tokens
         )
@@ -257,15 +258,14 @@ class Updater:
             old_values=rollout.old_values,
             returns=returns,
             mask=rollout.response_mask,
-            clip=self._config.value_clip,
+            clip=self._config.value_clip if isinstance(self._config, PPOConfig) else 0.0,
         )
 
     def _mini_batches(
         self, rollout: Rollout, plans: Sequence[MiniBatchPlan], kl_coef: float
     ) -> Iterator[tuple[list[int], Callable[[World], list[list[int | None]]], MiniBatch]]:
         """Of each mini-batch its rows, this rank's micro-batches by the ranks that share it, and what losses need."""
-        correction = self._config.correction
-        counted = correction is None or correction.count_masked
+        counted = self._correction is None or self._correction.count_masked
         kept = None if counted else self.policy_loss.kept(rollout).sum(dim=1)
         for plan in plans:
             for number, (tokens, sequences) in enumerate(zip(plan.tokens, plan.sequences, strict=True)):

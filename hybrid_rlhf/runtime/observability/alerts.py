@@ -12,9 +12,8 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Self
 
+from hybrid_rlhf.configs.credentials import expanded_url, redacted, shown_url
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.credentials import redacted
-from hybrid_rlhf.configs.files.urls import expanded_url, shown_url
 from hybrid_rlhf.runtime.background import BackgroundQueue
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState

@@ -1,7 +1,7 @@
-"""The command line: YAML files and dotted overrides to a frozen config, and back. The only user of jsonargparse.
+"""From words and nested settings to a frozen config, and back.
 
-Files come first and overrides over them, wherever they stand on the line; a switch without a value is on. A user's
-mistake is one line on stderr and exit code 2.
+Later settings lie over earlier ones, and the overrides of a line over its files, wherever they stand; a switch without
+a value is on. pydantic reads the values, and is imported only when a config is built: `--help` needs none.
 """
 
 from __future__ import annotations
@@ -11,32 +11,18 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import re
-import signal
-import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
-
-from hybrid_rlhf.configs.errors import RankError, UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.configs.files.credentials import redacted
-from hybrid_rlhf.configs.files.disk_faults import disk_fault
-from hybrid_rlhf.configs.files.reading import parse_yaml, read_text
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.derived import derived_defaults
-from hybrid_rlhf.configs.parsing.help import help_document, help_text
-from hybrid_rlhf.configs.parsing.output import print_document, print_result, wants_json
 from hybrid_rlhf.configs.parsing.schema import (
     Key,
     Layer,
     Section,
     UnknownKey,
-    check_null,
     find_hints,
     is_list,
     resolve,
@@ -44,54 +30,13 @@ from hybrid_rlhf.configs.parsing.schema import (
     unknown_key,
 )
 from hybrid_rlhf.configs.parsing.values import check_values, is_text
+from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml, yaml_value
 from hybrid_rlhf.configs.sections.rules import marks_of
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
 ConfigT = TypeVar("ConfigT")
-INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
-ERROR_FILE = "HYBRID_RLHF_ERROR_FILE"
-"""Environment variable with a file that a process writes a user's mistake to, for a command that started it: a launcher
-in between may end with another exit code."""
-
-
-def parse_config(
-    config_type: type[ConfigT],
-    argv: Sequence[str] | None = None,
-    *,
-    prog: str | None = None,
-    defaults: Path | None = None,
-    positional: str | Sequence[str] = (),
-) -> ConfigT:
-    """A config from `--config FILE.yaml` and dotted overrides such as `--optimizer.lr 1e-5`.
-
-    Args:
-        config_type: a dataclass of configs/.
-        argv: the words of the line; none: the process's own.
-        prog: the name that --help shows.
-        defaults: a YAML file that lies under the user's files.
-        positional: keys whose values the first words of the line may give without their names; a list takes all words
-            up to the first option.
-
-    Raises:
-        UserError: for an unknown key, a wrong value, a file that cannot be read, or a rule of the config.
-        SystemExit: after --help.
-    """
-    words = list(sys.argv[1:] if argv is None else argv)
-    positional = [positional] if isinstance(positional, str) else positional
-    words = _with_positional(words, positional, config_type)
-    files, overrides, wants_help = _sort_words(words, config_type)
-    layers = [] if defaults is None else [Layer(_read_file(str(defaults)), str(defaults), strict=False)]
-    layers += [Layer(_read_file(file), file) for file in files]
-    layers += overrides
-    if wants_help:
-        tree = _resolved(config_type, layers)
-        prog = prog or Path(sys.argv[0]).name
-        derived = derived_defaults(tree)
-        if defaults is not None:
-            derived |= _resolved(config_type, layers[:1]).values()
-        how: Any = {"prog": prog, "everything": wants_help == "--help-all", "positional": positional}
-        print_result(help_document(tree, derived, **how), help_text(tree, derived, **how).rstrip("\n"))
-        sys.exit(0)
-    return build_config(config_type, layers)
 
 
 def build_config(config_type: type[ConfigT], layers: Sequence[Layer]) -> ConfigT:
@@ -100,23 +45,18 @@ def build_config(config_type: type[ConfigT], layers: Sequence[Layer]) -> ConfigT
     Raises:
         UserError: for an unknown key, a wrong value, or a rule of the config.
     """
-    tree = _resolved(config_type, layers)
+    tree = resolved(config_type, layers)
     keys, user = tree.all_keys(), tree.user_keys()
-    values = tree.values() | {key: value for key, value in derived_defaults(tree).items() if key not in user}
-    parser = _parser(tuple((key.name, key.hint) for key in keys.values()))
-    defaults = {key.name: key.default for key in keys.values()}
-    try:
-        parsed = parser.instantiate(parser.parse_object(nested(defaults | values)))
-    except (ArgumentError, ValueError, TypeError) as error:  # ValueError: the rule of an item of a list
-        raise UserError(_describe(str(error), keys)) from error
-    config: ConfigT = _instance(tree, parsed)
+    given = tree.values() | {key: value for key, value in derived_defaults(tree).items() if key not in user}
+    values = {name: _typed(key, given[name]) if name in given else key.default for name, key in keys.items()}
+    config: ConfigT = _instance(tree, values)
     check_values(config)
     return config
 
 
 def config_tree(config_type: type, argv: Sequence[str] = ()) -> Section:
     """The sections and keys that a config has for a command line."""
-    return _resolved(config_type, _sort_words(list(argv), config_type)[1])
+    return resolved(config_type, _sort_words(list(argv), config_type)[1])
 
 
 def settings_and_defaults(config: Any) -> dict[str, tuple[Any, Any]]:
@@ -124,23 +64,13 @@ def settings_and_defaults(config: Any) -> dict[str, tuple[Any, Any]]:
 
     The defaults are those that the algorithm of the config brings.
     """
-    tree = _resolved(type(config), [Layer(plain(config))])
+    tree = resolved(type(config), [Layer(plain(config))])
     values = tree.values()
     for section in tree.walk():
         section.strictly_given.clear()
     defaults = {key.name: key.default for key in tree.all_keys().values()} | derived_defaults(tree)
     readable = {key: json.loads(json.dumps(defaults[key], default=dataclasses.asdict)) for key in defaults}
     return {key: (value, readable.get(key)) for key, value in values.items()}
-
-
-def read_config(config: Any) -> dict[str, Any]:
-    """A config, or the file that save_config wrote, as dotted keys and plain values."""
-    return flat(yaml.safe_load(config.read_text()) if isinstance(config, Path) else plain(config))
-
-
-def save_config(config: Any, path: Path) -> None:
-    """Write a config as the YAML that parse_config reads back."""
-    write_whole(path, yaml.safe_dump(plain(config), sort_keys=False))
 
 
 def plain(config: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
@@ -150,6 +80,8 @@ def plain(config: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
         value, marks = getattr(config, declared.name), marks_of(declared)
         if keys is not None and declared.name not in keys:
             continue
+        if marks.read is not None and value is not None:
+            value = value.as_given()
         if dataclasses.is_dataclass(value):
             content[declared.name] = plain(value, marks.keys)
         elif value is not None or marks.needs is None:
@@ -177,70 +109,69 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Turn a user's mistake, or a disk's fault, into one line on stderr, or JSON on stdout, and exit code 2; Ctrl-C
-    into the line "stopped" and the exit code that shells give it."""
-    file = os.environ.pop(ERROR_FILE, None)  # not for the processes that this one starts
-    try:
-        yield
-    except UserError as error:
-        _stop(str(error), file, every_rank=isinstance(error, RankError))
-    except OSError as error:
-        if disk_fault(error) is None:
-            raise
-        _stop(str(disk_fault(error)), file, every_rank=True)
-    except KeyboardInterrupt:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            if wants_json():
-                print_document({"error": "stopped"})
-            else:
-                print("stopped", file=sys.stderr, flush=True)
-        sys.exit(INTERRUPTED_EXIT_CODE)
+def resolved(config_type: type, layers: Sequence[Layer]) -> Section:
+    """The sections and keys of a config, with what the layers give.
 
-
-def _stop(message: str, file: str | None, *, every_rank: bool) -> NoReturn:
-    # Every rank meets the same mistake, and one per host reports it.
-    if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
-        rank = f"rank {os.environ.get('RANK')}: " if every_rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        line = f"{rank}{redacted(message)}"
-        if file is not None:
-            with contextlib.suppress(OSError), Path(file).open("x", encoding="utf-8") as place:  # the first rank's
-                place.write(line)
-        if wants_json():
-            print_document({"error": line})
-        else:
-            print(f"error: {line}", file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
-def _resolved(config_type: type, layers: Sequence[Layer]) -> Section:
+    Raises:
+        UserError: for an unknown key, with the nearest one.
+    """
     try:
         return resolve(config_type, layers)
     except UnknownKey as error:
         raise unknown_key(error, config_type, layers) from None
 
 
+def read_words(
+    words: Sequence[str], config_type: type, positional: Sequence[str] = ()
+) -> tuple[list[str], list[Layer], str | None]:
+    """The config files that a line names, its overrides as layers, and the word that asks for help.
+
+    Args:
+        words: the line.
+        config_type: the config that it is for.
+        positional: keys whose values the first words may give without their names; a list takes all words up to the
+            first option.
+
+    Raises:
+        UserError: for a word that is no option, an unknown key, or a missing value.
+    """
+    return _sort_words(_with_positional(list(words), positional, config_type), config_type)
+
+
 @functools.cache
-def _parser(keys: tuple[tuple[str, Any], ...]) -> ArgumentParser:
-    """A parser of the types of dotted keys."""
-    parser = ArgumentParser(exit_on_error=False, print_config=None)
-    for name, hint in keys:
-        parser.add_argument(f"--{name}", type=hint)
-    return parser
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    """The reader of values of a type."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(hint)
 
 
-def _instance(section: Section, parsed: Any) -> Any:
-    """The dataclass of a section, from parsed values."""
-    values = {}
-    for name, key in section.keys.items():
-        check_null(parsed[name], key.name, key.hint)
-        values[name] = parsed[name]
-    for name, inner in section.sections.items():
-        values[name] = _instance(inner, parsed[name] if name in parsed else Namespace()) if inner.is_on else None
+def _typed(key: Key, value: Any) -> Any:
+    """The value of a key; a text is read as YAML first, and as a text where that is of no such type."""
+    readings = [value]
+    if isinstance(value, str) and value.strip():
+        with contextlib.suppress(UserError):
+            readings = [yaml_value(value, key.name), value]
+    for reading in readings:
+        try:
+            typed = _adapter(key.hint).validate_json(json.dumps(reading, default=dataclasses.asdict), strict=True)
+            return typed if key.read is None else key.read(typed)
+        except (TypeError, ValueError) as error:  # TypeError: a date, or another type that JSON does not have
+            place = next(iter(error.errors()[0]["loc"]), None) if hasattr(error, "errors") else None
+            if reading is readings[0]:
+                is_item = isinstance(reading, list) and isinstance(place, int) and place < len(reading)
+                wrong = reading[place] if is_item else reading
+    shown = "a number of thousands of digits" if isinstance(wrong, str) and wrong.isdecimal() else wrong
+    raise UserError(f"{key.name} must be {type_name(key.hint)}, got {shown}: see --help")
+
+
+def _instance(section: Section, values: Mapping[str, Any]) -> Any:
+    """The dataclass of a section, from typed values by dotted key."""
+    content = {name: values[key.name] for name, key in section.keys.items()}
+    content |= {name: _instance(inner, values) if inner.is_on else None for name, inner in section.sections.items()}
     try:
-        return section.kind(**values)
-    except UserError as error:  # a rule of sampling parameters, which are used in several sections, names a bare key
+        return section.kind(**content)
+    except UserError as error:  # a rule of a dataclass names a bare key
         text = str(error)
         raise UserError(
             f"{section.name}.{text}" if section.name and text.split()[0] in section.keys else text
@@ -313,11 +244,6 @@ def _as_list(value: str) -> str:
     if value.lstrip().startswith("{"):
         return f"[{value}]"
     return value if value.lstrip().startswith("[") or value == "null" else json.dumps([value])
-
-
-def _read_file(file: str) -> dict[str, Any]:
-    """The content of a config file; refuses one that is missing or is not YAML."""
-    return parse_yaml(read_text(file, "--config must name a file"), file)
 
 
 def _describe(report: str, keys: Mapping[str, Key]) -> str:

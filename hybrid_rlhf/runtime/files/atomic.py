@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import user_path
+from hybrid_rlhf.runtime.files.reading import user_path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

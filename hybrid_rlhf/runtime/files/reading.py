@@ -1,39 +1,27 @@
-"""Files that a user names, and JSON and YAML in them: read whole, or refused in one line.
+"""Files and folders that a user names, and JSON in them: read whole, or refused in one line.
 
 Why one place: a path may be a pipe that nobody writes to, a device without an end, or bytes that are no text; a parser
-may be nested out of its stack, and takes the last of two equal keys in silence. None of that is a reader's business.
+may be nested out of its stack, and takes the last of two equal keys in silence.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hybrid_rlhf.configs.errors import UserError
 
-_MAX_YAML_NODES = 100_000
+CACHE = "~/.cache/hybrid_rlhf"
+"""Folder of what is computed or downloaded once per machine: tokenized rows, dequantised models, measured choices."""
 _MAGIC = {
     b"\x1f\x8b": "is compressed with gzip: gunzip it",
     b"PK\x03\x04": "is a zip archive: unzip it",
     b"\xff\xfe": "is UTF-16: save it as UTF-8",
     b"\xfe\xff": "is UTF-16: save it as UTF-8",
 }
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's floats too: YAML 1.1 takes 1e-3, without a point, for a text."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
 
 
 class NotJSON(ValueError):
@@ -47,6 +35,11 @@ class NotJSON(ValueError):
 def user_path(path: str | Path) -> Path:
     """A path that a user wrote; ~ is the home folder, and the ~name of nobody is a name, as for a shell."""
     return Path(os.path.expanduser(path))
+
+
+def cache_folder(cache_dir: str | None = None) -> Path:
+    """The folder that a setting names; None: ~/.cache/hybrid_rlhf."""
+    return user_path(cache_dir or CACHE)
 
 
 def regular_file(path: str | Path, rule: str) -> Path:
@@ -133,69 +126,6 @@ def read_json_object(path: str | Path, key: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{key} must be a JSON object, {path} holds a {type(content).__name__}: fix it")
     return content
-
-
-def parse_yaml(text: str, origin: str) -> dict[str, Any]:
-    """The mapping of a YAML text in which no key is repeated.
-
-    Raises:
-        UserError: naming `origin` and the line.
-    """
-    content = yaml_value(text, origin)
-    if content is not None and not isinstance(content, dict):
-        raise UserError(
-            f"{origin}: a config is a mapping of keys, got a {type(content).__name__}: write KEY: VALUE lines"
-        )
-    return content or {}
-
-
-def yaml_value(text: str, origin: str) -> Any:
-    """The value of a YAML text in which no key is repeated.
-
-    Raises:
-        UserError: naming `origin` and the line.
-    """
-    try:
-        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), origin)
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader  # nosec B506
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(f"{origin}:{line}: not YAML ({error.problem}): fix the line") from error
-    except yaml.YAMLError as error:  # a character that no text has
-        raise UserError(f"{origin}: not YAML ({' '.join(str(error).split())}): fix it") from error
-    except RecursionError as error:
-        raise UserError(f"{origin}: not YAML that can be read (it is nested too deeply): fix it") from error
-    except (ValueError, TypeError, LookupError, AttributeError) as error:  # what it raises for dates and explicit types
-        reason = str(error).partition(";")[0]
-        raise UserError(f"{origin}: not YAML that can be read ({reason}): put the value in quotes") from error
-
-
-def _check_nodes(root: yaml.Node | None, origin: str) -> None:
-    """Refuse repeated keys, of which YAML takes the last in silence, and anchors that unfold without an end."""
-    for number, node in enumerate(_nodes(root, 0), start=1):
-        if number > _MAX_YAML_NODES:
-            raise UserError(
-                f"{origin}: a config has at most {_MAX_YAML_NODES:,} values, got more: simplify its anchors"
-            )
-        seen: set[str] = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                raise UserError(f"{origin}:{line}: a key is a word, got a list or a mapping: fix the line")
-            if key.value in seen:
-                raise UserError(f"{origin}:{line}: a key is given once, {key.value} is repeated: keep one")
-            seen.add(key.value)
-
-
-def _nodes(node: yaml.Node | None, depth: int) -> Iterator[yaml.Node]:
-    if node is None:
-        return
-    if depth > 50:
-        raise RecursionError
-    yield node
-    values = [value for _, value in node.value] if isinstance(node, yaml.MappingNode) else node.value
-    for value in values if isinstance(node, yaml.CollectionNode) else ():
-        yield from _nodes(value, depth + 1)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,18 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hybrid_rlhf.configs.errors import UserError
-
-
-@dataclass(frozen=True)
-class MicroBatches:
-    """What passes through a model at once on a rank."""
-
-    rows: int | None = None
-    """That many rows; none: as many as `tokens` allows."""
-    tokens: int = 8192
-    """Real tokens, at most, unless a row alone has more."""
-    padded: bool = False
-    """Whether some layers of the model compute padding: tokens are then rows x the longest."""
+from hybrid_rlhf.configs.sections.training import MicroBatches
 
 
 @dataclass(frozen=True)

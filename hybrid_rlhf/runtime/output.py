@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from hybrid_rlhf.configs.files.credentials import redacted
+from hybrid_rlhf.configs.credentials import redacted
 
 JSON_OPTION = "--json"
 _documents: TextIO | None = None
