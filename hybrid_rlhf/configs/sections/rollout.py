@@ -139,7 +139,15 @@ class RolloutConfig(Settings):
             self.partial is None or self.backend == "auto",
             "rollout.partial continues completions with inference weights, got rollout.backend module: give auto",
         )
-        self._check_draft()
+        require(
+            self.draft is None or self.backend == "auto",
+            f"rollout.draft {self.draft} needs inference weights, got rollout.backend {self.backend}: give auto",
+        )
+        require(
+            self.draft is not None or self.draft_tokens == RolloutConfig.draft_tokens,
+            f"rollout.draft_tokens is read with rollout.draft, got draft_tokens {self.draft_tokens} without: give "
+            "--rollout.draft ngram or previous",
+        )
         if self.async_sampling is not None:
             self._check_async()
 
@@ -176,17 +184,6 @@ class RolloutConfig(Settings):
     def samples_otherwise(self) -> bool:
         """Whether a sampling policy differs from the trained one: older weights, or 8-bit products."""
         return self.samples_older or self.quantization is not None
-
-    def _check_draft(self) -> None:
-        require(
-            self.draft is None or self.backend == "auto",
-            f"rollout.draft {self.draft} needs inference weights, got rollout.backend {self.backend}: give auto",
-        )
-        require(
-            self.draft is not None or self.draft_tokens == RolloutConfig.draft_tokens,
-            f"rollout.draft_tokens is read with rollout.draft, got draft_tokens {self.draft_tokens} without: give "
-            "--rollout.draft ngram or previous",
-        )
 
     def _check_async(self) -> None:
         for name, barred, needed in (
