@@ -246,10 +246,6 @@ class EvaluateConfig(InferenceConfig):
             bool(self.k) and all(1 <= k for k in self.k),
             f"k must be numbers of 1 or more, got {self.k}: give for example [1, 4]",
         )
-        self._check_measure()
-
-    def _check_measure(self) -> None:
-        """Require what the measure needs, and no more."""
         given = {measure: bool(getattr(self, key)) for measure, key in _MEASURES.items()}
         for measure, key in _MEASURES.items():
             require(given[measure] or self.measure != measure, f"{measure} needs --{key}, got none: give it")

@@ -173,7 +173,26 @@ class RLConfig(StepConfig):
             self.algorithm.needs_critic or self.critic is None,
             f"algorithm {name} has no critic, got the section critic: leave it out",
         )
-        self._check_samples(name)
+        least, n = self.algorithm.fewest_completions, self.rollout.sampling.n
+        require(
+            n >= least,
+            f"algorithm {name} compares completions of one prompt, got rollout.sampling.n {n}: give {least} or more",
+        )
+        require(
+            not self.algorithm.learns_pairs or n == 2,
+            f"algorithm {name} learns from pairs, got rollout.sampling.n {n}: give 2",
+        )
+        require(
+            self.algorithm.dynamic_sampling is None or n >= 2,
+            f"algorithm.dynamic_sampling compares completions of one prompt, got rollout.sampling.n {n}: give 2 or "
+            "more",
+        )
+        if isinstance(self.algorithm, RAFTConfig):
+            require(
+                self.algorithm.selected_per_prompt < n,
+                f"algorithm.selected_per_prompt must be below rollout.sampling.n {n}, got "
+                f"{self.algorithm.selected_per_prompt}: lower it",
+            )
         alone = has_separate_sampler(self.placement)
         require(
             not self.faults.check_weights or alone,
@@ -191,10 +210,15 @@ class RLConfig(StepConfig):
         )
         if self.rollout.samples_otherwise and not self.algorithm.allows_other_sampler:
             self._correct()
-        if self.rollout.policy_lag:
-            self._check_ahead(alone)
-        if self.rollout.partial is not None:
-            self._check_partial()
+        require(
+            not self.rollout.policy_lag or alone or self.rollout.tensor_parallel == 1,
+            "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
+            f"rollout.tensor_parallel {self.rollout.tensor_parallel}: give 1, or --placement separation",
+        )
+        require(
+            self.rollout.partial is None or self.environment is None,
+            "rollout.partial carries completions of one turn, got the section environment: leave one out",
+        )
         require(
             not self.rollout.routing_replay or self.algorithm.uses_sampler_policy,
             f"rollout.routing_replay is for losses on the policy that sampled, got algorithm {name}, which learns from "
@@ -237,21 +261,6 @@ class RLConfig(StepConfig):
             )
         object.__setattr__(self, "algorithm", replace(self.algorithm, correction=CorrectionConfig()))
 
-    def _check_ahead(self, alone: bool) -> None:
-        """Rules of sampling beside training; `alone`: on ranks of its own."""
-        rollout = self.rollout
-        require(
-            alone or rollout.tensor_parallel == 1,
-            "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
-            f"rollout.tensor_parallel {rollout.tensor_parallel}: give 1, or --placement separation",
-        )
-
-    def _check_partial(self) -> None:
-        require(
-            self.environment is None,
-            "rollout.partial carries completions of one turn, got the section environment: leave one out",
-        )
-
     def _check_program(self, name: str, environment: EnvironmentConfig) -> None:
         """Rules of programs, of the run or outside of it."""
         rollout, endpoint = self.rollout, self.rollout.endpoint
@@ -281,28 +290,6 @@ class RLConfig(StepConfig):
             f"a program has episodes of several sequences, got algorithm {name}, which counts completions: "
             "give another, such as grpo",
         )
-
-    def _check_samples(self, name: str) -> None:
-        least, n = self.algorithm.fewest_completions, self.rollout.sampling.n
-        require(
-            n >= least,
-            f"algorithm {name} compares completions of one prompt, got rollout.sampling.n {n}: give {least} or more",
-        )
-        require(
-            not self.algorithm.learns_pairs or n == 2,
-            f"algorithm {name} learns from pairs, got rollout.sampling.n {n}: give 2",
-        )
-        require(
-            self.algorithm.dynamic_sampling is None or n >= 2,
-            f"algorithm.dynamic_sampling compares completions of one prompt, got rollout.sampling.n {n}: give 2 or "
-            "more",
-        )
-        if isinstance(self.algorithm, RAFTConfig):
-            require(
-                self.algorithm.selected_per_prompt < n,
-                f"algorithm.selected_per_prompt must be below rollout.sampling.n {n}, got "
-                f"{self.algorithm.selected_per_prompt}: lower it",
-            )
 
     def _check_shared_base(self, critic: CriticConfig) -> None:
         require(

@@ -56,7 +56,7 @@ def build_config(config_type: type[ConfigT], layers: Sequence[Layer]) -> ConfigT
 
 def config_tree(config_type: type, argv: Sequence[str] = ()) -> Section:
     """The sections and keys that a config has for a command line."""
-    return resolved(config_type, _sort_words(list(argv), config_type)[1])
+    return resolved(config_type, read_words(argv, config_type)[1])
 
 
 def settings_and_defaults(config: Any) -> dict[str, tuple[Any, Any]]:
@@ -135,7 +135,36 @@ def read_words(
     Raises:
         UserError: for a word that is no option, an unknown key, or a missing value.
     """
-    return _sort_words(_with_positional(list(words), positional, config_type), config_type)
+    words = _with_positional(list(words), positional, config_type)
+    files: list[str] = []
+    overrides: list[Layer] = []
+    wants_help: str | None = None
+    faulty = next((word for word in words if not is_text(word)), None)
+    if faulty is not None:
+        raise UserError(f"the line must be text that UTF-8 can write, got {faulty!r}: write it again")
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word in ("-h", "--help", "--help-all"):
+            wants_help = word if wants_help != "--help-all" else wants_help
+            continue
+        if not word.startswith("--"):
+            raise UserError(f"options start with --, got {word!r}: write --KEY VALUE, see --help")
+        if name not in ("config", "local_rank") and not _is_known(config_type, name):
+            raise unknown_key(UnknownKey(name, Layer({})), config_type, [])
+        hints = find_hints(config_type, name)
+        if not equals and rest and not rest[0].startswith("--"):
+            value = rest.popleft()
+        elif not equals and bool in hints:
+            value = "true"
+        elif not equals:
+            raise UserError(f"--{name} needs a value, got none: write --{name} VALUE")
+        if name == "config":
+            files.append(value)
+        elif name != "local_rank":  # the deepspeed launcher appends it; LOCAL_RANK has the same value
+            overrides.append(Layer(nested({name: _value(name, value, hints)})))
+    return files, overrides, wants_help
 
 
 @functools.cache
@@ -173,9 +202,7 @@ def _instance(section: Section, values: Mapping[str, Any]) -> Any:
         return section.kind(**content)
     except UserError as error:  # a rule of a dataclass names a bare key
         text = str(error)
-        raise UserError(
-            f"{section.name}.{text}" if section.name and text.split()[0] in section.keys else text
-        ) from None
+        raise UserError(section.prefix + text if text.split()[0] in section.keys else text) from None
 
 
 def _with_positional(words: list[str], keys: Sequence[str], config_type: type) -> list[str]:
@@ -188,39 +215,6 @@ def _with_positional(words: list[str], keys: Sequence[str], config_type: type) -
         elif first:
             named.append(f"--{key}={first.pop(0)}")
     return [*named, *first, *rest]
-
-
-def _sort_words(words: list[str], config_type: type) -> tuple[list[str], list[Layer], str | None]:
-    """The config files, the overrides as layers, and the word that asks for help."""
-    files: list[str] = []
-    overrides: list[Layer] = []
-    wants_help: str | None = None
-    faulty = next((word for word in words if not is_text(word)), None)
-    if faulty is not None:
-        raise UserError(f"the line must be text that UTF-8 can write, got {faulty!r}: write it again")
-    rest = deque(words)
-    while rest:
-        word = rest.popleft()
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word in ("-h", "--help", "--help-all"):
-            wants_help = word if wants_help != "--help-all" else wants_help
-            continue
-        if not word.startswith("--"):
-            raise UserError(f"options start with --, got {word!r}: write --KEY VALUE, see --help")
-        if name not in ("config", "local_rank") and not _is_known(config_type, name):
-            raise unknown_key(UnknownKey(name, Layer({})), config_type, [])
-        hints = find_hints(config_type, name)
-        if not equals and rest and not rest[0].startswith("--"):
-            value = rest.popleft()
-        elif not equals and bool in hints:
-            value = "true"
-        elif not equals:
-            raise UserError(f"--{name} needs a value, got none: write --{name} VALUE")
-        if name == "config":
-            files.append(value)
-        elif name != "local_rank":  # the deepspeed launcher appends it; LOCAL_RANK has the same value
-            overrides.append(Layer(nested({name: _value(name, value, hints)})))
-    return files, overrides, wants_help
 
 
 def _is_known(config_type: type, name: str) -> bool:

@@ -66,6 +66,11 @@ class Section:
     variants: tuple[str, ...] = ()
     """Names of the dataclasses that this section may have."""
 
+    @property
+    def prefix(self) -> str:
+        """What its keys begin with."""
+        return f"{self.name}." if self.name else ""
+
     def walk(self, *, off: bool = False) -> Iterator[Section]:
         """This section and those in it; with `off` those that are not used too."""
         yield self
@@ -139,7 +144,7 @@ def _section(kind: type, layers: Sequence[Layer], *, name: str, default: Any) ->
     variant = getattr(kind, "name", None)
     for declared in dataclasses.fields(kind):
         hint, marks = type_hints(kind)[declared.name], marks_of(declared)
-        key = f"{name}.{declared.name}" if name else declared.name
+        key = section.prefix + declared.name
         inside = [(layer, layer.content[declared.name]) for layer in layers if declared.name in layer.content]
         if not declared.init:
             _check_name(inside, key, variant)
@@ -158,7 +163,7 @@ def _section(kind: type, layers: Sequence[Layer], *, name: str, default: Any) ->
     for layer in layers:
         for unknown in layer.content:
             if layer.strict and unknown not in {declared.name for declared in dataclasses.fields(kind)}:
-                raise UnknownKey(f"{name}.{unknown}" if name else str(unknown), layer)
+                raise UnknownKey(f"{section.prefix}{unknown}", layer)
     return section
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.sections.rules import Count, Settings, is_plain, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Positive, Settings, is_plain, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,7 @@ class EnvironmentConfig(Settings):
     """Longest turn of the actor, in tokens; null: the rest of rollout.sampling.max_new_tokens."""
     max_observation_tokens: Count = 256
     """Longest observation, in tokens; longer ones are truncated."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: Positive = 60.0
     """Time limit of a call of reset or step, or of a program, in seconds."""
     threads: Count = setting(32, advanced=True)
     """Calls of plain functions that run concurrently on a rank; coroutines all do."""
@@ -50,10 +49,6 @@ class EnvironmentConfig(Settings):
             self.path is not None or self.max_observation_tokens == EnvironmentConfig.max_observation_tokens,
             "environment.max_observation_tokens is read with environment.path, got "
             f"{self.max_observation_tokens} without: leave it out",
-        )
-        require(
-            0 < self.timeout_seconds < math.inf,
-            f"environment.timeout_seconds must be above 0, got {self.timeout_seconds}: raise it",
         )
         require(
             is_plain(self.options),
