@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.runtime.world import World
 

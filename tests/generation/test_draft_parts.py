@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rlhf.generation import Drafter, GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
 from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.batching.sampler import Sampler
 from hybrid_rlhf.generation.drafting.memory import CompletionMemory
 from hybrid_rlhf.generation.drafting.places import DraftPlaces
 from hybrid_rlhf.generation.drafting.sources import NGramDrafts, NGrams, PreviousDrafts
 from hybrid_rlhf.generation.drafting.trial import KEPT_STEPS, MEASURED_STEPS, DraftTrial
-from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.generation.sampling import uniform_stream
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.generation import PROMPTS, requests_for, token_ids_of
@@ -55,7 +55,7 @@ def test_completions_with_drafts_have_the_frequencies_of_the_model() -> None:
     draws = 30_000
     requests = [Request((0,), row, SamplingParams(), frozenset(), uniform_stream(5, row, 8)) for row in range(draws)]
     table = DecodeBatch.of(requests, vocab_size=3, device=CPU)
-    sampler = Sampler(3, SamplingMode.of(requests), solo_world(CPU))
+    sampler = Sampler(3, sampling_mode(requests), solo_world(CPU))
     completions: list[list[int]] = [[] for _ in requests]
     table.token.zero_()
     for _ in range(3):

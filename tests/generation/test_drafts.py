@@ -17,7 +17,7 @@ from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import DecodeWork, Request
 from hybrid_rlhf.generation.drafting import trial
 from hybrid_rlhf.generation.drafting.drafter import CallDrafts
-from hybrid_rlhf.generation.model import cpu_kernels
+from hybrid_rlhf.generation.ops import cpu_kernels
 from hybrid_rlhf.runtime.world import World
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, keep_in_flight, random_tokens, token_ids_of

@@ -5,7 +5,6 @@ See test_kernels.py about where they run, and in which dtypes.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -14,20 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation import GenerationEngine, sampler
-from hybrid_rlhf.generation.model import decoder, layers, quantised
+from hybrid_rlhf.generation import GenerationEngine, ops
+from hybrid_rlhf.generation.architecture.model_description import Activation, Experts
 from hybrid_rlhf.generation.model import experts as experts_module
 from hybrid_rlhf.generation.model.experts import DenseMLP, RoutedExperts, UnsummedExperts
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, InferenceLinear
-from hybrid_rlhf.generation.weights import loader
-from hybrid_rlhf.generation.weights.description import Activation, Experts
+from hybrid_rlhf.generation.model.layers import InferenceLinear
+from hybrid_rlhf.generation.ops import choice
+from hybrid_rlhf.generation.ops import gpu as kernels
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
 from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled, count_launches
 
 pytest.importorskip("triton")
-kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
 DEVICE = default_device()
 
 ROUTERS = {
@@ -269,14 +268,14 @@ def test_experts_without_tokens_and_with_nearly_all(tokens: int, on_the_device: 
     torch.manual_seed(0)
     experts = routed_experts(Experts(count=5, per_token=2), router_bias=torch.tensor([50.0, 40.0, 0.0, 45.0, -50.0]))
     compare(experts, torch.randn(tokens, 56), "silu")
-    choices, scanned = 2 * tokens, kernels.experts.tile_of(torch.zeros(tokens, 2), 5)["SCANNED"]
-    assert tokens < 100 or (choices > 2 * scanned and tokens > kernels.expert_tiles._MOST_ROWS)
+    choices, scanned = 2 * tokens, ops.experts.tile_of(torch.zeros(tokens, 2), 5)["SCANNED"]
+    assert tokens < 100 or (choices > 2 * scanned and tokens > ops.expert_tiles._MOST_ROWS)
 
 
 def test_large_steps_take_grouped_products(on_the_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_module, "MOST_KERNEL_TOKENS", 8)
     experts = routed_experts(Experts(count=4, per_token=2))
-    counts = count_launches(monkeypatch, kernels.experts)
+    counts = count_launches(monkeypatch, ops.experts)
     for tokens, expected in ((8, 2), (9, 2)):
         experts(torch.randn(tokens, 56), lambda both: both[:, :40], kernels=kernels)
         assert len(counts) == expected
@@ -285,8 +284,7 @@ def test_large_steps_take_grouped_products(on_the_device: None, monkeypatch: pyt
 @pytest.fixture
 def unpacked(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels everywhere, which packed products would come before."""
-    for module in (loader, quantised):
-        monkeypatch.setattr(module, "can_pack", lambda device, dtype: False)
+    monkeypatch.setattr(choice, "can_pack", lambda device, dtype: False)
 
 
 @pytest.mark.parametrize(
@@ -309,14 +307,13 @@ def test_a_mixture_samples_with_kernels_what_it_does_without(
     monkeypatch.setattr(kernels, "choose_experts", lambda *x, **more: chosen.append(len(x[0])) or choose(*x, **more))
     found = token_ids_of(GenerationEngine.from_model(model, **given).generate(PROMPTS[:3], sampling))
     assert chosen
-    for module in (decoder, layers, sampler):
-        monkeypatch.setattr(module, "kernels_for", lambda device, dtype: None)
+    monkeypatch.setattr(choice, "kernels_for", lambda device, dtype: None)
     assert found == token_ids_of(GenerationEngine.from_model(model, **given).generate(PROMPTS[:3], sampling))
 
 
 _EXPERTS = """
-from hybrid_rlhf.generation.model.kernels import expert_sums, experts, routing
-from hybrid_rlhf.generation.weights.description import Experts
+from hybrid_rlhf.generation.ops import expert_sums, experts, routing
+from hybrid_rlhf.generation.architecture.model_description import Experts
 
 POINTERS["*fp32"] += " logits weights gates"
 POINTERS["*i32"] += " indices arrivals"

@@ -7,23 +7,24 @@ that they compile for a GPU is a test of its own.
 from __future__ import annotations
 
 import copy
-import importlib
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from hybrid_rlhf.generation import GenerationEngine, SamplingParams, sampler
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams, ops
+from hybrid_rlhf.generation.architecture.hugging_face import describe
+from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.batching import workspace
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout, KVCache
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
-from hybrid_rlhf.generation.model import decoder, layers
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
+from hybrid_rlhf.generation.batching.sampler import Sampler
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, HeadNorm, Norm, ResidualStream, SplitNorm, norm_heads
-from hybrid_rlhf.generation.sampler import Sampler
-from hybrid_rlhf.generation.weights.describe import describe
-from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, CacheLayout, KVCache
+from hybrid_rlhf.generation.model.layers import HeadNorm, Norm, ResidualStream, SplitNorm, norm_heads
+from hybrid_rlhf.generation.ops import choice
+from hybrid_rlhf.generation.ops import gpu as kernels
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS, rotated
 from hybrid_rlhf.runtime.world import default_device, solo_world
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, requests_for, token_ids_of
@@ -31,7 +32,6 @@ from tests.support.tiny import tiny_model
 from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, Operations, compiled, count_launches
 
 pytest.importorskip("triton")
-kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
 DEVICE = default_device()
 
 
@@ -87,7 +87,7 @@ def test_a_step_attends_and_writes_as_torch_does(
 def test_parts_of_a_row_combine_to_the_whole(
     splits: int, dtype: torch.dtype, with_sinks: bool, monkeypatch: pytest.MonkeyPatch, on_the_device: None
 ) -> None:
-    monkeypatch.setattr(kernels.attention, "splits_of", lambda programs, capacity: (splits, 16))
+    monkeypatch.setattr(ops.attention, "splits_of", lambda programs, capacity: (splits, 16))
     torch.manual_seed(0)
     queries, (keys, values) = torch.randn(3, 6, 24).to(dtype), torch.randn(2, 140, 16, 2, 24).to(dtype)
     positions, pages = torch.tensor([699, 3, 200]), torch.randperm(140)[:132].int().view(3, 44)
@@ -122,17 +122,17 @@ def test_long_tables_start_no_more_than_two_waves_of_programs(
 
     pages, positions = torch.zeros(rows, capacity // 16).int(), torch.zeros(rows).long()
     if latent:
-        module, heads = kernels.latent, 16 * kv_heads
+        module, heads = ops.latent, 16 * kv_heads
         for name in ("_latent_kernel", "_values_kernel"):
             monkeypatch.setattr(module, name, Launch())
         given = torch.zeros(rows, heads, 16), torch.zeros(rows, heads, 16), torch.zeros(heads, 8, 16)
         kernels.latent_attention(*given, None, torch.zeros(1, 16, 1, 24), pages, positions, scale=1.0)
     else:
         for name in ("_attention_kernel", "_combine_kernel"):
-            monkeypatch.setattr(kernels.attention, name, Launch())
+            monkeypatch.setattr(ops.attention, name, Launch())
         keys = torch.zeros(1, 16, kv_heads, 16)
         kernels.paged_attention(torch.zeros(rows, 2 * kv_heads, 16), keys, keys, pages, positions, scale=1.0)
-    programs, wave = grids[0][0] * grids[0][1], 2 * kernels.attention._multiprocessors()
+    programs, wave = grids[0][0] * grids[0][1], 2 * ops.attention._multiprocessors()
     assert programs <= max(rows * kv_heads, 2 * wave), "one part of each row, or two waves"
     assert programs >= min(wave, rows * kv_heads * min(32, capacity // 512)), "few rows fill the GPU"
 
@@ -143,7 +143,7 @@ def test_windows_that_begin_at_multiples_of_their_size(
     window: int, splits: int, monkeypatch: pytest.MonkeyPatch, on_the_device: None
 ) -> None:
     """Llama 4's: rows of several parts, and chunks whose tiles lie in several windows."""
-    monkeypatch.setattr(kernels.attention, "splits_of", lambda programs, capacity: (splits, 16))
+    monkeypatch.setattr(ops.attention, "splits_of", lambda programs, capacity: (splits, 16))
     torch.manual_seed(0)
     keys, values = torch.randn(2, 40, 16, 2, 16)
     pages, positions, start, length = torch.randperm(40).int()[:30].view(3, 10), torch.tensor([150, 95]), 10, 45
@@ -197,7 +197,7 @@ def test_rows_and_chunks_of_every_head_and_group_size(
 def test_a_step_of_rows_and_chunks_is_one_launch_and_one_that_combines(
     on_the_device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = count_launches(monkeypatch, kernels.attention)
+    counts = count_launches(monkeypatch, ops.attention)
     keys, values = torch.randn(2, 64, 16, 2, 16)
     pages = torch.arange(64).int().view(4, 16)
     for positions, sequences, expected in (([200, 3], 2, 2), ([200, 3], 0, 2), ([], 4, 1)):
@@ -228,9 +228,9 @@ def test_sampling_takes_two_to_four_launches_and_nothing_of_torch(
 ) -> None:
     asked = requests_for([SamplingParams(**cut)] * 2)
     rows = DecodeBatch.of(asked, vocab_size=300, device=DEVICE)
-    logits, sample = torch.randn(2, 300), Sampler(300, SamplingMode.of(asked), solo_world(DEVICE))
+    logits, sample = torch.randn(2, 300), Sampler(300, sampling_mode(asked), solo_world(DEVICE))
     sample._kernels = kernels
-    counts = count_launches(monkeypatch, kernels.sampling)
+    counts = count_launches(monkeypatch, ops.sampling)
     with Operations() as operations:
         sample(logits, rows)
     assert len(counts) == expected
@@ -304,7 +304,7 @@ def test_an_addition_to_the_residual_stream_is_one_launch_with_its_norms(
     scale: float, everywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, delta, before, after = rows_and_norms("gemma2", torch.bfloat16)
-    counts, stream = count_launches(monkeypatch, kernels.norms), ResidualStream(x)
+    counts, stream = count_launches(monkeypatch, ops.norms), ResidualStream(x)
     with Operations() as operations:
         stream.add(delta, before, scale)
         stream.normed(after)
@@ -369,7 +369,7 @@ def test_norms_with_weights_of_each_head_are_one_launch(
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
     assert norm_heads(qkv, *norms, None, kv_heads=2) is qkv
     torch.testing.assert_close(qkv, expected, **close)
-    counts = count_launches(monkeypatch, kernels.norms)
+    counts = count_launches(monkeypatch, ops.norms)
     norm_heads(qkv, *norms, None, kv_heads=2)
     assert counts == ["_norm_all_heads_kernel" if whole else "_norm_heads_kernel"]
 
@@ -379,7 +379,7 @@ def test_queries_without_keys_are_rotated_in_one_launch(on_the_device: None) -> 
     torch.manual_seed(0)
     queries, angles = torch.randn(5, 3, 24), torch.randn(5, 1, 8)
     table = (torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1))
-    torch.testing.assert_close(kernels.rotate(queries, table), layers.rotate(queries, *table))
+    torch.testing.assert_close(kernels.rotate(queries, table), rotated(queries, *table))
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "gemma2"])
@@ -413,8 +413,7 @@ def test_a_family_samples_with_kernels_what_it_does_without(
     found = token_ids_of(
         GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS[:3], sampling)
     )
-    for module in (decoder, layers, sampler):
-        monkeypatch.setattr(module, "kernels_for", lambda device, dtype: None)
+    monkeypatch.setattr(choice, "kernels_for", lambda device, dtype: None)
     assert found == token_ids_of(
         GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS[:3], sampling)
     )
@@ -596,6 +595,6 @@ def test_chunks_use_the_newest_instructions_of_tensor_cores_up_to_head_size_256(
 @pytest.mark.parametrize("d", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_of_keys_have_a_size_that_triton_multiplies(d: int, dtype: torch.dtype) -> None:
-    keys = kernels.attention.keys_at_once(1 << (d - 1).bit_length(), dtype)
+    keys = ops.attention.keys_at_once(1 << (d - 1).bit_length(), dtype)
     assert keys in (16, 32, 64)
     assert keys == 16 or keys * (1 << (d - 1).bit_length()) * dtype.itemsize <= 16 * 1024

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.generation.model import quantised
+from hybrid_rlhf.generation.architecture.hugging_face import describe
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.weights import loader
-from hybrid_rlhf.generation.weights.describe import describe
+from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import VARIANTS, variant
 from tests.support.generation import PROMPTS, SAMPLED
@@ -43,8 +42,7 @@ def test_a_decoding_step_takes_few_launches_in_each_layer(
     name: str, everywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16, where conversions count too, with rows so long that they are split among programs."""
-    for module in (loader, quantised):
-        monkeypatch.setattr(module, "can_pack", lambda device, dtype: False)  # packed weights would come before kernels
+    monkeypatch.setattr(choice, "can_pack", lambda device, dtype: False)  # packed weights would come before kernels
     model = variant(name).to(default_device(), torch.bfloat16)
     engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
     launched = count_launches(monkeypatch, *layer_kernels())

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.drafting.memory import MOST_TOKENS, CompletionMemory
 from hybrid_rlhf.generation.drafting.sources import DraftSource, NGramDrafts, PreviousDrafts
 from hybrid_rlhf.generation.drafting.trial import DraftTrial
-from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.runtime.world import World
 
 DraftName = Literal["ngram", "previous"]

@@ -2,7 +2,7 @@
 
 A step computes one token for each decoding row, and chunks of prompts. It first rotates queries and keys and writes the
 new keys and values to the cache, so that a sequence may read what another one in the same step computes. On a GPU one
-kernel then reads pages in place, for rows and chunks at once (kernels/attention.py, and kernels/latent.py for latents).
+kernel then reads pages in place, for rows and chunks at once (ops/attention.py, and ops/latent.py for latents).
 On a CPU there is one for rows (cpu_kernels.py). Where there is none, torch gathers the pages of each sequence. Chunks
 of latent attention mostly attend to keys and values that are expanded from the latents first, like those of a cache.
 
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, KVCache, blocks_of
-from hybrid_rlhf.generation.model import cpu_kernels
+from hybrid_rlhf.generation.architecture.model_description import Latent, ModelDescription
+from hybrid_rlhf.generation.architecture.split import Split
+from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, KVCache, blocks_of
 from hybrid_rlhf.generation.model.latent import AbsorbedTokens, ExpandedChunks, PagedLatents
-from hybrid_rlhf.generation.model.layers import rotate
+from hybrid_rlhf.generation.ops import cpu_kernels
+from hybrid_rlhf.generation.ops.rows import rotated
 from hybrid_rlhf.generation.transfers import to_device
-from hybrid_rlhf.generation.weights.description import Latent, ModelDescription
-from hybrid_rlhf.generation.weights.split import Split
 
 _EXPANDED_TOKENS = 8192
 """Tokens whose latents are expanded to keys and values at once, at least: few heads of few queries leave a GPU idle."""
@@ -154,7 +154,7 @@ class Attention:
         """Queries [T, A, D], keys and values [T, K, D]."""
         qk, v = qkv.tensor_split([qkv.shape[1] - kv_heads], dim=1)
         if table is not None:
-            qk = rotate(qk, *table)
+            qk = rotated(qk, *table)
         return qk[:, :-kv_heads], qk[:, -kv_heads:], v
 
     def rotated_queries(self, queries: Tensor, table: Table) -> Tensor:
@@ -162,9 +162,9 @@ class Attention:
         if table is None:
             return queries
         if self.kernels in (None, cpu_kernels):
-            return rotate(queries, *table)
-        rotated: Tensor = self.kernels.rotate(queries, table)
-        return rotated
+            return rotated(queries, *table)
+        result: Tensor = self.kernels.rotate(queries, table)
+        return result
 
     def sees_all_before(self, kind: int, start: int, end: int) -> bool:
         """Whether a causal mask is enough for queries at positions start to end - 1 and keys 0 to end - 1."""

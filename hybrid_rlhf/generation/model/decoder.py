@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
-from hybrid_rlhf.generation.model import cpu_kernels
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription
+from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.model.adapters import AdaptedLinear, ChosenAdapters, LowRankChange
 from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
+from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
+from hybrid_rlhf.generation.model.decoder_weights import DecoderWeights, LayerWeights
 from hybrid_rlhf.generation.model.experts import DenseMLP, UnsummedExperts
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, ResidualStream, kernels_for, norm_heads
+from hybrid_rlhf.generation.model.layers import Norm, ResidualStream, norm_heads
 from hybrid_rlhf.generation.model.quantised import QuantisedLinear
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
-from hybrid_rlhf.generation.weights.decoder_weights import DecoderWeights, LayerWeights
-from hybrid_rlhf.generation.weights.description import ModelDescription
-from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.generation.ops import choice, cpu_kernels
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.runtime.world import World
 
 Sublayer = Callable[[Tensor], Tensor]
@@ -50,7 +51,7 @@ class Decoder:
     def __init__(self, architecture: ModelDescription, weights: DecoderWeights, split: Split, world: World) -> None:
         self.architecture, self.split, self.world = architecture, split, world
         self._activation = ACTIVATIONS[architecture.activation]
-        self.kernels = kernels_for(world.device, weights.embed.dtype)
+        self.kernels = choice.kernels_for(world.device, weights.embed.dtype)
         self._fused = None if self.kernels is cpu_kernels else self.kernels
         self._weights = weights
         self._chosen: ChosenAdapters | None = None

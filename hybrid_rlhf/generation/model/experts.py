@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_rlhf.generation.architecture.model_description import Activation, Experts
 from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.model.quantised import Linear, MakeLinear
-from hybrid_rlhf.generation.weights.description import Activation, Experts
 
 MOST_KERNEL_TOKENS = 256
 """Of a step that Triton's kernels compute: in larger ones an expert has enough tokens for a grouped product."""

@@ -9,8 +9,6 @@ Shapes: T tokens, N outputs, K inputs.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -19,17 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.functional.products import onednn_linear, wide_linear
-from hybrid_rlhf.generation.model import cpu_kernels
-from hybrid_rlhf.generation.weights.description import Activation, ModelDescription
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription
+from hybrid_rlhf.generation.ops import choice, cpu_kernels
 from hybrid_rlhf.runtime.world import World
 
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "relu": torch.relu,
-    "relu2": lambda x: torch.relu(x).square(),
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-}
 PACKED_ROWS = 32
 """Batch size that oneDNN's packed weights are optimised for; others give the same result, slightly slower."""
 
@@ -80,7 +71,7 @@ class Norm:
         self._weight, self._bias = weight, bias
         if self._offset:
             self._weight = weight.float() + self._offset if self._rms else weight + self._offset
-        self._kernels = kernels_for(weight.device, weight.dtype) if self._rms else _fusing_kernels(weight)
+        self._kernels = choice.kernels_for(weight.device, weight.dtype) if self._rms else _fusing_kernels(weight)
         self._how: dict[str, Any] = {"in_float32": self._in_float32}
         if not self._rms:
             self._how |= {"center": True, "bias": bias}
@@ -225,40 +216,10 @@ class ResidualStream:
         return normed
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """The module of kernels for a device and dtype: Triton's (kernels/) on a GPU, compiled ones on a CPU.
-
-    None where a CPU has no compiler, or the dtype no kernels; torch's operations compute the same then.
-    """
-    if device.type == "cuda":
-        return importlib.import_module("hybrid_rlhf.generation.model.kernels")
-    return cpu_kernels if dtype in cpu_kernels.DTYPES and cpu_kernels.available() else None
-
-
 def _fusing_kernels(weight: Tensor) -> ModuleType | None:
     """Triton's kernels, which have what compiled ones lack: layer norms and norms of all heads; none on a CPU."""
-    kernels = kernels_for(weight.device, weight.dtype)
+    kernels = choice.kernels_for(weight.device, weight.dtype)
     return None if kernels is cpu_kernels else kernels
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are products with packed weights for a device and dtype."""
-    if device.type != "cpu" or not torch.backends.mkldnn.enabled:
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on heads [T, heads, D]; cos and sin [T, 1, R] cover the first R dimensions.
-
-    sin includes the sign of the rotated halves: [-sin, sin].
-    """
-    width = cos.shape[-1]
-    if width < x.shape[-1]:
-        return torch.cat([rotate(x[..., :width], cos, sin), x[..., width:]], dim=-1)
-    half = width // 2
-    swapped = torch.cat([x[..., half:], x[..., :half]], dim=-1)
-    return torch.addcmul(x * cos, swapped, sin)
 
 
 class HeadNorm:

@@ -3,7 +3,7 @@
 Weights are quantised per output when inference weights are built, inputs per token as they come; both are symmetric, so
 that the largest value has the largest code. Products of codes are summed in int32 (fp8: float32), and scaled and biased
 in float32. A row of a result depends on its own row of the input alone. On a CPU one compiled kernel (cpu_kernels.py)
-quantises and multiplies; on a GPU one launch quantises (kernels/quantisation.py), and torch's products multiply.
+quantises and multiplies; on a GPU one launch quantises (ops/quantisation.py), and torch's products multiply.
 
 Why 8 bits on both sides: the integer products are the fast ones, and decoding reads a quarter of the bytes of float32.
 The head, the embeddings (also what projects them for each layer) and the routers of experts keep their dtype: they
@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.generation.model import cpu_kernels
-from hybrid_rlhf.generation.model.layers import InferenceLinear, can_pack, kernels_for
-from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription
+from hybrid_rlhf.generation.model.layers import InferenceLinear
+from hybrid_rlhf.generation.ops import choice, cpu_kernels
 
 Quantization = Literal["int8", "fp8"]
 _CODES: dict[Quantization, tuple[torch.dtype, float]] = {
@@ -56,7 +56,7 @@ def product_maker(
         UserError: when they cannot be quantised.
     """
     if kind is None:
-        return partial(InferenceLinear, pack=can_pack(device, dtype))
+        return partial(InferenceLinear, pack=choice.can_pack(device, dtype))
     _require_support(kind, device, dtype, experts=architecture.experts is not None)
     return partial(QuantisedLinear, kind=kind)
 
@@ -108,7 +108,7 @@ class QuantisedLinear:
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.float()
         self._on_cpu, self._kind = weight.device.type == "cpu", kind
-        self._kernels = kernels_for(weight.device, weight.dtype)
+        self._kernels = choice.kernels_for(weight.device, weight.dtype)
         self.weight, self.scale = quantise(weight, kind)
         if self._on_cpu:
             self.weight, self._offset = cpu_kernels.pack_int8(self.weight)

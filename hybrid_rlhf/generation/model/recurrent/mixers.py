@@ -3,10 +3,10 @@
 Source: gated delta net (arXiv 2412.06464, section 3.3, with the norms and the gate of Qwen3-Next), Mamba-2 (arXiv
 2405.21060, section 7), Mamba (arXiv 2312.00752, section 3.4, with the norms of Jamba, arXiv 2403.19887), short
 convolution (LFM2, arXiv 2511.23404), lightning attention (MiniMax-01, arXiv 2501.08313, section 2.2). Decays and the
-recurrence are computed in float32. Where the states of a step have kernels (model/kernels/), a layer takes one launch
+recurrence are computed in float32. Where the states of a step have kernels (ops/), a layer takes one launch
 for the convolution, one for a token of each row, and one for the gate and norm, beside its products.
 
-Shapes: T tokens, H hidden, G groups of r heads on this rank, see scan.py.
+Shapes: T tokens, H hidden, G groups of r heads on this rank, see ops/recurrence.py.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS
+from hybrid_rlhf.generation.architecture.model_description import Activation
+from hybrid_rlhf.generation.architecture.recurrence import (
+    GatedDelta,
+    Lightning,
+    Mamba,
+    Mamba2,
+    Recurrence,
+    ShortConvolution,
+)
 from hybrid_rlhf.generation.model.quantised import Linear
-from hybrid_rlhf.generation.model.recurrent.scan import DECAYING_SCAN, selective_scan
 from hybrid_rlhf.generation.model.recurrent.states import StepStates
-from hybrid_rlhf.generation.weights.description import Activation
-from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Lightning, Mamba, Mamba2, Recurrence, ShortConvolution
+from hybrid_rlhf.generation.ops.recurrence import DECAYING_SCAN, selective_rule
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -158,7 +165,7 @@ class MambaMixer:
             for part, name in zip(parts, ("dt", "b", "c"), strict=True)
         )
         dt = functional.softplus(functional.linear(dt, w["dt"]).float() + w["dt.bias"].float())
-        rule, mixed = selective_scan(-w["decay"].float().exp()), mixed.float()
+        rule, mixed = selective_rule(-w["decay"].float().exp()), mixed.float()
         out = states.scan(layer, rule, mixed * dt, dt, b.float(), c.float()) + mixed * w["skip"].float()
         return self.weights.out((out * functional.silu(z.float())).to(x.dtype))
 

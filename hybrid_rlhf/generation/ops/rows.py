@@ -1,6 +1,6 @@
 """Triton kernels of single tokens: rotary positions with the write to the KV cache, and gates.
 
-Activation and product of a gated MLP are one kernel. The references in torch are in attention.py and layers.py. All
+Activation and product of a gated MLP are one kernel. All
 arithmetic is float32; the references round intermediate results to the dtype of the model.
 
 Shapes: T tokens, A heads and K KV heads of this rank, D head size, P pages of N tokens.
@@ -8,13 +8,36 @@ Shapes: T tokens, A heads and K KV heads of this rank, D head size, P pages of N
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
+from torch.nn import functional
 
-from hybrid_rlhf.generation.weights.description import Activation
+from hybrid_rlhf.generation.architecture.model_description import Activation
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
 ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on heads [T, heads, D]; cos and sin [T, 1, R] cover the first R dimensions.
+
+    sin includes the sign of the rotated halves: [-sin, sin].
+    """
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat([rotated(x[..., :width], cos, sin), x[..., width:]], dim=-1)
+    half = width // 2
+    swapped = torch.cat([x[..., half:], x[..., :half]], dim=-1)
+    return torch.addcmul(x * cos, swapped, sin)
 
 
 @triton.jit

@@ -11,11 +11,10 @@ Shapes: T tokens, H hidden, E experts, k experts per token.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from hybrid_rlhf.generation.weights.description import Experts
+from hybrid_rlhf.generation.architecture.model_description import Experts
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 ROUTER_NUMBERS = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3, "sparsemixer": 4}
 _TOKENS = 16

@@ -8,9 +8,9 @@ Shapes: T tokens, K inputs.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _BLOCK = 4096
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)

@@ -10,9 +10,9 @@ Shapes: T tokens, A heads and K KV heads of this rank, D head size, H hidden.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 
 @triton.jit

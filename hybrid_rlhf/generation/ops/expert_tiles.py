@@ -5,11 +5,10 @@ Shapes: T tokens, k experts per token, X experts of this rank.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from hybrid_rlhf.generation.model.kernels.rows import activated
+from hybrid_rlhf.generation.ops.rows import activated
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 CLAMPED = -1
 """Number of the clamped SwiGLU of gpt-oss."""

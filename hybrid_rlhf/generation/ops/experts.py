@@ -16,11 +16,10 @@ shared expert, S = ceil(J / I) parts of it.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from hybrid_rlhf.generation.model.kernels.expert_tiles import (
+from hybrid_rlhf.generation.architecture.model_description import Activation
+from hybrid_rlhf.generation.ops.expert_tiles import (
     CLAMPED,
     biased,
     choices_of,
@@ -32,8 +31,8 @@ from hybrid_rlhf.generation.model.kernels.expert_tiles import (
     shared_tile,
     tile_of,
 )
-from hybrid_rlhf.generation.model.kernels.rows import ACTIVATION_NUMBERS
-from hybrid_rlhf.generation.weights.description import Activation
+from hybrid_rlhf.generation.ops.rows import ACTIVATION_NUMBERS
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _OUTPUTS = 64
 """Rows of weights in a tile; of up and gate half of them are gates."""

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from hybrid_rlhf.generation.model.kernels.norms import rms_normed
+from hybrid_rlhf.generation.ops.norms import rms_normed
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _SUMMED = 1024
 """Of a row, that a program sums where it does not norm all of it."""

@@ -18,9 +18,9 @@ import functools
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _MOST_KEYS = 64
 """Most keys, and most queries, in one tile."""

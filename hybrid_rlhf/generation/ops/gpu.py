@@ -6,12 +6,12 @@ over the KV cache), `latent.py` (the same over latents), `routing.py`, `experts.
 `sampling.py`. Each kernel has a reference in torch, which the tests compare it with.
 """
 
-from hybrid_rlhf.generation.model.kernels.attention import chunk_tiles, paged_attention, tokens_at_once
-from hybrid_rlhf.generation.model.kernels.convolution import convolve
-from hybrid_rlhf.generation.model.kernels.expert_sums import sum_and_norm, sum_choices
-from hybrid_rlhf.generation.model.kernels.experts import experts_down, experts_up
-from hybrid_rlhf.generation.model.kernels.latent import latent_attention, latent_tokens_at_once, write_latents
-from hybrid_rlhf.generation.model.kernels.norms import (
+from hybrid_rlhf.generation.ops.attention import chunk_tiles, paged_attention, tokens_at_once
+from hybrid_rlhf.generation.ops.convolution import convolve
+from hybrid_rlhf.generation.ops.expert_sums import sum_and_norm, sum_choices
+from hybrid_rlhf.generation.ops.experts import experts_down, experts_up
+from hybrid_rlhf.generation.ops.latent import latent_attention, latent_tokens_at_once, write_latents
+from hybrid_rlhf.generation.ops.norms import (
     add_norm,
     add_normed,
     gated_norm,
@@ -19,16 +19,16 @@ from hybrid_rlhf.generation.model.kernels.norms import (
     norm_all_heads,
     norm_heads,
 )
-from hybrid_rlhf.generation.model.kernels.quantisation import quantise_rows
-from hybrid_rlhf.generation.model.kernels.recurrent import (
+from hybrid_rlhf.generation.ops.quantisation import quantise_rows
+from hybrid_rlhf.generation.ops.recurrence import (
     delta_step,
     lightning_step,
     mamba2_step,
     selective_scan,
 )
-from hybrid_rlhf.generation.model.kernels.routing import choose_experts
-from hybrid_rlhf.generation.model.kernels.rows import activate, gated, rotate, rotate_and_write
-from hybrid_rlhf.generation.model.kernels.sampling import sample
+from hybrid_rlhf.generation.ops.routing import choose_experts
+from hybrid_rlhf.generation.ops.rows import activate, gated, rotate, rotate_and_write
+from hybrid_rlhf.generation.ops.sampling import sample
 
 __all__ = [
     "activate",
