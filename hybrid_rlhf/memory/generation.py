@@ -34,7 +34,7 @@ _FLOAT64 = 8
 _ROW_NUMBERS = 20
 """Numbers of a row in the tables besides its uniform ones: its state, sampling parameters and stop tokens."""
 _MOST_SPLITS, _SPLIT_PROGRAMS = 32, 528
-"""Parts of the attention of a row, at most, and programs of all rows: two waves of an H100 (generation/ops/attention.py)."""
+"""Parts of the attention of a row, at most, and programs of all rows: two waves of an H100 (ops/attention.py)."""
 
 
 def _recurrence(model: ShapedModel) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
-from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, Operations, compiled, count_launches, layer_kernels
+from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled
 
 pytest.importorskip("triton")
 DEVICE = default_device()
@@ -167,29 +167,6 @@ def test_small_step_sizes_are_exact() -> None:
     torch.testing.assert_close(both[1].memory, both[0].memory, atol=0.0, rtol=2e-6)
 
 
-MIXER_LAUNCHES = {
-    "delta": 5,
-    "mamba2": 5,
-    "mamba2 of one group": 5,
-    "mamba2 of a large state": 5,
-    "mamba": 7,
-    "short convolution": 5,
-    "lightning": 4,
-}
-
-
-@pytest.mark.parametrize("name", MIXER_LAUNCHES)
-def test_a_decoding_step_of_a_recurrent_layer_takes_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of Triton and operations of torch that compute, the two products with them; in bfloat16."""
-    layer, cache = random_mixer(KINDS[name], torch.bfloat16), caches(KINDS[name], torch.bfloat16, 4)[1]
-    x, slots = torch.randn(3, HIDDEN, dtype=torch.bfloat16), torch.tensor([3, 1, 2])
-    launched = count_launches(monkeypatch, *layer_kernels())
-    states = step_of(cache, slots, 3, [], [])
-    with torch.inference_mode(), Operations() as operations:
-        layer(1, x, states)
-    assert len(launched) + operations.computing == MIXER_LAUNCHES[name]
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -243,18 +220,6 @@ def selective(channels, n, model, target):
     return max(shared_bytes(recurrence._selective_scan_kernel, dict(
         N=n, CHUNKS=chunks, N_PAD=pad, BLOCK=recurrence.channels_at_once(pad, channels)), model, target)
         for chunks in (False, True))
-
-def gated_norm(width, model, target):
-    KINDS["x"] = "*fp32"
-    pad, most = triton.next_power_of_2(width), 0
-    for norm, first, sigmoid in ((True, False, False), (True, True, False), (False, False, False), (True, False, True)):
-        most = max(most, shared_bytes(norms._gated_norm_kernel, dict(
-            WIDTH=width, PAD=pad, NORM=norm, GATE_FIRST=first, SIGMOID=sigmoid), model, target))
-    del KINDS["x"]
-    # the gate of attention, whose results have the model's dtype
-    gate = dict(WIDTH=width, PAD=pad, NORM=False, GATE_FIRST=False, SIGMOID=True)
-    most = max(most, shared_bytes(norms._gated_norm_kernel, gate, model, target))
-    return most
 """
 
 PUBLISHED = {
@@ -269,7 +234,6 @@ PUBLISHED = {
         (2, 1, 128, 128): "MiniMax",
     },
     "selective": {(8192, 16): "Jamba"},
-    "gated_norm": {(128,): "Qwen3-Next", (8192,): "Bamba, MiniMax"},
 }
 """Sizes of published models: channels and width; kind (delta, Mamba-2, lightning), r, K and V; channels and state."""
 

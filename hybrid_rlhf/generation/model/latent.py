@@ -130,7 +130,12 @@ class LatentAttention:
         """Write latents and rotated keys [T, R + L]; returns what queries come from."""
         kind, down = self._kind, self._down(x)
         if paged.kernels is not None:
-            hidden = self._kv_norm.write_latents(down, self._q_norm, table, paged.places, paged.keys)
+            norm, weight = self._kv_norm, None if self._q_norm is None else self._q_norm.weight
+            hidden: Tensor = paged.kernels.write_latents(
+                *(down, weight, norm.weight, table, paged.places, paged.keys),
+                eps=norm.eps,
+                in_float32=norm.in_float32,
+            )
             return x if self._q_norm is None else hidden
         hidden, latent, key = down.tensor_split([-kind.size - kind.rotated_dims, -kind.rotated_dims], dim=-1)
         key = key[:, None] if table is None else rotated(key[:, None], *table)

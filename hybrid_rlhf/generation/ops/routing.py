@@ -1,9 +1,7 @@
-"""The router of a mixture of experts on a GPU in one launch: product, scores and choice.
+"""The choice of the experts of each token, by the logits of a router, in one launch.
 
-A program multiplies a few tokens by some rows of the router; the last of those with the same tokens chooses, which a
-counter in memory tells it. The gate of a shared expert is one more row, behind those of the router. Products of
-bfloat16 are summed in float32, which is exact but for the order. Where choices are equal, the expert with the lowest
-index comes first. The reference is `RoutedExperts.route` (model/experts.py).
+Where choices are equal, the expert with the lowest index comes first. The reference is `RoutedExperts.route`
+(model/experts.py).
 
 Shapes: T tokens, H hidden, E experts, k experts per token.
 """
@@ -17,10 +15,8 @@ from hybrid_rlhf.generation.architecture.model_description import Experts
 from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 ROUTER_NUMBERS = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3, "sparsemixer": 4}
-_TOKENS = 16
-"""Of a program, the fewest that tensor cores multiply; and rows of the router."""
-_STEP_BYTES = 512
-"""Of a row, that are multiplied at once."""
+_TOKENS = 4
+"""Tokens of a program."""
 
 
 @triton.jit
@@ -52,10 +48,9 @@ def _in_best_groups(choice, place, E: tl.constexpr, GROUPS: tl.constexpr, CHOSEN
     return kept
 
 
-@triton.jit
-def _choose(
+@triton.jit(do_not_specialize=["tokens"])
+def _choose_kernel(
     logits,
-    row,
     correction,
     expert_scale,
     weights,
@@ -63,7 +58,9 @@ def _choose(
     tokens,
     scale,
     near,
+    TOKENS: tl.constexpr,
     E: tl.constexpr,
+    E_PAD: tl.constexpr,
     K: tl.constexpr,
     ROUTER: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -73,8 +70,12 @@ def _choose(
     CHOSEN: tl.constexpr,
     SCORES: tl.constexpr,
 ):
-    """Choose and weigh experts of logits [n, E], which are -inf behind the last expert."""
-    place, column = tl.arange(0, logits.shape[1]), tl.arange(0, triton.next_power_of_2(K))
+    """Choose and weigh experts of some tokens."""
+    row, place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, E_PAD)
+    column = tl.arange(0, triton.next_power_of_2(K))
+    source = logits + row.to(tl.int64)[:, None] * E + place[None, :]
+    logits = tl.load(source, mask=(row < tokens)[:, None] & (place < E)[None, :], other=float("-inf"))
+    logits = tl.where((row < tokens)[:, None], logits, 0.0)  # rows of -inf have no largest value
     scores = logits
     if ROUTER == 0:
         scores = tl.exp(logits - tl.max(logits, 1)[:, None])
@@ -116,183 +117,44 @@ def _choose(
     tl.store(indices + where, index, mask=kept)
 
 
-@triton.jit
-def _product(
-    x,
-    router,
-    bias,
-    gate,
-    row,
-    expert,
-    real,
-    known,
-    hidden,
-    stride,
-    E: tl.constexpr,
-    STEP: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATE: tl.constexpr,
-):
-    """Logits of some tokens and experts, number E of which is the gate."""
-    sums = tl.zeros([row.shape[0], expert.shape[0]], tl.float32)
-    for start in range(0, hidden, STEP):
-        place = start + tl.arange(0, STEP)
-        inside = (place < hidden)[None, :]
-        a = tl.load(x + row.to(tl.int64)[:, None] * stride + place[None, :], mask=real[:, None] & inside, other=0.0)
-        b = tl.load(router + expert[:, None] * hidden + place[None, :], mask=known[:, None] & inside, other=0.0)
-        if GATE:
-            last = tl.load(gate + place, mask=place < hidden, other=0.0).to(b.dtype)
-            b = tl.where((expert == E)[:, None], last[None, :], b)
-        if x.dtype.element_ty != router.dtype.element_ty:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
-    if BIAS:
-        sums += tl.load(bias + expert, mask=known, other=0.0).to(tl.float32)[None, :]
-    return sums
-
-
-@triton.jit
-def _store_gate(gates, logits, row, at, kept):
-    """The sigmoid of the logits of one column."""
-    tl.store(gates + row, tl.sigmoid(tl.sum(tl.where(at[None, :], logits, 0.0), 1)), mask=kept)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _route_kernel(
-    x,
-    router,
-    bias,
-    correction,
-    expert_scale,
-    gate,
-    logits,
-    arrivals,
-    weights,
-    indices,
-    gates,
-    tokens,
-    hidden,
-    stride,
-    scale,
-    near,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    PARTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STEP: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATE: tl.constexpr,
-    K: tl.constexpr,
-    ROUTER: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    CORRECTION: tl.constexpr,
-    SCALES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SCORES: tl.constexpr,
-):
-    """Logits of some tokens and experts, and the gate; the last of the PARTS programs of these tokens chooses."""
-    row, expert = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    real, known = row < tokens, expert < E
-    sums = _product(x, router, bias, gate, row, expert, real, known, hidden, stride, E, STEP, BIAS, GATE)
-    if GATE:
-        _store_gate(gates, sums, row, expert == E, real & (tl.program_id(1) == PARTS - 1))
-    last = True
-    if PARTS > 1:
-        tl.store(logits + row[:, None] * E + expert[None, :], sums, mask=real[:, None] & known[None, :])
-        tl.debug_barrier()  # all threads have written before one of them counts
-        last = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel") == PARTS - 1
-    if last:
-        each, whole = tl.arange(0, E_PAD)[None, :], sums
-        if PARTS > 1:
-            tl.store(arrivals + tl.program_id(0), 0)
-            whole = tl.load(logits + row[:, None] * E + each, mask=real[:, None] & (each < E), other=0.0)
-        whole = tl.where(each < E, whole, float("-inf"))
-        _choose(
-            whole,
-            row,
-            correction,
-            expert_scale,
-            weights,
-            indices,
-            tokens,
-            scale,
-            near,
-            E,
-            K,
-            ROUTER,
-            NORMALISE,
-            CORRECTION,
-            SCALES,
-            GROUPS,
-            CHOSEN,
-            SCORES,
-        )
-
-
 def choose_experts(
-    x: Tensor,
-    router: Tensor,
-    kind: Experts,
-    arrivals: Tensor,
-    *,
-    bias: Tensor | None = None,
-    correction: Tensor | None = None,
-    expert_scale: Tensor | None = None,
-    gate: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Weights [T, k] float32 and indices [T, k] int32 of the experts of tokens; weights [T] float32 of a shared one.
+    logits: Tensor, kind: Experts, *, correction: Tensor | None = None, expert_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weights [T, k] float32 and indices [T, k] int32 of the experts of tokens.
 
     Args:
-        x: [T, H], rows contiguous.
-        router: [E, H].
+        logits: [T, E] float32 of the router.
         kind: the routing.
-        arrivals: int32 counters, one for each 16 tokens, 0 before and after; launches that overlap need their own.
-        bias: [E] of the router, or none.
         correction: [E] or [1, E], added to the scores by which experts are chosen; or none.
         expert_scale: [E], by which weights are multiplied; or none.
-        gate: [1, H], whose sigmoid weighs a shared expert; none: nothing does.
     """
-    (tokens, hidden), experts, k = x.shape, len(router), kind.per_token
-    constants = route_constants(kind, router.dtype, experts=experts, gate=gate is not None)
-    parts = constants["PARTS"]
-    weights = torch.empty(tokens, k, dtype=torch.float32, device=x.device)
-    indices = torch.empty(tokens, k, dtype=torch.int32, device=x.device)
-    logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device) if parts > 1 else weights
-    gates = None if gate is None else torch.empty(tokens, dtype=torch.float32, device=x.device)
-    given = (x if other is None else other for other in (bias, correction, expert_scale, gate))  # x: not used
-    _route_kernel[triton.cdiv(tokens, _TOKENS), parts](
-        x,
-        router,
-        *given,
+    tokens, experts = logits.shape
+    weights = torch.empty(tokens, kind.per_token, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(tokens, kind.per_token, dtype=torch.int32, device=logits.device)
+    of_all = kind.router in ("softmax", "sigmoid")
+    _choose_kernel[(triton.cdiv(tokens, _TOKENS),)](
         logits,
-        arrivals,
+        logits if correction is None else correction,
+        logits if expert_scale is None else expert_scale,
         weights,
         indices,
-        weights if gates is None else gates,
         tokens,
-        hidden,
-        x.stride(0),
         kind.scale,
         kind.near,
-        **constants,
-        BIAS=bias is not None,
-        CORRECTION=correction is not None and kind.router in ("softmax", "sigmoid"),
-        SCALES=expert_scale is not None and kind.router in ("softmax", "sigmoid"),
+        **choice_constants(kind, experts),
+        CORRECTION=correction is not None and of_all,
+        SCALES=expert_scale is not None and of_all,
     )
-    return weights, indices, gates
+    return weights, indices
 
 
-def route_constants(kind: Experts, dtype: torch.dtype, *, experts: int, gate: bool) -> dict[str, int]:
-    """What `_route_kernel` is compiled for."""
+def choice_constants(kind: Experts, experts: int) -> dict[str, int]:
+    """Constants that `_choose_kernel` is compiled for."""
     of_all = kind.router in ("softmax", "sigmoid")
     return {
-        "E": experts,
-        "E_PAD": max(_TOKENS, triton.next_power_of_2(experts)),
-        "PARTS": triton.cdiv(experts + gate, _TOKENS),
-        "GATE": gate,
         "TOKENS": _TOKENS,
-        "STEP": _STEP_BYTES // dtype.itemsize,
+        "E": experts,
+        "E_PAD": triton.next_power_of_2(experts),
         "K": kind.per_token,
         "ROUTER": ROUTER_NUMBERS[kind.router],
         "NORMALISE": kind.normalise and of_all,

@@ -13,9 +13,9 @@ Where more than `CANDIDATES` scores are in these bins, the bounds are found in t
 program then reads up to a hundred times: if that many scores are nearly equal, as in an untrained model, or if top_k is
 that large and top_p is given too.
 
-What is in torch is the reference, and serves sharded vocabularies. Masses are added up and compared as integers, and float sums have a
-fixed order, so a row draws the same token in every batch. Nothing synchronises with the host; shapes depend on the
-batch size alone.
+What is in torch is the reference, and serves sharded vocabularies. Masses are added up and compared as integers, and
+float sums have a fixed order, so a row draws the same token in every batch. Nothing synchronises with the host; shapes
+depend on the batch size alone.
 
 Shapes: B rows, V vocabulary, C blocks of a row. Columns of the tables are those of sampling_rows.py.
 """

@@ -72,8 +72,6 @@ class GatedDeltaMixer:
         if kernels is not None:
             rule = replace(rule, kernel=partial(kernels.delta_step, w["decay"], w["dt"]))
         out = states.scan(layer, rule, mixed, b, a).reshape(len(x), heads, kind.value_dim)
-        if kernels is not None:
-            return self.weights.out(kernels.gated_norm(out, z, w["norm"], self._eps))
         normed = functional.rms_norm(out, out.shape[-1:], w["norm"].float(), self._eps)
         gated = normed * functional.silu(z.float()).view_as(normed)
         return self.weights.out(gated.flatten(1).to(x.dtype))
@@ -109,9 +107,6 @@ class Mamba2Mixer:
             given = (w["decay"], w["dt"], w["skip"])
             rule = replace(rule, kernel=partial(kernels.mamba2_step, *given, least_step=kind.least_step))
         out = states.scan(layer, rule, mixed, dt).flatten(2)
-        if kernels is not None:
-            norm, first = None if kind.norm == "none" else w["norm"], kind.norm == "gated"
-            return self.weights.out(kernels.gated_norm(out, z, norm, self._eps, gate_first=first))
         return self.weights.out(self._gated(out, z.float()).to(x.dtype))
 
     def _inputs(self, mixed: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
@@ -199,9 +194,6 @@ class LightningMixer:
         if kernels is not None:
             rule = replace(rule, kernel=partial(kernels.lightning_step, self._rates[layer], self._activation))
         out = states.scan(layer, rule, qkv).flatten(1)
-        if kernels is not None:
-            normed = kernels.gated_norm(out[:, None], gate, norm, self._kind.norm_eps, sigmoid=True)
-            return self.weights.out(normed)
         normed = functional.rms_norm(out, out.shape[-1:], norm.float(), self._kind.norm_eps)
         return self.weights.out((normed * gate.float().sigmoid()).to(x.dtype))
 
