@@ -24,8 +24,8 @@ from hybrid_rlhf.generation.batching.request_maker import RequestMaker
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request, TokenLimit
 from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.model.quantised import Quantization
 from hybrid_rlhf.generation.open_batch import OpenBatch
+from hybrid_rlhf.generation.ops.quantisation import Quantization
 from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams
 from hybrid_rlhf.generation.weights.inference_weights import SharedWeights
 from hybrid_rlhf.generation.weights.probe import check_inference_weights

@@ -13,9 +13,10 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, ops
 from hybrid_rlhf.generation.model import quantised
 from hybrid_rlhf.generation.model.layers import InferenceLinear
-from hybrid_rlhf.generation.model.quantised import QuantisedLinear, quantise
+from hybrid_rlhf.generation.model.quantised import QuantisedLinear
 from hybrid_rlhf.generation.ops import cpu_kernels
 from hybrid_rlhf.generation.ops import gpu as kernels
+from hybrid_rlhf.generation.ops.quantisation import quantise
 from hybrid_rlhf.generation.sampling import per_request
 from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.generation.weights.probe import check_inference_weights, probe_logprobs
@@ -112,8 +113,8 @@ def test_the_product_of_a_gpu_is_the_same(rows: int) -> None:
 def test_a_kernel_quantises_as_torch_does(width: int, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one launch, where torch took eight or nine; also values in the middle of two codes, and rows of zeros."""
     pytest.importorskip("triton")
-    dtype, most = quantised._CODES[kind]
-    given: dict[str, Any] = {"most": most, "smallest": quantised._SMALLEST, "rows": 7}
+    dtype, most = ops.quantisation.CODES[kind]
+    given: dict[str, Any] = {"most": most, "smallest": ops.quantisation.SMALLEST, "rows": 7}
     for x in (torch.randn(4, width), torch.arange(-127, 4 * width - 127).view(4, width) / 2, torch.zeros(4, width)):
         found, scales = kernels.quantise_rows(x, dtype, **given)
         codes, expected = quantise(x, kind)

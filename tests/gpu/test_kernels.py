@@ -15,8 +15,8 @@ from hybrid_rlhf.generation import GenerationEngine, SamplingParams, ops
 from hybrid_rlhf.generation.batching.capacity import free_bytes
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
 from hybrid_rlhf.generation.batching.sampler import Sampler
-from hybrid_rlhf.generation.model import quantised
-from hybrid_rlhf.generation.model.quantised import QuantisedLinear, Quantization, quantise
+from hybrid_rlhf.generation.model.quantised import QuantisedLinear
+from hybrid_rlhf.generation.ops.quantisation import Quantization, quantise
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.models.packing import pack, use_packing
 from hybrid_rlhf.models.packing.varlen import boundaries, varlen_attention
@@ -284,8 +284,8 @@ def test_inputs_are_quantised_as_torch_does(width: int, kind: Quantization) -> N
 
     torch.manual_seed(0)
     for x in (random(33, width, dtype=torch.bfloat16), torch.zeros(3, width, device=GPU, dtype=torch.bfloat16)):
-        dtype, most = quantised._CODES[kind]
-        found, scales = kernels.quantise_rows(x, dtype, most=most, smallest=quantised._SMALLEST, rows=40)
+        dtype, most = ops.quantisation.CODES[kind]
+        found, scales = kernels.quantise_rows(x, dtype, most=most, smallest=ops.quantisation.SMALLEST, rows=40)
         codes, expected = quantise(x, kind)
         torch.testing.assert_close(scales, expected, rtol=1e-6, atol=0)
         assert (found[: len(x)].float() != codes.float()).float().mean() < 1e-3, "factors may differ in the last digit"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, KVCache, blocks_of
 from hybrid_rlhf.generation.model.latent import AbsorbedTokens, ExpandedChunks, PagedLatents
 from hybrid_rlhf.generation.ops import cpu_kernels
+from hybrid_rlhf.generation.ops.attention import attend, attend_rows
 from hybrid_rlhf.generation.ops.rows import rotated
 from hybrid_rlhf.generation.transfers import to_device
 
@@ -120,6 +121,10 @@ class Attention:
         """Attention of a step, the tokens of which are those of the rows, then those of each chunk."""
         return StepAttention(self, rows, chunks)
 
+    def scores_of(self, kind: int) -> dict[str, Any]:
+        """What the architecture does to scores, as arguments of attention."""
+        return {"scale": self.architecture.kinds[kind].scale, "softcap": self.architecture.attention_softcap}
+
     def by_kernel(
         self,
         kind: int,
@@ -140,10 +145,9 @@ class Attention:
             values,
             pages,
             positions,
-            scale=own.scale,
             window=own.window,
             chunked=own.chunked,
-            softcap=self.architecture.attention_softcap,
+            **self.scores_of(kind),
             bias=self.alibi,
             sinks=sinks,
             **tiles,
@@ -184,45 +188,6 @@ class Attention:
             bias = self.alibi[:, :keys].to(self._dtype)
             bias = bias.expand(*queries.shape, *bias.shape)
         return bias.masked_fill(~seen.unsqueeze(-2), -torch.inf)
-
-    def mix(
-        self, kind: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *, causal: bool
-    ) -> Tensor:
-        """Attention [n, A, L, D] of q [n, A, L, D] over k, v [n, K, S, D]; bias [n or 1, A or 1, L, S]; sinks [A]."""
-        if self.architecture.attention_softcap is None and sinks is None:
-            return functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=bias,
-                is_causal=causal,
-                scale=self.architecture.kinds[kind].scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        n, heads, length, d = q.shape
-        rows = q.reshape(n * k.shape[1], -1, d)  # group the queries of each KV head
-        bias = None if bias is None else bias.expand(n, heads, length, -1).reshape(len(rows), rows.shape[1], -1)
-        if sinks is not None:
-            sinks = sinks[None, :, None].expand(n, heads, length).reshape(len(rows), -1)
-        return self.mix_rows(kind, rows, k.flatten(0, 1), v.flatten(0, 1), bias, sinks).view(n, heads, length, d)
-
-    def mix_rows(self, kind: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Tensor:
-        """The same with two matrix products, [n, G, D] of q [n, G, D] over k, v [n, S, D].
-
-        The bias is [n, G or 1, S], sinks are [n, G].
-
-        On a CPU this takes half the time of torch's flash attention for small G, as in decoding.
-        """
-        scale, cap = self.architecture.kinds[kind].scale, self.architecture.attention_softcap
-        scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale)
-        if cap is not None:
-            scores.div_(cap).tanh_().mul_(cap)
-        if bias is not None:
-            scores += bias
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, :, None].float()], dim=-1)
-        weights = scores.softmax(dim=-1)[:, :, : k.shape[1]]
-        return torch.bmm(weights.to(v.dtype), v)
 
 
 class StepAttention:
@@ -328,7 +293,7 @@ class RowAttention:
         rows = q.reshape(len(k), -1, q.shape[-1])
         if sinks is not None:
             sinks = sinks.view(-1, rows.shape[1]).repeat(len(q), 1)
-        return self._attention.mix_rows(kind, rows, k, v, bias, sinks).view(q.shape)
+        return attend_rows(rows, k, v, bias=bias, sinks=sinks, **self._attention.scores_of(kind)).view(q.shape)
 
 
 class PagedKernel:
@@ -412,7 +377,8 @@ class ChunkAttention:
         for end, tokens, pages, biases in self._spans:
             k, v = (store[pages[table]].flatten(1, 2)[:, :end].transpose(1, 2) for store in (keys, values))
             queries, bias = q[tokens].transpose(1, 2), biases[kind]
-            out = self._attention.mix(kind, queries, k, v, bias, sinks, causal=bias is None)
+            scores = self._attention.scores_of(kind)
+            out = attend(queries, k, v, bias=bias, sinks=sinks, causal=bias is None, **scores)
             mixed[tokens] = out.transpose(1, 2)
         return mixed
 

@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from hybrid_rlhf.generation.architecture.model_description import Activation, Experts
 from hybrid_rlhf.generation.model.quantised import Linear, MakeLinear
+from hybrid_rlhf.generation.ops.routing import route
 
 MOST_KERNEL_TOKENS = 256
 """Of a step that Triton's kernels compute: in larger ones an expert has enough tokens for a grouped product."""
@@ -107,49 +108,13 @@ class RoutedExperts:
         grouped = sum(weight.numel() * weight.element_size() for weight in (self.up, self.down))
         return grouped + sum(p.outputs * p.inputs * p.weight.element_size() for p in self.products.values())
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, kernels: ModuleType | None = None) -> tuple[Tensor, Tensor]:
         """Weights [T, k] float32 and indices [T, k] of the experts of tokens [T, H]."""
-        kind, logits = self._kind, self._logits(x)
-        if kind.router == "sparsemixer":
-            return self._sparsemixer(logits)
-        if kind.router in ("softmax_of_chosen", "sigmoid_of_chosen"):
-            chosen, index = logits.topk(kind.per_token, dim=-1)
-            weights = chosen.softmax(dim=-1) if kind.router == "softmax_of_chosen" else chosen.sigmoid()
-            return weights * kind.scale, index
-        scores = logits.softmax(dim=-1) if kind.router == "softmax" else logits.sigmoid()
-        choice = scores if self._correction is None else scores + self._correction
-        if kind.groups > 1:
-            choice = choice.masked_fill(~self._in_best_groups(choice), -torch.inf)
-        index = choice.topk(kind.per_token, dim=-1)[1]
-        weights = scores.gather(1, index)
-        if kind.normalise:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if kind.router == "sigmoid" else 0.0))
-        if self._scale is not None:
-            weights = weights * self._scale.float()[index]
-        return weights * kind.scale, index
-
-    def _logits(self, x: Tensor) -> Tensor:
-        """[T, E] float32."""
         bias = None if self.router_bias is None else self.router_bias.float()
-        return functional.linear(x.float(), self.router.float(), bias)
-
-    def _sparsemixer(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """As `route`: each expert is the best that is left, and is weighed against those near it only."""
-        weights, index, left = [], [], logits
-        for _ in range(self._kind.per_token):
-            best, place = left.max(dim=-1, keepdim=True)
-            far = (best - logits) / logits.abs().clamp(min=best) > self._kind.near
-            weights.append(left.masked_fill(far, -torch.inf).softmax(dim=-1).gather(1, place))
-            index.append(place)
-            left = left.scatter(1, place, -torch.inf)
-        return torch.cat(weights, dim=1), torch.cat(index, dim=1)
-
-    def _in_best_groups(self, choice: Tensor) -> Tensor:
-        """[T, E] bool: experts of the groups with the largest sum of their best scores."""
-        grouped = choice.unflatten(1, (self._kind.groups, -1))
-        best = grouped.topk(self._kind.group_scores, dim=-1)[0].sum(dim=-1).topk(self._kind.chosen_groups, dim=-1)[1]
-        mask = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
-        return mask[:, :, None].expand_as(grouped).flatten(1)
+        logits = functional.linear(x.float(), self.router.float(), bias)
+        choose = route if kernels is None else kernels.choose_experts
+        weights, index = choose(logits, self._kind, correction=self._correction, expert_scale=self._scale)
+        return weights, index
 
     def __call__(
         self,
@@ -172,22 +137,13 @@ class RoutedExperts:
             activation: of the kernels, that of `activate`.
         """
         by_kernels = kernels is not None and self._of_each is None and len(x) <= MOST_KERNEL_TOKENS
-        weights, index = self._routed(x if routed is None else routed, kernels if by_kernels else None)
+        weights, index = self.route(x if routed is None else routed, kernels if by_kernels else None)
         if routes is not None:
             routes.append(index.to(self._kind.index_dtype))
         if by_kernels:
             assert kernels is not None
             return self._by_kernels(x, weights, index, kernels, activation)
         return self._by_products(x, weights, index, activate)
-
-    def _routed(self, x: Tensor, kernels: ModuleType | None) -> tuple[Tensor, Tensor]:
-        """As `route`."""
-        if kernels is None:
-            return self.route(x)
-        weights, index = kernels.choose_experts(
-            self._logits(x), self._kind, correction=self._correction, expert_scale=self._scale
-        )
-        return weights, index
 
     def _by_kernels(
         self, x: Tensor, weights: Tensor, index: Tensor, kernels: ModuleType, activation: Activation

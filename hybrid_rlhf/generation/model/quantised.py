@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,17 +28,10 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.ops import choice, cpu_kernels
+from hybrid_rlhf.generation.ops.quantisation import CODES, SMALLEST, Quantization, quantise
 
-Quantization = Literal["int8", "fp8"]
-_CODES: dict[Quantization, tuple[torch.dtype, float]] = {
-    "int8": (torch.int8, 127.0),
-    "fp8": (torch.float8_e4m3fn, 448.0),
-}
-"""Dtype of the codes, and the largest one."""
 _LEAST_CAPABILITY: dict[Quantization, tuple[int, int]] = {"int8": (8, 0), "fp8": (8, 9)}
 """Compute capability of a GPU whose tensor cores multiply them."""
-_SMALLEST = 1e-30
-"""Largest value of a row of zeros, for the division."""
 _INT_MM_ROWS = 17
 """Fewest rows that torch._int_mm takes on a GPU."""
 _GPU_MULTIPLE = 16
@@ -91,15 +83,6 @@ def _require_support(kind: Quantization, device: torch.device, dtype: torch.dtyp
         raise UserError(f"rollout.quantization on a GPU needs a model without routed experts, got some: {fix}")
 
 
-def quantise(rows: Tensor, kind: Quantization) -> tuple[Tensor, Tensor]:
-    """Codes of each row, and the float32 value [rows] that code 1 of it stands for."""
-    dtype, most = _CODES[kind]
-    values = rows.float()
-    largest = values.abs().amax(dim=1).clamp(min=_SMALLEST)
-    codes = values * (most / largest)[:, None]
-    return (codes.round() if kind == "int8" else codes).to(dtype), largest / most
-
-
 class QuantisedLinear:
     """x W^T + b in 8 bits."""
 
@@ -125,9 +108,9 @@ class QuantisedLinear:
         if self._on_cpu:
             return cpu_kernels.int8_linear(x, self.weight, self._offset, self.scale, self.bias)
         assert self._kernels is not None
-        dtype, most = _CODES[self._kind]
+        dtype, most = CODES[self._kind]
         rows = max(_INT_MM_ROWS, len(x)) if self._kind == "int8" else len(x)
-        codes, scales = self._kernels.quantise_rows(x, dtype, most=most, smallest=_SMALLEST, rows=rows)
+        codes, scales = self._kernels.quantise_rows(x, dtype, most=most, smallest=SMALLEST, rows=rows)
         if self._kind == "int8":
             sums = torch._int_mm(codes, self.weight.t())[: len(x)]
             out = sums.float() * (scales[:, None] * self.scale)
@@ -147,7 +130,7 @@ class QuantisedLinear:
         x = noise.to(weight)
         expected = functional.linear(x, weight).float()
         found = self(x).float() - (0.0 if self.bias is None else self.bias)
-        return (found - expected).norm() / expected.norm().clamp(min=_SMALLEST)
+        return (found - expected).norm() / expected.norm().clamp(min=SMALLEST)
 
 
 Linear = InferenceLinear | QuantisedLinear

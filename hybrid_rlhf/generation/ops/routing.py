@@ -1,7 +1,6 @@
 """The choice of the experts of each token, by the logits of a router, in one launch.
 
-Where choices are equal, the expert with the lowest index comes first. The reference is `RoutedExperts.route`
-(model/experts.py).
+Where choices are equal, the expert with the lowest index comes first. `route` is the reference.
 
 Shapes: T tokens, H hidden, E experts, k experts per token.
 """
@@ -17,6 +16,49 @@ from hybrid_rlhf.generation.ops.triton_language import tl, triton
 ROUTER_NUMBERS = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3, "sparsemixer": 4}
 _TOKENS = 4
 """Tokens of a program."""
+
+
+def route(
+    logits: Tensor, kind: Experts, *, correction: Tensor | None = None, expert_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Reference of `choose_experts`."""
+    if kind.router == "sparsemixer":
+        return _sparsemixer(logits, kind)
+    if kind.router in ("softmax_of_chosen", "sigmoid_of_chosen"):
+        chosen, index = logits.topk(kind.per_token, dim=-1)
+        weights = chosen.softmax(dim=-1) if kind.router == "softmax_of_chosen" else chosen.sigmoid()
+        return weights * kind.scale, index
+    scores = logits.softmax(dim=-1) if kind.router == "softmax" else logits.sigmoid()
+    choice = scores if correction is None else scores + correction
+    if kind.groups > 1:
+        choice = choice.masked_fill(~_best_groups(choice, kind), -torch.inf)
+    index = choice.topk(kind.per_token, dim=-1)[1]
+    weights = scores.gather(1, index)
+    if kind.normalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if kind.router == "sigmoid" else 0.0))
+    if expert_scale is not None:
+        weights = weights * expert_scale.float()[index]
+    return weights * kind.scale, index
+
+
+def _sparsemixer(logits: Tensor, kind: Experts) -> tuple[Tensor, Tensor]:
+    """As `route`: each expert is the best that is left, and is weighed against those near it only."""
+    weights, index, left = [], [], logits
+    for _ in range(kind.per_token):
+        best, place = left.max(dim=-1, keepdim=True)
+        far = (best - logits) / logits.abs().clamp(min=best) > kind.near
+        weights.append(left.masked_fill(far, -torch.inf).softmax(dim=-1).gather(1, place))
+        index.append(place)
+        left = left.scatter(1, place, -torch.inf)
+    return torch.cat(weights, dim=1), torch.cat(index, dim=1)
+
+
+def _best_groups(choice: Tensor, kind: Experts) -> Tensor:
+    """[T, E] bool: experts of the groups with the largest sum of their best scores."""
+    grouped = choice.unflatten(1, (kind.groups, -1))
+    best = grouped.topk(kind.group_scores, dim=-1)[0].sum(dim=-1).topk(kind.chosen_groups, dim=-1)[1]
+    mask = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
+    return mask[:, :, None].expand_as(grouped).flatten(1)
 
 
 @triton.jit

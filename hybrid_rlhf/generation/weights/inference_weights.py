@@ -15,7 +15,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.architecture.hugging_face import NotDescribed, describe
 from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.model.quantised import Quantization
+from hybrid_rlhf.generation.ops.quantisation import Quantization
 from hybrid_rlhf.generation.weights.adapters import adapter_changes
 from hybrid_rlhf.generation.weights.loader import WeightLoader
 from hybrid_rlhf.generation.weights.picks import Pick

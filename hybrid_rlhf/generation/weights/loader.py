@@ -24,9 +24,10 @@ from hybrid_rlhf.generation.model.decoder_weights import LAYER_NORMS, DecoderWei
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.model.latent import LatentAttention
 from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm
-from hybrid_rlhf.generation.model.quantised import Linear, Quantization, product_maker
+from hybrid_rlhf.generation.model.quantised import Linear, product_maker
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
 from hybrid_rlhf.generation.ops import choice
+from hybrid_rlhf.generation.ops.quantisation import Quantization
 from hybrid_rlhf.generation.weights.picks import (
     Pick,
     Scaled,
