@@ -211,15 +211,9 @@ def step(kind, r, k, v, model, target):
     pad = triton.next_power_of_2(k)
     KINDS["out"] = "*fp32"
     taken = shared_bytes(recurrence._decaying_step_kernel, dict(
-        R=r, K=k, V=v, KIND=kind, ACTIVATION=0, K_PAD=pad, BLOCK=recurrence.values_at_once(pad, v)), model, target)
+        R=r, K=k, V=v, KIND=kind, K_PAD=pad, BLOCK=recurrence.values_at_once(pad, v)), model, target)
     del KINDS["out"]
     return taken
-
-def selective(channels, n, model, target):
-    pad = triton.next_power_of_2(n)
-    return max(shared_bytes(recurrence._selective_scan_kernel, dict(
-        N=n, CHUNKS=chunks, N_PAD=pad, BLOCK=recurrence.channels_at_once(pad, channels)), model, target)
-        for chunks in (False, True))
 """
 
 PUBLISHED = {
@@ -231,9 +225,7 @@ PUBLISHED = {
         (1, 24, 256, 64): "Falcon-H1 0.5B",
         (1, 32, 256, 128): "Falcon-H1 34B",
         (1, 16, 128, 80): "Nemotron-H 8B",
-        (2, 1, 128, 128): "MiniMax",
     },
-    "selective": {(8192, 16): "Jamba"},
 }
 """Sizes of published models: channels and width; kind (delta, Mamba-2, lightning), r, K and V; channels and state."""
 

@@ -161,15 +161,6 @@ class Attention:
             qk = rotated(qk, *table)
         return qk[:, :-kv_heads], qk[:, -kv_heads:], v
 
-    def rotated_queries(self, queries: Tensor, table: Table) -> Tensor:
-        """[T, A, D] of queries without keys."""
-        if table is None:
-            return queries
-        if self.kernels in (None, cpu_kernels):
-            return rotated(queries, *table)
-        result: Tensor = self.kernels.rotate(queries, table)
-        return result
-
     def sees_all_before(self, kind: int, start: int, end: int) -> bool:
         """Whether a causal mask is enough for queries at positions start to end - 1 and keys 0 to end - 1."""
         window = self.architecture.kinds[kind].window
@@ -231,7 +222,7 @@ class StepAttention:
         tables, keys, values = attention.cache.of_layer(layer)
         places = self.places[tables]
         if layer in attention.architecture.kv_sources:
-            queries = attention.rotated_queries(qkv, table)
+            queries = qkv if table is None else rotated(qkv, *table)
         elif attention.kernels is not None:
             queries = attention.kernels.rotate_and_write(qkv, table, places, keys, values)
         else:

@@ -276,7 +276,7 @@ class Decoder:
 
     def _mlp(self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor:
         """MLP and experts of the normed residual stream; experts beside an MLP read the stream itself."""
-        activate = self._gate if self.architecture.gated_mlp else self._activate
+        activate = self._gate if self.architecture.gated_mlp else self._activation
         dense = None if w.up is None or w.down is None else DenseMLP(w.up, w.down, w.shared_router)(x, activate)
         if w.experts is None:
             assert dense is not None
@@ -302,13 +302,6 @@ class Decoder:
             return result
         gate, up = both.chunk(2, dim=-1)
         return self._activation(gate) * up
-
-    def _activate(self, up: Tensor) -> Tensor:
-        """activation(up) of [T, I]."""
-        if self._fused is not None:
-            result: Tensor = self._fused.activate(up, self.architecture.activation)
-            return result
-        return self._activation(up)
 
     def _places(self, kind: int, positions: Tensor) -> _Places:
         own, scales = self.architecture.kinds[kind], None

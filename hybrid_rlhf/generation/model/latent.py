@@ -165,7 +165,7 @@ class LatentAttention:
         plain, turned = queries.split([kind.plain_dims, kind.rotated_dims], dim=-1)
         queries = torch.cat([turned, plain], dim=-1)
         if table is not None:
-            queries = rotated(queries, *table) if paged.kernels is None else paged.kernels.rotate(queries, table)
+            queries = rotated(queries, *table)
         cached = paged.keys[chunks.pages]
         key, latent = cached.flatten(0, 1).split([kind.rotated_dims, kind.size], dim=-1)
         values = queries.new_empty(*queries.shape[:2], kind.value_dims)

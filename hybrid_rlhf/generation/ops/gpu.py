@@ -6,18 +6,12 @@ from hybrid_rlhf.generation.ops.experts import experts_down, experts_up, sum_cho
 from hybrid_rlhf.generation.ops.latent import latent_attention, latent_tokens_at_once, write_latents
 from hybrid_rlhf.generation.ops.norms import add_norm, norm
 from hybrid_rlhf.generation.ops.quantisation import quantise_rows
-from hybrid_rlhf.generation.ops.recurrence import (
-    delta_step,
-    lightning_step,
-    mamba2_step,
-    selective_scan,
-)
+from hybrid_rlhf.generation.ops.recurrence import delta_step, mamba2_step
 from hybrid_rlhf.generation.ops.routing import choose_experts
-from hybrid_rlhf.generation.ops.rows import activate, gated, rotate, rotate_and_write
+from hybrid_rlhf.generation.ops.rows import gated, rotate_and_write
 from hybrid_rlhf.generation.ops.sampling import sample
 
 __all__ = [
-    "activate",
     "add_norm",
     "chunk_tiles",
     "choose_experts",
@@ -28,15 +22,12 @@ __all__ = [
     "gated",
     "latent_attention",
     "latent_tokens_at_once",
-    "lightning_step",
     "mamba2_step",
     "norm",
     "paged_attention",
     "quantise_rows",
-    "rotate",
     "rotate_and_write",
     "sample",
-    "selective_scan",
     "sum_choices",
     "tokens_at_once",
     "write_latents",

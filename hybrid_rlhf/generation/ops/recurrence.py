@@ -15,32 +15,26 @@ gated form (arXiv 2412.06464, section 3.3); selective scan: Mamba (arXiv 2312.00
 Shapes: B rows, N blocks of L tokens, G groups of r heads that share queries and keys [.., G, K]; values [.., G, r, V],
 decays and betas [.., G, r], states [.., G, K, r, V].
 
-On a GPU kernels take a step of a decaying scan and a whole selective scan. States are read and written where they lie,
-through the slots of the sequences. The chunks of a decaying scan are products on any device. What a recurrence makes of
-its inputs first (activations, vectors of unit length, step sizes, decays) is part of its kernel. All arithmetic is
-float32; the references round intermediate results to the dtype of the model. Shapes of kernels: T tokens, C channels,
-K and V sizes of keys and values, N size of a channel's state.
+On a GPU a kernel takes a step of a gated delta net or of Mamba-2, and reads and writes the states where they lie,
+through the slots of the rows. What the recurrence makes of its inputs first (vectors of unit length, step sizes,
+decays) is part of the kernel. All arithmetic is float32; the references round intermediate results to the dtype of the
+model. Chunks are products on any device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.architecture.model_description import Activation
-from hybrid_rlhf.generation.ops.convolution import StepSequences, places, sequence
-from hybrid_rlhf.generation.ops.rows import ACTIVATION_NUMBERS, activated
 from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _TILE_SIZE = 4096
 """Elements of a state that a program of a decaying scan holds."""
-_SELECTIVE_TILE_SIZE = 1024
-"""The same for a selective scan: smaller, as a chunk has no more programs than tiles."""
-_DELTA, _MAMBA2, _LIGHTNING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_DELTA, _MAMBA2 = tl.constexpr(0), tl.constexpr(1)
 
 
 def _as_given(*tokens: Tensor) -> tuple[Tensor, ...]:
@@ -182,7 +176,6 @@ def _decaying_step_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     KIND: tl.constexpr,
-    ACTIVATION: tl.constexpr,
     K_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -195,19 +188,10 @@ def _decaying_step_kernel(
     keys = tl.load(k + row * token_stride + group * K + key, mask=is_key, other=0.0).to(tl.float32)
     given = tl.load(v + row * token_stride + head * V + value, mask=is_value, other=0.0).to(tl.float32)
     rate = tl.load(decay + head).to(tl.float32)
-    values = given
-    if KIND == _LIGHTNING:
-        queries, keys, values = (
-            activated(queries, ACTIVATION),
-            activated(keys, ACTIVATION),
-            activated(given, ACTIVATION),
-        )
-        faded = tl.exp(-rate)
-    else:
-        step = _softplus(tl.load(steps + row * gate_stride + head).to(tl.float32) + tl.load(dt + head).to(tl.float32))
-        step = tl.maximum(step, least_step)
-        faded = tl.exp(-tl.exp(rate) * step)
-        values = given * step if KIND == _MAMBA2 else given
+    step = _softplus(tl.load(steps + row * gate_stride + head).to(tl.float32) + tl.load(dt + head).to(tl.float32))
+    step = tl.maximum(step, least_step)
+    faded = tl.exp(-tl.exp(rate) * step)
+    values = given * step if KIND == _MAMBA2 else given
     if KIND == _DELTA:
         queries, keys = _unit(queries) * scale, _unit(keys)
     where = (group * K + key)[:, None] * (R * V) + (head % R * V + value)[None, :]
@@ -225,72 +209,9 @@ def _decaying_step_kernel(
     tl.store(out + (row * groups * R + head) * V + value, read, mask=is_value)
 
 
-@triton.jit
-def _normed_part(part, weight, place, inside, eps, N: tl.constexpr):
-    """RMS norm of B or C, rounded as the model does it."""
-    x = tl.load(part + place, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
-    return (x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * w).to(part.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def _selective_scan_kernel(
-    x,
-    dt,
-    b,
-    c,
-    gate,
-    dt_bias,
-    decay,
-    skip,
-    b_norm,
-    c_norm,
-    states,
-    slots,
-    firsts,
-    fresh,
-    out,
-    eps,
-    channels,
-    part_stride,
-    gate_stride,
-    N: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    N_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One block of channels of a sequence, token by token: S <- exp(dt rates) S + x dt B^T, with output S C."""
-    index, place = tl.program_id(0).to(tl.int64), tl.arange(0, N_PAD)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_place, inside = place < N, channel < channels
-    both = inside[:, None] & is_place[None, :]
-    slot, first, end, begins = sequence(index, slots, firsts, fresh, CHUNKS)
-    where = channel[:, None] * N + place[None, :]
-    rates = -tl.exp(tl.load(decay + where, mask=both, other=0.0).to(tl.float32))
-    bias = tl.load(dt_bias + channel, mask=inside, other=0.0).to(tl.float32)
-    skipped = tl.load(skip + channel, mask=inside, other=0.0).to(tl.float32)
-    state = states + slot * channels * N + where
-    memory = tl.load(state, mask=both & (begins == 0), other=0.0)
-    for token in range(first, end):
-        given = tl.load(x + token * channels + channel, mask=inside, other=0.0).to(tl.float32)
-        step = _softplus(tl.load(dt + token * channels + channel, mask=inside, other=0.0).to(tl.float32) + bias)
-        written = _normed_part(b + token * part_stride, b_norm, place, is_place, eps, N)
-        read = _normed_part(c + token * part_stride, c_norm, place, is_place, eps, N)
-        memory = memory * tl.exp(step[:, None] * rates) + (given * step)[:, None] * written[None, :]
-        mixed = tl.sum(memory * read[None, :], 1) + given * skipped
-        z = tl.load(gate + token * gate_stride + channel, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + token * channels + channel, mixed * z * tl.sigmoid(z), mask=inside)
-    tl.store(state, memory, mask=both)
-
-
 def values_at_once(k_pad: int, v: int) -> int:
     """Values of a tile of a head's state [K, V], of which K is padded."""
     return min(triton.next_power_of_2(v), max(8, _TILE_SIZE // k_pad))
-
-
-def channels_at_once(n_pad: int, channels: int) -> int:
-    """Channels of a tile of a state [C, N], of which N is padded."""
-    return min(triton.next_power_of_2(channels), max(1, _SELECTIVE_TILE_SIZE // n_pad))
 
 
 def delta_step(decay: Tensor, dt: Tensor, states: Tensor, slots: Tensor, mixed: Tensor, b: Tensor, a: Tensor) -> Tensor:
@@ -347,24 +268,6 @@ def mamba2_step(
     )
 
 
-def lightning_step(rates: Tensor, activation: Activation, states: Tensor, slots: Tensor, qkv: Tensor) -> Tensor:
-    """A token of each row in lightning attention.
-
-    Args:
-        rates: [G].
-        activation: of queries, keys and values.
-        states: [slots, G, K, 1, K]; updated.
-        slots: [B].
-        qkv: [B, 3 G K] before the activation, whose rows may be parts of longer ones.
-
-    Returns:
-        [B, G, 1, K] float32.
-    """
-    width = states.shape[1] * states.shape[2]
-    parts = qkv, qkv[:, width:], qkv[:, 2 * width :]
-    return _decaying_step(_LIGHTNING, parts, rates, states, slots, activation=activation)
-
-
 def _decaying_step(
     kind: tl.constexpr,
     parts: tuple[Tensor, Tensor, Tensor],
@@ -372,24 +275,23 @@ def _decaying_step(
     states: Tensor,
     slots: Tensor,
     *,
-    gates: tuple[Tensor, Tensor] | None = None,
-    dt: Tensor | None = None,
+    gates: tuple[Tensor, Tensor],
+    dt: Tensor,
     skip: Tensor | None = None,
     least_step: float = 0.0,
-    activation: Activation = "silu",
 ) -> Tensor:
     """`parts`: queries, keys and values; `gates`: step sizes and betas."""
     _, groups, k, shared, v = states.shape
     rows, k_pad = len(slots), triton.next_power_of_2(k)
     block = values_at_once(k_pad, v)
     out = torch.empty(rows, groups, shared, v, dtype=torch.float32, device=states.device)
-    steps, betas = gates or (decay, decay)
+    steps, betas = gates
     _decaying_step_kernel[rows, groups * shared, triton.cdiv(v, block)](
         *parts,
         steps,
         betas,
         decay,
-        decay if dt is None else dt,
+        dt,
         decay if skip is None else skip,
         states,
         slots,
@@ -403,62 +305,7 @@ def _decaying_step(
         K=k,
         V=v,
         KIND=kind.value,
-        ACTIVATION=ACTIVATION_NUMBERS[activation],
         K_PAD=k_pad,
         BLOCK=block,
-    )
-    return out
-
-
-def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    b_and_c: Tensor,
-    gate: Tensor,
-    weights: Mapping[str, Tensor],
-    states: Tensor,
-    sequences: StepSequences,
-    eps: float,
-) -> Tensor:
-    """All tokens in a Mamba mixer, multiplied by the activated gate.
-
-    Args:
-        x: [T, C].
-        dt: step sizes [T, C] before bias and softplus.
-        b_and_c: [T, 2 N] before their norms, whose rows may be parts of longer ones.
-        gate: [T, C], alike.
-        weights: `dt.bias` [C], `decay` [C, N] logarithms of rates, `skip` [C], `b_norm` and `c_norm` [N].
-        states: [slots, C, N]; updated.
-        sequences: of the tokens.
-        eps: of the norms.
-
-    Returns:
-        [T, C].
-    """
-    _, channels, n = states.shape
-    n_pad, out = triton.next_power_of_2(n), torch.empty_like(x)
-    block = channels_at_once(n_pad, channels)
-    slots, _, firsts, fresh = places(sequences)
-    _selective_scan_kernel[len(slots), triton.cdiv(channels, block)](
-        x,
-        dt,
-        b_and_c,
-        b_and_c[:, n:],
-        gate,
-        *(weights[name].contiguous() for name in ("dt.bias", "decay", "skip", "b_norm", "c_norm")),
-        states,
-        slots,
-        firsts,
-        fresh,
-        out,
-        eps,
-        channels,
-        b_and_c.stride(0),
-        gate.stride(0),
-        N=n,
-        CHUNKS=sequences.chunks is not None,
-        N_PAD=n_pad,
-        BLOCK=block,
-        num_warps=2,
     )
     return out

@@ -104,13 +104,12 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gated_kernel(gate_up, out, width, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of a row of activation(gate) * up, or of activation(up)."""
+def _gated_kernel(gate_up, out, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of a row of activation(gate) * up."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, source = place < width, gate_up + row * (1 + GATED) * width
+    inside, source = place < width, gate_up + row * 2 * width
     x = activated(tl.load(source + place, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
-    if GATED:
-        x *= tl.load(source + width + place, mask=inside, other=0.0).to(tl.float32)
+    x *= tl.load(source + width + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + place, x, mask=inside)
 
 
@@ -154,37 +153,11 @@ def rotate_and_write(
     return queries
 
 
-def rotate(queries: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotated queries [T, A, D] without keys, as `rotate_and_write` rotates them."""
-    tokens, heads, d = queries.shape
-    out = queries.new_empty(queries.shape)
-    _rotate_and_write_kernel[tokens, heads](
-        queries,
-        *table,
-        *(out, out, out, out, 0, queries.stride(0), 0),  # nothing is written to a cache
-        HEADS=heads,
-        D=d,
-        D_PAD=triton.next_power_of_2(d),
-        WIDTH=table[0].shape[-1],
-        num_warps=1,
-    )
-    return out
-
-
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """activation(gate) * up [T, M] of [T, 2 M]."""
-    return _launch_gated(gate_up, activation, gated=True)
-
-
-def activate(up: Tensor, activation: Activation) -> Tensor:
-    """activation(up) [T, M]."""
-    return _launch_gated(up, activation, gated=False)
-
-
-def _launch_gated(given: Tensor, activation: Activation, *, gated: bool) -> Tensor:
-    tokens, width = len(given), given.shape[-1] // (1 + gated)
-    out = given.new_empty(tokens, width)
+    tokens, width = len(gate_up), gate_up.shape[-1] // 2
+    out = gate_up.new_empty(tokens, width)
     block = min(1024, triton.next_power_of_2(width))
     number = ACTIVATION_NUMBERS[activation]
-    _gated_kernel[tokens, triton.cdiv(width, block)](given, out, width, ACTIVATION=number, GATED=gated, BLOCK=block)
+    _gated_kernel[tokens, triton.cdiv(width, block)](gate_up, out, width, ACTIVATION=number, BLOCK=block)
     return out

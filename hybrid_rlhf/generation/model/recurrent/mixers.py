@@ -3,8 +3,8 @@
 Source: gated delta net (arXiv 2412.06464, section 3.3, with the norms and the gate of Qwen3-Next), Mamba-2 (arXiv
 2405.21060, section 7), Mamba (arXiv 2312.00752, section 3.4, with the norms of Jamba, arXiv 2403.19887), short
 convolution (LFM2, arXiv 2511.23404), lightning attention (MiniMax-01, arXiv 2501.08313, section 2.2). Decays and the
-recurrence are computed in float32. Where the states of a step have kernels (ops/), a layer takes one launch
-for the convolution, one for a token of each row, and one for the gate and norm, beside its products.
+recurrence are computed in float32. Where the states of a step have kernels (ops/), the convolution is a
+launch, and so is a token of each row of a gated delta net and of Mamba-2.
 
 Shapes: T tokens, H hidden, G groups of r heads on this rank, see ops/recurrence.py.
 """
@@ -149,11 +149,6 @@ class MambaMixer:
         mixed, z = self.weights.project(x).chunk(2, dim=-1)
         mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
         selected = functional.linear(mixed, w["select"])
-        if states.kernels is not None:
-            kernels, memory = states.kernels, states.memory(layer)
-            dt = kernels.norm(selected[:, : kind.rank], w["dt_norm"], self._eps, in_float32=True)
-            dt, parts = functional.linear(dt, w["dt"]), selected[:, kind.rank :]
-            return self.weights.out(kernels.selective_scan(mixed, dt, parts, z, w, memory, states.sequences, self._eps))
         parts = selected.split([kind.rank, kind.state_dim, kind.state_dim], dim=-1)
         dt, b, c = (
             functional.rms_norm(part, part.shape[-1:], w[f"{name}_norm"], self._eps)
@@ -190,9 +185,7 @@ class LightningMixer:
         """See Mixer."""
         width, norm = self._kind.heads * self._kind.head_dim, self.weights.others["norm"]
         qkv, gate = self.weights.project(x).split([3 * width, width], dim=-1)
-        kernels, rule = states.kernels, replace(DECAYING_SCAN, inputs=partial(self._inputs, layer))
-        if kernels is not None:
-            rule = replace(rule, kernel=partial(kernels.lightning_step, self._rates[layer], self._activation))
+        rule = replace(DECAYING_SCAN, inputs=partial(self._inputs, layer))
         out = states.scan(layer, rule, qkv).flatten(1)
         normed = functional.rms_norm(out, out.shape[-1:], norm.float(), self._kind.norm_eps)
         return self.weights.out((normed * gate.float().sigmoid()).to(x.dtype))

@@ -170,10 +170,6 @@ class StepStates:
         self._batch = 0 if slots is None else len(slots)
         self.kernels, self.sequences = kernels, sequences
 
-    def memory(self, layer: int) -> Tensor:
-        """Recurrent states [slots, ...] of a layer."""
-        return self._cache.of_layer(layer)[1]
-
     def convolve(
         self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
     ) -> Tensor:
@@ -203,7 +199,7 @@ class StepStates:
 
     def scan(self, layer: int, rule: Rule, *given: Tensor) -> Tensor:
         """Outputs [T, ...] float32 of a recurrence over what a layer has for tokens [T, ...]; updates its states."""
-        store = self.memory(layer)
+        _, store = self._cache.of_layer(layer)
         if self.kernels is None or rule.kernel is None:
             return self._scan(store, rule, given, self._slots)
         parts = []
