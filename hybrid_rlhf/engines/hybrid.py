@@ -35,14 +35,14 @@ from hybrid_rlhf.engines.sampling_engine import (
     rollout_backend,
     rounds_otherwise,
 )
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.weights.conversion import InferenceWeights, architecture_of, plan_inference_weights
-from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights, architecture_of, plan_inference_weights
 from hybrid_rlhf.models.lora import has_lora, lora_merged
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.models.routers.replay import RouterReplay

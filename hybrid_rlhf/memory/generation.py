@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes, layers_with, recurrent_fields
+from hybrid_rlhf.generation.architecture.model_description import Experts
 from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
-from hybrid_rlhf.generation.batching.cache import CacheLayout, RouteSize, blocks_of, page_bytes
 from hybrid_rlhf.generation.batching.capacity import (
     FREE_SHARE,
     GRAPHS_BYTES,
@@ -23,9 +24,8 @@ from hybrid_rlhf.generation.batching.capacity import (
     rows_and_pages,
     saved_states,
 )
+from hybrid_rlhf.generation.model.cache import CacheLayout, RouteSize, blocks_of, page_bytes
 from hybrid_rlhf.generation.model.recurrent.states import state_bytes
-from hybrid_rlhf.generation.weights.describe import attention_sizes, layers_with, recurrent_fields
-from hybrid_rlhf.generation.weights.description import Experts
 from hybrid_rlhf.memory.shapes import ShapedModel
 from hybrid_rlhf.models.families import family_of
 
@@ -34,7 +34,7 @@ _FLOAT64 = 8
 _ROW_NUMBERS = 20
 """Numbers of a row in the tables besides its uniform ones: its state, sampling parameters and stop tokens."""
 _MOST_SPLITS, _SPLIT_PROGRAMS = 32, 528
-"""Parts of the attention of a row, at most, and programs of all rows: two waves of an H100 (kernels/attention.py)."""
+"""Parts of the attention of a row, at most, and programs of all rows: two waves of an H100 (ops/attention.py)."""
 
 
 def _recurrence(model: ShapedModel) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutCon
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.residency.rules import PHASES, Part, ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.engines.sampling_engine import rollout_backend
-from hybrid_rlhf.generation.weights.conversion import decoder_of
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.tiny import tiny_model

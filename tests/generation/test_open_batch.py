@@ -16,10 +16,10 @@ from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends import native
 from hybrid_rlhf.generation.batching import capacity
-from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
+from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, random_tokens, wait_until

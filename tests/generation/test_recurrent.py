@@ -13,18 +13,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.architecture.hugging_face import NotDescribed, describe
+from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
-from hybrid_rlhf.generation.batching.cache import CacheLayout
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.rows import ExpectedLength, LiveRow, RowStates
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
-from hybrid_rlhf.generation.model.recurrent.scan import DECAYING_SCAN
+from hybrid_rlhf.generation.model.cache import CacheLayout
 from hybrid_rlhf.generation.model.recurrent.states import BLOCK, StateCache
-from hybrid_rlhf.generation.weights.conversion import decoder_of, probe_hidden, probe_logprobs
-from hybrid_rlhf.generation.weights.describe import NotDescribed, describe
-from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.generation.ops.recurrence import DECAYING_SCAN
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
+from hybrid_rlhf.generation.weights.probe import probe_hidden, probe_logprobs
 from hybrid_rlhf.models.head_check import module_logprobs
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.families import COMMON, GQA, HYBRID, MAMBA, VARIANTS, variant

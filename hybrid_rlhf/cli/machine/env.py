@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     with user_errors():
         parse_config(EnvConfig, argv, prog=prog)
         try:
-            from hybrid_rlhf.generation.model.cpu_kernels import available
+            from hybrid_rlhf.generation.ops.cpu_kernels import available
             from hybrid_rlhf.runtime.installation import inspect_installation
 
             found, compiled = inspect_installation(), available()

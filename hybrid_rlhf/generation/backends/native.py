@@ -19,7 +19,6 @@ import torch.distributed as dist
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.blocks import BlockPool
-from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache, bytes_per_token, page_bytes
 from hybrid_rlhf.generation.batching.capacity import (
     Sequences,
     WorkingMemory,
@@ -32,12 +31,13 @@ from hybrid_rlhf.generation.batching.capacity import (
     working_memory,
 )
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
+from hybrid_rlhf.generation.batching.preparation import log_compilation
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.batching.workspace import Workspace
+from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache, bytes_per_token, page_bytes
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
-from hybrid_rlhf.generation.preparation import log_compilation
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.generation.scoring import InferencePolicy
 

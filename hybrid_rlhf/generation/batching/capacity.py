@@ -11,7 +11,6 @@ nevertheless, it is made smaller. On a CPU half of the free memory is used.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -22,12 +21,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hybrid_rlhf.generation.batching.cache import CacheLayout, blocks_of
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.attention import Chunks
+from hybrid_rlhf.generation.model.cache import CacheLayout, blocks_of
 from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.ops.attention import splits_of
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.timers import peak_bytes
 from hybrid_rlhf.runtime.world import World
@@ -240,10 +240,9 @@ def table_bytes(decoder: Decoder, requests: Sequence[Request], *, tables: int, c
 def split_bytes(decoder: Decoder, *, rows: int, capacity_tokens: int) -> float:
     """Bytes of a row for the parts of split attention, of the widest kind of layer, with so many rows."""
     a, heads = decoder.architecture, len(decoder.split.heads)
-    kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels.attention")
     widest = 0
     for kind, kv_heads in enumerate(decoder.split.kv_heads_of):
-        splits, _ = kernels.splits_of(rows * len(kv_heads), capacity_tokens)
+        splits, _ = splits_of(rows * len(kv_heads), capacity_tokens)
         width = a.kv_size(kind)[1] if a.latent is None else a.latent.size
         widest = max(widest, heads * splits * (width + 2) if splits > 1 else 0)
     return widest * torch.float32.itemsize

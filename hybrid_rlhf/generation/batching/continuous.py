@@ -25,10 +25,10 @@ from collections.abc import Collection, Generator, Sequence
 import torch
 
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, blocks_of
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad, ExpectedLength, LaunchedStep, LiveRow, RowStates, prompts_of
 from hybrid_rlhf.generation.batching.workspace import Workspace
+from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, blocks_of
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
 
 

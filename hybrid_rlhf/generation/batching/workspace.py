@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.batching.cache import KVCache, blocks_of
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
+from hybrid_rlhf.generation.batching.preparation import PreparationLog
 from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.batching.sampler import Sampler
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
+from hybrid_rlhf.generation.model.cache import KVCache, blocks_of
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.preparation import PreparationLog
-from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.generation.transfers import to_device, to_host
 from hybrid_rlhf.runtime.world import close_with_world
 
@@ -79,7 +79,7 @@ class Workspace:
         """[S]: the slot of each row; slot 0, which nobody reads, where there is none."""
         self.steps_in_flight = 1 if device.type == "cuda" else 0
         """Steps that are started before the result of an earlier one is fetched."""
-        self._mode = SamplingMode.of(requests)
+        self._mode = sampling_mode(requests)
         self._sampler = Sampler(decoder.architecture.vocab_size, self._mode, decoder.world)
         self._graphs = None
         if device.type == "cuda" and cuda_graphs:
@@ -116,13 +116,13 @@ class Workspace:
             self.cache is cache
             and self.most_rows >= rows
             and self.capacity_tokens >= capacity_tokens
-            and self._mode == SamplingMode.of(requests)
+            and self._mode == sampling_mode(requests)
             and self.rows.has_room_for(requests)
         )
 
     def accepts(self, request: Request) -> bool:
         """Whether a request can join those that the workspace was allocated for."""
-        return self.rows.has_room_for([request]) and self._mode.covers(SamplingMode.of([request]))
+        return self.rows.has_room_for([request]) and self._mode.covers(sampling_mode([request]))
 
     def set_pages(self, entries: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Write page tables: row, block, and its page in each table."""

@@ -13,13 +13,12 @@ query, L latent, V dimensions of a value, P pages of N tokens, M pages of the lo
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from hybrid_rlhf.generation.model.kernels.attention import PROGRAMS, part_of_step, splits_of, weigh
-from hybrid_rlhf.generation.model.kernels.norms import normed_at
-from hybrid_rlhf.generation.model.kernels.rows import rotated_head
+from hybrid_rlhf.generation.ops.attention import PROGRAMS, part_of_step, splits_of, weigh
+from hybrid_rlhf.generation.ops.norms import normed_at
+from hybrid_rlhf.generation.ops.rows import rotated_head
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _HEADS = 16
 """Of a program; the minimum of tl.dot."""

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription
+from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.transfers import to_device
-from hybrid_rlhf.generation.weights.description import ModelDescription
-from hybrid_rlhf.generation.weights.split import Split
 
 BLOCK_TOKENS = 16
 """Tokens of a block. On average half of a sequence's last block is unused."""

@@ -1,7 +1,7 @@
 """A causal LM described by numbers: all that the decoder and its weights need to know of it.
 
-Why data: model families differ in a dozen choices (norm, positions, heads, MLP, soft caps). `describe.py` reads them
-once from a Hugging Face model; the decoder and its weights follow them and name no family.
+Why data: model families differ in a dozen choices (norm, positions, heads, MLP, soft caps). `hugging_face.py` reads
+them once from a Hugging Face model; the decoder and its weights follow them and name no family.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.weights.recurrence import Recurrence
+from hybrid_rlhf.generation.architecture.recurrence import Recurrence
 
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
-from hybrid_rlhf.generation.model.compiled import CannotCompile, load, openmp_parallel
-from hybrid_rlhf.generation.weights.description import Activation
+from hybrid_rlhf.generation.architecture.model_description import Activation
+from hybrid_rlhf.generation.ops.compiled import CannotCompile, load, openmp_parallel
+from hybrid_rlhf.generation.ops.sampling_rows import SamplingMode, SamplingRows
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -340,7 +340,7 @@ def int8_linear(x: Tensor, weight: Tensor, offset: Tensor, scale: Tensor, bias: 
     return out
 
 
-def sample(logits: Tensor, rows: DecodeBatch, mode: SamplingMode) -> tuple[Tensor, Tensor, Tensor]:
+def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tensor, Tensor, Tensor]:
     """Sample the next token of each row and append it to the row; the twin of sampler.py in torch.
 
     Bounds of top_k and top_p are found by bisection of the scores' bits. A row costs what its own parameters ask for.

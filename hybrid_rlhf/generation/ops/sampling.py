@@ -13,22 +13,28 @@ Where more than `CANDIDATES` scores are in these bins, the bounds are found in t
 program then reads up to a hundred times: if that many scores are nearly equal, as in an untrained model, or if top_k is
 that large and top_p is given too.
 
-The rule and the reference are those of sampler.py. Masses are added up and compared as integers, and float sums have a
-fixed order, so a row draws the same token in every batch. Nothing synchronises with the host; shapes depend on the
-batch size alone.
+What is in torch is the reference, and serves sharded vocabularies. Masses are added up and compared as integers, and
+float sums have a fixed order, so a row draws the same token in every batch. Nothing synchronises with the host; shapes
+depend on the batch size alone.
 
-Shapes: B rows, V vocabulary, C blocks of a row. Columns of the tables are those of decode_batch.py.
+Shapes: B rows, V vocabulary, C blocks of a row. Columns of the tables are those of sampling_rows.py.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
+from hybrid_rlhf.generation.architecture.split import share
+from hybrid_rlhf.generation.ops.sampling_rows import SamplingMode, SamplingRows
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
+from hybrid_rlhf.runtime.world import World
 
+_SUMMED_TOKENS = 128
+"""Tokens of a block of the reference."""
+_UNITS_OF_ONE = 2.0**52
+"""Integer value of a probability of 1 in the reference; sums up to it are exact in float64."""
 _BLOCK = 1024
 _MOST_TOKENS = 1 << 21
 """Largest vocabulary whose weights can be added up as integers."""
@@ -49,6 +55,117 @@ _ARRIVED, _COLLECTED, _LOW, _HIGH, _COUNT, _WEIGHT, _BY_TOP_K = map(tl.constexpr
 collected; the first and the last bin of what is unsure; count and weight of the bins before them; whether top_k
 excludes a token."""
 _COLUMNS = 2 * 4096 + 8
+
+
+def gather_vocabulary(logits: Tensor, vocab_size: int, world: World) -> Tensor:
+    """Gather logits [B, V / R] to [B, V]."""
+    if world.size == 1:
+        return logits
+    shares = [share(vocab_size, rank, world.size) for rank in range(world.size)]
+    widest = max(map(len, shares))
+    parts = world.all_gather(functional.pad(logits, (0, widest - logits.shape[-1])))
+    return torch.cat([part[..., : len(mine)] for part, mine in zip(parts, shares, strict=True)], dim=-1)
+
+
+def draw(
+    logits: Tensor, uniforms: Tensor, greedy: Tensor | None, vocabulary: range, world: World
+) -> tuple[Tensor, Tensor]:
+    """Sample one token per row from the softmax of logits.
+
+    Args:
+        logits: [B, V / R] float32, of this rank's part of the vocabulary; -inf is never drawn.
+        uniforms: [B] float64 in [0, 1).
+        greedy: [B] bool, rows that take the most likely token; none: no row does.
+        vocabulary: token ids of this rank's part.
+        world: the tensor-parallel ranks.
+
+    Returns:
+        tokens [B] int64 and their log-probs [B] float32, the same on every rank.
+    """
+    probs, mass = torch.softmax(logits, dim=-1), _log_mass(logits, world)
+    cumulative = running_sums(_block_sums(probs))
+    # Each rank's share of the total mass, and where this rank's part begins.
+    shares = cumulative[:, -1:] if mass is None else mass.softmax(dim=0).transpose(0, 1)
+    before = shares[:, : world.rank].sum(dim=-1)
+    target = uniforms * shares.sum(dim=-1)
+    rank_of = (running_sums(shares) <= target[:, None]).sum(dim=-1).clamp_(max=world.size - 1)
+    index = _invert(probs, cumulative, (target - before) / shares[:, world.rank] * cumulative[:, -1])
+    if greedy is not None:
+        index, rank_of = _most_likely(logits, index, rank_of, greedy, world)
+    chosen = probs.gather(1, index[:, None]).squeeze(1).log()
+    if mass is None:
+        return index, chosen
+    mine = rank_of == world.rank
+    logprob = chosen.double() + mass[world.rank] - mass.logsumexp(dim=0)
+    sent = torch.stack([(index + vocabulary.start).double(), logprob]).where(mine, 0.0)
+    tokens, logprobs = world.all_reduce(sent)
+    return tokens.long(), logprobs.float()
+
+
+def running_sums(probs: Tensor) -> Tensor:
+    """Cumulative sums [..., n] float64 of probabilities, with a resolution of 2^-52.
+
+    The result does not depend on the order of summation. A row must sum to 1 at most, up to rounding.
+    """
+    units = (probs * _UNITS_OF_ONE).long()  # a power of two: exact
+    return torch.cumsum(units, dim=-1, out=units).double().div_(_UNITS_OF_ONE)
+
+
+def _log_mass(logits: Tensor, world: World) -> Tensor | None:
+    """Log-sum-exp of each rank's logits [R, B] float64; none for a single rank, where the softmax is enough."""
+    return None if world.size == 1 else world.all_gather(logits.double().logsumexp(dim=-1))
+
+
+def _most_likely(logits: Tensor, index: Tensor, rank_of: Tensor, greedy: Tensor, world: World) -> tuple[Tensor, Tensor]:
+    """Rank-local index [B] and rank [B] of the most likely token on greedy rows, of the drawn one on others."""
+    top, best = logits.max(dim=-1)
+    winner = world.all_gather(top).argmax(dim=0)
+    return torch.where(greedy, best, index), torch.where(greedy, winner, rank_of)
+
+
+def _block_sums(probs: Tensor) -> Tensor:
+    """Sums [B, blocks] over blocks of 128 tokens; the last block may be shorter."""
+    whole = probs.shape[-1] // _SUMMED_TOKENS * _SUMMED_TOKENS
+    sums = [probs[:, :whole].unflatten(-1, (-1, _SUMMED_TOKENS)).sum(dim=-1)] if whole else []
+    return torch.cat([*sums, probs[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
+
+
+def _invert(probs: Tensor, cumulative: Tensor, wanted: Tensor) -> Tensor:
+    """Index at which the cumulative sum of probs [B, V] exceeds wanted [B]; an entry above 0 if there is one.
+
+    Args:
+        probs: [B, V].
+        cumulative: [B, blocks] float64, cumulative sums of its blocks.
+        wanted: [B] float64; clamped below the total.
+    """
+    end = cumulative[:, -1]
+    wanted = torch.minimum(wanted, torch.nextafter(end, torch.zeros_like(end))).clamp_(min=0)[:, None]
+    block = torch.searchsorted(cumulative, wanted, right=True).clamp_(max=cumulative.shape[1] - 1)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = torch.arange(_SUMMED_TOKENS, device=probs.device)
+    places = block * _SUMMED_TOKENS + inside
+    weights = probs.gather(1, places.clamp(max=probs.shape[-1] - 1)).masked_fill(places >= probs.shape[-1], 0.0)
+    place = torch.searchsorted(running_sums(weights), wanted - before, right=True)
+    # A block summed in another order may differ in the last digit: do not go past the last entry with weight.
+    last = ((weights > 0) * (inside + 1)).argmax(dim=1, keepdim=True)
+    return (block * _SUMMED_TOKENS + torch.minimum(place, last)).squeeze(1)
+
+
+def truncated(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> Tensor:
+    """Logits [B, V], -inf for tokens that top_k, then top_p, then min_p exclude (the order of Hugging Face)."""
+    if mode.top_k_top_p:
+        ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+        place = torch.arange(logits.shape[-1], device=logits.device)
+        beyond = (rows.top_k > 0) & (place >= rows.top_k)
+        probs = ordered.masked_fill(beyond, -torch.inf).softmax(dim=-1)
+        # The smallest set that reaches top_p: exclude a token if those before it reach it already.
+        beyond |= (rows.top_p < 1) & (running_sums(probs) - probs >= rows.top_p)
+        beyond[:, 0] = False
+        logits = logits.masked_fill(beyond.scatter(1, index, beyond), -torch.inf)
+    if mode.min_p:
+        probs = logits.softmax(dim=-1)
+        logits = logits.masked_fill(probs < rows.min_p * probs.amax(dim=-1, keepdim=True), -torch.inf)
+    return logits
 
 
 @triton.jit
@@ -492,7 +609,7 @@ def _draw_kernel(
         tl.store(seen + row * vocabulary + chosen, 1)
 
 
-def sample(logits: Tensor, rows: DecodeBatch, mode: SamplingMode) -> tuple[Tensor, Tensor, Tensor]:
+def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tensor, Tensor, Tensor]:
     """Sample the next token of each row and append it to the row.
 
     Args:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 
 
 @dataclass(frozen=True)

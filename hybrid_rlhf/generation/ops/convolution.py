@@ -11,16 +11,50 @@ Shapes: T tokens, B rows, n chunks, C channels, W tokens that a convolution sees
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.model.kernels.rows import ACTIVATION_NUMBERS, activated
-from hybrid_rlhf.generation.model.recurrent.states import StepSequences
-from hybrid_rlhf.generation.weights.description import Activation
+from hybrid_rlhf.generation.architecture.model_description import Activation
+from hybrid_rlhf.generation.ops.rows import ACTIVATION_NUMBERS, activated
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
+from hybrid_rlhf.generation.transfers import to_device
 
 _CHANNELS = 256
 """Of a program: eight for each thread of a warp."""
+
+
+@dataclass(frozen=True)
+class ChunkTokens:
+    """What kernels read of the sequences of a step with chunks, all int32; T tokens."""
+
+    of_token: Tensor
+    """[T] its sequence."""
+    firsts: Tensor
+    """[B + n + 1] the first token of each sequence, and T."""
+    fresh: Tensor
+    """[B + n] 1: the sequence begins with its chunk."""
+
+    @classmethod
+    def of(cls, rows: int, starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> ChunkTokens:
+        """Args: the number of decoding rows, first positions and lengths of the chunks, and where to put it."""
+        tokens = torch.tensor([*[1] * rows, *lengths])
+        firsts = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])
+        fresh = torch.tensor([*[False] * rows, *(start == 0 for start in starts)])
+        of_token = torch.arange(len(tokens)).repeat_interleave(tokens)
+        return cls(*(to_device(part.int(), device) for part in (of_token, firsts, fresh)))
+
+
+@dataclass(frozen=True)
+class StepSequences:
+    """What kernels read of the sequences of a step: decoding rows of one token each, then chunks."""
+
+    slots: Tensor
+    """[B + n]."""
+    rows: int
+    chunks: ChunkTokens | None
 
 
 @triton.jit

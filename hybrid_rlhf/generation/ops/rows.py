@@ -1,6 +1,6 @@
 """Triton kernels of single tokens: rotary positions with the write to the KV cache, and gates.
 
-Activation and product of a gated MLP are one kernel. The references in torch are in attention.py and layers.py. All
+Activation and product of a gated MLP are one kernel. All
 arithmetic is float32; the references round intermediate results to the dtype of the model.
 
 Shapes: T tokens, A heads and K KV heads of this rank, D head size, P pages of N tokens.
@@ -8,13 +8,36 @@ Shapes: T tokens, A heads and K KV heads of this rank, D head size, P pages of N
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
+from torch.nn import functional
 
-from hybrid_rlhf.generation.weights.description import Activation
+from hybrid_rlhf.generation.architecture.model_description import Activation
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
 ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on heads [T, heads, D]; cos and sin [T, 1, R] cover the first R dimensions.
+
+    sin includes the sign of the rotated halves: [-sin, sin].
+    """
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat([rotated(x[..., :width], cos, sin), x[..., width:]], dim=-1)
+    half = width // 2
+    swapped = torch.cat([x[..., half:], x[..., :half]], dim=-1)
+    return torch.addcmul(x * cos, swapped, sin)
 
 
 @triton.jit
@@ -81,13 +104,12 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gated_kernel(gate_up, out, width, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of a row of activation(gate) * up, or of activation(up)."""
+def _gated_kernel(gate_up, out, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of a row of activation(gate) * up."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, source = place < width, gate_up + row * (1 + GATED) * width
+    inside, source = place < width, gate_up + row * 2 * width
     x = activated(tl.load(source + place, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
-    if GATED:
-        x *= tl.load(source + width + place, mask=inside, other=0.0).to(tl.float32)
+    x *= tl.load(source + width + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + place, x, mask=inside)
 
 
@@ -131,37 +153,11 @@ def rotate_and_write(
     return queries
 
 
-def rotate(queries: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotated queries [T, A, D] without keys, as `rotate_and_write` rotates them."""
-    tokens, heads, d = queries.shape
-    out = queries.new_empty(queries.shape)
-    _rotate_and_write_kernel[tokens, heads](
-        queries,
-        *table,
-        *(out, out, out, out, 0, queries.stride(0), 0),  # nothing is written to a cache
-        HEADS=heads,
-        D=d,
-        D_PAD=triton.next_power_of_2(d),
-        WIDTH=table[0].shape[-1],
-        num_warps=1,
-    )
-    return out
-
-
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """activation(gate) * up [T, M] of [T, 2 M]."""
-    return _launch_gated(gate_up, activation, gated=True)
-
-
-def activate(up: Tensor, activation: Activation) -> Tensor:
-    """activation(up) [T, M]."""
-    return _launch_gated(up, activation, gated=False)
-
-
-def _launch_gated(given: Tensor, activation: Activation, *, gated: bool) -> Tensor:
-    tokens, width = len(given), given.shape[-1] // (1 + gated)
-    out = given.new_empty(tokens, width)
+    tokens, width = len(gate_up), gate_up.shape[-1] // 2
+    out = gate_up.new_empty(tokens, width)
     block = min(1024, triton.next_power_of_2(width))
     number = ACTIVATION_NUMBERS[activation]
-    _gated_kernel[tokens, triton.cdiv(width, block)](given, out, width, ACTIVATION=number, GATED=gated, BLOCK=block)
+    _gated_kernel[tokens, triton.cdiv(width, block)](gate_up, out, width, ACTIVATION=number, BLOCK=block)
     return out

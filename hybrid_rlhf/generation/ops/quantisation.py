@@ -1,20 +1,40 @@
-"""Codes of 8 bits of the inputs of products on a GPU in one launch; the reference is `quantise` (model/quantised.py).
+"""Codes of 8 bits of the rows of weights and of the inputs of products.
 
-A program reads a row twice: for its largest value, and for the codes.
+`quantise` is the reference of the kernel for inputs on a GPU. A program of it reads a row twice: for its largest value,
+and for the codes.
 
 Shapes: T tokens, K inputs.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
+
+Quantization = Literal["int8", "fp8"]
+CODES: dict[Quantization, tuple[torch.dtype, float]] = {
+    "int8": (torch.int8, 127.0),
+    "fp8": (torch.float8_e4m3fn, 448.0),
+}
+"""Dtype of the codes, and the largest one."""
+SMALLEST = 1e-30
+"""Largest value of a row of zeros, for the division."""
 _BLOCK = 4096
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 """Floats from here to twice that are the integers: adding it and taking it away rounds to the nearest, ties to even."""
+
+
+def quantise(rows: Tensor, kind: Quantization) -> tuple[Tensor, Tensor]:
+    """Codes of each row, and the float32 value [rows] that code 1 of it stands for."""
+    dtype, most = CODES[kind]
+    values = rows.float()
+    largest = values.abs().amax(dim=1).clamp(min=SMALLEST)
+    codes = values * (most / largest)[:, None]
+    return (codes.round() if kind == "int8" else codes).to(dtype), largest / most
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hybrid_rlhf.generation.weights.description import (
+from hybrid_rlhf.generation.architecture.model_description import (
     Activation,
     AttentionKind,
     Experts,
@@ -20,7 +20,7 @@ from hybrid_rlhf.generation.weights.description import (
     ModelDescription,
     Rotary,
 )
-from hybrid_rlhf.generation.weights.recurrence import KINDS
+from hybrid_rlhf.generation.architecture.recurrence import KINDS
 from hybrid_rlhf.models.families import Family, family_of, head_convention
 from hybrid_rlhf.models.lora import plain_name
 from hybrid_rlhf.models.structure import text_model_of

@@ -6,13 +6,13 @@ Each is done when it is first needed, so the first steps of a run take longer. W
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from hybrid_rlhf.generation.ops.triton_language import triton
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 LINE_SECONDS = 5.0
@@ -53,7 +53,7 @@ class PreparationLog:
 @functools.cache
 def log_compilation() -> None:
     """Log from now on what Triton compiles in this process; kernels from its cache on disk are not counted."""
-    knobs, log = importlib.import_module("triton").knobs, PreparationLog("GPU kernels compiled")
+    knobs, log = triton.knobs, PreparationLog("GPU kernels compiled")
     others = knobs.compilation.listener
 
     def compiled(*, times: Any, cache_hit: bool, **given: Any) -> None:
