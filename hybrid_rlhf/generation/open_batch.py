@@ -299,7 +299,7 @@ class OpenBatch:
         if untried := [request for request in running if request not in failed]:
             failed |= self._failing(_by_prompt(untried))
             plain = self._maker.requests([[0]], SamplingParams(temperature=0.0, max_new_tokens=1))
-            if failed and (failure := self._trial(plain)) is not None:
+            if failed and (failure := self._trial(plain)[0]) is not None:
                 raise failure
         if not failed and not self._has_progress:  # they fail together, and each alone does not
             failed = dict.fromkeys(running, error)
@@ -323,20 +323,22 @@ class OpenBatch:
         """Requests of prompts with which decoding fails, and what it raises."""
         if len(prompts) > 1 and not self._backend.continues:  # it would decode one batch to its end before the next
             return {request: error for prompt in prompts for request, error in self._failing([prompt]).items()}
-        error = self._trial([request for prompt in prompts for request in prompt])
+        requests = [request for prompt in prompts for request in prompt]
+        error, untried = self._trial(requests)
         if error is None:
-            return {}
+            return self._failing(_by_prompt(untried)) if 0 < len(untried) < len(requests) else {}
         if len(prompts) == 1:
             return dict.fromkeys(prompts[0], error)
         half = len(prompts) // 2
         return {**self._failing(prompts[:half]), **self._failing(prompts[half:])}
 
-    def _trial(self, requests: list[Request]) -> Exception | None:
-        """What decoding a few tokens of requests raises; the tokens are discarded."""
+    def _trial(self, requests: list[Request]) -> tuple[Exception | None, list[Request]]:
+        """What decoding a few tokens of requests raises, and the requests that had no room. Discards the tokens."""
         rows = min(len(requests), self.rows)
         arrivals = Arrivals(rows=rows, max_tokens=self.max_tokens, memory_share=self._memory_share)
         arrivals.add(requests)
         failure: Exception | None = None
+        untried: list[Request] = []
         try:
             for _ in self._backend.run_open(arrivals):
                 untried = [each for each in requests if not _is_tried(each)]
@@ -347,7 +349,7 @@ class OpenBatch:
             self._reset(failure := error)
         for request in requests:
             request.rewind(request.delivered)
-        return failure
+        return failure, untried
 
     def _fail(self, failed: dict[Request, Exception]) -> None:
         """End the submissions of requests."""
