@@ -142,7 +142,7 @@ def test_sketches_of_extensions_run(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, Any] = {}
     for block in sketches:
         added: dict[str, Any] = {"__name__": "hybrid_rlhf"}
-        exec(compile(textwrap.dedent(block), "extending.md", "exec"), added)  # noqa: S102
+        exec(compile(textwrap.dedent(block), "extending.md", "exec", dont_inherit=True), added)  # noqa: S102
         for name, value in added.items():
             for module in (algorithms, preference):
                 monkeypatch.setattr(module, name, value, raising=name in vars(module))
