@@ -209,7 +209,14 @@ class RLConfig(StepConfig):
             f"{self.environment and self.environment.path}: leave one out",
         )
         if self.rollout.samples_otherwise and not self.algorithm.allows_other_sampler:
-            self._correct()
+            if not isinstance(self.algorithm, PolicyGradientConfig):
+                raise UserError(
+                    "samples of other weights than those that train need algorithm.correction, got algorithm "
+                    f"{name} without: give another, or leave out rollout.async_sampling, rollout.partial and "
+                    "rollout.quantization"
+                )
+            # by default by truncation
+            object.__setattr__(self, "algorithm", replace(self.algorithm, correction=CorrectionConfig()))
         require(
             not self.rollout.policy_lag or alone or self.rollout.tensor_parallel == 1,
             "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
@@ -250,16 +257,6 @@ class RLConfig(StepConfig):
             divisors = [count for count in range(1, most + 1) if rows and rows % (count * unit) == 0]
             found["algorithm.mini_batches"] = max(divisors, default=1)
         return found
-
-    def _correct(self) -> None:
-        """Correct the loss for the sampler, by default by truncation."""
-        if not isinstance(self.algorithm, PolicyGradientConfig):
-            raise UserError(
-                "samples of other weights than those that train need algorithm.correction, got algorithm "
-                f"{self.algorithm.name} without: give another, or leave out rollout.async_sampling, rollout.partial "
-                "and rollout.quantization"
-            )
-        object.__setattr__(self, "algorithm", replace(self.algorithm, correction=CorrectionConfig()))
 
     def _check_program(self, name: str, environment: EnvironmentConfig) -> None:
         """Rules of programs, of the run or outside of it."""
