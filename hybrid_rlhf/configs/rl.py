@@ -17,7 +17,6 @@ from hybrid_rlhf.configs.sections.placement import PlacementConfig, has_separate
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import (
-    Interval,
     Nats,
     Natural,
     NonNegative,
@@ -99,7 +98,7 @@ class ReferenceModelConfig(Settings):
 
     path: str | None = None
     """Model folder or hub name; null: the initial actor."""
-    refresh_every: Interval = setting(0, advanced=True)
+    refresh_every: Annotated[int, "0 (never) or more"] = setting(0, advanced=True)
     """Steps between copies of the actor's weights to the reference; 0: never."""
 
 
@@ -236,8 +235,23 @@ class RLConfig(StepConfig):
             f"algorithm {name} without algorithm.kl has no reference, got reference.path {self.reference.path} and "
             f"refresh_every {self.reference.refresh_every}: leave the section out",
         )
-        if self.critic is not None and self.critic.share_base:
-            self._check_shared_base(self.critic)
+        critic = self.critic
+        if critic is not None and critic.share_base:
+            require(
+                self.actor.lora is not None and self.critic_lora is not None,
+                "critic.share_base needs adapters on both, got none on the "
+                f"{'actor' if self.actor.lora is None else 'critic'}: give --actor.lora.rank 16",
+            )
+            require(
+                critic.path is None,
+                f"critic.share_base starts the critic from the actor's weights, got critic.path {critic.path}: leave "
+                "one out",
+            )
+            stage = max(self.actor.zero.stage, self.critic_zero.stage)
+            require(
+                stage < 3,
+                f"critic.share_base needs whole weights, got zero.stage {stage}: take stage 2, or leave share_base out",
+            )
 
     @staticmethod
     def following(values: Mapping[str, Any], settled: set[str]) -> dict[str, int]:
@@ -287,23 +301,6 @@ class RLConfig(StepConfig):
             self.algorithm.takes_sequences,
             f"a program has episodes of several sequences, got algorithm {name}, which counts completions: "
             "give another, such as grpo",
-        )
-
-    def _check_shared_base(self, critic: CriticConfig) -> None:
-        require(
-            self.actor.lora is not None and self.critic_lora is not None,
-            "critic.share_base needs adapters on both, got none on the "
-            f"{'actor' if self.actor.lora is None else 'critic'}: give --actor.lora.rank 16",
-        )
-        require(
-            critic.path is None,
-            f"critic.share_base starts the critic from the actor's weights, got critic.path {critic.path}: leave one "
-            "out",
-        )
-        stage = max(self.actor.zero.stage, self.critic_zero.stage)
-        require(
-            stage < 3,
-            f"critic.share_base needs whole weights, got zero.stage {stage}: take stage 2, or leave share_base out",
         )
 
     @property

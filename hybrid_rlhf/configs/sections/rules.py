@@ -20,9 +20,8 @@ from hybrid_rlhf.configs.errors import UserError
 
 Count = Annotated[int, "1 or more"]
 Natural = Annotated[int, "0 or more"]
-Interval = Annotated[int, "0 (never) or more"]
 RowTokens = Annotated[int, "2 tokens or more"]
-Port = Annotated[int, "in [0, 65535]"]
+Port = Annotated[int, "in 0..65535: choose another"]
 Positive = Annotated[float, "above 0"]
 NonNegative = Annotated[float, "0 or more"]
 Nats = Annotated[float, "above 0 nats"]
