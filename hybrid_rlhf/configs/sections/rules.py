@@ -70,8 +70,7 @@ class Settings:
     "in [0, 1)", that is the rule in errors too. What follows a colon is the fix, by default the field's default."""
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)
-        for name, (bound, default) in _bounds(kind).items():
+        for name, (bound, default) in _bounds(type(self)).items():  # type: ignore[arg-type]  # a type is hashable
             value = getattr(self, name)
             rule, _, fix = bound.partition(": ")
             if isinstance(value, int | float) and (side := _outside(value, rule)):
