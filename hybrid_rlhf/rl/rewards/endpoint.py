@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_rlhf.configs.credentials import expanded_url
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.models.pretrained.folders import first_line
@@ -29,6 +28,7 @@ from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
 from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.replies import Address, Reply, describe_connection_error, failed, read_reply
 from hybrid_rlhf.runtime.background import BackgroundCall, retry_delay_seconds
+from hybrid_rlhf.runtime.urls import expanded_url
 
 if TYPE_CHECKING:
     import httpx2

@@ -12,10 +12,10 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from hybrid_rlhf.configs.credentials import shown_url
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.rl.rewards.components import ComponentScores
 from hybrid_rlhf.runtime.observability.logs import shortened
+from hybrid_rlhf.runtime.urls import shown_url
 
 if TYPE_CHECKING:
     import httpx2  # endpoint.py imports it where there is an endpoint
