@@ -24,7 +24,7 @@ from hybrid_rlhf.configs.sections.algorithm import (
     SingleUpdateConfig,
     SurrogateConfig,
 )
-from hybrid_rlhf.configs.sections.rules import Count, Positive, Share, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Discount, Positive, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class PPOConfig(SurrogateConfig):
     needs_critic = True
 
     name: Literal["ppo"] = field(default="ppo", init=False)
-    gamma: Share = 1.0
+    gamma: Discount = 1.0
     """Discount per token (1: InstructGPT)."""
-    gae_lambda: Share = 1.0
+    gae_lambda: Discount = 1.0
     """Lambda of the actor's advantages (GAE, arXiv 1506.02438; 1: verl, OpenRLHF, arXiv 2503.01491)."""
     value_clip: Annotated[float, "0 (none) or more"] = 0.0
     """Largest change of values per rollout (verl, OpenRLHF: 0.5); 0: not clipped."""
@@ -84,7 +84,7 @@ class ReinforcePPConfig(SurrogateConfig):
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): returns to go, whitened over the rollout; KL coefficient 0.01."""
 
     name: Literal["reinforce_pp"] = field(default="reinforce_pp", init=False)
-    gamma: Share = 1.0
+    gamma: Discount = 1.0
     """Discount per token (1: the paper)."""
     whiten_advantages: bool = True
     """Advantages of a rollout get mean 0 and variance 1, over all ranks (the paper, eq. 9)."""

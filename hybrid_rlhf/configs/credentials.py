@@ -93,32 +93,11 @@ def check_url(url: str, *, key: str, remedy: str) -> None:
     Raises:
         UserError: for either.
     """
-    if not _is_url(_PLACEHOLDER_PORT.sub(":1", url)):
+    if not is_url(_PLACEHOLDER_PORT.sub(":1", url)):
         raise UserError(f"{key}: a URL is http://HOST:PORT/PATH or https, got {redacted(url)}: write it out")
     kind = found_credential(url)
     if kind is not None:
         raise UserError(f"{key}: a URL may not carry {kind}, got {redacted(url)}: {remedy}")
-
-
-def expanded_url(url: str, *, key: str) -> str:
-    """A URL as it is requested, `${NAME}` replaced by what the environment holds; never log this one.
-
-    Raises:
-        UserError: when a variable is not set, or the URL is none with its value.
-    """
-    whole = expanded(url, key=key, rule="in a URL is")
-    if not _is_url(whole):
-        raise UserError(
-            f"{key}: a URL is http://HOST:PORT/PATH or https, {shown_url(url)} is none with the value of "
-            f"{', '.join(_PLACEHOLDER.findall(url))}: look for a space or line break in it"
-        )
-    return whole
-
-
-def shown_url(url: str) -> str:
-    """A URL as it may be logged: without user, password and query; one that is a single placeholder as it is."""
-    parsed = urlsplit(url)
-    return f"{parsed.scheme}://{host_of(url)}{parsed.path}" if parsed.scheme else url
 
 
 def host_of(url: str) -> str:
@@ -126,7 +105,8 @@ def host_of(url: str) -> str:
     return urlsplit(url).netloc.rpartition("@")[2]
 
 
-def _is_url(url: str) -> bool:
+def is_url(url: str) -> bool:
+    """True for http://HOST:PORT/PATH and https, without spaces and placeholders in the port."""
     try:
         parsed = urlsplit(url)
         whole = parsed.scheme in ("http", "https") and bool(parsed.hostname) and parsed.port != 0

@@ -17,7 +17,6 @@ from hybrid_rlhf.configs.sections.placement import PlacementConfig, has_separate
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import (
-    Interval,
     Nats,
     Natural,
     NonNegative,
@@ -99,7 +98,7 @@ class ReferenceModelConfig(Settings):
 
     path: str | None = None
     """Model folder or hub name; null: the initial actor."""
-    refresh_every: Interval = setting(0, advanced=True)
+    refresh_every: Annotated[int, "0 (never) or more"] = setting(0, advanced=True)
     """Steps between copies of the actor's weights to the reference; 0: never."""
 
 
@@ -209,7 +208,14 @@ class RLConfig(StepConfig):
             f"{self.environment and self.environment.path}: leave one out",
         )
         if self.rollout.samples_otherwise and not self.algorithm.allows_other_sampler:
-            self._correct()
+            if not isinstance(self.algorithm, PolicyGradientConfig):
+                raise UserError(
+                    "samples of other weights than those that train need algorithm.correction, got algorithm "
+                    f"{name} without: give another, or leave out rollout.async_sampling, rollout.partial and "
+                    "rollout.quantization"
+                )
+            # by default by truncation
+            object.__setattr__(self, "algorithm", replace(self.algorithm, correction=CorrectionConfig()))
         require(
             not self.rollout.policy_lag or alone or self.rollout.tensor_parallel == 1,
             "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
@@ -229,8 +235,23 @@ class RLConfig(StepConfig):
             f"algorithm {name} without algorithm.kl has no reference, got reference.path {self.reference.path} and "
             f"refresh_every {self.reference.refresh_every}: leave the section out",
         )
-        if self.critic is not None and self.critic.share_base:
-            self._check_shared_base(self.critic)
+        critic = self.critic
+        if critic is not None and critic.share_base:
+            require(
+                self.actor.lora is not None and self.critic_lora is not None,
+                "critic.share_base needs adapters on both, got none on the "
+                f"{'actor' if self.actor.lora is None else 'critic'}: give --actor.lora.rank 16",
+            )
+            require(
+                critic.path is None,
+                f"critic.share_base starts the critic from the actor's weights, got critic.path {critic.path}: leave "
+                "one out",
+            )
+            stage = max(self.actor.zero.stage, self.critic_zero.stage)
+            require(
+                stage < 3,
+                f"critic.share_base needs whole weights, got zero.stage {stage}: take stage 2, or leave share_base out",
+            )
 
     @staticmethod
     def following(values: Mapping[str, Any], settled: set[str]) -> dict[str, int]:
@@ -250,16 +271,6 @@ class RLConfig(StepConfig):
             divisors = [count for count in range(1, most + 1) if rows and rows % (count * unit) == 0]
             found["algorithm.mini_batches"] = max(divisors, default=1)
         return found
-
-    def _correct(self) -> None:
-        """Correct the loss for the sampler, by default by truncation."""
-        if not isinstance(self.algorithm, PolicyGradientConfig):
-            raise UserError(
-                "samples of other weights than those that train need algorithm.correction, got algorithm "
-                f"{self.algorithm.name} without: give another, or leave out rollout.async_sampling, rollout.partial "
-                "and rollout.quantization"
-            )
-        object.__setattr__(self, "algorithm", replace(self.algorithm, correction=CorrectionConfig()))
 
     def _check_program(self, name: str, environment: EnvironmentConfig) -> None:
         """Rules of programs, of the run or outside of it."""
@@ -289,23 +300,6 @@ class RLConfig(StepConfig):
             self.algorithm.takes_sequences,
             f"a program has episodes of several sequences, got algorithm {name}, which counts completions: "
             "give another, such as grpo",
-        )
-
-    def _check_shared_base(self, critic: CriticConfig) -> None:
-        require(
-            self.actor.lora is not None and self.critic_lora is not None,
-            "critic.share_base needs adapters on both, got none on the "
-            f"{'actor' if self.actor.lora is None else 'critic'}: give --actor.lora.rank 16",
-        )
-        require(
-            critic.path is None,
-            f"critic.share_base starts the critic from the actor's weights, got critic.path {critic.path}: leave one "
-            "out",
-        )
-        stage = max(self.actor.zero.stage, self.critic_zero.stage)
-        require(
-            stage < 3,
-            f"critic.share_base needs whole weights, got zero.stage {stage}: take stage 2, or leave share_base out",
         )
 
     @property

@@ -122,5 +122,5 @@ def test_settings_of_rollouts_reach_the_engine(graphs: bool) -> None:
     backend = rollout_backend(decoder, RolloutConfig(cuda_graphs=graphs, prefill_tokens=300))
     assert backend._cuda_graphs == graphs and backend._prefill_tokens == backend._open_prefill_tokens == 300
     assert not rollout_backend(decoder, RolloutConfig(cuda_graphs=graphs), cuda_graphs=False)._cuda_graphs
-    with pytest.raises(UserError, match="rollout.prefill_tokens must be 1 or more, got 0"):
+    with pytest.raises(UserError, match="prefill_tokens must be 1 or more, got 0"):
         RolloutConfig(prefill_tokens=0)

@@ -209,7 +209,7 @@ LINES = [
     ("rl", ["--rollout.sampling.top_p", "2"], ["rollout.sampling.top_p", "in (0, 1]", "got 2.0", "change"]),
     ("rl", ["--algorithm.kl.target", "-1"], ["algorithm.kl.target", "above 0 nats", "got -1.0"]),
     ("rl", ["--algorithm.score_clip", "-5"], ["algorithm.score_clip", "above 0", "got -5.0"]),
-    ("rl", ["--algorithm.gamma", "2"], ["algorithm.gamma", "in [0, 1]", "got 2.0", "lower"]),
+    ("rl", ["--algorithm.gamma", "2"], ["algorithm.gamma", "in [0, 1]", "got 2.0", "0.95"]),
     ("rl", ["--ptx.coef", "1"], ["ptx.sources", "pretraining text", "got none", "--ptx.sources"]),
     (
         "rl",

@@ -18,6 +18,7 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.placement import RolePlacements
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.configs.sft import SFTConfig
@@ -62,8 +63,8 @@ def test_a_plan_for_another_machine_needs_a_config_alone(shape: str, capsys: pyt
     assert "is the fastest of" in text and "slower" in text and "best plan: " in text
     option = shlex.split(text.partition("set it with ")[2].splitlines()[0])
     given = parse_config(RLConfig, ["--placement", option[1]]).placement
-    assert option[0] == "--rl.placement" and isinstance(given, dict)
-    assert {"actor", "critic"} <= {*given} and all("ranks" in keys for keys in given.values())
+    assert option[0] == "--rl.placement" and isinstance(given, RolePlacements)
+    assert {"actor", "critic"} <= {*given.roles} and all(role.ranks for role in given.roles.values())
 
 
 def test_json_has_plans_with_phases_memory_and_reasons(shape: str, capsys: pytest.CaptureFixture[str]) -> None:

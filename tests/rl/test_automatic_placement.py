@@ -13,6 +13,7 @@ import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import RolePlacements
 from hybrid_rlhf.placement.job import StepLengths, measured_lengths
 from hybrid_rlhf.placement.machines.stored import save_curves
 from hybrid_rlhf.rl.roles import MeasuredStep, PlacementWatch, choose_placement
@@ -149,7 +150,7 @@ def test_the_plan_becomes_the_placement(
         choose_placement(config, solo_world(CPU))
     save_curves(cpu_machine(), 1, str(tmp_path))
     chosen, watch = choose_placement(config, solo_world(CPU))
-    assert isinstance(chosen.placement, dict) and watch is not None
-    assert {keys["ranks"] for keys in chosen.placement.values()} == {"0"}
+    assert isinstance(chosen.placement, RolePlacements) and watch is not None
+    assert {role.ranks for role in chosen.placement.roles.values()} == {(0,)}
     assert any("placement plan in seconds of an RL step: 1 x synthetic" in line for line in log_lines)
     assert choose_placement(chosen, solo_world(CPU)) == (chosen, None)

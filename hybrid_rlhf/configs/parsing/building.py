@@ -176,10 +176,13 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def _typed(key: Key, value: Any) -> Any:
-    """The value of a key; a text is read as YAML first, and as a text where that is of no such type."""
+    """The value of a key; a text is read as YAML first, and as a text where that is of no such type. The words of a
+    list are texts first."""
     readings = [value]
-    if isinstance(value, str) and value.strip():
-        with contextlib.suppress(UserError):
+    with contextlib.suppress(UserError):
+        if isinstance(value, list):
+            readings += [[yaml_value(item, key.name) if isinstance(item, str) else item for item in value]]
+        elif isinstance(value, str) and value.strip():
             readings = [yaml_value(value, key.name), value]
     for reading in readings:
         try:
@@ -190,7 +193,7 @@ def _typed(key: Key, value: Any) -> Any:
             if reading is readings[0]:
                 is_item = isinstance(reading, list) and isinstance(place, int) and place < len(reading)
                 wrong = reading[place] if is_item else reading
-    shown = "a number of thousands of digits" if isinstance(wrong, str) and wrong.isdecimal() else wrong
+    shown = "a number of thousands of digits" if re.fullmatch(r"\d{1000,}", str(wrong)) else wrong
     raise UserError(f"{key.name} must be {type_name(key.hint)}, got {shown}: see --help")
 
 

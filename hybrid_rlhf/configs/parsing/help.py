@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -114,8 +115,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 @functools.cache
 def _own_docs(kind: type) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    body = _classes(kind.__module__)[kind.__name__]
     docs = {}
     for before, after in zip(body.body, body.body[1:], strict=False):
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
@@ -123,6 +123,13 @@ def _own_docs(kind: type) -> dict[str, str]:
             if isinstance(text, ast.Constant) and isinstance(text.value, str):
                 docs[before.target.id] = _text(text.value)
     return docs
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """The classes of a module by name; a module is parsed once, which takes half of the time that its classes take."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def _entry(option: str, about: str) -> list[str]:

@@ -17,7 +17,6 @@ from hybrid_rlhf.configs.sections.rules import (
     NonNegative,
     Positive,
     Settings,
-    Share,
     require,
     setting,
 )
@@ -64,7 +63,7 @@ class PenaltiesConfig(Settings):
     standard deviation of the rollout's scores, or 1 if scores are scaled."""
     length: float = 0.0
     """Penalty per completion token."""
-    overlong_fraction: Share = 0.0
+    overlong_fraction: Annotated[float, "in [0, 1]: give for example 0.2"] = 0.0
     """Last fraction of max_new_tokens, in which the overlong penalty grows linearly (DAPO, arXiv 2503.14476, eq. 13:
     0.2); 0: no overlong penalty."""
     overlong: NonNegative = 1.0
@@ -101,7 +100,7 @@ class CorrectionConfig(Settings):
     (IcePop)."""
     clip: Annotated[float, "1 or more"] = 2.0
     """Largest weight (2: TIS, fengyao.notion.site/off-policy-rl)."""
-    low: Annotated[float, "in (0, 1]"] | None = setting(None, advanced=True)
+    low: Annotated[float, "above 0 and at most 1: give for example 0.5"] | None = setting(None, advanced=True)
     """Smallest weight of method mask; null: 1 / clip."""
     count_masked: bool = setting(True, advanced=True)
     """Masked tokens stay in the denominator of the loss (IcePop), or not (slime, verl)."""

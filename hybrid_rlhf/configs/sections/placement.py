@@ -17,8 +17,6 @@ from hybrid_rlhf.configs.sections.rules import nearest_hint, require
 Style = Literal["flattening", "interleaving", "separation"]
 ZeroStage = Literal[0, 1, 2, 3]
 STYLES: tuple[Style, ...] = get_args(Style)
-AUTO = "auto"
-"""The style that the planner chooses."""
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 _KEYS = ("ranks", "zero", "tensor_parallel", "with_actor")
 _MOST_RANKS = 2**16
@@ -46,7 +44,7 @@ class AutoPlacement:
 
     def as_given(self) -> str:
         """The form of config files."""
-        return AUTO
+        return "auto"
 
 
 @dataclass(frozen=True)
@@ -80,14 +78,14 @@ def read_placement(given: str | dict[str, Any] | None) -> PlacementConfig | None
         return None
     content = {"style": given} if isinstance(given, str) else {str(name): keys for name, keys in given.items()}
     style: Any = content.pop("style", "separation" if "sampler" in content else "flattening")
-    styles = (*STYLES, AUTO)
+    styles = (*STYLES, "auto")
     key, roles_too = ("placement", " or a mapping of roles") if isinstance(given, str) else ("placement.style", "")
     require(
         style in styles,
         f"{key} must be one of {', '.join(styles)}{roles_too}, got {style}: "
         f"{nearest_hint(str(style), styles, otherwise='give one of them')}",
     )
-    if style == AUTO:
+    if style == "auto":
         require(
             not content,
             f"placement.style auto chooses the ranks of all roles, got placement.{next(iter(content), None)}: leave it "

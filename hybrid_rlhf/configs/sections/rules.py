@@ -20,13 +20,13 @@ from hybrid_rlhf.configs.errors import UserError
 
 Count = Annotated[int, "1 or more"]
 Natural = Annotated[int, "0 or more"]
-Interval = Annotated[int, "0 (never) or more"]
 RowTokens = Annotated[int, "2 tokens or more"]
-Port = Annotated[int, "in [0, 65535]"]
+Port = Annotated[int, "in 0..65535: choose another"]
 Positive = Annotated[float, "above 0"]
 NonNegative = Annotated[float, "0 or more"]
 Nats = Annotated[float, "above 0 nats"]
 Share = Annotated[float, "in [0, 1]"]
+Discount = Annotated[float, "in [0, 1]: give for example 0.95"]
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SIMILAR = 0.6
 """Least share of equal letters of a name that is suggested."""
@@ -67,15 +67,15 @@ def marks_of(declared: Field[Any]) -> Marks:
 
 class Settings:
     """Base of sections whose fields carry bounds: a text beside the type, such as "above 0", "2 tokens or more" or
-    "in [0, 1)", that is the rule in errors too."""
+    "in [0, 1)", that is the rule in errors too. What follows a colon is the fix, by default the field's default."""
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)
-        for name, (rule, default) in _bounds(kind).items():
+        for name, (bound, default) in _bounds(type(self)).items():  # type: ignore[arg-type]  # a type is hashable
             value = getattr(self, name)
+            rule, _, fix = bound.partition(": ")
             if isinstance(value, int | float) and (side := _outside(value, rule)):
-                how = "leave it out" if default is None else f"{side} it, for example to {default}"
-                raise UserError(f"{name} must be {rule}, got {value}: {how}")
+                usual = "leave it out" if default is None else f"{side} it, for example to {default}"
+                raise UserError(f"{name} must be {rule}, got {value}: {fix or usual}")
         self._check()
 
     def _check(self) -> None:
@@ -84,7 +84,7 @@ class Settings:
 
 @functools.cache
 def _bounds(kind: Any) -> dict[str, tuple[str, Any]]:
-    """The rule and default of each field that has a bound."""
+    """The bound and default of each field that has a bound."""
     hints = typing.get_type_hints(kind, include_extras=True)
     bounds = {}
     for declared in fields(kind):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from hybrid_rlhf.configs.credentials import check_url
 from hybrid_rlhf.configs.sections.data import DataConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.configs.sections.rules import Count, Interval, Settings, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Settings, require, setting
 
 SinkName = Literal["tensorboard", "csv", "wandb", "mlflow", "trackio"]
 
@@ -57,7 +57,7 @@ class FaultsConfig(Settings):
     phase_timeout_seconds: float = setting(1800.0, advanced=True)
     """Time limit of a phase (generation, scoring, training, saving), in seconds; exceeding it ends the run and writes
     the stacks of all ranks to the folder stacks. 0: no limit."""
-    max_skipped_steps: Interval = setting(3, advanced=True)
+    max_skipped_steps: Annotated[int, "0 (never) or more"] = setting(3, advanced=True)
     """Number of consecutive steps skipped because of a non-finite gradient, score or log-prob after which the run ends;
     0: no limit."""
 

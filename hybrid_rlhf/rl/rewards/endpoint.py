@@ -25,13 +25,13 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import torch
 
-from hybrid_rlhf.configs.credentials import expanded_url, shown_url
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.runtime.background import BackgroundCall, retry_delay_seconds
 from hybrid_rlhf.runtime.observability.logs import shortened
+from hybrid_rlhf.runtime.urls import expanded_url, shown_url
 
 if TYPE_CHECKING:
     import httpx2  # imported at run time only where there is an endpoint
