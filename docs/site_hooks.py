@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import posixpath
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
+import page_of_api  # mkdocs has the folder of its hooks on the path
+import page_of_keys
 from mkdocs.structure.files import File, Files
 
-sys.path.insert(0, str(Path(__file__).parent))  # the hooks of mkdocs are no package
-import page_of_api  # noqa: E402
-import page_of_keys  # noqa: E402
-
 GENERATED = {"api.md": page_of_api, "keys.md": page_of_keys}
+"""Modules that write the pages that only the site has."""
 
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]+)(?:#[^)]*)?\)")
 

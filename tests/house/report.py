@@ -13,7 +13,7 @@ import io
 import json
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,15 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "hybrid_rlhf"
 STORED = Path(__file__).with_name("structure.json")
 LARGEST = 10
-LAYOUT = frozenset(
-    (
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENCODING,
-        tokenize.ENDMARKER,
-    )
-)
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
 
 
 def main() -> None:
@@ -42,34 +40,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="store the table")
     options = parser.parse_args()
-    now = structure()
-    stored = json.loads(STORED.read_text()) if STORED.exists() else {}
+    library = {path.relative_to(ROOT): token_count(path) for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+    now = {"tokens": folder_tokens(library), "circles": circles()}
+    stored = json.loads(STORED.read_text())
     print(f"{'tokens of code':<28}{'stored':>10}{'now':>10}{'change':>10}")
-    for name in sorted({*now["tokens"], *stored.get("tokens", {})}):
-        before = stored.get("tokens", {}).get(name, 0)
+    for name in sorted({*now["tokens"], *stored["tokens"]}):
+        before = stored["tokens"].get(name, 0)
         after = now["tokens"].get(name, 0)
         print(f"{name:<28}{before:>10,}{after:>10,}{after - before:>+10,}")
-    print(f"\ncircles of modules: {len(now['circles'])} (stored: {len(stored.get('circles', []))})")
+    print(f"\ncircles of modules: {len(now['circles'])} (stored: {len(stored['circles'])})")
     for circle in now["circles"]:
         print(f"  {', '.join(circle)}")
-    library = sorted((ROOT / PACKAGE).rglob("*.py"))
-    _print_largest("largest files (tokens)", {path.relative_to(ROOT): token_count(path) for path in library})
-    _print_largest("longest functions (lines)", dict(functions(library)))
-    _print_largest("fullest folders (files)", Counter(path.parent.relative_to(ROOT) for path in library))
+    _print_largest("largest files (tokens)", library)
+    _print_largest("longest functions (lines)", function_lines(library))
+    _print_largest("fullest folders (files)", Counter(path.parent for path in library))
     names = Counter(path.name for path in library if path.name != "__init__.py")
     print(f"\nfile names that occur twice or more: {sum(count > 1 for count in names.values())}")
     if options.write:
         STORED.write_text(json.dumps(now, indent=1) + "\n")
 
 
-def structure() -> dict[str, Any]:
-    """Tokens of each folder of the library, of the whole, and of the tests; the circles of modules."""
-    library = ROOT / PACKAGE
-    folders = sorted(path.parent for path in library.glob("*/__init__.py"))
-    tokens = {f"{PACKAGE}/{folder.name}": sum(token_count(path) for path in folder.rglob("*.py")) for folder in folders}
-    tokens[PACKAGE] = sum(token_count(path) for path in library.rglob("*.py"))
+def folder_tokens(library: Mapping[Path, int]) -> Counter[str]:
+    """Tokens of each folder of the library, of the whole, and of the tests."""
+    tokens = Counter[str]()
+    for path, count in library.items():
+        if len(path.parts) > 2:
+            tokens["/".join(path.parts[:2])] += count
+    tokens[PACKAGE] = sum(library.values())
     tokens["tests"] = sum(token_count(path) for path in (ROOT / "tests").rglob("*.py"))
-    return {"tokens": tokens, "circles": circles()}
+    return tokens
 
 
 def token_count(path: Path) -> int:
@@ -98,15 +97,23 @@ def circles() -> list[list[str]]:
     return sorted(sorted(part) for part in networkx.strongly_connected_components(imports) if len(part) > 1)
 
 
-def functions(paths: list[Path]) -> Iterator[tuple[str, int]]:
-    """Each function with its number of lines."""
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
-                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions of a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
 
 
-def _print_largest(title: str, sizes: dict[Any, int]) -> None:
+def function_lines(paths: Iterable[Path]) -> dict[str, int]:
+    """Number of lines of each function."""
+    return {
+        f"{path}:{node.lineno} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in paths
+        for node in functions(ROOT / path)
+    }
+
+
+def _print_largest(title: str, sizes: Mapping[Any, int]) -> None:
     print(f"\n{title}")
     for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:LARGEST]:
         print(f"  {size:>6,}  {name}")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import itertools
 import json
 import re
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -66,44 +65,41 @@ POSITIONAL: dict[str, str | tuple[str, ...]] = {
 """Keys that the first words give."""
 METRIC_FLOORS = ("rl", "supervised", "loop", "placement", "models", "runtime/observability")
 """Folders of the library that make metrics."""
-GENERATED = {"api.md", "keys.md"}
-"""Pages of docs/ that only the site has."""
 NOT_METRICS = {"application/json"}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def generator(name: str) -> ModuleType:
-    """A script of docs/ that writes a page."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """Modules that write the pages of docs/ that only the site has."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("site_hooks").GENERATED
 
 
-def test_the_api_reference_has_every_public_name() -> None:
-    module = generator("page_of_api")
+def test_the_api_reference_has_every_public_name(generated: dict[str, ModuleType]) -> None:
+    module = generated["api.md"]
+    page = module.page()
     assert {name for names in module.GROUPS.values() for name in names} == set(hybrid_rlhf.__all__)
-    assert all(f"### `{name}`" in module.page() for name in hybrid_rlhf.__all__)
+    assert all(f"### `{name}`" in page for name in hybrid_rlhf.__all__)
 
 
-def test_the_list_of_keys_has_every_command() -> None:
-    headings = re.findall(r"^## (.*)$", generator("page_of_keys").page(), re.MULTILINE)
+def test_the_list_of_keys_has_every_command(generated: dict[str, ModuleType]) -> None:
+    headings = re.findall(r"^## (.*)$", generated["keys.md"].page(), re.MULTILINE)
     without_keys = {"demo", "env", "completion", "data"}
     assert set(headings) >= set(COMMANDS) - without_keys
 
 
 @each_page
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_lead_to_files(page: Path, generated: dict[str, ModuleType]) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text)
     missing = {link for link in links if not (page.parent / link).exists()}
-    assert missing <= (GENERATED if page.parent == ROOT / "docs" else set())
+    assert missing <= (set(generated) if page.parent == ROOT / "docs" else set())
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def test_every_page_is_in_the_navigation(generated: dict[str, ModuleType]) -> None:
     found = set(re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert found == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} | GENERATED
+    assert found == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} | set(generated)
 
 
 @each_page

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,13 @@ import pytest
 from hybrid_rlhf.cli.main import COMMANDS
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.runtime.command_line import parse_config
+from tests.house.report import functions
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "hybrid_rlhf"
 SOURCES = sorted(LIBRARY.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 SCRIPTS = [ROOT / "train.py", *sorted((ROOT / "training").rglob("*.py")), *sorted((ROOT / "inference").rglob("*.py"))]
-
-
-def functions(path: Path) -> Iterator[ast.FunctionDef]:
-    yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
