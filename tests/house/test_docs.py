@@ -229,6 +229,15 @@ def test_raw_results_are_those_that_pages_cite() -> None:
         assert {pattern for pattern in patterns if not fnmatch.filter(members, pattern)} == set()
 
 
+def test_archives_of_the_same_results_are_equal(tmp_path: Path) -> None:
+    """Writes in another order, or of a member that was there: else an unchanged result would be a binary change."""
+    for folder, order in ((tmp_path / "a", "cab"), (tmp_path / "b", "abccb")):
+        for name in order:
+            results.write("page", name, f"text of {name}", folder)
+    assert (tmp_path / "a" / "page.zip").read_bytes() == (tmp_path / "b" / "page.zip").read_bytes()
+    assert results.names("page", tmp_path / "a") == ["a", "b", "c"]
+
+
 def test_the_page_of_generation_is_what_its_raw_times_give() -> None:
     results = {run.name: generation_page.Result(run) for run in generation_page.RUNS}
     assert generation_page.PAGE.read_text() == generation_page.page(results)
