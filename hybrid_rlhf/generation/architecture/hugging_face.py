@@ -30,7 +30,7 @@ SCORE_HEAD = "score"
 
 
 class NotDescribed(Exception):
-    """A model that the decoder cannot compute; the message gives the reason."""
+    """Raised for a model that the decoder cannot compute; the message gives the reason."""
 
 
 def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
