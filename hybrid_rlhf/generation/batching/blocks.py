@@ -308,9 +308,9 @@ class BlockTable:
             self.release()  # the saved state includes the tail, which cannot be copied
             self._first = [0] * len(self._first)
             return 0, []
-        tail = [share(block) for block in match.tail]  # referenced, so that allocating copies cannot evict them
-        copies = self._copies(tail)
-        for block in tail:
+        shared = [share(block) for block in match.tail]  # referenced, so that allocating copies cannot evict them
+        copies = self._copies(shared)
+        for block in shared:
             self._pool.release(block)
         return whole + match.tail_tokens, copies
 
