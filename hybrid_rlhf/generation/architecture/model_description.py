@@ -100,12 +100,13 @@ class Experts:
     count: int
     per_token: int
     router: Literal["softmax", "softmax_of_chosen", "sigmoid", "sigmoid_of_chosen", "sparsemixer"] = "softmax"
-    """Weights of the chosen experts: their part of the softmax of all, the softmax of theirs alone, sigmoids, or each
-    one's part of the softmax of those near it that are left (Phi-MoE). Those `of_chosen` are chosen by their logits."""
+    """Weights of the chosen experts. softmax: their entries in the softmax over all experts; softmax_of_chosen: the
+    softmax over their logits; sigmoid, sigmoid_of_chosen: sigmoids of their logits; sparsemixer: the entry of each in
+    the softmax over the remaining experts near it (Phi-MoE). With `of_chosen`, experts are chosen by logits."""
     weighs_inputs: bool = False
     """The weights multiply the inputs of an expert, not its outputs (Llama 4)."""
     near: float = 0.0
-    """Sparsemixer: a logit is near the best if it is below it by at most this share of the larger of both."""
+    """SparseMixer: a logit is near the best one if it is lower by at most this fraction of max(|logit|, best)."""
     normalise: bool = False
     """The weights of the chosen experts are divided by their sum."""
     scale: float = 1.0
