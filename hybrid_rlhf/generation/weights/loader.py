@@ -182,14 +182,14 @@ class WeightLoader:
         a, key = self.architecture, f"{layer}.recurrent"
         project, out = self._linear(f"{key}_in"), self._linear(f"{key}_out")
         assert a.recurrence is not None and project is not None and out is not None
-        others = {}
+        mixer_weights = {}
         for role in a.recurrence.others(self.split.recurrent):
             for part, ending in (("weight", ""), ("bias", ".bias")):
                 tensor = self._take(f"{layer}.{role}.{part}")
                 if tensor is not None:
-                    others[role.removeprefix("recurrent_") + ending] = tensor
+                    mixer_weights[role.removeprefix("recurrent_") + ending] = tensor
         activation = a.recurrent_activation or a.activation
-        return mixer(a.recurrence, MixerWeights(project, out, others), activation, a.norm_eps)
+        return mixer(a.recurrence, MixerWeights(project, out, mixer_weights), activation, a.norm_eps)
 
     def _take(self, key: str) -> Tensor | None:
         """Return an inference weight with its parts fused, and release the parts; None if the model lacks it."""
