@@ -289,9 +289,8 @@ def _init_head(lm: PreTrainedModel, *, role: Role, seed: int) -> None:
 def _prepare_deepspeed(world: World) -> None:
     """Silence DeepSpeed's log, prevent the build of an unused extension, and set up communication."""
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module="torch.distributed"
-    )  # about calls that DeepSpeed makes
+    # about calls that DeepSpeed makes
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if world.device.type == "cpu":
         disable_shm_extension()
     release_closed_groups()

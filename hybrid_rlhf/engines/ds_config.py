@@ -96,13 +96,11 @@ def read_overrides(path: str | None) -> dict[str, Any]:
         section = overrides[name]
         if not isinstance(section, dict):
             raise UserError(f"deepspeed_config's {name} must be an object of keys, {path} has {section!r}: correct it")
-        overrides[name] = section = {
-            key: value for key, value in section.items() if value != "auto"
-        }  # auto: use the library's value
+        # auto: use the library's value
+        overrides[name] = section = {key: value for key, value in section.items() if value != "auto"}
         fault = _fault(name, section)
-        if (
-            fault is not None and fault[0]
-        ):  # a fault without a key is a combination, which the library's keys may still complete
+        # a fault without a key is a combination, which the library's keys may still complete
+        if fault is not None and fault[0]:
             raise UserError(
                 f"deepspeed_config's {name} must be valid for DeepSpeed, {path} has {name}{fault[0]} ({fault[1]}): "
                 "correct or remove it"
@@ -124,10 +122,7 @@ def _fault(name: str, section: dict[str, Any]) -> tuple[str, str] | None:
         first = error.errors()[0]
         place = "".join(f".{part}" for part in first["loc"])
         return place, f"{first['msg']}, got {first['input']!r}" if place else first["msg"]
-    except (
-        AssertionError,
-        TypeError,
-        ValueError,
-    ) as error:  # from a deprecated key together with its successor, or a key "self"
+    except (AssertionError, TypeError, ValueError) as error:
+        # from a deprecated key together with its successor, or a key "self"
         return "", str(error)
     return None

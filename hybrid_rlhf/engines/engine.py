@@ -228,9 +228,8 @@ class ModelEngine:
         if not norm.isfinite():
             skip_model_step(self._engine)
             return
-        if (
-            0.0 < self._options.max_grad_norm < float(norm)
-        ):  # below the limit, clipping would multiply all gradients by 1
+        # below the limit, clipping would multiply all gradients by 1
+        if 0.0 < self._options.max_grad_norm < float(norm):
             torch.nn.utils.clip_grads_with_norm_(parameters, self._options.max_grad_norm, norm)
         model_step(self._engine, lr_kwargs)
 

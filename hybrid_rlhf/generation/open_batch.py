@@ -289,7 +289,7 @@ class OpenBatch:
         """End the requests with which decoding fails, and continue the others.
 
         Raises:
-            Exception: of decoding a plain request, if that fails too.
+            Exception: the error of decoding a plain request, if that fails too.
         """
         logger.error("decoding has failed: the requests that cause it end with an error", exc_info=error)
         self._reset(error)

@@ -204,9 +204,8 @@ class WeightCheck:
         if routes is None:
             return False
         rerouted = probe.rerouted(routes)
-        if (
-            -self._largest(-rerouted.same_experts) < _LEAST_SAME_EXPERTS
-        ):  # minimum over all ranks, since a collective follows
+        # minimum over all ranks, since a collective follows
+        if -self._largest(-rerouted.same_experts) < _LEAST_SAME_EXPERTS:
             return False
         return self._largest(self._excess(decoder, rerouted.logprobs)[0]) <= 0
 

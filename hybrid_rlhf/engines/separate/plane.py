@@ -267,8 +267,8 @@ class WeightPlane:
             if version != versions[first]:
                 first_rank, differing_rank = self._union.members[first], self._union.members[rank]
                 raise UserError(
-                    f"ranks of the {role} must have made the same updates, rank {first_rank} has made {versions[first]}, "
-                    f"rank {differing_rank} {version}: resume from a checkpoint"
+                    f"ranks of the {role} must have made the same updates, rank {first_rank} has made "
+                    f"{versions[first]}, rank {differing_rank} {version}: resume from a checkpoint"
                 )
         return versions[first]
 

@@ -87,7 +87,7 @@ class BlockPool:
         """Manage the pages of a cache, all of which are free.
 
         Args:
-            layout: how layers share pages.
+            layout: assignment of layers to pages.
             pages: number of pages of the cache; page 0 is reserved for unused rows.
             states: number of states of recurrent layers that can be saved; none: there are no such layers.
         """
