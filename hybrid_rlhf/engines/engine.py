@@ -51,7 +51,7 @@ class UpdateStats:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Properties of a model that ranks without it need."""
+    """Properties of a model for ranks that do not have it."""
 
     parameters: int
     """Number of parameters, including adapters."""

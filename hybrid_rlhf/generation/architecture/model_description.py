@@ -34,7 +34,7 @@ class Rotary:
     """Rotary positions (arXiv 2104.09864) over the first 2 * len(inv_freq) dimensions of a head, halves rotated."""
 
     inv_freq: Tensor
-    """[R / 2] float32."""
+    """[R / 2] float32 frequencies, in radians per position."""
     scaling: float = 1.0
     """Factor of cosines and sines (YaRN)."""
 
@@ -171,7 +171,8 @@ class ModelDescription:
     activation: Activation = "silu"
     qkv_order: QKVOrder = "stacked"
     interleaved_rotary: bool = False
-    """Rotary positions rotate neighbouring dimensions of a head, not its halves; the rows of Q and K are reordered."""
+    """Rotary positions rotate neighbouring dimensions of a head, not its halves; rows of Q and K are reordered at
+    loading."""
     qk_norm: QKNorm = "shared"
     normed_values: bool = False
     """The values of each head are normed, without a weight (Gemma 4)."""

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 class Recurrence(Protocol):
-    """A kind of recurrent layer."""
+    """Sizes of a kind of recurrent layer, and the division of its weights."""
 
     @property
     def units(self) -> int:
@@ -52,7 +52,7 @@ class GatedDelta:
     width: int
     """Kernel size of the convolution, in tokens."""
     grouped: bool = False
-    """The first product is stored key head by key head (Qwen3-Next), not projection by projection."""
+    """The first product is stored by key heads (Qwen3-Next), not by projections."""
 
     @property
     def units(self) -> int:
@@ -101,7 +101,7 @@ class Mamba2:
     heads: int
     head_dim: int
     groups: int
-    """Groups of heads that share B and C."""
+    """Number of groups of heads; the heads of a group share B and C."""
     state_dim: int
     width: int
     """Kernel size of the convolution, in tokens."""

@@ -55,7 +55,7 @@ class Split:
 
 
 def _share_heads(heads: int, kv_heads: int, rank: int, size: int) -> tuple[range, range]:
-    """Heads and KV heads of a rank."""
+    """Return the heads and the KV heads of a rank."""
     per_kv = heads // kv_heads
     if size <= kv_heads:
         kv = share(kv_heads, rank, size)
@@ -79,5 +79,5 @@ def _require_same_heads(heads: int, counts: set[int], size: int) -> None:
 
 
 def share(total: int, rank: int, size: int) -> range:
-    """A rank's contiguous share of `total` items; shares differ by one item at most."""
+    """Return a rank's contiguous share of `total` items; shares differ by at most one item."""
     return range(total * rank // size, total * (rank + 1) // size)

@@ -55,7 +55,7 @@ class Arrivals:
             self._cancelled += requests
 
     def call(self, function: Callable[[], object]) -> None:
-        """Have the thread of the batch call a function, which must not raise."""
+        """Call a function on the thread of the batch; it must not raise."""
         with self._changed:
             self._calls.append(function)
             self._changed.notify()

@@ -67,9 +67,9 @@ class DecodeRows:
     """One token for each of B rows."""
 
     pages: Tensor
-    """[page tables, B, M] int32."""
+    """[page tables, B, M] int32, pages of each row."""
     positions: Tensor
-    """[B] of the new tokens."""
+    """[B] positions of the new tokens."""
     longest: int
     """Tokens of the longest row, including the new one. Not used by kernels, which read lengths from the device."""
     slots: Tensor | None = None
@@ -81,11 +81,11 @@ class Chunks:
     """Parts of prompts: chunk i has the tokens starts[i] to starts[i] + lengths[i] - 1 of its sequence."""
 
     pages: Tensor
-    """[page tables, chunks, M] int32."""
+    """[page tables, chunks, M] int32, pages of each chunk's sequence."""
     starts: Sequence[int]
     lengths: Sequence[int]
     slots: Tensor | None = None
-    """[chunks], as in DecodeRows."""
+    """[chunks] slots, as in DecodeRows."""
 
     def some(self, members: Sequence[int]) -> Chunks:
         """Return the chunks of these indices, without slots."""

@@ -70,7 +70,7 @@ class PagedLatents:
     scale: float
     """Factor of the attention scores."""
     keys: Tensor
-    """[P, BLOCK_TOKENS, 1, R + L]."""
+    """[P, BLOCK_TOKENS, 1, R + L] rotated keys and latents in the cache."""
     places: Tensor
     """[T] indices of the new tokens in P * BLOCK_TOKENS."""
     absorbed: AbsorbedTokens | None
@@ -78,7 +78,7 @@ class PagedLatents:
 
 
 class LatentAttention:
-    """Queries, latents and values of one layer on one rank."""
+    """Latent attention of one layer on one rank."""
 
     def __init__(
         self, kind: Latent, *, down: Linear, q_norm: Norm | None, q: Linear, kv_norm: Norm, kv_up: Tensor

@@ -20,7 +20,7 @@ from hybrid_rlhf.generation.ops.norms import rms_norm
 from hybrid_rlhf.runtime.world import World
 
 PACKED_ROWS = 32
-"""Batch size that oneDNN's packed weights are optimised for; others give the same result, slightly slower."""
+"""Batch size that oneDNN's packed weights are optimised for; with other sizes, products are slightly slower."""
 
 
 class InferenceLinear:

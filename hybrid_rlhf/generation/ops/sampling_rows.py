@@ -91,22 +91,22 @@ class SamplingRows:
 
     @property
     def temperature(self) -> Tensor:
-        """[S, 1] float32."""
+        """[S, 1] float32, divisor of the logits."""
         return self.floats[:, 0:1].float()
 
     @property
     def top_p(self) -> Tensor:
-        """[S, 1] float32."""
+        """[S, 1] float32; 1: no top_p."""
         return self.floats[:, 1:2].float()
 
     @property
     def min_p(self) -> Tensor:
-        """[S, 1] float32."""
+        """[S, 1] float32; 0: no min_p."""
         return self.floats[:, 2:3].float()
 
     @property
     def repetition_penalty(self) -> Tensor:
-        """[S, 1] float32."""
+        """[S, 1] float32; 1: no penalty."""
         return self.floats[:, 3:4].float()
 
     @property
