@@ -469,7 +469,7 @@ def report(
         )
     if options.json:
         result = {
-            "options": vars(options),
+            "options": {name: value for name, value in vars(options).items() if name not in ("vllm_python", "json")},
             "useful_tokens": work.useful_tokens,
             "seconds": seconds,
             "machine": f"{torch.get_num_threads()} threads on {processor()}",

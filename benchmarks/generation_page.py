@@ -11,14 +11,16 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import read, write
+
 ROOT = Path(__file__).resolve().parents[1]
-RAW = ROOT / "docs" / "benchmarks" / "raw"
 PAGE = ROOT / "docs" / "benchmarks" / "generation.md"
 ENGINE = "this engine"
 FAMILIES = ("small", "small-gemma3", "small-olmo2", "small-glm4", "small-qwen3.5", "small-moe")
@@ -36,9 +38,9 @@ class Run:
     """Beside vLLM, if an environment is given."""
 
     @property
-    def file(self) -> Path:
-        """Its raw times."""
-        return RAW / f"generation_{self.name}_cpu.json"
+    def member(self) -> str:
+        """Name of its raw times in benchmarks/results/generation.zip."""
+        return f"{self.name}_cpu.json"
 
     @property
     def command(self) -> str:
@@ -49,9 +51,12 @@ class Run:
     def measure(self, vllm_python: str | None) -> None:
         """Run it, and keep its times."""
         vllm = ["--vllm_python", vllm_python] if self.vllm and vllm_python else []
-        command = [sys.executable, "-m", "benchmarks.generation", *self.options, *vllm, "--json", str(self.file)]
-        print(" ".join(command), flush=True)
-        subprocess.run(command, check=True, cwd=ROOT)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "times.json"
+            command = [sys.executable, "-m", "benchmarks.generation", *self.options, *vllm, "--json", str(file)]
+            print(" ".join(command), flush=True)
+            subprocess.run(command, check=True, cwd=ROOT)
+            write("generation", self.member, file.read_text())
 
 
 PEERS = ("--peers", "generate", "generate_batch", "deepspeed")
@@ -77,7 +82,7 @@ class Result:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.content: dict[str, Any] = json.loads(run.file.read_text())
+        self.content: dict[str, Any] = json.loads(read("generation", run.member))
         self.medians = {name: statistics.median(times) for name, times in self.content["seconds"].items()}
 
     def speed(self, name: str) -> float:
@@ -107,8 +112,9 @@ def page(results: dict[str, Result]) -> str:
     families = results["small"].run.command.replace("--model small", "--model MODEL")
     parts = [
         "# Generation, measured",
-        "Written by `python -m benchmarks.generation_page`, from the raw times of `--measure` "
-        f"(`raw/generation_*_cpu.json`). {content['dtype']}; {'; '.join(machines)}; {versions}; {' to '.join(dates)}. "
+        "Written by `python -m benchmarks.generation_page`, from the raw times of `--measure` (raw: `*_cpu.json` in "
+        f"[`benchmarks/results/generation.zip`](../../benchmarks/results/generation.zip)). "
+        f"{content['dtype']}; {'; '.join(machines)}; {versions}; {' to '.join(dates)}. "
         "The rows of a table ran in turn in one process; figures are medians after a warm-up run. SmolLM2-135M, unless "
         "a section names another model.",
         '"Matrix products" runs only the matrix multiplications of the same work, in the packed form that this engine '

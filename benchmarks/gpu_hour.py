@@ -6,9 +6,9 @@
     python -m benchmarks.gpu_hour --small --output DIR  # tiny shapes, also on a CPU: that the parts work, no speed
 
 Each part is a process of its own with at most nine minutes, so that one that crashes or hangs costs no other. Figures
-go to OUTPUT/raw/gpu_PART.json as they come; a part that is done is skipped, one that was cut goes on after its last
-figure. OUTPUT/gpu.md is written anew after each part. GPU_HOUR_VLLM_PYTHON names the python of an environment with
-vLLM, to be a peer of generation.
+go to benchmarks/results/gpu.zip as they come; a part that is done is skipped, one that was cut goes on after its last
+figure. docs/benchmarks/gpu.md is written anew after each part. With --output both are in that folder.
+GPU_HOUR_VLLM_PYTHON names the python of an environment with vLLM, to be a peer of generation.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 
 from benchmarks import gpu_kernels, gpu_steps
 from benchmarks.gpu_record import ON_GPU, Record
+from benchmarks.results import RESULTS, names, read
 
 PART_SECONDS = 540
 ROOT = Path(__file__).parents[1]
@@ -88,39 +89,39 @@ def main() -> None:
         return run_part(options)
     if not ON_GPU and not options.small:
         raise SystemExit("error: benchmarks.gpu_hour measures a GPU, torch sees none: give --small to try the parts")
-    raw = Path(options.output) / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
+    records = options.output or RESULTS
+    page = (options.output or ROOT / "docs" / "benchmarks") / "gpu.md"
     deadline = time.monotonic() + 60 * options.minutes
     failed = False
     for part in options.part or PARTS:
-        file = raw / f"gpu_{part}.json"
-        if options.redo:
-            file.unlink(missing_ok=True)
-        if file.exists() and json.loads(file.read_text())["done"]:
-            print(f"== {part}: done already, {file}", flush=True)
+        record = Record(part, records)
+        if record.content["done"] and not options.redo:
+            print(f"== {part}: done already", flush=True)
             continue
         left = min(PART_SECONDS, deadline - time.monotonic())
         if left < 20:
             print(f"== {part}: no time left, the next call goes on here", flush=True)
             break
         print(f"== {part}", flush=True)
-        command = [sys.executable, "-m", "benchmarks.gpu_hour", "--inside", "--part", part, "--output", options.output]
+        if options.redo:
+            record.write(done=False, figures={}, seconds=0.0)
+        command = [sys.executable, "-m", "benchmarks.gpu_hour", "--inside", "--part", part, "--output", str(records)]
         code = bounded(command + ["--small"] * options.small, seconds=left)
         failed |= code != 0
         if code:
             why = "cut after its time" if code == -signal.SIGKILL else f"ended with {code}"
-            Record(file).write(failure=f"{why} ({left:.0f} s)")
+            Record(part, records).write(failure=f"{why} ({left:.0f} s)")
             print(f"== {part}: {why}", flush=True)
-        write_report(Path(options.output))
-    write_report(Path(options.output))
-    print(f"report: {Path(options.output) / 'gpu.md'}")
+        write_report(records, page)
+    write_report(records, page)
+    print(f"report: {page}")
     sys.exit(1 if failed else 0)
 
 
 def run_part(options: argparse.Namespace) -> None:
     """One part, in this process."""
     (part,) = options.part
-    record = Record(Path(options.output) / "raw" / f"gpu_{part}.json")
+    record = Record(part, options.output)
     record.content.pop("failure", None)
     start = time.monotonic()
     record.write(versions=versions(), small=options.small)
@@ -160,24 +161,25 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_report(folder: Path) -> None:
-    """OUTPUT/gpu.md from the figures that there are."""
-    records = {
-        part: json.loads(file.read_text()) for part in PARTS if (file := folder / "raw" / f"gpu_{part}.json").exists()
-    }
+def write_report(folder: Path, page: Path) -> None:
+    """The page from the figures that gpu.zip in a folder has."""
+    known = names("gpu", folder)
+    records = {part: json.loads(read("gpu", f"{part}.json", folder)) for part in PARTS if f"{part}.json" in known}
     if not records:
         return
-    lines = ["# A GPU, measured", "", "`python -m benchmarks.gpu_hour`; random weights. Written by that command.", ""]
+    archive = os.path.relpath(folder / "gpu.zip", page.parent)
+    lines = ["# A GPU, measured", "", "`python -m benchmarks.gpu_hour`; random weights. Written by that command, from"]
+    lines += [f"the raw figures in [gpu.zip]({archive}).", ""]
     told = {json.dumps(record.get("versions", {}), sort_keys=True) for record in records.values()}
     lines += [", ".join(f"{name} {value}" for name, value in json.loads(text).items()) + "." for text in sorted(told)]
     if any(record.get("small") for record in records.values()):
         lines += ["", "**Tiny shapes (`--small`): these figures show that the parts work, and no speed.**"]
     for part, record in records.items():
         state = "" if record["done"] else " (not finished)"
-        lines += ["", f"## {PARTS[part][0]}{state}", "", f"[raw](raw/gpu_{part}.json)"]
+        lines += ["", f"## {PARTS[part][0]}{state}", "", f"Raw: `{part}.json`."]
         lines += [f"\nLast call: {record['failure']}."] if "failure" in record else []
         lines += table(record["figures"])
-    (folder / "gpu.md").write_text("\n".join(lines) + "\n")
+    page.write_text("\n".join(lines) + "\n")
 
 
 def table(figures: dict[str, Any]) -> list[str]:
@@ -213,7 +215,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--redo", action="store_true", help="measure again what is done")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no part after them, and cut the last")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
-    parser.add_argument("--output", default=str(ROOT / "docs" / "benchmarks"), help="folder of the report")
+    parser.add_argument("--output", type=Path, help="folder of gpu.zip and gpu.md")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""What a part of `benchmarks.gpu_hour` has measured so far, in a file that grows with every figure.
+"""What a part of `benchmarks.gpu_hour` has measured so far, in an archive that grows with every figure.
 
 A figure that is there is not measured again, so a part that was cut goes on where it was.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hybrid_rlhf.runtime.files.atomic import write_whole
+from benchmarks.results import names, read, write
 from hybrid_rlhf.runtime.world import default_device
 
 DEVICE = default_device()
@@ -22,13 +22,14 @@ ON_GPU = DEVICE.type == "cuda"
 
 
 class Record:
-    """Figures of a part by name."""
+    """Figures of a part by name, a member of gpu.zip in a folder."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, part: str, folder: Path) -> None:
+        self._member = f"{part}.json"
+        self._folder = folder
         self.content: dict[str, Any] = {"done": False, "figures": {}}
-        if file.exists():
-            self.content = json.loads(file.read_text())
+        if self._member in names("gpu", folder):
+            self.content = json.loads(read("gpu", self._member, folder))
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -51,7 +52,7 @@ class Record:
     def write(self, **more: Any) -> None:
         """Keep what there is."""
         self.content.update(more)
-        write_whole(self._file, json.dumps(self.content, indent=1) + "\n")
+        write("gpu", self._member, json.dumps(self.content, indent=1) + "\n", self._folder)
 
 
 def synchronize() -> None:

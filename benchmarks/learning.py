@@ -10,16 +10,15 @@
     python -m benchmarks.learning --task sharp --seeds 0 1     # SmolLM2-135M, defaults, a sharp reward of long answers
     python -m benchmarks.learning --samplers float32 int8 --seeds 0 1 2    # a task with rollouts in 32 and in 8 bits
 
-Writes to --out: a CSV a task (a row a step: mean, deviation, lowest and highest over the seeds, and each seed), a PNG
-where matplotlib is installed, and prints a table. The band in which a run counts as the same is the mean of the seeds
-plus and minus three of their deviations.
+Writes benchmarks/results/learning.zip with a CSV a task (a row a step: mean, deviation, lowest and highest over the
+seeds, and each seed), and a PNG to docs/images where matplotlib is installed; both to --out, if given. Prints a table.
+The band in which a run counts as the same is the mean of the seeds plus and minus three of their deviations.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import importlib.util
 import json
 import math
@@ -35,11 +34,13 @@ from typing import Any
 
 import yaml
 
+from benchmarks import results
 from benchmarks.learning_tasks import REASONING_TASK, Task, copy_task, demo_task, reasoning_task, run_step, sharp_task
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 ABLATIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "advantages not whitened": {"algorithm": {"whiten_advantages": False}},
@@ -152,15 +153,9 @@ def band(curves: Sequence[Curve]) -> list[dict[str, float]]:
     return rows
 
 
-def write(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """CSV."""
-    with file.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, list(rows[0]))
-        writer.writeheader()
-        for row in rows:
-            writer.writerow(
-                {name: f"{value:.5g}" if isinstance(value, float) else value for name, value in row.items()}
-            )
+def rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with five digits of each number."""
+    return {name: f"{value:.5g}" if isinstance(value, float) else value for name, value in row.items()}
 
 
 @contextlib.contextmanager
@@ -218,9 +213,8 @@ def main() -> None:
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=[], help="products of the rollouts")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/learning"))
+    parser.add_argument("--out", type=Path, help="folder of learning.zip and the figures")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         variants = variants_of(options, Path(folder))
         found, others = {}, {}
@@ -240,16 +234,18 @@ def main() -> None:
                 ]
     named = {"_ablations": options.ablations, "_by": options.algorithms is not None, "_sampled": bool(options.samplers)}
     title = options.task + next((suffix for suffix, chosen in named.items() if chosen), "")
-    for name, rows in (found | others).items():
-        write(rows, options.out / f"{title}_{name.replace(' ', '_').replace(',', '')}.csv")
+    tables = {name.replace(" ", "_").replace(",", ""): rows for name, rows in (found | others).items()}
     if held_out:
-        write(held_out, options.out / f"{title}_held_out.csv")
+        tables["held_out"] = held_out
+    for name, rows in tables.items():
+        results.write_csv("learning", f"{title}_{name}.csv", list(map(rounded, rows)), options.out or results.RESULTS)
     if importlib.util.find_spec("matplotlib") is None:
-        print(f"no matplotlib, so no {title}.png: pip install '.[bench]'")
+        print(f"no matplotlib, so no learning_{title}.png: pip install '.[bench]'")
         return
+    images = options.out or IMAGES
     if held_out and len(variants) > 1:
-        draw_frontier(held_out, f"{options.task}, held-out prompts", options.out / f"{title}_frontier.png")
-    draw(found, f"{options.task}, seeds {' '.join(map(str, options.seeds))}", options.out / f"{title}.png")
+        draw_frontier(held_out, f"{options.task}, held-out prompts", images / f"learning_{title}_frontier.png")
+    draw(found, f"{options.task}, seeds {' '.join(map(str, options.seeds))}", images / f"learning_{title}.png")
 
 
 def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Task, dict[str, Any]]]:

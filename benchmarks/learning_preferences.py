@@ -12,7 +12,6 @@ log-prob has risen by more than that of the worse (the sign of DPO's implicit re
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import statistics
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks import results
 from benchmarks.learning_tasks import run_step, write_rows
 from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES
 from hybrid_rlhf.data.chat.conversation import encode_completion
@@ -127,7 +127,7 @@ def share(right: Tensor) -> float:
 
 
 def report(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
-    """A line an algorithm, and a CSV."""
+    """A line an algorithm, and preferences.csv in benchmarks/results/learning.zip."""
     error = math.sqrt(0.25 / (options.held_out * len(options.seeds)))
     print(
         f"{options.held_out} held-out pairs a seed, {options.steps} updates of 8; a standard error is at most "
@@ -141,11 +141,7 @@ def report(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
             for name in ("likelier_before", "likelier_after", "risen_by_more")
         ]
         print(f"{algorithm:6} " + ", ".join(told))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    with options.out.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    results.write_csv("learning", "preferences.csv", rows, options.out)
 
 
 def parse() -> argparse.Namespace:
@@ -155,7 +151,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--held_out", type=int, default=144)
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/learning/preferences.csv"))
+    parser.add_argument("--out", type=Path, default=results.RESULTS, help="folder of learning.zip")
     return parser.parse_args()
 
 

@@ -9,13 +9,12 @@ The models of widths 64 and 256 are Llamas that first learn conversations of the
 SmolLM2-135M-Instruct. The reward of RL is five times the share of an answer's words whose first letter is in the first
 half of the alphabet: a smooth function with the standard deviation of a usual reward model, about 1. The pairs of the
 reward model and of DPO are answers and the same answers with shuffled words. The multiple `flat` is the rate of a model
-of 7B at every width. Prints a line a run and appends it to --out.
+of 7B at every width. Prints a line a run and appends it to rates.csv in benchmarks/results/learning.zip, or in --out.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import random
 import statistics
@@ -30,6 +29,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
+from benchmarks import results
 from benchmarks.learning_tasks import write_rows
 from benchmarks.ppo_step import TEMPLATE
 from hybrid_rlhf import RL, SFT, PreferenceTuning, RewardModel
@@ -53,10 +53,6 @@ LAYERS = {64: 3, 256: 5}
 PRETRAINING_RATES = {64: 4e-3, 256: 1e-3}
 QUESTION_WORDS, ANSWER_WORDS = 12, 16
 UPDATES_OF_A_ROLLOUT = 4
-COLUMNS = (
-    *("step", "width", "lora", "multiple", "lr", "seed", "updates"),
-    *("before", "after", "kl", "highest_kl", "explained"),
-)
 
 
 @dataclass(frozen=True)
@@ -240,7 +236,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, help="none: 240 of RL, four a rollout; 100 of the other steps")
     parser.add_argument("--rollout", type=int, default=64, help="completions of a rollout")
     parser.add_argument("--lora_alpha", type=float, help="adapters of rank 16; none: all weights learn")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/learning/rates.csv"))
+    parser.add_argument("--out", type=Path, default=results.RESULTS, help="folder of learning.zip")
     options = parser.parse_args()
     lora = None if options.lora_alpha is None else LoraConfig(rank=16, alpha=options.lora_alpha)
     with tempfile.TemporaryDirectory() as name:
@@ -269,7 +265,7 @@ def main() -> None:
             append(options.out, run, figures(run.step, lines), seconds=time.perf_counter() - start)
 
 
-def append(file: Path, run: RateRun, found: Mapping[str, Any], *, seconds: float) -> None:
+def append(folder: Path, run: RateRun, found: Mapping[str, Any], *, seconds: float) -> None:
     """A line of the output and a row of the CSV."""
     row = {
         "step": run.step,
@@ -283,12 +279,8 @@ def append(file: Path, run: RateRun, found: Mapping[str, Any], *, seconds: float
     }
     shown = {name: f"{value:.5g}" if isinstance(value, float) else value for name, value in row.items()}
     print(*(f"{name} {value}" for name, value in shown.items()), f"{seconds:.0f} s", flush=True)
-    fresh = not file.exists()
-    with file.open("a", newline="") as stream:
-        writer = csv.DictWriter(stream, COLUMNS)
-        if fresh:
-            writer.writeheader()
-        writer.writerow(shown)
+    rows = [*results.read_csv("learning", "rates.csv", folder), shown]
+    results.write_csv("learning", "rates.csv", rows, folder)
 
 
 if __name__ == "__main__":

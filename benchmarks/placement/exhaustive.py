@@ -7,7 +7,7 @@ The family: REINFORCE without a KL, so an actor, a reward model and, on ranks of
 that the planner looks at, none of which differ by the numbers of ranks alone, all sizes of tensor-parallel groups, and
 the actor's ranks as further samplers; each role unsharded. Without --emulate small models run as they are and
 predictions are from the curves of this machine, which should be idle. A call resumes: it leaves out what was measured
-(remove the records to measure again). At the end the page docs/benchmarks/placement_trials.md is written.
+(another folder for --records measures again). At the end the page docs/benchmarks/placement_trials.md is written.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from benchmarks.placement.trials_page import (
     stamped,
     write_page,
 )
+from benchmarks.results import RESULTS
 from hybrid_rlhf.configs.algorithms import ReinforceConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
@@ -63,22 +64,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--emulate", action="store_true")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--records", type=Path)
+    parser.add_argument("--records", type=Path, default=RESULTS, help="folder of placement.zip")
     options = parser.parse_args()
     kind = "emulated" if options.emulate else "measured"
-    file: Path = options.records or EXHAUSTIVE[kind]
-    known = {_key(record) for record in read_records(file)}
-    with tempfile.TemporaryDirectory() as name:
-        search, measure = (_emulated if options.emulate else _measured)(Path(name), steps=options.steps)
+    name = EXHAUSTIVE[kind]
+    known = {_key(record) for record in read_records(name, options.records)}
+    with tempfile.TemporaryDirectory() as folder:
+        search, measure = (_emulated if options.emulate else _measured)(Path(folder), steps=options.steps)
         found = family(search)
         left = [each for each in found if _key(_described(each)) not in known]
         print(f"{len(found)} placements, {len(found) - len(left)} measured before", flush=True)
         start = time.monotonic()
         for number, candidate in enumerate(left, start=1):
             record = {**_described(candidate), **measure(candidate, found[0]), **stamped()}
-            add_record(file, record)
+            add_record(name, record, options.records)
             print(f"{number} of {len(left)} in {time.monotonic() - start:.0f} s: {_line(record)}", flush=True)
-    print(*family_lines(read_records(file), kind), sep="\n")
+    print(*family_lines(read_records(name, options.records), kind), sep="\n")
     write_page()
 
 

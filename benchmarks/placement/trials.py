@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from benchmarks.placement.trials_page import SAME, TRIALS, add_record, read_records, stamped, write_page
+from benchmarks.results import RESULTS
 from tests.support.placements import (
     PlacementTrial,
     assert_same_run,
@@ -44,19 +45,19 @@ def main() -> None:
     parser.add_argument("--most_ranks", type=int, default=8)
     parser.add_argument("--together", type=int, default=12, help="trials that share their processes")
     parser.add_argument("--folder", type=Path, default=Path("output/placement_trials"))
-    parser.add_argument("--records", type=Path, default=TRIALS)
+    parser.add_argument("--records", type=Path, default=RESULTS, help="folder of placement.zip")
     options = parser.parse_args()
     trials = [trial for trial in fixed_trials()[: options.fixed] if trial.ranks <= options.most_ranks]
     trials += [random_trial(seed, most_ranks=options.most_ranks) for seed in range(options.random)]
     folder: Path = options.folder.resolve()
     workspace = _workspace(folder)
-    done = {record["trial"] for record in read_records(options.records) if record["result"] == SAME}
+    done = {record["trial"] for record in read_records(TRIALS, options.records) if record["result"] == SAME}
     left = [trial for trial in trials if trial.name not in done]
     console = _output_of_ranks_to(folder / "ranks.log")
     print(f"{len(trials)} trials, {len(trials) - len(left)} done before", file=console, flush=True)
     start = time.monotonic()
     for number, record in enumerate(_run(workspace, left, options.together), start=1):
-        add_record(options.records, record)
+        add_record(TRIALS, record, options.records)
         told = f"{number} of {len(left)} in {time.monotonic() - start:.0f} s: {_line(record)}"
         print(told, file=console, flush=True)
     write_page()

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from benchmarks.placement.emulate import shown_placement
+from benchmarks.results import RESULTS, names, read, write
 
 _PAGES = Path(__file__).parents[2] / "docs" / "benchmarks"
-TRIALS = _PAGES / "raw" / "placement_trials.jsonl"
-EXHAUSTIVE = {kind: _PAGES / "raw" / f"placement_exhaustive_{kind}.jsonl" for kind in ("emulated", "measured")}
+TRIALS = "placement_trials.jsonl"
+EXHAUSTIVE = {kind: f"placement_exhaustive_{kind}.jsonl" for kind in ("emulated", "measured")}
 PAGE = _PAGES / "placement_trials.md"
 SAME = "same"
 _HEAD = """# Placement trials
@@ -26,27 +27,28 @@ _HEAD = """# Placement trials
 metrics, samples and saved weights with those of one rank, to 1e-5 in float32. A phase that takes four minutes counts as
 a deadlock. Fixed: PPO, GRPO and online DPO, with and without LoRA, under ZeRO 0 and 3, in all styles, and on eight
 ranks in six hybrids with odd and unequal groups. Random: roles on random ranks, with one seed per trial. The command
-resumes ([records](raw/placement_trials.jsonl)).
+resumes (raw: `placement_trials.jsonl` in
+[`benchmarks/results/placement.zip`](../../benchmarks/results/placement.zip)).
 """
 _FAMILY = """## All placements of a family
 
 `python -m benchmarks.placement.exhaustive [--emulate]`: REINFORCE without a KL on four ranks: an actor, a
 reward model and a sampler, which may have separate ranks. The command runs all layouts that the planner considers, with
 all sizes of tensor-parallel groups and each role unsharded, and compares the planner's choice with the best one. It
-resumes (records: raw/placement_exhaustive_*.jsonl).
+resumes (raw: `placement_exhaustive_*.jsonl`).
 """
 
 
-def read_records(file: Path) -> list[dict[str, Any]]:
-    """The records of a file; none if it does not exist."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+def read_records(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The records of a member of placement.zip; none if it does not exist."""
+    text = read("placement", name, folder) if name in names("placement", folder) else ""
+    return [json.loads(line) for line in text.splitlines()]
 
 
-def add_record(file: Path, record: dict[str, Any]) -> None:
+def add_record(name: str, record: dict[str, Any], folder: Path) -> None:
     """Append one, so that a call that is stopped loses nothing."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as lines:
-        lines.write(json.dumps(record) + "\n")
+    records = [*read_records(name, folder), record]
+    write("placement", name, "".join(json.dumps(each) + "\n" for each in records), folder)
 
 
 def stamped() -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""An exponential moving average of a model's trained weights.
+"""Exponential moving average of a model's trained weights.
 
-Source: DeepSpeed-Chat's EMA actor. Deviation: each rank averages its own part of the weights (under ZeRO-3 its
-partition), on the host and in float32, so that an update gathers nothing and bfloat16 does not round small steps away.
+Source: DeepSpeed-Chat's EMA actor. Deviation: each rank averages its part of the weights (under ZeRO-3 its partition),
+on the host and in float32. An update then gathers nothing, and bfloat16 does not round small steps away.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybrid_rlhf.runtime.world import World
 
 
 class WeightAverage:
-    """average = decay * average + (1 - decay) * weights, after each update."""
+    """Keeps average = decay * average + (1 - decay) * weights, updated after each optimizer step."""
 
     def __init__(self, module: nn.Module, *, decay: float) -> None:
         self._decay = decay
@@ -30,22 +30,22 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the weights."""
+        """Update the average with the current weights."""
         for average, parameter in zip(self._averages, self._parameters, strict=True):
             average.lerp_(local_values(parameter).to("cpu", torch.float32), 1 - self._decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Use the average as weights, for saving or evaluation; the weights are restored bit for bit."""
-        kept = [local_values(parameter).detach().clone() for parameter in self._parameters]
+        """Replace the weights by the average inside the context; afterwards, they are restored bit for bit."""
+        saved = [local_values(parameter).detach().clone() for parameter in self._parameters]
         self._set(self._averages)
         try:
             yield
         finally:
-            self._set(kept)
+            self._set(saved)
 
     def fragments(self, world: World) -> Iterator[Fragment]:
-        """This rank's part of the average, as views, for checkpoints."""
+        """Return this rank's part of the average as views, for checkpoints."""
         named = zip(self._names, self._parameters, strict=True)
         return parameter_fragments(named, self._averages, kind="average", world=world)
 

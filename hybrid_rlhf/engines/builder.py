@@ -1,4 +1,4 @@
-"""Builds the engine of every role from config sections and ranks."""
+"""Builds the engines of all roles from config sections."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ARCHITECTURE: dict[Role, Architecture] = {
     "teacher": "causal_lm",
 }
 LEARNING: dict[Role, Learning] = {"actor": "actor", "critic": "critic", "reward": "reward", "student": "sft"}
-"""What the default learning rate of a trained role follows."""
+"""Key of the default learning rate (learning_rates.py) of each trained role."""
 MODULES: dict[Role, type[Policy] | type[Scorer] | type[Teacher]] = {
     "actor": Policy,
     "reference": Policy,
@@ -68,12 +68,12 @@ MODULES: dict[Role, type[Policy] | type[Scorer] | type[Teacher]] = {
 EngineT = TypeVar("EngineT", bound=ModelEngine)
 FRESH_HEAD_STEP = 0.1
 """Learning rate of a critic's head of zeros, times the hidden size. Hidden states have a magnitude of about 1, so an
-update moves a value by a tenth at most."""
+update changes a value by at most a tenth."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """All that one engine is built from."""
+    """Everything that one engine is built from."""
 
     role: Role
     path: str
@@ -84,22 +84,22 @@ class EngineSpec:
     optimizer: OptimizerConfig | None = None
     """None: the engine is frozen."""
     lora: LoraConfig | None = None
-    """None: all weights learn."""
+    """None: all weights are trained."""
     total_updates: int = 1
-    """Optimizer updates of the run, for the schedule."""
+    """Number of optimizer updates of the run, for the schedule."""
     deepspeed_overrides: dict[str, Any] = field(default_factory=dict)
     offload_weights: bool = False
     """Keep the weights in host memory outside `on_device`; for a frozen model that ZeRO-3 does not partition."""
     heads: tuple[str, ...] | None = ()
-    """Names of a scorer's scores; empty: one score; none: those that it is stored with, at least one."""
+    """Names of a scorer's scores; empty: one score; none: those stored with the model, at least one."""
     fresh_head: bool = False
-    """Initialise a scorer's head even if the model has one."""
+    """Initialise a scorer's head also if the model has one."""
     head_lr: float | None = None
     """Learning rate of a critic's head; none: the optimizer's, at least FRESH_HEAD_STEP / hidden size if fresh."""
     learning: Learning | None = None
-    """What the default learning rate follows; none: what the role says."""
+    """Key of the default learning rate; none: that of the role (LEARNING)."""
     base: PreTrainedModel | None = None
-    """A model loaded from the same folder, whose frozen weights this one shares; both have adapters."""
+    """A model loaded from the same folder, whose frozen weights are shared; both models have adapters."""
 
 
 def build_engine(spec: EngineSpec, world: World) -> ModelEngine:
@@ -120,11 +120,11 @@ def build_actor(
     samples: bool = True,
     residency: RoleResidency | None = None,
 ) -> HybridEngine:
-    """Build an actor's engine, which also generates, as the rollout section says, unless a sampler on other ranks does
-    (`samples` false). See HybridEngine.
+    """Build the engine of an actor. It also generates, as set in the rollout section, unless a sampler on other ranks
+    does (`samples` false). Arguments as in HybridEngine.
 
     Raises:
-        UserError: as `build_engine`, or when the rollout needs inference weights and the model has none.
+        UserError: as in `build_engine`, or when the rollout needs inference weights and the model has none.
     """
     hybrid = partial(
         HybridEngine, rollout=rollout, max_logprob_diff=max_logprob_diff, samples=samples, residency=residency
@@ -133,12 +133,13 @@ def build_actor(
 
 
 def build_reader(spec: EngineSpec, world: World, *, tensor_parallel: int) -> InferenceReader:
-    """Load a frozen model into inference weights, of which each rank of a tensor-parallel group keeps a part. Every
-    rank calls, after `create_groups`.
+    """Load a frozen model into inference weights that are split over the ranks of a tensor-parallel group.
+
+    Every rank makes this call, after `create_groups`.
 
     Raises:
-        UserError: on every rank of a group, when the model cannot be loaded, or has no inference weights for so many
-            ranks.
+        UserError: on every rank of a group, when the model cannot be loaded, or has no inference weights for this
+            number of ranks.
     """
     group = world.split(tensor_parallel)
     with shared_user_errors(group):
@@ -156,7 +157,7 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
 
 
 def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, EngineOptions]:
-    """Load a role's model and hand it to DeepSpeed."""
+    """Load the model of a role and initialise DeepSpeed with it."""
     dtype = training_dtype(spec.model, world.device)
     config = deepspeed_config(zero=spec.zero, dtype=dtype, optimizer=spec.optimizer, overrides=spec.deepspeed_overrides)
     partitioned = config["zero_optimization"]["stage"] == 3
@@ -170,7 +171,7 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
         heads=spec.heads,
     )
     if spec.optimizer is not None:
-        for name in ("calibration", "step_separator"):  # they describe the scores before training
+        for name in ("calibration", "step_separator"):  # they describe scores before training
             vars(lm.config).pop(name, None)
     fresh_head |= spec.fresh_head
     if fresh_head:
@@ -205,13 +206,14 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
 
 
 def _gather_experts_together(lm: PreTrainedModel, stage: int, *, learns: bool) -> None:
-    """Prepare experts that are modules of their own for ranks whose tokens go to different ones.
+    """Prepare models with one module per expert for ranks whose tokens go to different experts.
 
-    ZeRO-3 gathers the weights of a module when it is called, so ranks would wait for each other; it gathers those of a
-    leaf all at once. Stages 1 and 2 reduce buckets of the gradients that a rank has, in the order in which it has them.
+    ZeRO-3 gathers the weights of a module when it is called, so ranks that call different experts would deadlock; the
+    weights of a leaf module are gathered together. Stages 1 and 2 reduce buckets of gradients in the order in which a
+    rank computes them, which differs between ranks.
 
     Raises:
-        UserError: for a trained model of this kind under stage 1 or 2.
+        UserError: for a trained model with one module per expert under stage 1 or 2.
     """
     mixtures = listed_mixtures(lm)
     if mixtures and learns and stage in (1, 2):
@@ -224,7 +226,7 @@ def _gather_experts_together(lm: PreTrainedModel, stage: int, *, learns: bool) -
 
 
 def _learning_rate(spec: EngineSpec, lm: PreTrainedModel, section: OptimizerConfig, *, is_main: bool) -> float:
-    """The peak learning rate: the configured one, or the one derived from the width of the model and its adapters."""
+    """Return the peak learning rate: as configured, or derived from the width of the model and its adapters."""
     if section.lr is not None:
         return section.lr
     lr, source = derived_rate(spec.learning or LEARNING[spec.role], width=_width(lm), lora=spec.lora)
@@ -242,8 +244,11 @@ def _width(lm: PreTrainedModel) -> int:
 
 
 def _head_lr(spec: EngineSpec, critic: PreTrainedModel, lr: float, *, fresh: bool) -> float:
-    """See EngineSpec. Weights of 0 must reach the scale of the scores, which takes thousands of updates at the learning
-    rate of trained layers; the rate of an output layer scales with 1 / width (muP, arXiv 2203.03466, table 3)."""
+    """Return the learning rate of a critic's head (EngineSpec.head_lr).
+
+    The weights of a fresh head are 0 and must reach the scale of the scores. With the learning rate of trained layers
+    this takes thousands of updates. The rate of an output layer scales with 1 / width (muP, arXiv 2203.03466, table 3).
+    """
     if spec.head_lr is not None:
         return spec.head_lr
     return max(lr, FRESH_HEAD_STEP / _width(critic)) if fresh and lr else lr
@@ -252,8 +257,8 @@ def _head_lr(spec: EngineSpec, critic: PreTrainedModel, lr: float, *, fresh: boo
 def _adamw(
     module: nn.Module, config: OptimizerConfig, lr: float, *, head: tuple[nn.Module, float] | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW with weight decay except for vectors (norms and biases); a head with its own learning rate is the last
-    group."""
+    """Create AdamW without weight decay for vectors (norms and biases). A head with a separate learning rate is the
+    last group."""
     score, head_lr = head or (nn.Module(), lr)
     heads = {id(p) for p in score.parameters()} if head_lr != lr else set[int]()
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -268,10 +273,10 @@ def _adamw(
 
 
 def _init_head(lm: PreTrainedModel, *, role: Role, seed: int) -> None:
-    """Initialise a score head without bias.
+    """Initialise a score head, which has no bias.
 
-    That of a reward model is normal with standard deviation 1 / sqrt(d + 1) (N details, no. 8). That of a critic is 0,
-    so that the first values are 0 and do not bias the first advantages (lm-human-preference-details,
+    The head of a reward model is normal with standard deviation 1 / sqrt(d + 1) (N details, no. 8). The head of a
+    critic is 0, so that the first values are 0 and do not bias the first advantages (lm-human-preference-details,
     train_policy_accelerate.py; VC-PPO, arXiv 2503.01491, section 3.1, on the bias).
     """
     weight: nn.Parameter = lm.score.weight  # type: ignore[assignment, union-attr]
@@ -282,11 +287,10 @@ def _init_head(lm: PreTrainedModel, *, role: Role, seed: int) -> None:
 
 
 def _prepare_deepspeed(world: World) -> None:
-    """Silence its log, prevent the build of an extension that is not used, and set up communication."""
+    """Silence DeepSpeed's log, prevent the build of an unused extension, and set up communication."""
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module="torch.distributed"
-    )  # about calls that DeepSpeed makes
+    # about calls that DeepSpeed makes
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if world.device.type == "cpu":
         disable_shm_extension()
     release_closed_groups()
@@ -295,12 +299,12 @@ def _prepare_deepspeed(world: World) -> None:
 
 
 def lr_factor(step: int, *, config: OptimizerConfig, total_steps: int) -> float:
-    """The factor of optimizer.lr at an update.
+    """Return the factor of optimizer.lr for an update.
 
     Args:
-        step: updates done before it.
+        step: number of earlier updates.
         config: schedule and warmup_fraction.
-        total_steps: updates of the run; linear and cosine schedules reach 0 after the last.
+        total_steps: number of updates of the run; linear and cosine schedules reach 0 after the last one.
     """
     warmup_steps = math.ceil(config.warmup_fraction * total_steps)
     if step < warmup_steps:

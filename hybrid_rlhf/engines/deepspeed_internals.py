@@ -1,9 +1,9 @@
-"""All use of DeepSpeed's private members, written against DeepSpeed 0.19; tests/house holds the other files to it.
+"""All uses of DeepSpeed's private members, written for DeepSpeed 0.19. A test (tests/house) forbids them elsewhere.
 
-Why one file: DeepSpeed has no public interface to the partitions of a parameter, to what its optimizers keep of it, or
-to the hooks of ZeRO-3. A new version of DeepSpeed is checked here. Each function states what it returns; none holds
-state. Attributes that DeepSpeed documents (`global_steps`, `GatheredParameters`, `offload_states`, ...) are used where
-they are needed.
+Why one file: DeepSpeed has no public interface to the partitions of a parameter, to its optimizer state, or to the
+hooks of ZeRO-3. Only this file has to be checked for a new version of DeepSpeed. The functions have no state of their
+own. Attributes that DeepSpeed documents (`global_steps`, `GatheredParameters`, `offload_states`, ...) are used directly
+in other files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from torch.distributed import distributed_c10d
 from hybrid_rlhf.runtime.world import World
 
 _BF16_MASTER_PARTITIONS = "fp32_groups_flat_partition"
-"""Master weights of DeepSpeed's bfloat16 optimizer without ZeRO, which partitions them over the ranks."""
+"""Attribute with the master weights of DeepSpeed's bfloat16 optimizer without ZeRO, which partitions them over
+ranks."""
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -35,34 +36,34 @@ _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO-3 partitions a parameter."""
+    """True if ZeRO-3 partitions a parameter."""
     return hasattr(parameter, "ds_id")
 
 
 def partition_of(parameter: nn.Parameter) -> Tensor | None:
-    """This rank's flat partition of a parameter under ZeRO-3; none for a parameter that is not partitioned."""
+    """Return this rank's flat partition of a parameter under ZeRO-3; None if it is not partitioned."""
     return getattr(parameter, "ds_tensor", None)
 
 
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of a parameter, gathered or not."""
+    """Full shape of a parameter, gathered or not."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def full_elements(parameter: nn.Parameter) -> int:
-    """The number of elements of a parameter, gathered or not."""
+    """Number of elements of a full parameter, gathered or not."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def release_gathered(parameter: nn.Parameter) -> None:
-    """Free the full copy of a parameter if ZeRO-3 has gathered it: a change of the partition would not reach it."""
+    """Free the full copy of a parameter if ZeRO-3 has gathered it, since changes of the partition do not update it."""
     if getattr(parameter, "ds_status", None) is ZeroParamStatus.AVAILABLE:
         parameter.partition()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def zero3_hooks_removed(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Remove the module hooks of ZeRO-3, which gather and release parameters around each layer, and restore them."""
+    """Remove the module hooks of ZeRO-3, which gather and release parameters around each layer, inside the context."""
     offload: Any = engine.optimizer.parameter_offload
     offload._remove_module_hooks()
     offload.forward_hooks.clear()
@@ -73,44 +74,45 @@ def zero3_hooks_removed(engine: DeepSpeedEngine) -> Iterator[None]:
         offload.setup_zero_stage3_hooks()
 
 
-# -- what the optimizer keeps of a parameter
+# -- optimizer state of a parameter
 
 
 @dataclass(frozen=True)
 class OptimizerSlice:
-    """Where the optimizer keeps a part of a parameter on this rank."""
+    """Location of this rank's part of a parameter in the optimizer."""
 
     flat: Tensor
-    """The tensor that the optimizer steps, with the master weights of one parameter or more."""
+    """Tensor that the optimizer updates, with the master weights of one or more parameters."""
     start: int
-    """First element of the part in `flat`."""
+    """Index of the first element of the part in `flat`."""
     offset: int
-    """First element of the part in the flattened parameter."""
+    """Index of the first element of the part in the flattened parameter."""
     elements: int
+    """Number of elements of the part."""
 
 
 def wrapped_optimizer(engine: DeepSpeedEngine) -> Any:
-    """The torch optimizer inside DeepSpeed's, or the engine's own where DeepSpeed wraps none."""
+    """Return the torch optimizer inside DeepSpeed's, or the engine's optimizer if it is not wrapped."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def swaps_optimizer_states(engine: DeepSpeedEngine) -> bool:
-    """Whether the optimizer's states are on NVMe."""
+    """True if optimizer states are on NVMe."""
     return bool(getattr(engine.optimizer, "swap_optimizer", False))
 
 
 def partitions_optimizer_states(engine: DeepSpeedEngine) -> bool:
-    """Whether each rank keeps the optimizer's states of a part of the weights only."""
+    """True if each rank keeps optimizer states for only a part of the weights."""
     return engine.zero_optimization_stage() > 0 or hasattr(engine.optimizer, _BF16_MASTER_PARTITIONS)
 
 
 def zero3_master_weights(engine: DeepSpeedEngine) -> list[Tensor]:
-    """This rank's master weights under ZeRO-3, one flat tensor per parameter group."""
+    """Return this rank's master weights under ZeRO-3, one flat tensor per parameter group."""
     return list(engine.optimizer.fp32_partitioned_groups_flat)
 
 
 def optimizer_slice(engine: DeepSpeedEngine, parameter: nn.Parameter) -> OptimizerSlice | None:
-    """Where the optimizer keeps this rank's part of a trained parameter; none where this rank has no part of it."""
+    """Return the location of this rank's part of a trained parameter in the optimizer; None if it has no part."""
     optimizer: Any = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         group, start, elements = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -130,7 +132,7 @@ def optimizer_slice(engine: DeepSpeedEngine, parameter: nn.Parameter) -> Optimiz
 
 
 def _master_weight(optimizer: Any, parameter: nn.Parameter) -> Tensor:
-    """The float32 master weight of a parameter without ZeRO; the parameter itself where there is none."""
+    """Return the float32 master weight of a parameter without ZeRO, or the parameter if there is none."""
     for weights, masters in _weights_and_masters(optimizer):
         for weight, master in zip(weights, masters, strict=True):
             if weight is parameter:
@@ -139,12 +141,12 @@ def _master_weight(optimizer: Any, parameter: nn.Parameter) -> Tensor:
 
 
 def _weights_and_masters(optimizer: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Groups of weights and their float32 master weights, without ZeRO."""
+    """Yield groups of weights and their float32 master weights, without ZeRO."""
     yield from zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=True)
 
 
 def copy_master_weights_to_model(engine: DeepSpeedEngine) -> None:
-    """Update the model's weights from the optimizer's master weights; every rank must call."""
+    """Update the model's weights from the master weights. Every rank must make this call."""
     optimizer: Any = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         optimizer.checkpoint_event_prologue()
@@ -163,24 +165,24 @@ def copy_master_weights_to_model(engine: DeepSpeedEngine) -> None:
 
 
 def counters(engine: DeepSpeedEngine) -> dict[str, int]:
-    """The engine's counters of steps and samples."""
+    """Return the engine's counters of steps and samples."""
     return {name: getattr(engine, name) for name in _COUNTERS}
 
 
 def set_counters(engine: DeepSpeedEngine, values: Mapping[str, int]) -> None:
-    """Restore what `counters` returned."""
+    """Restore the result of `counters`."""
     for name, value in values.items():
         setattr(engine, name, value)
 
 
 def loss_scale(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """The state of float16's loss scale; empty without one."""
+    """Return the state of float16's loss scale; empty without one."""
     scaler = _loss_scaler(engine)
     return {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
 
 
 def set_loss_scale(engine: DeepSpeedEngine, values: Mapping[str, Any]) -> None:
-    """Restore what `loss_scale` returned, as far as the engine has the same fields."""
+    """Restore the result of `loss_scale`, for the fields that this engine has."""
     scaler = _loss_scaler(engine)
     for name, value in values.items():
         if hasattr(scaler, name):
@@ -188,7 +190,7 @@ def set_loss_scale(engine: DeepSpeedEngine, values: Mapping[str, Any]) -> None:
 
 
 def _loss_scaler(engine: DeepSpeedEngine) -> Any:
-    """The object with the loss scale, whose name differs with and without ZeRO; none without a loss scale."""
+    """Return the object with the loss scale, whose name depends on ZeRO; None without a loss scale."""
     return getattr(engine.optimizer, "loss_scaler", getattr(engine.optimizer, "loss_scale_config", None))
 
 
@@ -196,23 +198,23 @@ def _loss_scaler(engine: DeepSpeedEngine) -> Any:
 
 
 def replace_model_step(engine: DeepSpeedEngine, step: Callable[[dict[str, Any] | None], None]) -> None:
-    """Let `step` take the place of an engine's update; `model_step` is DeepSpeed's own. Its clipping is disabled."""
+    """Replace an engine's update by `step`, and disable its clipping. `model_step` is DeepSpeed's update."""
     engine._take_model_step = step
     engine.clip_fp32_gradients = lambda: None
 
 
 def model_step(engine: DeepSpeedEngine, lr_kwargs: dict[str, Any] | None) -> None:
-    """DeepSpeed's update: step the optimizer and the schedule, clear the gradients, count the step."""
+    """Run DeepSpeed's update: step optimizer and schedule, clear the gradients, count the step."""
     DeepSpeedEngine._take_model_step(engine, lr_kwargs)
 
 
 def set_grad_norm(engine: DeepSpeedEngine, norm: float) -> None:
-    """Set what `engine.get_global_grad_norm()` returns."""
+    """Set the result of `engine.get_global_grad_norm()`."""
     engine._global_grad_norm = norm
 
 
 def skip_model_step(engine: DeepSpeedEngine) -> None:
-    """Clear the gradients and count a skipped step, as DeepSpeed does where float16 overflows."""
+    """Clear the gradients and count a skipped step, as DeepSpeed does when float16 overflows."""
     engine.zero_grad()
     engine._step_applied = False
     engine.skipped_steps += 1
@@ -220,7 +222,7 @@ def skip_model_step(engine: DeepSpeedEngine) -> None:
 
 
 def disable_gradient_allreduce(engine: DeepSpeedEngine) -> None:
-    """For a single rank: DeepSpeed would still copy all gradients into buckets and back."""
+    """Disable the all-reduce of gradients on a single rank, where DeepSpeed would copy them into buckets and back."""
     engine.buffered_allreduce_fallback = lambda *_, **__: None
 
 
@@ -233,15 +235,18 @@ def disable_shm_extension() -> None:
 
 
 def release_closed_groups() -> None:
-    """Release DeepSpeed's process groups if they belong to a world of this process that was closed."""
+    """Release DeepSpeed's process groups if they belong to a closed world of this process."""
     seen = groups._WORLD_GROUP
     if seen is not None and seen not in distributed_c10d._world.pg_group_ranks:
         groups._release_process_group_references()
 
 
 def align_ids(world: World) -> None:
-    """Before an engine is built: let its ranks number parameters and modules alike. ZeRO-3 compares these numbers, and
-    ranks may have built different engines before. Every rank of the engine calls."""
+    """Align the next ids of parameters and modules over the ranks of an engine that is about to be built.
+
+    ZeRO-3 compares ids between ranks, and ranks may have built different engines before. Every rank of the engine makes
+    this call.
+    """
     modules: list[int] = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0]
     counts = world.all_gather_objects((Init.param_id, modules[0]))
     Init.param_id, modules[0] = (max(numbers) for numbers in zip(*counts, strict=True))
@@ -249,9 +254,9 @@ def align_ids(world: World) -> None:
 
 @contextlib.contextmanager
 def engine_ranks(world: World) -> Iterator[None]:
-    """Let DeepSpeed see the ranks of one engine only: around all calls that may run its collectives.
+    """Make DeepSpeed use only the ranks of one engine; needed around all calls that may run its collectives.
 
-    DeepSpeed takes its group from torch's default group, and keeps a clone of that for all its engines.
+    DeepSpeed uses torch's default group, and keeps one clone of it for all engines.
     """
     if len(world.ranks) in (0, dist.get_world_size()):
         yield
@@ -266,7 +271,7 @@ def engine_ranks(world: World) -> Iterator[None]:
 
 
 def free_weights(module: nn.Module) -> None:
-    """Free the memory of a module's weights and partitions, of which DeepSpeed keeps references."""
+    """Free the memory of a module's weights and partitions, to which DeepSpeed keeps references."""
     for parameter in module.parameters():
         for tensor in (parameter, partition_of(parameter)):
             if tensor is not None:

@@ -1,4 +1,4 @@
-"""Config sections to DeepSpeed's JSON. Imports DeepSpeed only to validate sections that a user sets."""
+"""Converts config sections to DeepSpeed's JSON. Imports DeepSpeed only to validate sections set by the user."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _OURS = {
     ),
     "gradient_clipping": "max_grad_norm of the optimizer section",
 }
-"""Keys that a user may not set, and the settings to use instead. In float32 at stage 0 we clip ourselves."""
+"""Keys that a user may not set, and the settings to use instead. In float32 at stage 0, ModelEngine clips."""
 _SECTIONS = ("zero_optimization", "bf16", "fp16")
 
 
 def deepspeed_config(
     *, zero: ZeroConfig, dtype: torch.dtype, optimizer: OptimizerConfig | None, overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """The DeepSpeed config of one engine.
+    """Return the DeepSpeed config of one engine.
 
     Args:
         zero: stage and offload.
-        dtype: of the weights; bfloat16 and float16 have float32 master weights where the engine trains.
+        dtype: dtype of the weights; if trained, bfloat16 and float16 have float32 master weights.
         optimizer: for gradient clipping; none for a frozen engine.
-        overrides: the user's own DeepSpeed JSON, which takes precedence key by key.
+        overrides: DeepSpeed JSON of the user, which takes precedence key by key.
 
     Raises:
         UserError: when DeepSpeed rejects the overrides together with the other settings.
     """
     config: dict[str, Any] = {
-        # The trainers accumulate and step, and divide a loss once by its global count.
+        # The trainers accumulate gradients, call step, and divide a loss once by its global count.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
@@ -72,7 +72,7 @@ def deepspeed_config(
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `over` on top, section by section."""
+    """Return `base` with the keys of `over`, merged recursively."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -81,7 +81,7 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_overrides(path: str | None) -> dict[str, Any]:
-    """The user's DeepSpeed JSON, or {}.
+    """Read the user's DeepSpeed JSON; empty if there is none.
 
     Raises:
         UserError: when the file is missing, is not a JSON object, or sets a key that the run must control.
@@ -96,11 +96,11 @@ def read_overrides(path: str | None) -> dict[str, Any]:
         section = overrides[name]
         if not isinstance(section, dict):
             raise UserError(f"deepspeed_config's {name} must be an object of keys, {path} has {section!r}: correct it")
-        overrides[name] = section = {
-            key: value for key, value in section.items() if value != "auto"
-        }  # auto: our own value
+        # auto: use the library's value
+        overrides[name] = section = {key: value for key, value in section.items() if value != "auto"}
         fault = _fault(name, section)
-        if fault is not None and fault[0]:  # without a key the fault is a combination, and other keys may come from us
+        # a fault without a key is a combination, which the library's keys may still complete
+        if fault is not None and fault[0]:
             raise UserError(
                 f"deepspeed_config's {name} must be valid for DeepSpeed, {path} has {name}{fault[0]} ({fault[1]}): "
                 "correct or remove it"
@@ -109,7 +109,8 @@ def read_overrides(path: str | None) -> dict[str, Any]:
 
 
 def _fault(name: str, section: dict[str, Any]) -> tuple[str, str] | None:
-    """The key of a section that DeepSpeed rejects, "" for a combination of keys, and the reason."""
+    """Return the key of a section that DeepSpeed rejects ("" for a combination of keys) and the reason; None if
+    valid."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError  # DeepSpeed's own
@@ -121,10 +122,7 @@ def _fault(name: str, section: dict[str, Any]) -> tuple[str, str] | None:
         first = error.errors()[0]
         place = "".join(f".{part}" for part in first["loc"])
         return place, f"{first['msg']}, got {first['input']!r}" if place else first["msg"]
-    except (
-        AssertionError,
-        TypeError,
-        ValueError,
-    ) as error:  # from a deprecated key together with its successor, or a key "self"
+    except (AssertionError, TypeError, ValueError) as error:
+        # from a deprecated key together with its successor, or a key "self"
         return "", str(error)
     return None

@@ -1,7 +1,7 @@
 """One model and its optimizer under DeepSpeed.
 
-Why a wrapper: it owns the convention that makes gradients independent of micro-batches and ranks. A loss is a sum,
-together with the count that it is divided by over the whole update; DeepSpeed's mean over ranks is undone here.
+Why a wrapper: it makes gradients independent of the division into micro-batches and ranks. A loss is a sum, with the
+count of the whole update as its divisor. DeepSpeed's mean over ranks is undone here.
 """
 
 from __future__ import annotations
@@ -46,46 +46,46 @@ class UpdateStats:
     lr: float
     grad_norm: float | None
     skipped: bool = False
-    """The gradient was not finite: weights, optimizer and schedule are unchanged, on every rank."""
+    """True if the gradient was not finite; weights, optimizer and schedule are then unchanged on every rank."""
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Properties of a model that ranks without it need."""
+    """Properties of a model for ranks that do not have it."""
 
     parameters: int
-    """See ModelEngine."""
+    """Number of parameters, including adapters."""
     packs: bool
-    """See ModelEngine."""
+    """True if all layers compute batches without padding."""
     eos_token_ids: int | list[int] | None = None
-    """Tokens that end a completion of a language model, of its generation config."""
+    """EOS tokens of a language model's generation config."""
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the weights of the base model by name."""
     max_logprob_diff: float = 0.0
-    """See HybridEngine."""
+    """As in HybridEngine."""
     rounds_otherwise: bool = False
-    """See HybridEngine."""
+    """As in HybridEngine."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine trains, and what it offloads."""
+    """Clipping and offloading of an engine."""
 
     max_grad_norm: float = 0.0
-    """Largest gradient norm of a trained model; 0 does not clip."""
+    """Gradient norm to which a trained model is clipped; 0: no clipping."""
     offload_activations: bool = False
     """Keep activations in host memory between forward and backward."""
     offload_weights: bool = False
-    """Keep the weights of a frozen model, which is not partitioned, in host memory outside `on_device`."""
+    """Keep the weights of a frozen, unpartitioned model in host memory outside `on_device`."""
 
 
 class ModelEngine:
-    """A role's model: call it to compute, `backward` and `step` to train it."""
+    """The model of a role. Call it to compute; call `backward` and `step` to train it."""
 
     tensor_parallel = 1
-    """Ranks that compute the same rows together."""
+    """Number of ranks that compute the same rows together."""
     reports_rows = True
-    """Whether this rank is the one of them whose results count."""
+    """True if the results of this rank count, among those that compute the same rows."""
 
     def __init__(self, role: Role, engine: DeepSpeedEngine, world: World, options: EngineOptions | None = None) -> None:
         self.role: Role = role
@@ -94,13 +94,13 @@ class ModelEngine:
         self._options = options or EngineOptions()
         self._host_weights = self._offloaded_weights() if self._options.offload_weights else None
         if self.is_trained and isinstance(engine.optimizer, torch.optim.Optimizer):
-            # Clip here too, so that the norm is known; DeepSpeed's own optimizers report theirs.
+            # Clip here, so that the norm is known; DeepSpeed's own optimizers report it.
             replace_model_step(engine, self._step_if_finite)
         if world.size == 1:
             disable_gradient_allreduce(engine)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward."""
+        """Run the forward of the wrapped module."""
         offloads = self._options.offload_activations and torch.is_grad_enabled()
         with engine_ranks(self.world), ActivationOffload() if offloads else contextlib.nullcontext():
             return self._engine(*args, **kwargs)
@@ -109,16 +109,17 @@ class ModelEngine:
         return OffloadedWeights(self.module, self.world.device, layers=layer_list(self.lm) or ())
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
-        """Around the computation of a frozen model, whose weights may be offloaded outside."""
+        """Context for computations with a frozen model, whose weights may be offloaded outside it."""
         return contextlib.nullcontext() if self._host_weights is None else self._host_weights.on_device()
 
     def drop_weights(self) -> None:
-        """Free the memory of a frozen model, which cannot be used afterwards; DeepSpeed keeps references to it."""
+        """Free the weights of a frozen model, to which DeepSpeed keeps references. The model cannot be used
+        afterwards."""
         free_weights(self.module)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[ModelEngine]:
-        """This engine as its own reference: the base model without its adapters, at no cost in memory.
+        """Use this engine as its own reference: the base model without its adapters, without extra memory.
 
         Raises:
             ValueError: for a model without adapters.
@@ -132,86 +133,86 @@ class ModelEngine:
 
     @property
     def module(self) -> nn.Module:
-        """The Policy or Scorer."""
+        """The wrapped Policy or Scorer."""
         return self._engine.module  # type: ignore[no-any-return]
 
     @property
     def deepspeed_engine(self) -> DeepSpeedEngine:
-        """With all its states where they train, for use inside this folder."""
+        """The DeepSpeed engine, with all its states on the training device. For use inside this folder."""
         return self._engine
 
     @property
     def is_trained(self) -> bool:
-        """Whether it has an optimizer."""
+        """True if the model has an optimizer."""
         return self._engine.optimizer is not None and self._engine.lr_scheduler is not None
 
     @property
     def lm(self) -> PreTrainedModel:
-        """The Hugging Face model inside."""
+        """The Hugging Face model inside the module."""
         return self.module.lm  # type: ignore[return-value]
 
     @property
     def config(self) -> PreTrainedConfig:
-        """Of the Hugging Face model."""
+        """Config of the Hugging Face model."""
         return self.lm.config
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, those of adapters included."""
+        """Number of parameters, including adapters."""
         return sum(full_elements(parameter) for parameter in self.module.parameters())
 
     @property
     def packs(self) -> bool:
-        """Whether all layers compute batches without padding; some of other models compute rows x longest tokens."""
+        """True if all layers compute batches without padding; else some layers compute rows x longest tokens."""
         return not pads(self.lm)
 
     @property
     def facts(self) -> EngineFacts:
-        """Properties for the ranks without this model."""
+        """Properties of the model for ranks that do not have it."""
         settings = self.lm.generation_config if self.lm.can_generate() else None
         weights = {name: full_shape(weight) for name, weight in base_parameters(self.lm)}
         return EngineFacts(self.parameters, self.packs, None if settings is None else settings.eos_token_id, weights)
 
     @property
     def weight_version(self) -> int:
-        """Optimizer updates of the current weights."""
+        """Number of optimizer updates of the current weights."""
         return int(self._engine.global_steps)
 
     @property
     def device(self) -> torch.device:
-        """The device that batches must be on."""
+        """Device that batches must be on."""
         return self.world.device
 
     def backward(self, total: Tensor, *, count: float) -> None:
         """Add the gradient of total / count.
 
         Args:
-            total: scalar, a sum of losses over this rank's micro-batch.
+            total: scalar, sum of losses over this rank's micro-batch.
             count: divisor of the sum over all micro-batches and ranks of this update.
         """
-        # DeepSpeed averages over ranks; multiplied by their number, that is a sum.
+        # DeepSpeed averages over ranks; multiplied by the number of ranks, this is a sum.
         with engine_ranks(self.world):
             self.deepspeed_engine.backward(total * (self.world.size / max(count, 1.0)), scale_wrt_gas=False)
 
     def with_router_losses(self, loss: LossSum, weights: Tensor) -> LossSum:
-        """A loss with those of the routers in the last forward, if the model has them (models/routers/losses.py).
+        """Add the router losses of the last forward to a loss, if the model has any (models/routers/losses.py).
 
         Args:
-            loss: of the micro-batch.
-            weights: [B], the share of each sequence in the loss's count.
+            loss: loss of the micro-batch.
+            weights: [B], share of each sequence in the count of the loss.
         """
-        found = getattr(self.module, "router_losses", None)
-        return loss if found is None else found.added_to(loss, weights)
+        router_losses = getattr(self.module, "router_losses", None)
+        return loss if router_losses is None else router_losses.added_to(loss, weights)
 
     @property
     def router_agreement(self) -> Tensor | None:
-        """[2] float64, of the last forward: recorded choices of experts that its routers used, and all recorded ones
-        (models/routers/replay.py); none: it had none."""
+        """[2] float64, for the last forward: number of recorded expert choices that its routers also made, and number
+        of all recorded choices (models/routers/replay.py); None if there were no recorded choices."""
         replay = getattr(self.module, "replay", None)
         return None if replay is None else replay.agreement
 
     def step(self) -> UpdateStats:
-        """Apply the accumulated gradient, step the schedule, clear the gradient."""
+        """Apply the accumulated gradient, step the schedule, and clear the gradient."""
         lr = float(self._engine.get_lr()[0])
         with engine_ranks(self.world):
             self.deepspeed_engine.step()
@@ -220,20 +221,22 @@ class ModelEngine:
         return UpdateStats(lr=lr, grad_norm=None if norm is None else float(norm), skipped=skipped)
 
     def _step_if_finite(self, lr_kwargs: dict[str, Any] | None) -> None:
-        """The update of a plain float32 engine; DeepSpeed's own would apply a gradient that is not finite."""
+        """Update a plain float32 engine unless the gradient is not finite; DeepSpeed's update would apply it anyway."""
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         set_grad_norm(self._engine, float(norm))
         if not norm.isfinite():
             skip_model_step(self._engine)
             return
-        if 0.0 < self._options.max_grad_norm < float(norm):  # below it, clipping would multiply all gradients by 1
+        # below the limit, clipping would multiply all gradients by 1
+        if 0.0 < self._options.max_grad_norm < float(norm):
             torch.nn.utils.clip_grads_with_norm_(parameters, self._options.max_grad_norm, norm)
         model_step(self._engine, lr_kwargs)
 
 
 class AbsentEngine:
-    """Placeholder for a role's model on a rank that does not have it; it has the model's facts and cannot compute."""
+    """Placeholder for the model of a role on a rank that does not have it. It has the model's facts, but cannot
+    compute."""
 
     def __init__(self, role: Role, world: World, facts: EngineFacts) -> None:
         self.role: Role = role
@@ -241,4 +244,4 @@ class AbsentEngine:
         self.facts = facts
         self.parameters, self.packs = facts.parameters, facts.packs
         self.weight_version = 0
-        """Optimizer updates of the current weights, as of the last synchronization."""
+        """Number of optimizer updates of the weights at the last synchronization."""

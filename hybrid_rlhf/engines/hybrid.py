@@ -1,10 +1,10 @@
 """The actor's engine: it trains under ZeRO, and inside `inference()` it generates.
 
-On entry a weight sync builds inference weights from the training weights, bucket by bucket: gathered from ZeRO-3's
-partitions, adapters merged in, split to this rank's part of tensor parallelism, fused. Training weights are only read,
-so training continues bit for bit. On exit all memory is released. A model without inference weights generates through
-its Hugging Face module, with all its weights gathered; DeepSpeed's module hooks are removed for that time, since they
-would release and gather the weights of each layer again.
+On entry, a weight sync builds inference weights from the training weights, bucket by bucket: weights are gathered from
+ZeRO-3's partitions, adapters are merged, and this rank's tensor-parallel part is selected and fused. Training weights
+are only read, so training continues bit for bit. On exit, memory is released unless it is kept for the next rollout. A
+model without inference weights generates through its Hugging Face module, with all weights gathered. DeepSpeed's module
+hooks are then removed, since they would release and gather the weights of each layer again.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from hybrid_rlhf.models.routers.replay import RouterReplay
 from hybrid_rlhf.runtime.world import World
 
 BUCKET_ELEMENTS = 2**26
-"""Most elements gathered at once, unless one weight alone is larger."""
+"""Maximum number of elements gathered at once, unless a single weight is larger."""
 
 
 @dataclass(frozen=True)
 class _KeptBackend:
-    """Inference weights, KV cache and CUDA graphs that stay in memory between rollouts, or snapshots."""
+    """Inference weights, KV cache and CUDA graphs that stay in memory between rollouts or snapshots."""
 
     weight_version: int
-    """Of the training weights at the last sync; -1 forces the next one."""
+    """Version of the training weights at the last sync; -1 forces the next sync."""
     backend: NativeBackend
 
 
 class HybridEngine(ModelEngine):
-    """A ModelEngine of an actor that can also generate."""
+    """The ModelEngine of an actor, which can also generate."""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class HybridEngine(ModelEngine):
         samples: bool = True,
         residency: RoleResidency | None = None,
     ) -> None:
-        """Wrap an engine; every rank must call.
+        """Wrap a DeepSpeed engine. Every rank must make this call.
 
         Args:
-            role: its name.
-            engine: the actor's.
+            role: name of the role.
+            engine: the DeepSpeed engine of the actor.
             world: the ranks that train it.
-            options: see EngineOptions.
-            rollout: how it generates; none: the defaults.
-            max_logprob_diff: see faults.max_logprob_diff.
-            samples: whether it generates; false: only a sampler on other ranks does (engines/separate/), and this one
-                has no inference weights.
-            residency: where its memory lies in each phase; none: as the rollout says.
+            options: as in ModelEngine.
+            rollout: settings of generation; none: the defaults.
+            max_logprob_diff: faults.max_logprob_diff of the config.
+            samples: the engine generates; false: only a sampler on other ranks does (engines/separate/), and this
+                engine has no inference weights.
+            residency: location of its memory in each phase; none: as set in the rollout section.
 
         Raises:
             UserError: when tensor_parallel, quantization, routing_replay, async_sampling or partial needs inference
@@ -99,17 +99,17 @@ class HybridEngine(ModelEngine):
             rules = ResidencyRules.of_rollout(self._rollout, cuda=world.device.type == "cuda")
             residency = rules.actor(int(engine.zero_optimization_stage()), samples=samples)
         self._offloads_states = residency.visits("optimizer") or residency.visits("gradients")
-        # with a larger policy lag several snapshots are open at a time, each with weights of its own
+        # with a larger policy lag, several snapshots with separate weights are open at a time
         self._keeps = residency.stays("inference weights") and self._rollout.policy_lag <= 1
         self._snapshot: GenerationEngine | None = None
         self.generation_world = world.split(self._rollout.tensor_parallel if samples else 1)
-        """The ranks that generate together, from the same prompts."""
+        """Tensor-parallel ranks that generate together, from the same prompts."""
         self.weight_sync_seconds = 0.0
-        """Time of the last weight sync, offloading and release of memory included, without the check."""
+        """Time of the last weight sync, including offloading and release of memory, without the check."""
         self.weight_check_seconds = 0.0
-        """Time of the check after it."""
+        """Time of the check after the last weight sync."""
         self.work = DecodeWork()
-        """What decoding did on this rank in the last rollout."""
+        """Decoding work of this rank in the last rollout."""
         self._host_states = OffloadedStates(engine, world.device)
         self._elements = ElementCheck(self.lm)
         dtype = next(self.lm.parameters()).dtype
@@ -119,9 +119,9 @@ class HybridEngine(ModelEngine):
         self.max_logprob_diff = logprob_limit(
             max_logprob_diff, dtype, inference_dtype, quantised=quantization is not None
         )
-        """Largest mean difference of log-probs between sampler and trainer, in nats, beyond which a run stops."""
+        """Limit of the mean difference of log-probs between sampler and trainer, in nats, beyond which a run stops."""
         self.rounds_otherwise = rounds_otherwise(self._rollout, dtype)
-        """Whether log-probs of the sampler, by whatever ranks sample, have other precision than those of training."""
+        """True if log-probs are computed with a different precision in sampling than in training, on any ranks."""
         self._kept: _KeptBackend | None = None
         self._module_support: ModuleSupport | None = None
         self._inference_weights: InferenceWeights | None = None
@@ -130,7 +130,8 @@ class HybridEngine(ModelEngine):
         self._follow_routes(architecture)
 
     def _plan_inference_weights(self, dtype: torch.dtype) -> ModelDescription | None:
-        """Plan them, and what needs them; none for a model that has none."""
+        """Plan inference weights and check the settings that need them; returns the model's description, None without
+        them."""
         rollout = self._rollout
         if rollout.backend == "auto":
             self._inference_weights = plan_inference_weights(
@@ -154,7 +155,7 @@ class HybridEngine(ModelEngine):
         return None if self._inference_weights is None else self._inference_weights.architecture
 
     def _follow_routes(self, architecture: ModelDescription | None) -> None:
-        """Have the training forward compare its experts with recorded ones, or use these."""
+        """Set up the training forward to compare its experts with recorded ones, or to use the recorded ones."""
         replays = self._rollout.routing_replay
         kind = None if architecture is None or not architecture.expert_layers else architecture.experts
         if kind is None:
@@ -174,26 +175,27 @@ class HybridEngine(ModelEngine):
 
     @property
     def deepspeed_engine(self) -> DeepSpeedEngine:
-        """See ModelEngine."""
+        """The DeepSpeed engine, after offloaded states have returned to the device."""
         self._host_states.wait()
         return self._engine
 
     @property
     def groups(self) -> tuple[int, int | None]:
-        """See SamplingEngine."""
+        """Number of tensor-parallel groups, and the index of this rank's; None: it is in none."""
         return groups_of(self.world, self.generation_world)
 
     @property
     def facts(self) -> EngineFacts:
-        """See ModelEngine."""
+        """Properties of the model for ranks that do not have it."""
         return replace(super().facts, max_logprob_diff=self.max_logprob_diff, rounds_otherwise=self.rounds_otherwise)
 
     @contextlib.contextmanager
     def inference(
         self, *, stop_token_ids: tuple[int, ...] | None = None, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> Iterator[GenerationEngine]:
-        """Generate with the current weights. Every rank must enter, and the ranks of one `generation_world` must
-        generate from the same prompts.
+        """Return a context in which the actor generates with its current weights.
+
+        Every rank must enter, and the ranks of one `generation_world` must generate from the same prompts.
 
         Args:
             stop_token_ids: tokens that end every completion; none: the model's own EOS tokens.
@@ -239,19 +241,19 @@ class HybridEngine(ModelEngine):
     def snapshot(
         self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
     ) -> GenerationEngine:
-        """An engine with a copy of the current weights, for another thread while training changes them; every rank
-        must call.
+        """Return an engine with a copy of the current weights, for another thread while training changes them.
 
-        With a policy lag of 1 the copy is kept: the next snapshot, or `inference` after this one has sampled, writes
-        newer weights into it, and CUDA graphs, which hold its addresses, are captured once per batch size, while no
-        thread samples. With a larger lag each snapshot has its own copy, and no CUDA graphs.
+        Every rank must make this call. With a policy lag of 1, the copy is reused: the next snapshot or `inference`
+        writes newer weights into it after this snapshot has sampled. CUDA graphs, which contain its addresses, are
+        captured once per batch size, while no thread samples. With a larger lag, each snapshot has a separate copy, and
+        no CUDA graphs.
 
         Args:
             stop_token_ids: tokens that end every completion.
             tokenizer: for stop strings.
 
         Raises:
-            RuntimeError: when an earlier snapshot with the same weights is not closed.
+            RuntimeError: when an earlier snapshot of the same copy is not closed.
         """
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
         start = time.perf_counter()
@@ -273,7 +275,7 @@ class HybridEngine(ModelEngine):
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
-        """While other weights than those of training are in place, under the same version: kept ones are synced."""
+        """Context in which the model temporarily has other weights under the same version; they are synced on use."""
         self._force()
         try:
             yield
@@ -285,27 +287,28 @@ class HybridEngine(ModelEngine):
             self._kept = replace(self._kept, weight_version=-1)
 
     def _synced_backend(self) -> NativeBackend:
-        """The backend of the current weights; synced only if they have changed, or were not kept."""
-        kept = self._kept
-        if kept is not None and kept.weight_version == self.weight_version:
-            return kept.backend
+        """Return a backend with the current weights; syncs only if they have changed or were not kept."""
+        previous = self._kept
+        if previous is not None and previous.weight_version == self.weight_version:
+            return previous.backend
         self._kept = None
         assert self._inference_weights is not None, "called for models with inference weights only"
-        if kept is not None and not self._inference_weights.in_place:
-            kept.backend.close()  # its weights are freed before newer ones are built
-            kept = None
+        if previous is not None and not self._inference_weights.in_place:
+            previous.backend.close()  # free its weights before newer ones are built
+            previous = None
         decoder = self._build_decoder(views=not self._rollout.policy_lag)
-        if kept is None:
+        if previous is None:
             backend = rollout_backend(decoder, self._rollout)
         else:
-            backend = kept.backend
+            backend = previous.backend
             backend.sync_weights(decoder)
         if self._keeps:
             self._kept = _KeptBackend(self.weight_version, backend)
         return backend
 
     def _build_decoder(self, *, views: bool) -> Decoder:
-        """The decoder of the current weights, checked; `views`: it may share the memory of training weights."""
+        """Build and check a decoder with the current weights; `views`: it may share memory with the training
+        weights."""
         assert self._inference_weights is not None, "called for models with inference weights only"
         weights = full_weights(self.lm, bucket_elements=BUCKET_ELEMENTS)
         decoder = self._inference_weights.build(
@@ -321,12 +324,12 @@ class HybridEngine(ModelEngine):
         )
         seconds = time.perf_counter() - start
         self.weight_check_seconds += seconds
-        self.weight_sync_seconds -= seconds  # the caller times both
+        self.weight_sync_seconds -= seconds  # the caller measures both
         return decoder
 
     @contextlib.contextmanager
     def _module_backend(self) -> Iterator[ModuleBackend]:
-        """The Hugging Face module with all its weights gathered and adapters merged."""
+        """Context with a backend of the Hugging Face module, with all weights gathered and adapters merged."""
         with contextlib.ExitStack() as stack:
             if has_partitions(self.lm):
                 stack.enter_context(zero3_hooks_removed(self._engine))
@@ -339,10 +342,10 @@ class HybridEngine(ModelEngine):
 
 
 class AbsentActor(AbsentEngine):
-    """An actor on a rank that does not have it, and so does not sample."""
+    """Placeholder for the actor on a rank that does not have it, and does not sample."""
 
     def __init__(self, role: Role, world: World, facts: EngineFacts, *, tensor_parallel: int = 1) -> None:
-        """Take the ranks of the actor, its facts, and how many ranks generate together."""
+        """Args: role, ranks and facts of the actor, and the number of ranks that generate together."""
         super().__init__(role, world, facts)
         self.generation_world = world.split(tensor_parallel)
         self.work = DecodeWork()
@@ -351,24 +354,24 @@ class AbsentActor(AbsentEngine):
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
+        """Device of this rank."""
         return self.world.device
 
     @property
     def groups(self) -> tuple[int, int | None]:
-        """See SamplingEngine."""
+        """Number of tensor-parallel groups, and the index of this rank's; None: it is in none."""
         return groups_of(self.world, self.generation_world)
 
     @contextlib.contextmanager
     def inference(
         self, *, stop_token_ids: tuple[int, ...] | None = None, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> Iterator[None]:
-        """See HybridEngine; there is no generation on this rank."""
+        """Return a context of None: this rank does not generate."""
         yield None
 
     def snapshot(self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """See HybridEngine; there is no generation on this rank."""
+        """Return None: this rank does not generate."""
 
     def other_weights(self) -> contextlib.AbstractContextManager[None]:
-        """See HybridEngine."""
+        """Return a context that does nothing: this rank has no weights."""
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Full weights gathered from ZeRO-3's partitions while they are needed. A no-op for models without partitions."""
+"""Gathers full weights from ZeRO-3's partitions while they are needed. Does nothing for models without partitions."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from hybrid_rlhf.runtime.world import World
 
 
 def has_partitions(module: nn.Module) -> bool:
-    """Whether ZeRO-3 partitions a module's parameters."""
+    """True if ZeRO-3 partitions a module's parameters."""
     return any(is_partitioned(parameter) for parameter in module.parameters())
 
 
 @contextlib.contextmanager
 def gathered(parameters: Iterable[nn.Parameter], *, writer_rank: int | None = None) -> Iterator[None]:
-    """Gather parameters; every rank must enter.
+    """Gather parameters inside the context. Every rank must enter.
 
     Args:
         parameters: partitioned or not.
-        writer_rank: the rank whose changes to them are kept; none: they are only read.
+        writer_rank: rank whose changes are kept; none: the parameters are only read.
     """
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
     with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=writer_rank, enabled=bool(partitioned)):
@@ -38,47 +38,47 @@ def gathered(parameters: Iterable[nn.Parameter], *, writer_rank: int | None = No
 
 @dataclass(frozen=True)
 class GatheredWeight:
-    """A weight of the base model, gathered for the moment."""
+    """A weight of the base model that is gathered at the moment."""
 
     name: str
-    """Its name in the Hugging Face model."""
+    """Name in the Hugging Face model."""
     parameter: nn.Parameter
     adapter: LoraLayer | None
-    """The LoRA layer whose base weight it is."""
+    """LoRA layer with this base weight; none: the weight has no adapter."""
 
     def merged(self) -> Tensor:
-        """Its value, with the adapter merged into a copy if there is one."""
+        """Return the value, with the adapter, if any, merged into a copy."""
         return self.parameter.detach() if self.adapter is None else merged_weight(self.adapter)
 
     @property
     def is_copy(self) -> bool:
-        """Whether `merged` is new memory."""
+        """True if `merged` returns new memory."""
         return self.adapter is not None
 
     @property
     def is_persistent(self) -> bool:
-        """Whether the memory of `merged` outlives the gathering."""
+        """True if the memory of `merged` stays valid when the weight is released."""
         return self.is_copy or not is_partitioned(self.parameter)
 
 
 def base_parameters(lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """A model's weights under their Hugging Face names: tied ones once, adapters excluded."""
+    """Yield a model's weights with their Hugging Face names: tied weights once, without adapters."""
     for name, parameter in lm.named_parameters():
         if ".lora_" not in name:
             yield plain_name(name), parameter
 
 
 def adapted_layers(lm: nn.Module) -> dict[int, LoraLayer]:
-    """The layers with adapters, by the id of the weight that they adapt."""
+    """Return the layers with adapters, by the id of their base weight."""
     return {id(base_weight(layer)): layer for _, layer in lora_layers(lm)}
 
 
 def full_weights(lm: nn.Module, *, bucket_elements: int) -> Iterator[GatheredWeight]:
-    """A model's weights one by one, each gathered until the next; every rank must iterate over all of them.
+    """Yield a model's weights one by one; each is gathered until the next. Every rank must iterate over all of them.
 
     Args:
-        lm: partitioned or not, with adapters or without.
-        bucket_elements: most elements gathered at once; a larger weight is gathered alone.
+        lm: partitioned or not, with or without adapters.
+        bucket_elements: maximum number of elements gathered at once; a larger weight is gathered alone.
     """
     adapted = adapted_layers(lm)
     bucket: list[GatheredWeight] = []
@@ -98,10 +98,10 @@ def full_weights(lm: nn.Module, *, bucket_elements: int) -> Iterator[GatheredWei
 
 
 def full_tensors(lm: nn.Module, world: World) -> Iterator[tuple[str, Tensor | None]]:
-    """A model's weights one by one under their Hugging Face names, adapters merged in.
+    """Yield a model's weights one by one with their Hugging Face names, adapters merged; tied weights once.
 
-    Every rank must iterate over all of them; only rank 0 receives tensors (on the host), so that no rank holds a full
-    model. Tied weights come once.
+    Every rank must iterate over all of them. Only rank 0 receives tensors, on the host, so no device needs memory for a
+    full model.
     """
     for weight in full_weights(lm, bucket_elements=0):
         yield weight.name, weight.merged().to("cpu", copy=True).contiguous() if world.is_main else None
@@ -112,7 +112,7 @@ def full_tensors(lm: nn.Module, world: World) -> Iterator[tuple[str, Tensor | No
 
 
 def adapter_tensors(lm: nn.Module, world: World) -> Iterator[tuple[str, Tensor | None]]:
-    """A model's adapters and its trained head one by one; see `full_tensors`."""
+    """Yield a model's adapters and trained head one by one, as `full_tensors`."""
     for name, parameter in lm.named_parameters():
         if parameter.requires_grad:
             with gathered([parameter]):
@@ -120,16 +120,16 @@ def adapter_tensors(lm: nn.Module, world: World) -> Iterator[tuple[str, Tensor |
 
 
 def set_weights(parameter: nn.Parameter, values: Tensor) -> None:
-    """Set the values of a parameter, partitioned or not; every rank must call."""
+    """Set the values of a parameter, partitioned or not. Every rank must make this call."""
     with gathered([parameter], writer_rank=0), torch.no_grad():
         if parameter.numel():
             parameter.copy_(values.to(parameter))
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy a model's weights, adapters merged in, to another of its architecture; either may be partitioned.
+    """Copy a model's weights, adapters merged, to another model of the same architecture; both may be partitioned.
 
-    Every rank must call.
+    Every rank must make this call.
     """
     parameters = dict(target.named_parameters())
     for weight in full_weights(source, bucket_elements=0):
@@ -137,9 +137,9 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def share_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Let a model use the frozen backbone weights of another that was loaded from the same folder.
+    """Make `target` use the frozen backbone weights of `source`, which was loaded from the same folder.
 
-    Both are without partitions, and neither may change the shared weights. Adapters and heads remain separate.
+    Neither model may be partitioned or change the shared weights. Adapters and heads remain separate.
     """
     weights = dict(base_parameters(backbone_of(source)))
     for name, parameter in base_parameters(backbone_of(target)):

@@ -3,8 +3,8 @@
 Read `engine.py` first (the interface), then `backends/` (what computes: the library's decoder or the Hugging Face
 module), `batching/continuous.py` (which requests decode together), `model/decoder.py` (one forward pass), `ops/` (the
 operations in it), `weights/` (a Hugging Face model to inference weights) and `architecture/` (a model as numbers).
-`chat.py` is a conversation, `open_batch.py` a batch that takes requests while it decodes. Each folder imports only from
-those below it: engine, backends, batching, weights, model, ops, architecture.
+`chat.py` is a conversation, `open_batch.py` a batch that takes requests while it decodes. Each folder imports only
+from those after it in this order: engine, backends, batching, weights, model, ops, architecture.
 """
 
 from hybrid_rlhf.generation.engine import GenerationEngine

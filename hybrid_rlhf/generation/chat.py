@@ -1,6 +1,6 @@
-"""A conversation with a model: user messages in, text out in pieces.
+"""A conversation with a model: takes user messages, streams the text of replies.
 
-Why here: the chat command is one interface to it; the conversation itself can be tested without a terminal.
+Why here and not in the chat command: the conversation can be tested without a terminal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Encoder = Callable[[list[dict[str, str]]], list[int]]
 
 
 class ChatSession:
-    """The messages so far, and an engine that continues them."""
+    """Messages of a conversation, and the engine that replies."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ChatSession:
             engine: generates the replies.
             tokenizer: decodes their tokens.
             encode: turns messages into the token ids of a prompt.
-            system: the system prompt; none: the chat template's own.
+            system: the system prompt; none: that of the chat template.
         """
         self._engine, self._tokenizer, self._encode = engine, tokenizer, encode
         self.system = system
@@ -44,14 +44,14 @@ class ChatSession:
         self.messages = []
 
     def close(self) -> None:
-        """Free the memory of the model; nothing can be said afterwards."""
+        """Close the engine, which frees the memory of the model."""
         self._engine.close()
 
     def say(self, text: str, sampling: SamplingParams) -> Generator[str, None, None]:
         """Add a user message and stream the reply, in pieces of text that end at character boundaries.
 
         Raises:
-            UserError: when the prompt cannot be completed; the message is then removed again.
+            UserError: when the prompt is too long or otherwise invalid; the message is then removed again.
         """
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
@@ -62,10 +62,10 @@ class ChatSession:
             raise
 
     def again(self, sampling: SamplingParams) -> Generator[str, None, None]:
-        """Replace the last reply by another, which is streamed as in `say`.
+        """Replace the last reply by a new one, streamed as in `say`.
 
         Raises:
-            UserError: when there is no reply; the messages are then as before.
+            UserError: when there is no message, or the prompt is invalid; the messages are then unchanged.
         """
         if not self.messages:
             raise UserError("another reply needs a message, got none: say something first")
@@ -97,5 +97,5 @@ class ChatSession:
             self.messages.append({"role": "assistant", "content": reply})
 
     def transcript(self) -> list[dict[str, str]]:
-        """All messages, the system prompt first."""
+        """Return all messages, beginning with the system prompt if there is one."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.messages

@@ -1,7 +1,7 @@
-"""The generation engine: completions for any number of prompts of any lengths.
+"""The generation engine: completions for any number of prompts of any length.
 
-The engine checks prompts, makes requests of them and collects results; a backend (backends/) computes. It works alone
-(`GenerationEngine.from_pretrained`) and on the actor of a training run (engines/hybrid.py).
+The engine checks prompts, turns them into requests and collects results; a backend (backends/) computes. It is used
+alone (`GenerationEngine.from_pretrained`) and on the actor of a training run (engines/hybrid.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 
 class GenerationEngine:
-    """Completions from a causal LM."""
+    """Generates completions with a causal LM."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class GenerationEngine:
             backend: runs the model.
             stop_token_ids: tokens that end every completion.
             tokenizer: for stop strings.
-            weight_version: recorded for every token.
+            weight_version: version of the weights, recorded for every token.
             adapters: names of the backend's adapters, in the order of their indices.
-            shared: what gives the backend newer weights after its model was trained; none: the caller does.
-            keeps_backend: leave the backend open when the engine is closed, for a later engine.
+            shared: inference weights that follow the trained model; none: the caller updates the backend.
+            keeps_backend: do not close the backend with the engine, so that a later engine can use it.
         """
         self._backend: GenerationBackend | None = backend
         self.weight_version = weight_version
@@ -75,7 +75,7 @@ class GenerationEngine:
             tokenizer,
             tuple(adapters),
         )
-        """Makes the requests of prompts."""
+        """Turns prompts into requests."""
         self._work_before, self._work = backend.work, DecodeWork()
 
     @classmethod
@@ -95,7 +95,7 @@ class GenerationEngine:
     ) -> Self:
         """Generate with a loaded model, using its weights in place where no other layout is faster.
 
-        After the model was trained, the next call updates what is a copy and forgets cached prefixes.
+        After the model was trained, the next call updates copied weights and removes cached prefixes.
 
         Args:
             lm: a causal LM with its full weights on one device.
@@ -108,18 +108,18 @@ class GenerationEngine:
             kv_cache_gib: memory for keys and values; none: the free device memory. Native backend only.
             prefill_tokens: prompt tokens per prefill; none: 2048 on a CPU, 16384 on a GPU. Native backend only.
             cuda_graphs: capture decoding steps on a GPU; false if engines in several threads use the device.
-            adapters: unmerged LoRA adapters, peft folders by the names that prompts select. Native backend
+            adapters: unmerged LoRA adapters as {name: peft folder}; prompts select them by name. Native backend
                 without quantization.
 
         Raises:
             UserError: for an adapter of another model or kind, or one that the inference weights do not support; with
-                adapters, also when the inference weights compute something else than the model.
+                adapters, also when the log-probs of the inference weights differ from the model's.
         """
         world = solo_world(lm.device)
         if adapters:
             if quantization is not None or backend == "module":
-                given = f"quantization {quantization}" if quantization is not None else "backend module"
-                raise UserError(f"adapters need inference weights in the model's dtype, got {given}: leave it out")
+                option = f"quantization {quantization}" if quantization is not None else "backend module"
+                raise UserError(f"adapters need inference weights in the model's dtype, got {option}: leave it out")
         read = {name: read_adapter(lm, folder) for name, folder in (adapters or {}).items()}
         shared = _shared_weights(lm, backend, quantization, world=world, dtype=lm.dtype, adapters=read)
         decoder = None if shared is None else shared.newer()
@@ -151,14 +151,14 @@ class GenerationEngine:
 
         Args:
             path: the model.
-            dtype: of the weights and of all computation except the softmax.
-            device: of the weights.
+            dtype: dtype of the weights and of all computation except the softmax.
+            device: device of the weights.
             group: ranks that share the model by tensor parallelism; each must make this call.
             trust_remote_code: run Python code that comes with the model.
             backend: see BackendName.
-            quantization: see `from_model`.
-            kv_cache_gib: see `from_model`.
-            max_batch_rows: see `from_model`.
+            quantization: as in `from_model`.
+            kv_cache_gib: as in `from_model`.
+            max_batch_rows: as in `from_model`.
 
         Raises:
             UserError: if there is no such model, or its inference weights do not match the model.
@@ -196,7 +196,7 @@ class GenerationEngine:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it no longer generates."""
+        """True if the engine was closed."""
         return self._backend is None
 
     @property
@@ -216,7 +216,7 @@ class GenerationEngine:
 
     @property
     def records_routes(self) -> bool:
-        """Whether completions can report the experts that computed each token."""
+        """True if completions can report the experts that computed each token."""
         return self.backend.records_routes
 
     @property
@@ -247,12 +247,12 @@ class GenerationEngine:
             begun: completions of an earlier call, with the same seeds: all samples of a prompt, or none; shorter than
                 `prompts` if the last ones have none. Finished ones are returned unchanged, others continue, also
                 with other weights; their prompt and tokens are recomputed. Native backend.
-            until: return when enough prompts are finished, with the other completions so far. Native backend; none: all
-                are finished.
-            adapters: the adapter of each prompt, none for the model itself; empty: no adapters.
+            until: return when enough prompts are finished, with the unfinished completions as they are. Native backend;
+                none: all are finished.
+            adapters: name of the adapter of each prompt, None for the model itself; empty: no adapters.
 
         Returns:
-            completions[i][j]: sample j of prompt i. The result of a prompt depends only on its own seed.
+            completions[i][j]: sample j of prompt i. The completions of a prompt depend only on its own seed.
 
         Raises:
             UserError: when a prompt is empty or too long for the model, stop strings are given without a tokenizer, or
@@ -266,7 +266,7 @@ class GenerationEngine:
             raise UserError("begun and until need inference weights, got the model's own module: leave them out")
         if adapters and len(adapters) != len(prompts):
             raise UserError(f"adapters are one per prompt, got {len(adapters)} for {len(prompts)}: give as many")
-        for request, adapter in ((each, adapters[each.prompt_index]) for each in requests if adapters):
+        for request, adapter in ((entry, adapters[entry.prompt_index]) for entry in requests if adapters):
             request.adapter = self.maker.adapter_number(adapter)
         _continue(requests, begun)
         if until is not None:
@@ -293,22 +293,22 @@ class GenerationEngine:
     def open(self, *, rows: int, max_tokens: int, memory_share: float | None = None) -> OpenBatch:
         """Decode requests from other threads as they arrive, until the batch is closed.
 
-        The engine cannot be used for anything else meanwhile.
+        The engine cannot be used for anything else until then.
 
         Args:
             rows: maximum number of completions decoded together.
-            max_tokens: of prompt and completion of any request; keys and values of one such request must fit in memory.
+            max_tokens: maximum length of prompt and completion; keys and values of one such request must fit in memory.
             memory_share: largest share of the free memory for keys and values, unless one request needs more; none: the
-                engine's.
+                default.
 
         Raises:
-            UserError: when they do not.
+            UserError: when keys and values of one request do not fit in memory.
         """
         self._follow_model()
         return OpenBatch(self.backend, self.maker, rows=rows, max_tokens=max_tokens, memory_share=memory_share)
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
-        """Complete one prompt, token by token, including the stop token."""
+        """Complete one prompt; yields each token when it is sampled, including the stop token."""
         for new in self._run(self.maker.requests([prompt], replace(sampling, n=1))):
             yield from (token for _, token in new)
 
@@ -325,7 +325,7 @@ class GenerationEngine:
             yield from self.backend.run(requests)
 
     def _follow_model(self) -> None:
-        """Give the backend the weights that training has left in the model of `from_model`."""
+        """Update the backend's weights if the model of `from_model` was trained since the last call."""
         decoder = None if self._shared is None else self._shared.newer()
         if decoder is not None:
             assert isinstance(self.backend, NativeBackend)
@@ -333,7 +333,7 @@ class GenerationEngine:
 
 
 def _continue(requests: Sequence[Request], begun: Sequence[Sequence[Completion]]) -> None:
-    """Have requests continue the completions that an earlier call began."""
+    """Give requests the tokens of the completions that an earlier call began."""
     by_prompt: dict[int, list[Request]] = {}
     for request in requests:
         by_prompt.setdefault(request.prompt_index, []).append(request)
@@ -351,7 +351,7 @@ def _shared_weights(
     dtype: torch.dtype,
     adapters: Mapping[str, Mapping[str, LowRank]] | None = None,
 ) -> SharedWeights | None:
-    """Inference weights, if the backend is not the module's."""
+    """Return inference weights; None for backend module, or a model without them."""
     if backend != "module":
         return SharedWeights.of(lm, world=world, dtype=dtype, quantization=quantization, adapters=adapters)
     if quantization is not None:
@@ -360,7 +360,7 @@ def _shared_weights(
 
 
 def _check(decoder: Decoder | None, lm: PreTrainedModel) -> None:
-    """Compare inference weights with the model on a short prompt."""
+    """Raise UserError if the log-probs of inference weights and model differ on a short prompt."""
     if decoder is not None:
         check_inference_weights(decoder, module_logprobs(lm, probe_tokens(decoder.architecture.vocab_size)))
 
@@ -373,7 +373,7 @@ def _backend(
     prefill_tokens: int | None = None,
     cuda_graphs: bool = True,
 ) -> GenerationBackend:
-    """The native backend where the model has a decoder, else the module's."""
+    """Return the native backend if there is a decoder, else the module backend."""
     if decoder is None:
         return ModuleBackend(lm, max_batch_rows=max_batch_rows)
     return NativeBackend(
@@ -386,7 +386,7 @@ def _backend(
 
 
 def default_stop_token_ids(lm: PreTrainedModel) -> tuple[int, ...]:
-    """The EOS tokens of a model's generation config, or of its config."""
+    """Return the EOS tokens of a model's generation config, or of its config if it has none."""
     config = lm.config if lm.generation_config is None else lm.generation_config
     eos = config.eos_token_id
     return (eos,) if isinstance(eos, int) else tuple(eos or ())

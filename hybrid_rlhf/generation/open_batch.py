@@ -1,12 +1,13 @@
-"""A batch that takes requests of other threads while it decodes.
+"""A batch that accepts requests from other threads while it decodes.
 
-`GenerationEngine.generate` decodes a list of prompts to their ends. A server needs requests that enter and leave at any
-step, tokens as they are sampled, and cancellation. The scheduler is the same (batching/continuous.py), and so are the
-tokens: those of a request depend on its own seed alone.
+`GenerationEngine.generate` decodes a list of prompts until all are finished. A server needs requests that enter and
+leave at any step, tokens as soon as they are sampled, and cancellation. The scheduler is the same
+(batching/continuous.py), and so are the tokens: those of a request depend only on its seed.
 
-An exception in a step ends only the requests that cause it. A step does not say which ones these are, so the running
-requests are tried in halves down to the prompts with which decoding fails alone; the others continue from the tokens
-that were delivered. When a plain request fails too, the fault is not a request's, and the batch ends.
+An exception in a step ends only the requests that cause it. The exception does not tell which ones these are, so the
+running requests are tried in halves, down to single prompts with which decoding fails. The other requests continue from
+the tokens that were delivered. If decoding also fails with a plain request, no request is the cause, and the batch
+ends.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from hybrid_rlhf.runtime.openmp import release_workers
 logger = logging.getLogger(LOGGER_NAME)
 ResultT = TypeVar("ResultT")
 _TRIAL_TOKENS = 3
-"""Tokens of a request after which decoding with it has not failed: on a GPU, steps run ahead of their results."""
+"""Number of tokens after which a trial has succeeded; more than one, since on a GPU steps run ahead of their
+results."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,13 @@ class StreamedToken:
     sampling_logprob: float
     """As in Completion."""
     finish_reason: FinishReason | None
-    """Of the sample's last token."""
+    """Set with the last token of the sample; none before."""
     top: Sequence[tuple[int, float]] = ()
-    """The most likely tokens with their log-probs, as many as were asked for."""
+    """The most likely tokens with their log-probs, as many as were requested."""
 
 
 Deliver = Callable[[list[StreamedToken]], None]
-"""Takes the new tokens of a step; empty: the batch or the submission has ended and no more will come. It must not
-block."""
+"""Receives the new tokens of a step; an empty list if the batch or the submission has ended. It must not block."""
 
 
 @dataclass(eq=False)
@@ -69,11 +70,11 @@ class Submission:
     """Unfinished requests, with the indices of their prompt and sample."""
     deliver: Deliver
     error: Exception | None = None
-    """What decoding with one of the requests raises, set before the last, empty delivery."""
+    """Exception that one of the requests caused in decoding, set before the last, empty delivery."""
 
 
 class OpenBatch:
-    """Decodes on a thread of its own until it is closed. All methods may be called from any thread."""
+    """Decodes on a separate thread until it is closed. All methods may be called from any thread."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class OpenBatch:
         max_tokens: int,
         memory_share: float | None = None,
     ) -> None:
-        """Start; see `GenerationEngine.open`."""
+        """Start the thread; arguments as in `GenerationEngine.open`."""
         self._backend = backend
         self._maker = maker
         limit = maker.max_positions
@@ -95,36 +96,36 @@ class OpenBatch:
         self._owners: dict[Request, Submission] = {}
         self._prompts = itertools.count()
         self.failure: BaseException | None = None
-        """What ended the batch before it was closed."""
+        """Exception that ended the batch before it was closed; none: it runs, or was closed."""
         self.ended: Future[None] = Future()
-        """Done when the batch has been closed or has failed."""
+        """Completed when the batch has been closed or has failed."""
         self._has_progress = True
-        """Whether a token was delivered since the last failure."""
+        """True if a token was delivered since the last failure."""
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(started, torch.get_num_threads(), _stream()), name="open-batch", daemon=True
         )
         self._arrivals.call(lambda: None if started.done() else started.set_result(None))
-        release_workers()  # of this thread: the batch's needs the cores
+        release_workers()  # worker threads of this thread: the batch's thread needs the cores
         self._thread.start()
         started.result()
 
     def __enter__(self) -> Self:
-        """The batch."""
+        """Return the batch."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
+        """Close the batch."""
         self.close()
 
     @property
     def load(self) -> BatchLoad:
-        """What runs and waits in the scheduler; requests of the present step are not counted yet."""
+        """Numbers of running and waiting requests; those that arrived during the present step are not counted yet."""
         return self._backend.load
 
     @property
     def unfinished(self) -> int:
-        """Requests that have not finished, each sample counted."""
+        """Number of unfinished samples."""
         return len(self._owners)
 
     def submit(
@@ -136,27 +137,27 @@ class OpenBatch:
         top_logprobs: int = 0,
         adapter: str | None = None,
     ) -> Submission:
-        """Complete prompts, with the tokens of `GenerationEngine.generate`.
+        """Complete prompts with the same tokens as `GenerationEngine.generate`.
 
         Args:
             prompts: token ids.
-            sampling: of all prompts, or of each, with the same n.
-            deliver: called on the thread of the batch after each step that has tokens of these prompts.
-            top_logprobs: how many of the most likely tokens to report with each token, at most MOST_TOP_LOGPROBS.
-            adapter: one of the engine's; none: the model itself.
+            sampling: for all prompts, or one per prompt, with the same n.
+            deliver: called on the thread of the batch after each step with tokens of these prompts.
+            top_logprobs: number of most likely tokens to report with each token, at most MOST_TOP_LOGPROBS.
+            adapter: name of an adapter of the engine; none: the model itself.
 
         Raises:
-            UserError: for what `generate` refuses, and prompts and completions that are longer than `max_tokens`.
+            UserError: as in `generate`, and if prompt and completion are longer than `max_tokens`.
             RuntimeError: when the batch has ended.
         """
-        each = per_request(sampling, len(prompts))
-        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+        params_of_prompts = per_request(sampling, len(prompts))
+        for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True)):
             self._check(index, prompt, params)
-        requests = self._maker.requests(prompts, each)
+        requests = self._maker.requests(prompts, params_of_prompts)
         number = self._maker.adapter_number(adapter)
         for request in requests:
             request.top_logprobs, request.adapter = top_logprobs, number
-        samples = each[0].n if each else 1
+        samples = params_of_prompts[0].n if params_of_prompts else 1
         places = [(request.prompt_index, place % samples) for place, request in enumerate(requests)]
         submission = Submission(dict(zip(requests, places, strict=True)), deliver)
         with self._lock:
@@ -171,12 +172,12 @@ class OpenBatch:
 
     @property
     def vocab_size(self) -> int:
-        """Of the model; token ids are smaller."""
+        """Size of the model's vocabulary; token ids are smaller."""
         return self._backend.vocab_size
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Reserved for keys and values; 0 for a module's own cache, which grows."""
+        """Bytes reserved for keys and values; 0 for the module backend, whose cache grows."""
         return self._backend.kv_cache_bytes
 
     def _check(self, index: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
@@ -187,7 +188,7 @@ class OpenBatch:
             )
 
     def cancel(self, submission: Submission) -> None:
-        """End requests at the next step; nothing is delivered for them afterwards."""
+        """End the requests of a submission at the next step; nothing is delivered for them afterwards."""
         with self._lock:
             unfinished, submission.samples = list(submission.samples), {}
             for request in unfinished:
@@ -195,7 +196,8 @@ class OpenBatch:
         self._arrivals.cancel(unfinished)
 
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
-        """Call a function between two steps on the thread of the batch, the only one that may use the device."""
+        """Call a function between two steps on the thread of the batch, which is the only one that may use the
+        device."""
         result: Future[ResultT] = Future()
 
         def run() -> None:
@@ -213,20 +215,20 @@ class OpenBatch:
         return result
 
     def prompt_logprobs(self, tokens: Sequence[int], *, adapter: str | None = None) -> Future[list[float]]:
-        """Log-probs of all tokens of a prompt but the first, at temperature 1."""
+        """Return a future with the log-probs of all tokens of a prompt but the first, at temperature 1."""
         number = self._maker.adapter_number(adapter)
         return self.call(lambda: self._backend.prompt_logprobs(tokens, number))
 
     def close(self) -> None:
-        """End after the present step. What has not finished receives its last, empty delivery."""
+        """End the batch after the present step. Unfinished submissions receive their last, empty delivery."""
         with self._lock:
             self._arrivals.close()
         self._thread.join()
 
     def _run(self, started: Future[None], threads: int, stream: torch.cuda.Stream | None) -> None:
-        torch.set_num_threads(threads)  # a setting of each thread, as is the stream
+        torch.set_num_threads(threads)  # a setting per thread, like the stream
         if stream is not None:
-            torch.cuda.set_stream(stream)  # its device too
+            torch.cuda.set_stream(stream)  # sets the device too
         try:
             self._decode(started)
         except BaseException as error:  # noqa: BLE001 - reported by `failure`, or by the constructor
@@ -239,7 +241,7 @@ class OpenBatch:
             self._arrivals.close()
             submissions = {id(submission): submission for submission in self._owners.values()}
             self._owners.clear()
-        self._arrivals.take()  # makes the calls that still wait
+        self._arrivals.take()  # makes the pending calls
         for submission in submissions.values():
             self._hand(submission, [])
         self.ended.set_result(None)
@@ -287,7 +289,7 @@ class OpenBatch:
         """End the requests with which decoding fails, and continue the others.
 
         Raises:
-            Exception: of a plain request, when decoding fails with that too.
+            Exception: the error of decoding a plain request, if that fails too.
         """
         logger.error("decoding has failed: the requests that cause it end with an error", exc_info=error)
         self._reset(error)
@@ -301,27 +303,27 @@ class OpenBatch:
             plain = self._maker.requests([[0]], SamplingParams(temperature=0.0, max_new_tokens=1))
             if failed and (failure := self._trial(plain)[0]) is not None:
                 raise failure
-        if not failed and not self._has_progress:  # they fail together, and each alone does not
+        if not failed and not self._has_progress:  # they fail only together
             failed = dict.fromkeys(running, error)
         self._has_progress = False
         self._fail(failed)
         self._arrivals.add(self._taken())
 
     def _taken(self) -> list[Request]:
-        """Unfinished requests that have left the arrivals."""
+        """Return the unfinished requests that the backend has taken."""
         with self._lock:
             return [request for request in self._owners if not self._arrivals.has(request)]
 
     def _reset(self, error: Exception) -> None:
-        """Release what the failed step held; requests keep the tokens that were delivered."""
+        """Release the resources of the failed step; requests keep the tokens that were delivered."""
         traceback.clear_frames(error.__traceback__)
         self._backend.reset()
         for request in self._taken():
             request.rewind(request.delivered)
 
     def _failing(self, prompts: list[list[Request]]) -> dict[Request, Exception]:
-        """Requests of prompts with which decoding fails, and what it raises."""
-        if len(prompts) > 1 and not self._backend.continues:  # it would decode one batch to its end before the next
+        """Return the requests with which decoding fails, and the exceptions."""
+        if len(prompts) > 1 and not self._backend.continues:  # the backend would finish one batch before the next
             return {request: error for prompt in prompts for request, error in self._failing([prompt]).items()}
         requests = [request for prompt in prompts for request in prompt]
         error, untried = self._trial(requests)
@@ -333,7 +335,8 @@ class OpenBatch:
         return {**self._failing(prompts[:half]), **self._failing(prompts[half:])}
 
     def _trial(self, requests: list[Request]) -> tuple[Exception | None, list[Request]]:
-        """What decoding a few tokens of requests raises, and the requests that had no room. Discards the tokens."""
+        """Decode a few tokens of requests and discard them; returns the exception, if any, and the requests without
+        room."""
         rows = min(len(requests), self.rows)
         arrivals = Arrivals(rows=rows, max_tokens=self.max_tokens, memory_share=self._memory_share)
         arrivals.add(requests)
@@ -341,8 +344,8 @@ class OpenBatch:
         untried: list[Request] = []
         try:
             for _ in self._backend.run_open(arrivals):
-                untried = [each for each in requests if not _is_tried(each)]
-                if len(untried) <= self._backend.load.waiting:  # for a row or for memory
+                untried = [request for request in requests if not _is_tried(request)]
+                if len(untried) <= self._backend.load.waiting:  # for rows or memory
                     arrivals.close()
         except Exception as error:  # noqa: BLE001 - the caller decides
             logger.error("decoding %d requests alone has failed", len(requests), exc_info=error)
@@ -352,7 +355,7 @@ class OpenBatch:
         return failure, untried
 
     def _fail(self, failed: dict[Request, Exception]) -> None:
-        """End the submissions of requests."""
+        """End the submissions of failed requests."""
         ended = set[Submission]()
         with self._lock:
             for request, error in failed.items():
@@ -372,10 +375,10 @@ def _is_tried(request: Request) -> bool:
 
 
 def _by_prompt(requests: Sequence[Request]) -> list[list[Request]]:
-    """Adjacent requests of one prompt together."""
+    """Group adjacent requests by prompt."""
     return [list(group) for _, group in itertools.groupby(requests, key=lambda request: request.prompt_index)]
 
 
 def _stream() -> torch.cuda.Stream | None:
-    """The present thread's; none where CUDA is not used."""
+    """Return the current CUDA stream of this thread; None if CUDA is not used."""
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -1,8 +1,8 @@
-"""Frozen models as inference weights: what a Policy or a Scorer (models/policy.py) computes, on tensor-parallel ranks.
+"""Policies and scorers (models/policy.py) of frozen models, computed with inference weights on tensor-parallel ranks.
 
-Why: a reward model or a reference of which each rank has 1 / T needs no ZeRO, which would gather all its weights for
-every micro-batch. Whole sequences pass through the decoder without padding. Nothing is cached: layers write their keys
-and values to the same pages, one after the other.
+Why: a reward model or a reference that is divided over tensor-parallel ranks needs no ZeRO, which would gather all its
+weights for every micro-batch. Whole sequences pass through the decoder without padding. Nothing is cached: layers
+overwrite each other's keys and values in the same pages.
 
 Shapes: B batch, T time, N real tokens of a batch, n tokens of a mask, H hidden, V rows of the vocabulary on this rank,
 R tensor-parallel ranks.
@@ -31,44 +31,44 @@ from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 
 class InferencePolicy:
-    """A Policy in inference weights; the ranks of the decoder call with the same rows."""
+    """A Policy with inference weights. The ranks of the decoder call it with the same rows."""
 
     def __init__(self, decoder: Decoder, adapter: int = 0) -> None:
-        """Args: the weights, and the number of the adapter that all tokens have; 0: none."""
+        """Args: the decoder, and the number of the adapter for all tokens; 0: none."""
         self._decoder, self._adapter = decoder, adapter
 
     @torch.no_grad()
     def __call__(
         self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the tokens of a mask, see Policy."""
+        """Return log-probs and entropies [B, T] of the tokens in `token_mask`, as Policy."""
         real = attention_mask.bool()
         places, wanted = places_before(real, token_mask)
         states, labels = whole_hidden(self._decoder, input_ids, real, self._adapter)[places], input_ids[wanted]
-        found = torch.zeros(2, len(labels), dtype=torch.float32, device=labels.device)
+        results = torch.zeros(2, len(labels), dtype=torch.float32, device=labels.device)
         for start in range(0, len(labels), HEAD_CHUNK_TOKENS):
             part = slice(start, start + HEAD_CHUNK_TOKENS)
             logits = self._decoder.logits(states[part]) / temperature
-            found[:, part] = split_logprobs(logits, labels[part], self._decoder.split.vocabulary, self._decoder.world)
-        logprobs, entropy = found
+            results[:, part] = split_logprobs(logits, labels[part], self._decoder.split.vocabulary, self._decoder.world)
+        logprobs, entropy = results
         return scatter_tokens(logprobs, wanted), scatter_tokens(entropy, wanted)
 
 
 class InferenceScorer:
-    """A Scorer in inference weights; the ranks of the decoder call with the same rows."""
+    """A Scorer with inference weights. The ranks of the decoder call it with the same rows."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The head's output after each real token, see Scorer."""
+        """Return the output of the head [B, T] after each real token, as Scorer."""
         real = attention_mask.bool()
         return scatter_tokens(self._decoder.logits(whole_hidden(self._decoder, input_ids, real)).squeeze(-1), real)
 
 
 def whole_hidden(decoder: Decoder, input_ids: Tensor, real: Tensor, adapter: int = 0) -> Tensor:
-    """Last hidden states [N, H] of the real tokens of [B, T], row by row, before the final norm."""
+    """Return the last hidden states [N, H] of the real tokens of [B, T], row by row, before the final norm."""
     device, layout = input_ids.device, CacheLayout.of_one_pass(decoder.architecture, decoder.split)
     lengths = [length for length in real.sum(dim=1).tolist() if length]
     blocks = [blocks_of(length) for length in lengths]
@@ -95,14 +95,15 @@ def whole_hidden(decoder: Decoder, input_ids: Tensor, real: Tensor, adapter: int
 
 
 def split_logprobs(logits: Tensor, labels: Tensor, vocabulary: range, world: World) -> Tensor:
-    """Log-probs and entropies [2, n] of labels [n] under logits [n, V] of which each rank has some columns.
+    """Return log-probs and entropies [2, n] for logits that are split over ranks by vocabulary.
 
-    Ranks exchange three numbers per token: the mass of their columns, the mean logit under it, the logit of the label.
+    Ranks exchange three numbers per token: the log-sum-exp of their logits, the mean logit under their softmax, and the
+    logit of the label.
 
     Args:
-        logits: of this rank, float32.
-        labels: tokens of the whole vocabulary.
-        vocabulary: columns of this rank.
+        logits: [n, V] float32, columns of this rank.
+        labels: [n] token ids in the whole vocabulary.
+        vocabulary: token ids of this rank's columns.
         world: the ranks.
     """
     here = (labels >= vocabulary.start) & (labels < vocabulary.stop)
@@ -115,39 +116,41 @@ def split_logprobs(logits: Tensor, labels: Tensor, vocabulary: range, world: Wor
 
 
 def inference_policy(lm: PreTrainedModel, *, world: World) -> InferencePolicy:
-    """A causal LM, whose weights are on the host, as inference weights of its dtype; every rank calls.
+    """Build a policy with inference weights from a causal LM on the host, in its dtype. Every rank makes this call.
 
     Raises:
-        UserError: on every rank, when it has no inference weights, its heads cannot be split over the ranks, or the
-            inference weights compute something else than the model.
+        UserError: on every rank, when the model has no inference weights, its heads cannot be split over the ranks, or
+            the log-probs of the inference weights differ from the model's.
     """
-    found = InferencePolicy(_decoder(lm, DescribedModel.of, world))
+    policy = InferencePolicy(_decoder(lm, DescribedModel.of, world))
     tokens = probe_tokens(lm.config.vocab_size)
     ids = torch.tensor([tokens], device=world.device)
-    _check(lm, found(ids, ids >= 0, ids >= 0)[0][0, 1:], lambda: module_logprobs(lm, tokens), world)
-    return found
+    _check(lm, policy(ids, ids >= 0, ids >= 0)[0][0, 1:], lambda: module_logprobs(lm, tokens), world)
+    return policy
 
 
 def inference_scorer(lm: PreTrainedModel, *, world: World) -> InferenceScorer:
-    """The same of a sequence classifier with a score per token."""
-    found = InferenceScorer(_decoder(lm, described_scorer, world))
+    """Build a scorer as `inference_policy`, from a sequence classifier with a score per token."""
+    scorer = InferenceScorer(_decoder(lm, described_scorer, world))
     ids = torch.tensor([probe_tokens(lm.config.vocab_size)])
-    own = ids.to(world.device)
-    _check(lm, found(own, own >= 0)[0], lambda: Scorer(lm)(ids.to(lm.device), ids >= 0)[0], world)
-    return found
+    local_ids = ids.to(world.device)
+    _check(lm, scorer(local_ids, local_ids >= 0)[0], lambda: Scorer(lm)(ids.to(lm.device), ids >= 0)[0], world)
+    return scorer
 
 
 def described_scorer(lm: PreTrainedModel, parameters: Iterable[str]) -> DescribedModel:
-    """A classifier: its head computes in the dtype of the weights, and nothing follows it."""
-    found = DescribedModel.of(lm, parameters)
-    plain = replace(found.architecture, logit_scale=1.0, final_softcap=None)
-    return replace(found, architecture=plain, names={**found.names, SCORE_HEAD: SCORE_HEAD}, float32_logits=False)
+    """Describe a classifier: its head computes in the dtype of the weights, without logit scale and soft cap."""
+    described = DescribedModel.of(lm, parameters)
+    plain = replace(described.architecture, logit_scale=1.0, final_softcap=None)
+    return replace(
+        described, architecture=plain, names={**described.names, SCORE_HEAD: SCORE_HEAD}, float32_logits=False
+    )
 
 
 def _decoder(
     lm: PreTrainedModel, described: Callable[[PreTrainedModel, Iterable[str]], DescribedModel], world: World
 ) -> Decoder:
-    """This rank's part of a model, which shares no memory with it."""
+    """Build this rank's part of a model. It shares no memory with the model."""
     parameters = dict(lm.named_parameters())
     with shared_user_errors(world):
         try:
@@ -161,11 +164,11 @@ def _decoder(
 
 
 @torch.no_grad()
-def _check(lm: PreTrainedModel, found: Tensor, expected: Callable[[], Tensor], world: World) -> None:
-    """Compare what inference weights compute of the probe with what the model computes on the first rank."""
+def _check(lm: PreTrainedModel, computed: Tensor, expected: Callable[[], Tensor], world: World) -> None:
+    """Raise UserError if the probe's values computed by inference weights differ from the model's on the first rank."""
     wanted = world.broadcast_object(expected().cpu() if world.is_main else torch.empty(0))
     magnitude = float(wanted.abs().mean())
-    result = agreement(found, wanted, lm.dtype, low_precision=LOW_PRECISION_TOLERANCE, magnitude=magnitude)
+    result = agreement(computed, wanted, lm.dtype, low_precision=LOW_PRECISION_TOLERANCE, magnitude=magnitude)
     if not result.holds:
         raise UserError(
             f"inference weights must agree with {type(lm).__name__} to {result.tolerance:.3g}, they differ by "

@@ -1,7 +1,7 @@
-"""Copies between host and device that the host does not wait for.
+"""Asynchronous copies between host and device.
 
-A copy from ordinary memory waits until the device has computed everything before it, so that a decoding step would
-start only after the one before has ended. Copies from page-locked memory do not wait. Torch's allocator of such memory
+A copy from pageable memory waits until the device has finished all earlier work, so a decoding step could start only
+after the previous one has ended. Copies from page-locked memory do not wait. Torch's allocator of page-locked memory
 records an event with each copy and reuses the memory only after that event, so a tensor may be released while its copy
 still runs.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Start a copy of numbers on the host, in a tensor or nested sequences; what is launched later reads the copy."""
+    """Start a copy of host values, a tensor or nested sequences, to a device; kernels launched later read the copy."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type == "cuda":
         host = host.pin_memory()
@@ -24,7 +24,7 @@ def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch
 
 
 def to_host(result: Tensor) -> Callable[[], Tensor]:
-    """Start a copy to the host, which the result waits for and returns."""
+    """Start a copy to the host; returns a function that waits for the copy and returns it."""
     if result.device.type == "cpu":
         return lambda: result
     host = torch.empty(result.shape, dtype=result.dtype, device="cpu", pin_memory=True)

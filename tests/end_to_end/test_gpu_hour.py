@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_hour
+from benchmarks import gpu_hour, results
 
 ROOT = Path(__file__).parents[2]
 PARTS = [
@@ -40,7 +40,7 @@ def run(output: Path, *more: str) -> subprocess.CompletedProcess[str]:
 def test_all_parts_run_and_are_recorded(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    records = {part: json.loads((tmp_path / "raw" / f"gpu_{part}.json").read_text()) for part in PARTS}
+    records = {part: json.loads(results.read("gpu", f"{part}.json", tmp_path)) for part in PARTS}
     assert all(record["done"] and record["small"] and record["figures"] for record in records.values())
     errors = [item["relative_error"] for item in records["kernels"]["figures"].values() if "relative_error" in item]
     assert len(errors) == 4 and all(error < 1e-5 for error in errors)
@@ -54,19 +54,18 @@ def test_all_parts_run_and_are_recorded(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_part_resumes_after_its_last_figure(tmp_path: Path) -> None:
-    file = tmp_path / "raw" / "gpu_attention.json"
-    file.parent.mkdir()
-    file.write_text(json.dumps({"done": False, "figures": {"SDPA, cuDNN off": {"kept": 1}}, "failure": "cut"}))
+    cut = {"done": False, "figures": {"SDPA, cuDNN off": {"kept": 1}}, "failure": "cut"}
+    results.write("gpu", "attention.json", json.dumps(cut), tmp_path)
     done = run(tmp_path, "--part", "attention")
     assert done.returncode == 0, done.stderr[-3000:]
-    record = json.loads(file.read_text())
+    record = json.loads(results.read("gpu", "attention.json", tmp_path))
     assert record["figures"]["SDPA, cuDNN off"] == {"kept": 1} and "SDPA, cuDNN on" in record["figures"]
     assert record["done"] and "failure" not in record
 
 
 def test_a_part_without_time_is_left_to_the_next_call(tmp_path: Path) -> None:
     done = run(tmp_path, "--minutes", "0.1", "--part", "kernels")
-    assert "no time left" in done.stdout and not (tmp_path / "raw" / "gpu_kernels.json").exists()
+    assert "no time left" in done.stdout and results.names("gpu", tmp_path) == []
 
 
 def test_the_tests_of_all_triton_kernels_run_and_cublas_may_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import importlib
 import itertools
 import json
@@ -18,7 +19,7 @@ import torch
 import yaml
 
 import hybrid_rlhf
-from benchmarks import generation_page
+from benchmarks import generation_page, results
 from hybrid_rlhf.cli.data.subcommands import SUBCOMMANDS
 from hybrid_rlhf.cli.main import COMMANDS
 from hybrid_rlhf.configs import algorithms, preference
@@ -212,6 +213,29 @@ def texts(file: Path) -> set[str]:
     return plain | {
         "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values) for node in joined
     }
+
+
+def test_raw_results_are_those_that_pages_cite() -> None:
+    """A page links an archive and cites members as raw: `NAME`; no link check sees a member that is missing."""
+    cited: dict[str, set[str]] = {archive.stem: set() for archive in results.RESULTS.glob("*.zip")}
+    for page in PAGES:
+        text = page.read_text()
+        lists = re.findall(r"\braw:\s+`([^`]+(?:`,\s+`[^`]+)*)`", text, re.IGNORECASE)
+        for archive in set(re.findall(r"benchmarks/results/(\w+)\.zip\)", text)):
+            cited[archive] |= {name for names in lists for name in re.split(r"`,\s+`", names)}
+    for archive, patterns in cited.items():
+        members = results.names(archive)
+        assert {name for name in members if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)} == set()
+        assert {pattern for pattern in patterns if not fnmatch.filter(members, pattern)} == set()
+
+
+def test_archives_of_the_same_results_are_equal(tmp_path: Path) -> None:
+    """Writes in another order, or of a member that was there: else an unchanged result would be a binary change."""
+    for folder, order in ((tmp_path / "a", "cab"), (tmp_path / "b", "abccb")):
+        for name in order:
+            results.write("page", name, f"text of {name}", folder)
+    assert (tmp_path / "a" / "page.zip").read_bytes() == (tmp_path / "b" / "page.zip").read_bytes()
+    assert results.names("page", tmp_path / "a") == ["a", "b", "c"]
 
 
 def test_the_page_of_generation_is_what_its_raw_times_give() -> None:

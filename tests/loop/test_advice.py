@@ -98,7 +98,7 @@ IDLE_CRITIC: dict[str, Sequence[float | None]] = {
     ),
     "rollout/updates": [4.0] * 14,
 }
-"""PPO of SmolLM2-135M with a sharp reward, seed 1 (docs/benchmarks/learning), 12 rollouts; the last value repeated."""
+"""PPO of SmolLM2-135M with a sharp reward, seed 1 (docs/benchmarks/learning.md), 12 rollouts, the last one repeated."""
 EVALS = [3.0, *[None] * 9, 2.0, *[None] * 9, 2.1, *[None] * 9, 2.2]
 FALLING: dict[str, Sequence[float | None]] = {
     "eval/scores": [*[None] * 9, 1.0, *[None] * 9, 0.9, *[None] * 9, 0.5],

@@ -1,10 +1,12 @@
-"""Compares elements of the weights that a weight sync reads with those of the trained model, and of its adapters.
+"""Compares elements of the weights that a weight sync reads with the trained model and its adapters.
 
-Why beside the probe (weight_check.py): one update changes log-probs by less than bfloat16 or int8 rounds them. Adapters
-that no rollout uses, or a bucket of old weights, would pass until the policies have drifted apart. Elements are exact:
-without adapters they are equal; with adapters, the difference is compared with the change that the adapters make.
+Why in addition to the probe (weight_check.py): one update changes log-probs by less than the rounding of bfloat16 or
+int8. Adapters that are not merged, or a bucket of old weights, would pass the probe until the policies have drifted
+apart. Elements are exact: without adapters they must be equal; with adapters, their difference is compared with the
+change that the adapters make.
 
-Deviation: an adapter whose change is rounded away in the dtype of the weights changes no element, and is not missed.
+Deviation: an adapter whose change is rounded away in the dtype of the weights changes no element, so its absence is not
+detected.
 """
 
 from __future__ import annotations
@@ -19,38 +21,38 @@ from hybrid_rlhf.engines.partition import GatheredWeight, adapted_layers, base_p
 from hybrid_rlhf.models.lora import Adapter, weights_of
 
 ELEMENTS = 512
-"""Read of each weight; of stacked experts at least `_ELEMENTS_PER_EXPERT` of each on average."""
+"""Number of elements compared per weight; of stacked experts, on average at least `_ELEMENTS_PER_EXPERT` each."""
 _ELEMENTS_PER_EXPERT = 16
 _MISSED = 0.1
-"""Part of the adapters' change that may be missing: merged as a whole, products are summed in another order."""
+"""Allowed fraction of the adapters' change that may be missing, since whole products are summed in another order."""
 _ROUNDED = 8.0
-"""Elements that may be rounded to the next value for the same reason."""
+"""Number of elements that may be rounded to the next value for the same reason."""
 
 
 @dataclass(frozen=True)
 class WrongElements:
-    """The weight with most of them."""
+    """The weight with the largest excess."""
 
     name: str
     excess: float
-    """Of the summed absolute difference over what is allowed; at most 0: none is wrong."""
+    """Sum of absolute differences, minus the allowed sum. At most 0: no element is wrong."""
 
 
 class ElementCheck:
     """Compares the weights of a sync as they are read."""
 
     def __init__(self, lm: nn.Module) -> None:
-        """Take the trained model, partitioned or not, with adapters or without."""
+        """Args: the trained model, partitioned or not, with or without adapters."""
         adapted = adapted_layers(lm)
         self._weights = {name: (parameter, adapted.get(id(parameter))) for name, parameter in base_parameters(lm)}
         self._excess: dict[str, Tensor] = {}
 
     def __call__(self, weights: Iterable[GatheredWeight], *, seed: int) -> Iterator[tuple[GatheredWeight, Tensor]]:
-        """The weights, and their merged values. They are compared while they are gathered.
+        """Compare weights while they are gathered; yields each weight and its merged value.
 
         Args:
-            weights: of one sync.
-            seed: chooses the elements, which differ from sync to sync.
+            weights: all weights of one sync.
+            seed: selects the elements; use a different one for each sync.
         """
         self._excess = {}
         generator = torch.Generator().manual_seed(seed)
@@ -61,23 +63,23 @@ class ElementCheck:
 
     @property
     def worst(self) -> WrongElements:
-        """Of the last sync."""
+        """Weight with the largest excess in the last sync."""
         excess = torch.stack([*self._excess.values()])
         place = int(excess.argmax())
         return WrongElements([*self._excess][place], float(excess[place]))
 
     @torch.no_grad()
     def _compare(self, name: str, value: Tensor, generator: torch.Generator) -> Tensor:
-        """[] excess, float64."""
+        """Return the excess of a weight (WrongElements), a float64 scalar."""
         parameter, layer = self._weights[name]
         experts = len(value) if value.dim() == 3 else 0
         draws = torch.rand(max(ELEMENTS, experts * _ELEMENTS_PER_EXPERT), generator=generator, dtype=torch.float64)
         places = (draws * value.numel()).long().to(value.device)
-        found, base = value.take(places).double(), parameter.detach().take(places)
+        elements, base = value.take(places).double(), parameter.detach().take(places)
         if layer is None:
-            return (found - base.double()).abs().sum().nan_to_num(0.0)
+            return (elements - base.double()).abs().sum().nan_to_num(0.0)
         factors = [factor.detach() for factor in weights_of(layer)[1:]]
         expected = Adapter.of(layer).merged_elements(base, *factors, places=places, shape=value.shape).double()
         rounding = torch.finfo(value.dtype).eps * expected.abs().mean()
         allowed = _MISSED * (expected - base.double()).abs().sum() + _ROUNDED * rounding
-        return ((found - expected).abs().sum() - allowed).nan_to_num(0.0)
+        return ((elements - expected).abs().sum() - allowed).nan_to_num(0.0)

@@ -1,13 +1,13 @@
-"""The check after each weight sync: the inference weights compute what the training forward computes.
+"""Check after each weight sync that the inference weights agree with the training forward.
 
-Why after each: the faults that cost the field most are silent (adapters that no rollout uses, a bucket of old weights),
-and they may begin with any sync. A few fixed tokens pass through both; the log-probs are compared. Beyond the limit the
-run stops, and the error names the first layer whose output differs. Differences below the rounding of log-probs are
-found in the weights themselves (element_check.py).
+Why after each sync: the most expensive faults are silent (adapters that are not merged, a bucket of old weights), and
+may begin with any sync. The log-probs of a few fixed tokens are computed by both and compared. Beyond the limit the run
+stops, and the error names the first layer whose output differs. Differences below the rounding of log-probs are
+detected in the weights themselves (element_check.py).
 
-In a mixture of experts rounding may send a token to other experts, which changes its log-prob by more than rounding
-does. So before a mixture stops a run, the training forward computes the tokens again with the experts of the inference
-weights (models/routers/replay.py), and it must agree on most of them.
+In a mixture of experts, rounding may send a token to other experts, which changes its log-prob by more than rounding.
+Before a mixture stops a run, the training forward therefore computes the tokens again with the experts of the inference
+weights (models/routers/replay.py). Its own router must agree with most of these experts.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from hybrid_rlhf.models.structure import layer_list
 from hybrid_rlhf.runtime.world import World
 
 _FLOAT32_LAYER_TOLERANCE, _LOW_PRECISION_LAYER_TOLERANCE = 1e-3, 0.05
-"""Relative difference of a layer's output that is a fault."""
+"""Relative difference of a layer's output above which the layer is named as wrong."""
 _QUANTISED_TOLERANCE = 0.5
-"""Mean difference in nats allowed for the samples of quantised products. SmolLM2-135M in int8 differs by 0.2."""
+"""Allowed mean difference of log-probs with quantised products, in nats. SmolLM2-135M in int8 differs by 0.2."""
 _PRODUCT_TOLERANCE, _QUANTISED_LAYER_TOLERANCE = 0.1, 0.2
-"""Relative difference of a quantised product from that of its weight, where int8 gives 0.01 and fp8 0.04; and of a
+"""Allowed relative difference of a quantised product from the exact one (int8 differs by 0.01, fp8 by 0.04), and of a
 layer's output with such products."""
 _LEAST_SAME_EXPERTS = 0.5
-"""Fraction of the chosen experts of a mixture on which both routers must agree; rounding changes a few percent."""
+"""Minimum fraction of a mixture's chosen experts on which both routers agree; rounding changes a few percent."""
 
 
 def logprob_limit(limit: float | None, *dtypes: torch.dtype, quantised: bool = False) -> float:
-    """Largest allowed difference of log-probs, in nats: as set, else by the dtypes of training and generation."""
+    """Return the allowed mean difference of log-probs, in nats: as set, else by the dtypes of training and
+    generation."""
     if limit is not None:
         return limit
     if quantised:
@@ -53,55 +54,56 @@ def logprob_limit(limit: float | None, *dtypes: torch.dtype, quantised: bool = F
 
 @dataclass(frozen=True)
 class Rerouted:
-    """The training forward of `probe_tokens` with given experts."""
+    """Result of the training forward of `probe_tokens` with forced experts."""
 
     logprobs: Tensor
-    """[P - 1]."""
+    """[P - 1] log-probs of all tokens except the first."""
     same_experts: float
-    """Fraction of the given experts that the router selects itself; minimum over all mixtures."""
+    """Fraction of the forced experts that the router also selects; minimum over all mixtures."""
 
 
 class Probe(Protocol):
-    """The training forward of `probe_tokens`, on every rank that checks; they call together."""
+    """The training forward of `probe_tokens`, on every rank that checks. All these ranks call its methods together."""
 
     def logprobs(self) -> Tensor:
-        """[P - 1] of all tokens except the first."""
+        """Return the log-probs [P - 1] of all tokens except the first."""
 
     def rerouted(self, routes: Tensor) -> Rerouted:
-        """With these experts [P - 1, E, k] of all tokens except the last."""
+        """Return the result with experts [P - 1, E, k] forced for all tokens except the last."""
 
     def states(self) -> list[Tensor] | None:
-        """[P, H] before the first layer and after each; none for a model whose layers are unknown."""
+        """Return hidden states [P, H] before the first layer and after each; None if the layers of the model are
+        unknown."""
 
 
 class TrainingProbe:
-    """A Probe on the ranks of an engine."""
+    """A Probe on the ranks of an engine, by its forward."""
 
     def __init__(self, engine: ModelEngine, vocab_size: int) -> None:
         self._engine, self._vocab_size = engine, vocab_size
 
     @torch.no_grad()
     def logprobs(self) -> Tensor:
-        """See Probe."""
+        """Return the log-probs [P - 1] of all tokens except the first."""
         ids, counts = self._inputs()
         logprobs: Tensor = self._engine(ids, counts, counts)[0][0, 1:]
         return logprobs
 
     @torch.no_grad()
     def rerouted(self, routes: Tensor) -> Rerouted:
-        """See Probe."""
+        """Return the result with experts [P - 1, E, k] forced for all tokens except the last."""
         ids, counts = self._inputs()
         module: Any = self._engine.module
         routes = functional.pad(routes.to(ids.device), (0, 0, 0, 0, 0, 1), value=-1)
-        with module.replay.forced() as own:
+        with module.replay.forced() as chosen:
             logprobs: Tensor = self._engine(ids, counts, counts, routes=routes[None])[0][0, 1:]
-        given = routes[:-1].unbind(1)
-        same = [are_chosen(theirs, mine[:-1]) for mine, theirs in zip(own, given, strict=True)]
-        return Rerouted(logprobs, min(float(each.float().mean()) for each in same))
+        forced = routes[:-1].unbind(1)
+        same = [are_chosen(theirs, mine[:-1]) for mine, theirs in zip(chosen, forced, strict=True)]
+        return Rerouted(logprobs, min(float(agrees.float().mean()) for agrees in same))
 
     @torch.no_grad()
     def states(self) -> list[Tensor] | None:
-        """See Probe."""
+        """Return hidden states [P, H] before the first layer and after each; None if the layers are unknown."""
         layers = layer_list(self._engine.lm)
         if layers is None:
             return None
@@ -124,27 +126,28 @@ class TrainingProbe:
 
 @dataclass(frozen=True)
 class _Finding:
-    """Of one rank."""
+    """Difference of log-probs on one rank."""
 
     excess: float
     """Difference beyond the limit, in nats."""
     limit: float
     place: str
+    """Name of the first part of the model that differs."""
 
 
 class WeightCheck:
-    """Compares inference weights with the training forward, on all ranks that have either."""
+    """Compares inference weights with the training forward, on all ranks that have one of them."""
 
     def __init__(
         self, world: World, limit: float | None, *, quantised: bool, remedy: str = "set rollout.backend to module"
     ) -> None:
-        """Prepare.
+        """Configure the check.
 
         Args:
             world: the ranks.
-            limit: largest difference in nats; none: by the dtype, see `agreement_with`.
-            quantised: whether products are.
-            remedy: what a user can do, for the message.
+            limit: largest mean difference of log-probs in nats; none: by dtype, see `agreement_with`.
+            quantised: the products of layers are quantised.
+            remedy: the fix in the error message.
         """
         self._world, self._limit, self._quantised, self._remedy = world, limit, quantised, remedy
 
@@ -157,20 +160,20 @@ class WeightCheck:
         updates: int,
         elements: WrongElements | None = None,
     ) -> None:
-        """Check a decoder; every rank must call.
+        """Check a decoder. Every rank must make this call.
 
         Args:
             decoder: with the current weights; none on a rank that does not sample.
             probe: the training forward, the same on every rank.
             updates: optimizer updates so far, for the message.
-            elements: what ElementCheck found; none, on every rank: it was not used.
+            elements: result of ElementCheck; none, on every rank: it was not used.
 
         Raises:
             UserError: on every rank, when the log-probs differ by more than the limit, or elements of a weight differ.
         """
         expected = probe.logprobs()
         if not bool(expected.isfinite().all()):
-            return  # the training weights themselves are not finite, which the loop reports (loop/non_finite.py)
+            return  # the training weights are not finite, which the loop reports (loop/non_finite.py)
         excess, limit = self._excess(decoder, expected)
         if self._largest(excess) <= 0 or self._agrees_with_its_experts(decoder, probe):
             self._check_products(decoder, updates)
@@ -186,7 +189,7 @@ class WeightCheck:
         )
 
     def _excess(self, decoder: Decoder | None, expected: Tensor) -> tuple[float, float]:
-        """Difference of a decoder's log-probs beyond the limit, and the limit."""
+        """Return the difference of a decoder's log-probs minus the limit, and the limit."""
         if decoder is None:
             return -math.inf, 0.0
         result = agreement_with(decoder, expected)
@@ -194,50 +197,54 @@ class WeightCheck:
         return (math.inf if math.isnan(result.measured) else result.measured - limit), limit
 
     def _agrees_with_its_experts(self, decoder: Decoder | None, probe: Probe) -> bool:
-        """Whether the training forward with the experts of a decoder agrees with it, and on most of these experts."""
+        """True if the training forward agrees with a decoder when it uses its experts, and its router with most of
+        these."""
         routes = None if decoder is None else _routes(decoder)
-        routes = next((each for each in self._world.all_gather_objects(routes) if each is not None), None)
+        routes = next((of_rank for of_rank in self._world.all_gather_objects(routes) if of_rank is not None), None)
         if routes is None:
             return False
         rerouted = probe.rerouted(routes)
-        if -self._largest(-rerouted.same_experts) < _LEAST_SAME_EXPERTS:  # of all ranks: a collective follows
+        # minimum over all ranks, since a collective follows
+        if -self._largest(-rerouted.same_experts) < _LEAST_SAME_EXPERTS:
             return False
         return self._largest(self._excess(decoder, rerouted.logprobs)[0]) <= 0
 
     def _check_products(self, decoder: Decoder | None, updates: int) -> None:
-        """Compare each quantised product with its weight: a wrong scale of a small part may change log-probs little."""
+        """Raise UserError if a quantised product is inexact: a wrong scale of a small part may hardly change
+        log-probs."""
         if not self._quantised:
             return
-        found, place = 0.0, ""
+        largest, place = 0.0, ""
         if decoder is not None and (errors := decoder.quantisation_errors):
-            each = torch.stack([*errors.values()]).nan_to_num(math.inf)
-            found, place = float(each.max()), [*errors][int(each.argmax())]
-        if self._largest(found) <= _PRODUCT_TOLERANCE:
+            errors_of_products = torch.stack([*errors.values()]).nan_to_num(math.inf)
+            largest, place = float(errors_of_products.max()), [*errors][int(errors_of_products.argmax())]
+        if self._largest(largest) <= _PRODUCT_TOLERANCE:
             return
-        worst, place = max(self._world.all_gather_objects((found, place)))
+        worst, place = max(self._world.all_gather_objects((largest, place)))
         raise UserError(
             f"quantised products must agree with the training weights to {_PRODUCT_TOLERANCE}, they differ by "
             f"{worst:.3g} after the weight sync of update {updates}, most in {place}: report the model, or leave "
             "rollout.quantization out"
         )
 
-    def _check_elements(self, found: WrongElements | None, updates: int) -> None:
-        """Raise if a weight was not read as it is trained: an update may change log-probs less than rounding does."""
-        if found is None or self._largest(found.excess) <= 0:
+    def _check_elements(self, wrong: WrongElements | None, updates: int) -> None:
+        """Raise UserError if elements of a weight differ: an update may change log-probs by less than rounding."""
+        if wrong is None or self._largest(wrong.excess) <= 0:
             return
-        worst = max(self._world.all_gather_objects(found), key=lambda one: one.excess)
+        worst = max(self._world.all_gather_objects(wrong), key=lambda of_rank: of_rank.excess)
         raise UserError(
             f"inference weights must be the training weights with adapters merged in, elements of {worst.name} differ "
             f"after the weight sync of update {updates}: report the model, or {self._remedy}"
         )
 
     def _largest(self, value: float) -> float:
-        """Of all ranks."""
+        """Return the maximum over all ranks."""
         return float(self._world.all_reduce(torch.tensor(value, device=self._world.device), dist.ReduceOp.MAX))
 
 
 def _routes(decoder: Decoder) -> Tensor | None:
-    """Its experts of `probe_tokens` on the CPU; none where they cannot be those of the training forward."""
+    """Return a decoder's experts for `probe_tokens` on the CPU; None if they cannot be forced in the training
+    forward."""
     architecture = decoder.architecture
     if not architecture.expert_layers or architecture.experts is None or not architecture.experts.weighs_any_choice:
         return None
@@ -245,14 +252,14 @@ def _routes(decoder: Decoder) -> Tensor | None:
 
 
 def _first_difference(decoder: Decoder, expected: list[Tensor] | None) -> str:
-    """The first part of the model whose output differs from the training states."""
+    """Name the first part of the model whose output differs from the training states."""
     if expected is None:
         return "an unknown layer"
-    found = probe_hidden(decoder, probe_tokens(decoder.architecture.vocab_size))
+    states = probe_hidden(decoder, probe_tokens(decoder.architecture.vocab_size))
     bound = _FLOAT32_LAYER_TOLERANCE if decoder.dtype == torch.float32 else _LOW_PRECISION_LAYER_TOLERANCE
     if decoder.quantisation_errors:
         bound = _QUANTISED_LAYER_TOLERANCE
-    for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+    for index, (mine, theirs) in enumerate(zip(states, expected, strict=True)):
         theirs = theirs.to(mine)
         difference = float((mine - theirs).norm() / theirs.norm().clamp(min=1e-12))
         if not difference <= bound:

@@ -1,4 +1,4 @@
-"""Where the memory of each role lies in each phase of an RL step.
+"""Location of the memory of each role in each phase of an RL step.
 
-Read `rules.py` (what the settings and the placement decide), then `offload.py` (what moves between device and host).
+Read `rules.py` (decided by settings and placement), then `offload.py` (copies between device and host).
 """

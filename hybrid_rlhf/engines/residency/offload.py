@@ -1,13 +1,13 @@
 """Offload to host memory: an engine's training states while the actor generates, a frozen model's weights while idle.
 
-Why not DeepSpeed for the optimizer's states: it moves only those of its FusedAdam (under ZeRO-3), and leaves copies in
-the optimizer's state, where a checkpoint would save them. Master weights of ZeRO 1 and 2 and gradient buffers are moved
-by DeepSpeed, which knows the views of them.
+Why not DeepSpeed for optimizer states: it moves only those of its FusedAdam (under ZeRO-3), and leaves copies in the
+optimizer's state, where a checkpoint would save them. Master weights of ZeRO 1 and 2 and gradient buffers are moved by
+DeepSpeed, which knows their views.
 
 OffloadedWeights is for frozen models that are not partitioned; ZeRO-3 has its own offload (zero.offload_parameters).
 
-When something moves is decided by rules.py. A GPU computes meanwhile: states come back while the roles
-score, and of a frozen model one layer computes while the weights of the next ones arrive.
+rules.py decides when something moves. A GPU computes at the same time: states return while the roles score, and a layer
+of a frozen model computes while the weights of the next ones arrive.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ _GRADIENTS = (OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_gra
 
 
 class CopyStream:
-    """Copies from the host to a GPU beside what it computes; to a CPU at once."""
+    """Copies from the host to a GPU, asynchronously to its computation; on a CPU, copies are immediate."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start a copy into memory that was just allocated; the target is not read before `wait`."""
+        """Start a copy into memory that was just allocated. The target must not be read before `wait`."""
         if self._stream is None:
             target.copy_(source)
             return
-        # the allocator may have given memory that earlier work of the GPU still reads
+        # the allocator may have returned memory that earlier work on the GPU still reads
         self._stream.wait_stream(torch.cuda.current_stream(target.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
     def mark(self) -> torch.cuda.Event | None:
-        """A mark after the copies that were started so far."""
+        """Record an event after the copies started so far; None on a CPU."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
-        """Let the GPU compute what follows after the copies before a mark."""
+        """Make later work of the GPU wait for the copies before a mark."""
         if mark is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)  # type: ignore[union-attr]
 
 
 class OffloadedStates:
-    """Moves an engine's training states to host memory and back; the host buffers are kept for reuse."""
+    """Moves an engine's training states to host memory and back. Host buffers are reused."""
 
     def __init__(self, engine: DeepSpeedEngine, device: torch.device) -> None:
         self._engine, self._device = engine, device
@@ -65,8 +65,8 @@ class OffloadedStates:
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
-        """Between two updates: the states are on the host inside. At the end they start to return, bit for bit, and
-        are there after `wait`."""
+        """Context, between two updates, in which the states are on the host. At its end their copies back, bit for bit,
+        start; `wait` waits for them."""
         self.wait()
         tensors = [tensor for tensor in self._tensors() if tensor.device.type == self._device.type]
         for tensor in tensors:
@@ -89,7 +89,7 @@ class OffloadedStates:
                 self._engine.reload_states()
 
     def wait(self) -> None:
-        """Called before anything reads or writes the states."""
+        """Make later work wait until the states have returned. Must be called before they are read or written."""
         if self._copies is not None:
             self._copies.wait(self._mark)
 
@@ -111,45 +111,44 @@ class OffloadedStates:
 
 
 class OffloadedWeights:
-    """Keeps a frozen module's weights on the host, except where it computes."""
+    """Keeps a frozen module's weights on the host, except inside `on_device`."""
 
     def __init__(self, module: nn.Module, device: torch.device, *, layers: Iterable[nn.Module] = ()) -> None:
-        """Move the weights.
+        """Move the weights to the host.
 
         Args:
             module: frozen and not partitioned; later changes of its weights must be in place.
-            device: where it computes.
-            layers: modules of it that are called in this order; the weights of the others are needed from the
-                beginning.
+            device: device on which it computes.
+            layers: submodules that are called in this order; the weights outside them are needed from the beginning.
         """
         self._device, self._copies = device, CopyStream(device)
         self._layers = [(layer, list(layer.parameters())) for layer in layers]
-        in_layers = {id(parameter) for _, own in self._layers for parameter in own}
+        in_layers = {id(parameter) for _, parameters in self._layers for parameter in parameters}
         self._outside = [parameter for parameter in module.parameters() if id(parameter) not in in_layers]
-        self._parameters = [*self._outside, *(parameter for _, own in self._layers for parameter in own)]
+        self._parameters = [*self._outside, *(parameter for _, parameters in self._layers for parameter in parameters)]
         for parameter in self._parameters:
             host = torch.empty_like(parameter, device="cpu", pin_memory=device.type == "cuda", requires_grad=False)
             parameter.data = host.copy_(parameter.data)
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Hold the weights on the device, so that the module can compute: a layer waits for its own."""
-        kept = [parameter.data for parameter in self._parameters]
+        """Context in which the weights are on the device. Each layer waits for its own weights."""
+        host_tensors = [parameter.data for parameter in self._parameters]
         self._fetch(self._outside)
         outside = self._copies.mark()
         handles = []
-        for layer, own in self._layers:
-            self._fetch(own)
+        for layer, parameters in self._layers:
+            self._fetch(parameters)
             handles.append(layer.register_forward_pre_hook(partial(self._arrived, self._copies.mark())))
         last = self._copies.mark()
         self._copies.wait(outside)
         try:
             yield
         finally:
-            self._copies.wait(last)  # of layers that were not called: their memory is given back
+            self._copies.wait(last)  # also for layers that were not called, before their memory is freed
             for handle in handles:
                 handle.remove()
-            for parameter, host in zip(self._parameters, kept, strict=True):
+            for parameter, host in zip(self._parameters, host_tensors, strict=True):
                 parameter.data = host
 
     def _fetch(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -159,5 +158,5 @@ class OffloadedWeights:
             parameter.data = target
 
     def _arrived(self, mark: torch.cuda.Event | None, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Before a layer computes."""
+        """Forward pre-hook of a layer: wait for its weights."""
         self._copies.wait(mark)

@@ -1,8 +1,8 @@
-"""Where the memory of each role lies in each phase of an RL step: on the device, on the host, or freed.
+"""Location of the memory of each role in each phase of an RL step: on the device, on the host, or freed.
 
 Why one place: `rollout.offload_frozen`, `rollout.offload_states`, `rollout.keep_weights`, `zero.offload_*` and the
-placement each decide a part of it. They are rules here; engines move what this says, the memory plans count it, and one
-table shows it. It reads settings alone, so a plan and a run decide alike.
+placement each decide a part of it. Engines move memory by these rules, memory plans count it, and one table shows it.
+Only settings are read, so a plan and a run come to the same decisions.
 """
 
 from __future__ import annotations
@@ -27,59 +27,62 @@ _ON_HOST: tuple[Place, ...] = ("host", "host", "host", "host")
 
 @dataclass(frozen=True)
 class RoleResidency:
-    """Of a role on each of its ranks."""
+    """Location of the memory of a role on each of its ranks."""
 
     places: Mapping[Part, tuple[Place, ...]]
-    """By phase; a part that the role does not have is not there."""
+    """Location of each part by phase. Parts that the role does not have are left out."""
 
     def at(self, part: Part, phase: Phase) -> Place:
-        """Where a part is in a phase; freed where the role does not have it."""
+        """Return the location of a part in a phase; freed if the role does not have it."""
         places = self.places.get(part)
         return "freed" if places is None else places[PHASES.index(phase)]
 
     def stays(self, part: Part) -> bool:
-        """Whether a part is on the device in all phases."""
+        """True if a part is on the device in all phases."""
         return self.places.get(part) == _ON_DEVICE
 
     def frozen_zero(self, stage: ZeroStage) -> ZeroConfig:
-        """The ZeRO section of a frozen role: ZeRO-3 offloads its own parameters."""
+        """Return the ZeRO section of a frozen role; ZeRO-3 offloads parameters itself."""
         return ZeroConfig(stage=stage, offload_parameters=stage == 3 and self.at("weights", "scoring") == "host")
 
     def visits(self, part: Part) -> bool:
-        """Whether a part is on the host in some phases, and on the device in others."""
+        """True if a part is on the host in some phases and on the device in others."""
         return {"device", "host"} <= {*self.places.get(part, ())}
 
     @property
     def moves(self) -> list[tuple[Phase, Part, Place]]:
-        """What moves between host and device at the beginning of a phase; the first follows the last."""
-        found: list[tuple[Phase, Part, Place]] = []
+        """Moves between host and device, as (phase at whose beginning it happens, part, new location).
+
+        The first phase follows the last.
+        """
+        moves: list[tuple[Phase, Part, Place]] = []
         for number, phase in enumerate(PHASES):
             for part, places in self.places.items():
                 if {places[number - 1], places[number]} == {"device", "host"}:
-                    found.append((phase, part, places[number]))
-        return found
+                    moves.append((phase, part, places[number]))
+        return moves
 
 
 @dataclass(frozen=True)
 class ResidencyRules:
-    """The settings that decide."""
+    """Settings that decide about the location of memory."""
 
     offload_frozen: bool = False
-    """See RolloutConfig."""
+    """As in RolloutConfig."""
     offload_states: bool = False
     keep_weights: bool | Literal["auto"] = "auto"
-    """auto: as false on the actor's ranks, as true on ranks of the sampler's own."""
+    """auto: false on the actor's ranks, true on separate ranks of the sampler."""
     policy_lag: int = 0
     optimizers_on_host: Collection[str] = ()
     """Roles with `zero.offload_optimizer`."""
     parameters_on_host: Collection[str] = ()
     """Roles with `zero.offload_parameters`."""
     cuda_graphs: bool = False
-    """Whether steps are captured in them."""
+    """True if decoding steps are captured in CUDA graphs."""
 
     @classmethod
     def of(cls, config: RLConfig, *, cuda: bool) -> Self:
-        """The rules of a config, on GPUs or on CPUs."""
+        """Return the rules of a config, for GPUs (`cuda`) or CPUs."""
         zero = {"actor": config.actor.zero, "critic": config.critic_zero}
         return cls.of_rollout(
             config.rollout,
@@ -97,7 +100,7 @@ class ResidencyRules:
         optimizers_on_host: Collection[str] = (),
         parameters_on_host: Collection[str] = (),
     ) -> Self:
-        """Those of the section rollout, and the roles whose ZeRO section offloads."""
+        """Return the rules of a rollout section, given the roles whose ZeRO sections offload."""
         return cls(
             rollout.offload_frozen,
             rollout.offload_states,
@@ -109,7 +112,7 @@ class ResidencyRules:
         )
 
     def actor(self, zero: int = 0, *, samples: bool = True) -> RoleResidency:
-        """The actor under a ZeRO stage; `samples`: on the ranks that train it."""
+        """Return the residency of the actor under a ZeRO stage; `samples`: it samples on the ranks that train it."""
         parts = {**self.learner("actor", zero).places}
         if samples:
             if self.offload_states:
@@ -118,7 +121,7 @@ class ResidencyRules:
         return RoleResidency(parts)
 
     def learner(self, name: str, zero: int) -> RoleResidency:
-        """Actor or critic in training, under a ZeRO stage."""
+        """Return the residency of actor or critic in training, under a ZeRO stage."""
         on_host = name in self.optimizers_on_host and zero > 0
         training: tuple[Place, ...] = ("freed", "freed", "freed", "device")
         gradients = _ON_DEVICE if zero == 3 else training  # ZeRO-3 keeps its gradient buffer
@@ -133,8 +136,8 @@ class ResidencyRules:
         )
 
     def sampler(self, *, shares_ranks: bool) -> RoleResidency:
-        """A sampler with ranks of its own; `shares_ranks`: frozen roles or the critic compute there too, and need the
-        memory of the KV cache."""
+        """Return the residency of a sampler on separate ranks; `shares_ranks`: frozen roles or the critic also compute
+        there, and need the memory of the KV cache."""
         keeps = self.keep_weights is not False
         keeps_cache = self.keep_weights is True or (keeps and not shares_ranks)
         return RoleResidency(self._sampling(keeps=keeps, keeps_cache=keeps_cache))
@@ -142,8 +145,11 @@ class ResidencyRules:
     def frozen(
         self, place: RolePlacement, *, sharded_on_host: bool = False, reads_in: Phase = "scoring"
     ) -> RoleResidency:
-        """A reward model or the reference; under tensor parallelism its inference weights stay on the device.
-        `sharded_on_host`: its trained sibling has `zero.offload_parameters`."""
+        """Return the residency of a reward model or the reference, which computes in phase `reads_in`.
+
+        With tensor parallelism, its inference weights stay on the device. `sharded_on_host`: the trained role of the
+        same kind has `zero.offload_parameters`.
+        """
         if place.tensor_parallel > 1:
             return RoleResidency({"inference weights": _ON_DEVICE})
         if place.zero == 3:
@@ -152,7 +158,7 @@ class ResidencyRules:
         return RoleResidency({"weights": visit if self.offload_frozen else _ON_DEVICE})
 
     def roles(self, placement: Placement) -> dict[str, RoleResidency]:
-        """All roles of a placement."""
+        """Return the residency of all roles of a placement."""
         return {name: self._role(name, placement) for name in placement.roles}
 
     def _role(self, name: str, placement: Placement) -> RoleResidency:
@@ -167,12 +173,13 @@ class ResidencyRules:
             return self.sampler(shares_ranks=placement.sampler_shares_ranks)
         if name != "reference":
             return self.frozen(place, sharded_on_host="critic" in self.parameters_on_host)
-        # it reads while the reward models do where they are on other ranks, else after them
+        # it computes at the same time as reward models on other ranks, else after them
         reads_in: Phase = "scoring" if placement.reference_beside_rewards else "log-probs and values"
         return self.frozen(place, sharded_on_host="actor" in self.parameters_on_host, reads_in=reads_in)
 
     def _sampling(self, *, keeps: bool, keeps_cache: bool) -> dict[Part, tuple[Place, ...]]:
-        """What sampling needs. With a policy lag it runs in all phases, on weights and a cache of its own."""
+        """Return the parts that sampling needs. With a policy lag it runs in all phases, with separate weights and
+        cache."""
         once: tuple[Place, ...] = ("device", "freed", "freed", "freed")
         cache = _ON_DEVICE if keeps_cache or self.policy_lag else once
         parts: dict[Part, tuple[Place, ...]] = {
@@ -183,7 +190,7 @@ class ResidencyRules:
 
 
 def residency_table(roles: Mapping[str, RoleResidency]) -> list[str]:
-    """Lines that show where the parts of each role are; parts that are alike share a line."""
+    """Return lines of a table with the locations of the parts of each role; parts with equal locations share a line."""
     rows: list[tuple[str, ...]] = [("role", "memory", *PHASES)]
     for name, residency in roles.items():
         alike: dict[tuple[Place, ...], list[str]] = {}
@@ -194,5 +201,5 @@ def residency_table(roles: Mapping[str, RoleResidency]) -> list[str]:
 
 
 def _away(places: tuple[Place, ...]) -> tuple[Place, ...]:
-    """The same, but on the host while sampling."""
+    """Return the locations with the device replaced by the host while sampling."""
     return ("host", *places[1:]) if places[0] == "device" else places

@@ -1,7 +1,7 @@
 """Checkpoints to resume from: states of the engines, tensors and state of the loop, and random states.
 
-Each rank writes its own files, immediately or in a thread beside training. When all ranks have finished, rank 0 writes
-the manifest and renames the folder. No collective runs while files are written.
+Each rank writes its files, either immediately or in a thread while training continues. When all ranks have finished,
+rank 0 writes the manifest and renames the folder. No collective runs while files are written.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _LIBRARIES = ("hybrid_rlhf", "torch", "deepspeed", "transformers", "peft")
 logger = logging.getLogger(LOGGER_NAME)
 _LOOP_FILE = "loop.safetensors"
 _WRITERS = 2
-"""Writer threads per rank."""
+"""Number of writer threads per rank."""
 
 
 @dataclass(frozen=True)
 class LoopState:
-    """What a training loop needs to resume, the same on every rank."""
+    """State of a training loop, the same on every rank."""
 
     step: int
-    """Steps done: optimizer updates, or rollouts in RL."""
+    """Number of completed steps: optimizer updates, or rollouts in RL."""
     content: Mapping[str, Any]
-    """JSON: data position, KL controller, ..."""
+    """JSON values: data position, KL controller, ..."""
     update: int | None = None
-    """Updates done on the rollout of the next step, if the checkpoint is within that step."""
+    """Number of updates on the rollout of the next step, if the checkpoint is within that step."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Rollouts that were sampled but not fully trained on."""
 
@@ -68,7 +68,7 @@ class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time."""
 
     def __init__(self, run_folder: Path, states: Mapping[str, AnyState], world: World, config: CheckpointConfig):
-        """Take the run folder, the states by role, the ranks, and which checkpoints to keep."""
+        """Args: the run folder, the states by role, the ranks, and the rules for keeping checkpoints."""
         self._run_folder, self._states, self._world, self._config = run_folder, states, world, config
         self._copies = {role: HostCopies() for role in states}
         self._writing: _Writing | None = None
@@ -76,17 +76,18 @@ class CheckpointWriter:
     def save(
         self, loop: LoopState, *, figures: Mapping[str, float] | None = None, config: Mapping[str, Any] | None = None
     ) -> None:
-        """Write checkpoints/step_N, then remove those that need not be kept; every rank must call.
+        """Write checkpoints/step_N, then remove checkpoints that need not be kept. Every rank must make this call.
 
-        With train.save_async this returns once all is copied to host memory; `poll` or `finish` complete it.
+        With train.save_async this returns when everything is copied to host memory; `poll` or `finish` completes the
+        checkpoint.
 
         Args:
-            loop: its state.
-            figures: metrics of the step, by which the best checkpoint is chosen.
-            config: of the run, by dotted key.
+            loop: state of the loop.
+            figures: metrics of the step, for the choice of the best checkpoint.
+            config: config of the run, by dotted key.
 
         Raises:
-            OSError: on every rank, when this checkpoint or the one before it could not be written.
+            OSError: on every rank, when this checkpoint or the previous one could not be written.
         """
         self.finish()
         place = self._run_folder / CHECKPOINTS / checkpoint_name(loop.step, loop.update)
@@ -101,7 +102,7 @@ class CheckpointWriter:
             f"{role}_{self._states[role].world.rank:05}.safetensors": part for role, part in tensors.items() if part
         }
         if self._world.is_main and loop.tensors:
-            # safetensors takes no views, and a rollout's tensors may be views of each other
+            # safetensors does not accept views, and tensors of a rollout may be views of each other
             copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in loop.tensors.items()}
             named[_LOOP_FILE] = copies
         manifest = {
@@ -123,10 +124,10 @@ class CheckpointWriter:
             self.finish()
 
     def poll(self) -> None:
-        """Between two steps: complete a checkpoint that all ranks have written; every rank must call.
+        """Complete a checkpoint that all ranks have written. Every rank must make this call between two steps.
 
         Raises:
-            OSError: on every rank, when one failed to write.
+            OSError: on every rank, when a rank failed to write.
         """
         if self._writing is None:
             return
@@ -135,10 +136,10 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, and complete it; every rank must call.
+        """Wait for the checkpoint that is being written, and complete it. Every rank must make this call.
 
         Raises:
-            OSError: on every rank, when one failed to write.
+            OSError: on every rank, when a rank failed to write.
         """
         if self._writing is None:
             return
@@ -157,14 +158,14 @@ class CheckpointWriter:
             raise failure
 
     def _numbers(self) -> dict[str, Any]:
-        """The numbers of each role, from its first rank."""
+        """Return the numbers of each role, from its first rank."""
         numbers = self._world.merge_dicts(
             {role: state.numbers() for role, state in self._states.items() if state.world.is_main}
         )
         return {role: numbers[role] for role in self._states}
 
     def _tensors(self, role: str, state: AnyState) -> dict[str, Tensor]:
-        """This rank's tensors of a role on the host; copies where training continues during the write."""
+        """Return this rank's tensors of a role on the host; copies if training continues during the write."""
         if self._config.save_async:
             return self._copies[role].copy(state.tensors())
         return {name: tensor.detach().cpu() for name, tensor in state.tensors()}
@@ -180,12 +181,12 @@ class CheckpointWriter:
         flush(writing.beside.parent)
         try:
             prune_checkpoints(self._run_folder, self._config)
-        except OSError as error:  # a checkpoint too many costs disk space, but must not end the run
+        except OSError as error:  # an extra checkpoint costs disk space, but must not end the run
             logger.warning("old checkpoints cannot be removed (%s)", error)
 
 
 class _Writing:
-    """The files of one rank, while a checkpoint is being written."""
+    """Files of one rank while a checkpoint is being written."""
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class _Writing:
         self._thread = threading.Thread(target=self.run, name="checkpoint", daemon=True)
 
     def start(self) -> None:
-        """Write in a thread, beside training."""
+        """Write in a thread while training continues."""
         self._thread.start()
 
     @property
@@ -210,7 +211,7 @@ class _Writing:
         return not self._thread.is_alive()
 
     def outcome(self) -> dict[str, dict[str, int]] | OSError:
-        """Wait; sizes and checksums by file, or the error."""
+        """Wait for the end of writing; returns sizes and checksums by file, or the error."""
         if self._thread.ident is not None:
             self._thread.join()
         return self._files if self._failure is None else self._failure
@@ -240,7 +241,7 @@ def _size_and_checksum(file: Path) -> dict[str, int]:
 
 
 def _failure_of(write: Any, run_folder: Path) -> OSError | None:
-    """The error of a failed write, as an OSError that can be sent to other ranks."""
+    """Run a write; returns its error as an OSError that can be sent to other ranks, or None."""
     try:
         with disk_errors_translated(run_folder):
             write()
@@ -252,17 +253,17 @@ def _failure_of(write: Any, run_folder: Path) -> OSError | None:
 
 
 def load_checkpoint(checkpoint: Path, *, states: Mapping[str, AnyState], world: World) -> LoopState:
-    """Restore engines and random states, on any number of ranks and in any ZeRO stage; every rank must call.
+    """Restore engines and random states on any number of ranks and in any ZeRO stage. Every rank must make this call.
 
-    Random states are restored on the same number of ranks only.
+    Random states are restored only on the same number of ranks.
 
     Args:
-        checkpoint: a complete one.
-        states: by role.
+        checkpoint: folder of a complete checkpoint.
+        states: states of the engines by role.
         world: the ranks of this run.
 
     Raises:
-        UserError: when the checkpoint is of another model, or lacks a role.
+        UserError: when the checkpoint belongs to another model, or lacks a role.
     """
     manifest = read_manifest(checkpoint)
     for role, state in states.items():

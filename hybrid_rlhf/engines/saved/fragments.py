@@ -1,8 +1,8 @@
-"""A rank's part of a model as fragments of its parameters: weights, and the optimizer's states of them.
+"""A rank's part of a model as fragments of its parameters: weights and optimizer states.
 
 Why not DeepSpeed's checkpoints: they fit only the number of ranks and the ZeRO stage that wrote them, they are pickles,
 and the universal checkpoint cannot convert stage 3 to stage 1. A fragment states which part of which parameter it is,
-so any number of ranks in any stage can read what any other wrote, and a rank reads only what it holds.
+so any number of ranks in any stage can read it, and a rank reads only the parts that it needs.
 
 On disk: one safetensors file per rank. A tensor is named PARAMETER/OFFSET/KIND, so the file headers are the index.
 """
@@ -31,7 +31,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
 from hybrid_rlhf.runtime.world import World
 
 WEIGHT = "weight"
-"""Kind of the weights that the optimizer updates, master weights where there are any; other kinds are its states."""
+"""Kind of the weights that the optimizer updates: master weights if there are any. Other kinds are optimizer states."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Fragment:
     name: str
     """Name of the parameter."""
     offset: int
-    """First element in the flattened parameter."""
+    """Index of the first element in the flattened parameter."""
     tensors: Mapping[str, Tensor]
     is_replicated: bool
-    """Whether every rank holds the same; else only this rank holds it."""
+    """True if every rank has the same fragment; else only this rank has it."""
 
     def share(self, world: World) -> Fragment:
-        """The part that this rank writes."""
+        """Return the part of the fragment that this rank writes."""
         if not self.is_replicated:
             return self
         size = len(next(iter(self.tensors.values())))
@@ -60,13 +60,13 @@ class Fragment:
 def parameter_fragments(
     parameters: Iterable[tuple[str, nn.Parameter]], values: Iterable[Tensor], *, kind: str, world: World
 ) -> Iterator[Fragment]:
-    """This rank's fragments of parameters, or of tensors of the same layout: full, or the ZeRO-3 partition.
+    """Yield this rank's fragments of parameters, or of tensors with the same layout: full, or the ZeRO-3 partition.
 
     Args:
-        parameters: by name.
+        parameters: parameters with their names.
         values: one tensor per parameter, with the size of this rank's part.
-        kind: of the values, see WEIGHT.
-        world: the ranks that share the parameters.
+        kind: kind of the values, see WEIGHT.
+        world: the ranks of the engine.
     """
     for (name, parameter), value in zip(parameters, values, strict=True):
         elements, is_partition = full_elements(parameter), partition_of(parameter) is not None
@@ -76,13 +76,13 @@ def parameter_fragments(
 
 
 def local_values(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a parameter: its ZeRO-3 partition, or all of it."""
+    """Return this rank's part of a parameter: its ZeRO-3 partition, or the whole parameter."""
     partition = partition_of(parameter)
     return parameter.data if partition is None else partition.data
 
 
 def training_fragments(engine: DeepSpeedEngine) -> Iterator[Fragment]:
-    """This rank's fragments of the trained weights and of their optimizer states.
+    """Yield this rank's fragments of the trained weights and their optimizer states.
 
     Raises:
         UserError: when DeepSpeed offloads the states to NVMe.
@@ -98,7 +98,7 @@ def training_fragments(engine: DeepSpeedEngine) -> Iterator[Fragment]:
         place = optimizer_slice(engine, parameter) if parameter.requires_grad else None
         if place is None:
             continue
-        if not states[place.flat]:  # AdamW creates them in its first step
+        if not states[place.flat]:  # AdamW creates the states in its first step
             zeros = torch.zeros_like
             states[place.flat].update(
                 step=torch.zeros((), dtype=torch.float32, device=place.flat.device),
@@ -118,28 +118,28 @@ def training_fragments(engine: DeepSpeedEngine) -> Iterator[Fragment]:
 
 
 def optimizer_steps(engine: DeepSpeedEngine) -> int:
-    """The optimizer's count of its steps."""
+    """Return the optimizer's step count."""
     return max((int(state["step"]) for state in wrapped_optimizer(engine).state.values()), default=0)
 
 
 def set_optimizer_steps(engine: DeepSpeedEngine, steps: int) -> None:
-    """Set the optimizer's count of its steps, once it has states."""
+    """Set the optimizer's step count; it must have states."""
     for state in wrapped_optimizer(engine).state.values():
         state["step"].fill_(steps)
 
 
 def named_tensors(fragments: Iterable[Fragment]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of fragments, under their names on disk."""
+    """Yield the tensors of fragments, with their names on disk."""
     for fragment in fragments:
         for kind, tensor in fragment.tensors.items():
             yield f"{fragment.name}/{fragment.offset}/{kind}", tensor
 
 
 class SavedFragments:
-    """The fragments that all ranks of a run have written."""
+    """Fragments written by all ranks of a run."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        """Read the headers."""
+        """Read the headers of the files."""
         self._files = list(files)
         self._places: dict[tuple[str, str], list[tuple[int, int, Path, str]]] = defaultdict(list)
         for file in self._files:
@@ -153,7 +153,7 @@ class SavedFragments:
         """Read saved values into the tensors of fragments.
 
         Raises:
-            UserError: when a part of a fragment was not saved, which means another model.
+            UserError: when a part of a fragment was not saved, because the checkpoint belongs to another model.
         """
         wanted: dict[Path, list[tuple[Tensor, str, int]]] = defaultdict(list)
         for fragment in fragments:
@@ -167,13 +167,13 @@ class SavedFragments:
     def _find(
         self, fragment: Fragment, kind: str, tensor: Tensor, wanted: Mapping[Path, list[tuple[Tensor, str, int]]]
     ) -> None:
-        begin, end, found = fragment.offset, fragment.offset + len(tensor), 0
+        begin, end, covered = fragment.offset, fragment.offset + len(tensor), 0
         for offset, size, file, key in self._places.get((fragment.name, kind), ()):
             first, last = max(begin, offset), min(end, offset + size)
             if first < last:
                 wanted[file].append((tensor[first - begin : last - begin], key, first - offset))
-                found += last - first
-        if found != len(tensor):
+                covered += last - first
+        if covered != len(tensor):
             raise UserError(
                 f"a checkpoint must hold every trained weight, {self._files[0].parent} lacks {kind} of "
                 f"{fragment.name} from {begin} to {end}: resume with the model and the adapters of its config.yaml"
@@ -181,7 +181,7 @@ class SavedFragments:
 
 
 class HostCopies:
-    """Copies of tensors in host memory, which training does not change; the memory is reused."""
+    """Copies of tensors in host memory, which training does not change. The memory is reused."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}

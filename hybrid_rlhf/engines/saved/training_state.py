@@ -1,6 +1,6 @@
-"""All that an engine needs to resume: fragments, schedule, loss scale, and the moving average of its weights.
+"""State that an engine needs to resume: fragments, schedule, loss scale, and the moving average of its weights.
 
-The frozen weights of a trained model are not included: they are loaded from the model's own folder, as at the start.
+The frozen weights of a trained model are not included: they are loaded from the model folder, as at the start.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from hybrid_rlhf.engines.saved.fragments import (
 
 
 class TrainingState:
-    """Reads and writes the state of one engine; of a frozen one, its weights."""
+    """Reads and writes the state of one engine; for a frozen engine, its weights."""
 
     def __init__(self, engine: ModelEngine, average: WeightAverage | None = None) -> None:
-        """Take an engine, and the moving average of its weights if there is one."""
+        """Args: the engine, and the moving average of its weights if there is one."""
         self.world, self._average = engine.world, average
         self._module, self._model = engine.module, engine
         self._is_trained = engine.is_trained
@@ -48,11 +48,11 @@ class TrainingState:
         return self._model.deepspeed_engine
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank writes, by name, as views of memory that training changes."""
+        """Yield the tensors that this rank writes, by name, as views of memory that training changes."""
         return named_tensors(fragment.share(self.world) for fragment in self._fragments())
 
     def numbers(self) -> dict[str, Any]:
-        """State that is the same on every rank, for JSON."""
+        """Return the state that is the same on every rank, as JSON values."""
         if not self._is_trained:
             return {}
         engine = self._engine
@@ -66,10 +66,10 @@ class TrainingState:
         }
 
     def restore(self, files: list[Path], numbers: dict[str, Any]) -> None:
-        """Restore what any number of ranks in any ZeRO stage wrote; every rank must call.
+        """Restore a state written by any number of ranks in any ZeRO stage. Every rank must make this call.
 
         Raises:
-            UserError: when the files are of another model.
+            UserError: when the files belong to another model.
         """
         SavedFragments(files).fill(self._fragments())
         if self._is_trained:
@@ -99,24 +99,24 @@ def _restore_numbers(engine: DeepSpeedEngine, numbers: dict[str, Any]) -> None:
 
 
 class AbsentState:
-    """In place of TrainingState on a rank that does not have the engine: nothing to write, and a count to read."""
+    """Replaces TrainingState on a rank without the engine: writes nothing, restores only the weight version."""
 
     def __init__(self, engine: AbsentEngine) -> None:
         self.world, self._engine = engine.world, engine
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See TrainingState."""
+        """Return no tensors."""
         return iter(())
 
     def numbers(self) -> dict[str, Any]:
-        """See TrainingState."""
+        """Return no numbers."""
         return {}
 
     def restore(self, files: list[Path], numbers: dict[str, Any]) -> None:
-        """See TrainingState."""
+        """Restore the weight version."""
         self._engine.weight_version = numbers.get("counters", {}).get("global_steps", 0)
 
 
 def state_of(engine: ModelEngine | AbsentEngine, average: WeightAverage | None = None) -> TrainingState | AbsentState:
-    """The state of an engine, or its placeholder on a rank without the engine."""
+    """Return the state of an engine; a placeholder on a rank without the engine."""
     return AbsentState(engine) if isinstance(engine, AbsentEngine) else TrainingState(engine, average)

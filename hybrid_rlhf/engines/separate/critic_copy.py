@@ -1,7 +1,7 @@
-"""The critic's values from inference weights, on ranks that do not train it.
+"""The critic's values from inference weights, on ranks that do not train the critic.
 
-The copy takes the critic's weights before it reads (plane.py), and computes what the training module does
-(generation/scoring.py). The critic's own ranks go on meanwhile, and only train it.
+The copy receives the critic's weights before it computes (plane.py), and gives the same values as the training module
+(generation/scoring.py). The critic's ranks then only train it, and need not wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 
 class CriticCopy:
-    """Reads rows as the critic's ModelEngine does; the ranks of a tensor-parallel group read the same ones."""
+    """Computes values as the critic's ModelEngine does. The ranks of a tensor-parallel group compute the same rows."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class CriticCopy:
         tensor_parallel: int = 1,
         check_weights: bool = False,
     ) -> None:
-        """Plan the transfer; every rank of the run calls, after `create_groups`.
+        """Plan the transfer. Every rank of the run makes this call, after `create_groups`.
 
         Args:
-            critic: none on ranks that do not train it.
-            world: the ranks that compute values, none of which trains the critic.
-            union: those and the critic's, in a group that nothing else uses.
-            tensor_parallel: ranks that share one copy.
-            check_weights: see faults.check_weights.
+            critic: engine of the critic; none on ranks that do not train it.
+            world: ranks that compute values; none of them trains the critic.
+            union: these ranks and the critic's, in a process group that nothing else uses.
+            tensor_parallel: number of ranks that share one copy.
+            check_weights: faults.check_weights of the config.
 
         Raises:
             UserError: on every rank of `union`, when the critic has no inference weights for such groups.
@@ -51,32 +51,32 @@ class CriticCopy:
             settings = PlaneSettings(
                 "critic", "placement.critic_copy", describe=described_scorer, check_weights=check_weights
             )
-            own = self.group if world.is_member else None
-            self._plane = WeightPlane(critic, settings, union=union, group=own, release=self._release)
+            group = self.group if world.is_member else None
+            self._plane = WeightPlane(critic, settings, union=union, group=group, release=self._release)
 
     def sync(self) -> None:
-        """Take the critic's weights if they have changed; every rank calls.
+        """Receive the critic's weights if they have changed. Every rank must make this call.
 
         Raises:
-            UserError: on every rank of critic and copy, when weights arrive damaged or compute something else than
-                those that train.
+            UserError: on every rank of critic and copy, when weights arrive damaged, or their values differ from the
+                critic's.
         """
         decoder = None if self._plane is None else self._plane.current(self._verify)
         self._scorer = None if decoder is None else InferenceScorer(decoder)
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The head's output after each real token, see Scorer; all ranks of the group call, with the same rows."""
+        """Return the output of the head after each real token, as Scorer. All ranks of the group pass the same rows."""
         assert self._scorer is not None, "called after sync, on ranks of the copy"
         return self._scorer(input_ids, attention_mask)
 
     @property
     def tensor_parallel(self) -> int:
-        """See ModelEngine."""
+        """Number of ranks that compute the same rows together."""
         return self.group.size
 
     @property
     def reports_rows(self) -> bool:
-        """See ModelEngine."""
+        """True if the results of this rank count, among those that compute the same rows."""
         return self.group.is_main
 
     def _release(self) -> None:
@@ -84,20 +84,20 @@ class CriticCopy:
 
     @torch.no_grad()
     def _verify(self, decoder: Decoder | None) -> None:
-        """Compare the values of fixed tokens with those of the critic's forward."""
+        """Raise UserError if the values of fixed tokens differ from those of the critic's forward."""
         plane, critic = self._plane, self._critic
         assert plane is not None
         ids = torch.tensor([probe_tokens(plane.model.described.architecture.vocab_size)], device=self.world.device)
         expected = plane.of_trained(None if critic is None else critic(ids, ids >= 0)[0].cpu())
         assert expected is not None
         if not bool(expected.isfinite().all()):
-            return  # the weights themselves are not finite, which the loop reports
+            return  # the weights are not finite, which the loop reports
         with shared_user_errors(self._union):
             if decoder is not None:
-                found = InferenceScorer(decoder)(ids, ids >= 0)[0]
+                values = InferenceScorer(decoder)(ids, ids >= 0)[0]
                 unit = max(1.0, float(expected.abs().mean()))  # rounding of large values is large
                 result = agreement(
-                    found / unit, expected / unit, plane.dtype, low_precision=LOW_PRECISION_TOLERANCE, magnitude=1.0
+                    values / unit, expected / unit, plane.dtype, low_precision=LOW_PRECISION_TOLERANCE, magnitude=1.0
                 )
                 require(
                     result.holds,

@@ -1,11 +1,12 @@
-"""Parts of a flattened weight as evenly spaced runs, and which part of a weight a tensor-parallel rank needs.
+"""Parts of a flattened weight as evenly spaced runs, and the part of a weight that a tensor-parallel rank needs.
 
-Why runs: ZeRO-3 holds an interval of a weight, tensor parallelism needs rows or columns of it. Columns of one weight
-are thousands of intervals but one `Runs`, and so is what an interval has of them, up to its ends.
+Why runs: a ZeRO-3 rank has an interval of a weight, a tensor-parallel rank needs rows or columns of it. Columns of a
+weight are thousands of intervals but one `Runs`. So is the intersection of columns with an interval, except at its
+ends.
 
-How a part is found: the loader's picks (generation/weights/picks.py) are functions of the full weight. On a tensor
-without memory most give a view, whose offset, size and stride are the part. Of any other the part is where its gradient
-is not zero.
+How a part is determined: the loader's picks (generation/weights/picks.py) are functions of the full weight. Most return
+a view of a meta tensor, and its offset, size and stride give the part. For other picks, the part is the elements with a
+nonzero gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hybrid_rlhf.generation.weights.picks import Pick
 
 @dataclass(frozen=True)
 class Runs:
-    """Elements of a flattened weight: `count` runs of `length`, whose starts are `period` apart."""
+    """Elements of a flattened weight: `count` runs of `length` elements, whose starts are `period` elements apart."""
 
     start: int
     length: int
@@ -31,19 +32,19 @@ class Runs:
 
     @property
     def elements(self) -> int:
-        """How many they are."""
+        """Number of elements."""
         return self.length * self.count
 
     def view(self, flat: Tensor) -> Tensor:
-        """The elements of a flat tensor, [count, length] without a copy."""
+        """Return these elements of a flat tensor as a view [count, length]."""
         return flat.as_strided((self.count, self.length), (self.period, 1), flat.storage_offset() + self.start)
 
     def moved(self, offset: int) -> Runs:
-        """The same elements in a tensor that begins `offset` elements earlier."""
+        """Return the same elements for a tensor that begins `offset` elements earlier."""
         return replace(self, start=self.start + offset)
 
     def within(self, start: int, stop: int) -> Iterator[Runs]:
-        """The elements in an interval: whole runs, and a cut one at either end."""
+        """Yield the elements inside an interval: whole runs, and a partial run at either end."""
         if self.count == 1:
             first, last = 0, 1
         else:
@@ -65,7 +66,7 @@ class Runs:
 
 
 def needed_runs(picks: Sequence[Pick], shape: Sequence[int]) -> tuple[Runs, ...]:
-    """The elements of a weight of some shape that any of the picks reads."""
+    """Return the elements of a weight with this shape that at least one of the picks reads."""
     if len(picks) == 1:
         whole = torch.empty(shape, device="meta")
         part = picks[0](whole)
@@ -76,8 +77,8 @@ def needed_runs(picks: Sequence[Pick], shape: Sequence[int]) -> tuple[Runs, ...]
 
 
 def read_elements(picks: Iterable[Pick], shape: Sequence[int]) -> Tensor:
-    """Boolean of the shape: the elements that any of the picks reads."""
-    weight = torch.zeros(()).expand(*shape).requires_grad_()  # without memory for each element
+    """Return a bool tensor of this shape, true for the elements that at least one of the picks reads."""
+    weight = torch.zeros(()).expand(*shape).requires_grad_()  # an expanded scalar, without memory for each element
     with torch.enable_grad():
         total = torch.stack([pick(weight).sum() for pick in picks]).sum()
     if not total.requires_grad:
@@ -87,7 +88,7 @@ def read_elements(picks: Iterable[Pick], shape: Sequence[int]) -> Tensor:
 
 
 def _of_view(view: Tensor) -> Runs | None:
-    """The elements of a view of a contiguous tensor; none where they are no even runs."""
+    """Return the elements of a view of a contiguous tensor; None if they are not evenly spaced runs."""
     length, count, period = 1, 1, 0
     for stride, size in sorted((stride, size) for stride, size in zip(view.stride(), view.shape, strict=True)):
         if size == 1:
@@ -104,20 +105,20 @@ def _of_view(view: Tensor) -> Runs | None:
 
 
 def _of_mask(mask: Tensor) -> tuple[Runs, ...]:
-    """The true elements: adjacent rows alike are runs of the same columns."""
+    """Return the true elements. Adjacent rows that are equal become runs of the same columns."""
     rows = mask.reshape(len(mask), -1)
     width = rows.shape[1]
     changes = (rows[1:] != rows[:-1]).any(dim=1).nonzero().flatten() + 1
-    found = []
+    runs = []
     for first, last in pairwise([0, *changes.tolist(), len(rows)]):
         edges = torch.nn.functional.pad(rows[first].int(), (1, 1)).diff().nonzero().flatten().tolist()
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
-            found.append(_even(first * width + start, stop - start, last - first, width))
-    return tuple(found)
+            runs.append(_even(first * width + start, stop - start, last - first, width))
+    return tuple(runs)
 
 
 def _even(start: int, length: int, count: int, period: int) -> Runs:
-    """Runs; adjacent ones are a single run."""
+    """Return runs, merged into a single run if they are adjacent."""
     if count == 1 or length == period:
         return Runs(start, length * count)
     return Runs(start, length, count, period)

@@ -1,8 +1,8 @@
-"""A sampler on ranks of its own and the actor on those that train it, which sample parts of the same rollouts.
+"""A sampler on separate ranks and the actor on its training ranks, which sample parts of the same rollouts.
 
-At policy lag 0 the ranks that train are idle while others sample. Here they sample too, with inference weights of
-their own (engines/hybrid.py): each tensor-parallel group of either takes an equal part of the prompts. Completions are
-those of one sampler, as they depend on their prompts' seeds alone.
+At policy lag 0, the training ranks are idle while other ranks sample. Here they also sample, with their own inference
+weights (engines/hybrid.py): each tensor-parallel group of both takes an equal part of the prompts. Completions are the
+same as with one sampler, since they depend only on the seeds of their prompts.
 """
 
 from __future__ import annotations
@@ -22,49 +22,51 @@ from hybrid_rlhf.runtime.world import World
 
 
 class JointSampler:
-    """Samples on the ranks of sampler and actor; see SamplingEngine."""
+    """A SamplingEngine on the ranks of sampler and actor."""
 
     def __init__(self, separate: SeparateSampler, actor: HybridEngine | None, *, world: World) -> None:
-        """Take both, and all their ranks; every rank of the run calls.
+        """Combine both. Every rank of the run makes this call.
 
         Args:
-            separate: on ranks of its own.
+            separate: the sampler on separate ranks.
             actor: built with `samples=True` and the same tensor parallelism; none on ranks that do not train it.
             world: the ranks of both.
         """
         self.world, self._separate, self._actor = world, separate, actor
-        own: SeparateSampler | HybridEngine = separate if actor is None else actor
-        self._own = own
-        self.generation_world = own.generation_world
+        local: SeparateSampler | HybridEngine = separate if actor is None else actor
+        self._own = local
+        self.generation_world = local.generation_world
         self.max_logprob_diff = separate.max_logprob_diff
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
 
     @property
     def groups(self) -> tuple[int, int | None]:
-        """See SamplingEngine; the sampler's groups come before the actor's."""
-        first, own = self._separate.groups
+        """Number of `generation_world`s, and the index of this rank's; the sampler's come before the actor's."""
+        first, group = self._separate.groups
         count = self.world.size // self.generation_world.size
-        return count, own if self._actor is None else first + (self._actor.groups[1] or 0)
+        return count, group if self._actor is None else first + (self._actor.groups[1] or 0)
 
     @property
     def device(self) -> torch.device:
-        """See SamplingEngine."""
+        """Device of this rank."""
         return self.world.device
 
     @property
     def weight_version(self) -> int:
-        """See SamplingEngine."""
+        """Number of optimizer updates of the actor's weights; on a rank without the actor, at the last sync."""
         return self._separate.weight_version
 
     @contextlib.contextmanager
     def inference(
         self, *, stop_token_ids: tuple[int, ...] | None = None, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> Iterator[GenerationEngine | None]:
-        """See SamplingEngine. The actor's ranks send weights first, and then build their own.
+        """Return a context in which the current weights generate. Every rank of actor and sampler must enter.
+
+        The actor's ranks first send weights, then build their own inference weights.
 
         Raises:
-            UserError: as of both.
+            UserError: as for sampler and actor.
         """
         with contextlib.ExitStack() as stack:
             for engine in self._engines:
@@ -75,22 +77,22 @@ class JointSampler:
         self.weight_check_seconds = sum(engine.weight_check_seconds for engine in self._engines)
 
     def sync_ahead(self) -> contextlib.AbstractContextManager[TransferTimes | None]:
-        """See SeparateSampler."""
+        """Return a context in which the actor's weights are sent ahead, as SeparateSampler."""
         return self._separate.sync_ahead()
 
     def snapshot(
         self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
     ) -> GenerationEngine | None:
-        """See SamplingEngine.
+        """Refuse snapshots.
 
         Raises:
-            RuntimeError: always, as the actor's ranks train while a snapshot is used.
+            RuntimeError: always, since the actor's ranks train while a snapshot is used.
         """
         raise RuntimeError("the actor's ranks sample only while they do not train: leave with_actor or the lag out")
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
-        """See SamplingEngine."""
+        """Context in which the model temporarily has other weights under the same version."""
         with contextlib.ExitStack() as stack:
             for engine in self._engines:
                 stack.enter_context(engine.other_weights())
@@ -98,5 +100,5 @@ class JointSampler:
 
     @property
     def _engines(self) -> list[SeparateSampler | HybridEngine]:
-        """Those that this rank takes part in."""
+        """The engines whose calls this rank makes."""
         return [engine for engine in (self._separate, self._actor) if engine is not None]

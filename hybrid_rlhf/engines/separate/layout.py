@@ -1,7 +1,7 @@
-"""What the actor's ranks hold of each weight, and what the ranks that sample need of it.
+"""The part of each weight that the actor's ranks have, and the part that the sampling ranks need.
 
-The actor's first rank describes the model to the ranks that sample: these have none, and need neither its code nor its
-files. Adapters are tensors of their own beside the weight that they change.
+The actor's first rank describes the model to the sampling ranks, which need neither the model's code nor its files.
+The factors of an adapter are separate tensors beside the weight that they change.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from hybrid_rlhf.models.lora import Adapter, base_weight, lora_layers, weights_o
 from hybrid_rlhf.runtime.world import World
 
 Interval = tuple[int, int]
-"""First and last element, exclusive, of a flattened tensor."""
+"""Start and end of an interval of a flattened tensor; the end is exclusive."""
 
 
 @dataclass(frozen=True)
 class SentTensor:
-    """A weight or a factor of an adapter, as all ranks know it."""
+    """Description of a weight or of a factor of an adapter, known to all ranks."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """In training."""
+    """Dtype in training."""
     trained: bool
 
     @property
     def elements(self) -> int:
-        """Of the whole."""
+        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
 
@@ -51,7 +51,7 @@ class SentWeight:
     base: SentTensor
     adapter: Adapter | None = None
     factors: tuple[SentTensor, ...] = ()
-    """A and B."""
+    """Factors A and B of the adapter."""
 
     @property
     def tensors(self) -> tuple[SentTensor, ...]:
@@ -61,20 +61,20 @@ class SentWeight:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What the ranks that sample need to know of the model that trains."""
+    """Description of the trained model for the ranks that receive its weights."""
 
     described: DescribedModel
     weights: tuple[SentWeight, ...]
     dtype: torch.dtype
     stop_token_ids: tuple[int, ...]
-    """The model's own; () for one that does not generate."""
+    """EOS tokens of the model; empty for a model that does not generate."""
 
     @classmethod
     def of(cls, lm: PreTrainedModel, describe: DescribeModel = DescribedModel.of) -> TrainedModel:
-        """A model, partitioned or not.
+        """Describe a model, partitioned or not.
 
         Raises:
-            NotDescribed: when the family table does not cover it.
+            NotDescribed: when the family table does not cover the model.
         """
         described = describe(lm, [name for name, _ in base_parameters(lm)])
         weights = tuple(weight for weight, _ in _sent_weights(lm) if weight.base.name not in described.unread)
@@ -83,17 +83,17 @@ class TrainedModel:
 
 
 class HeldWeights:
-    """The tensors of this rank of the actor."""
+    """The parts of the actor's tensors that this rank has."""
 
     def __init__(self, lm: PreTrainedModel, world: World) -> None:
-        """Take the model, and the ranks that train it."""
+        """Args: the model, and the ranks that train it."""
         self._parameters: dict[str, nn.Parameter] = {}
         for weight, parameters in _sent_weights(lm):
             self._parameters |= {
                 tensor.name: parameter for tensor, parameter in zip(weight.tensors, parameters, strict=True)
             }
         self.intervals: dict[str, Interval] = {}
-        """What this rank holds of each tensor that ZeRO-3 partitions; of others it holds all."""
+        """This rank's interval of each tensor that ZeRO-3 partitions. Other tensors are complete on each rank."""
         for name, parameter in self._parameters.items():
             if partition_of(parameter) is not None:
                 elements, size = full_elements(parameter), local_values(parameter).numel()
@@ -101,22 +101,22 @@ class HeldWeights:
                 self.intervals[name] = min(world.rank * size, elements), min((world.rank + 1) * size, elements)
 
     def flat(self, name: str) -> Tensor:
-        """What this rank holds of a tensor now, flat."""
+        """Return this rank's current part of a tensor, flat."""
         return local_values(self._parameters[name]).detach().reshape(-1)
 
 
 @dataclass(frozen=True)
 class NeededWeights:
-    """What a rank that samples needs, by the names of the tensors."""
+    """Parts that a receiving rank needs, by the name of the tensor."""
 
     runs: Mapping[str, tuple[Runs, ...]]
     dtypes: Mapping[str, torch.dtype]
-    """In which they travel, the same for all ranks."""
+    """Dtypes of the transfer, the same for all ranks."""
 
     @classmethod
     def of(cls, model: TrainedModel, inference: InferenceWeights, dtype: torch.dtype) -> NeededWeights:
-        """For inference weights of a dtype. Factors of adapters are needed whole, as their product is computed as where
-        the adapter trains: products of parts may round differently."""
+        """Return the needs of inference weights of a dtype. Factors of adapters are needed whole: their product is
+        computed as in training, and products of parts might round differently."""
         runs, dtypes = {}, {}
         for weight in model.weights:
             picks = inference.picks(weight.base.name)
@@ -130,13 +130,13 @@ class NeededWeights:
 
 
 def _sent_weights(lm: PreTrainedModel) -> Iterator[tuple[SentWeight, list[nn.Parameter]]]:
-    """A model's weights, each with its parameters: tied ones once, as in `base_parameters`."""
+    """Yield a model's weights, each with its parameters; tied weights once, as in `base_parameters`."""
     layers = {id(base_weight(layer)): layer for _, layer in lora_layers(lm)}
     for name, parameter in base_parameters(lm):
         layer = layers.get(id(parameter))
         parameters = [parameter] if layer is None else weights_of(layer)
         base, *factors = (
-            SentTensor(name + part, full_shape(own), own.dtype, own.requires_grad)
-            for part, own in zip(("", ".lora_A", ".lora_B"), parameters, strict=False)
+            SentTensor(name + part, full_shape(tensor), tensor.dtype, tensor.requires_grad)
+            for part, tensor in zip(("", ".lora_A", ".lora_B"), parameters, strict=False)
         )
         yield SentWeight(base, None if layer is None else Adapter.of(layer), tuple(factors)), parameters

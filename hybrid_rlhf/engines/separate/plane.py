@@ -1,8 +1,8 @@
-"""Inference weights on some ranks that follow a model which trains on others.
+"""Inference weights on some ranks that follow a model trained on other ranks.
 
-The ranks that receive have no training model: the first rank that trains it describes it to them. Both tell their
-layouts once, and their versions before each transfer; weights travel where these differ. A transfer may run in a thread
-while the main one computes with other models, so these ranks have a process group that nothing else uses.
+The receiving ranks have no training model; the first training rank describes it to them. All ranks exchange their
+layouts once, and their versions before each transfer. Weights are sent if versions differ. A transfer may run in a
+thread while the main thread computes with other models, so these ranks have a process group that nothing else uses.
 """
 
 from __future__ import annotations
@@ -32,65 +32,65 @@ from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 T = TypeVar("T")
 _CHECKED_SYNCS = 2
-"""First syncs with checksums."""
+"""Number of first syncs that are checked by checksums."""
 
 
 @dataclass(frozen=True)
 class PlaneSettings:
-    """Which weights follow, and how."""
+    """Settings of a WeightPlane."""
 
     role: Role
     key: str
-    """Of the config, for errors."""
+    """Config key that is named in errors."""
     describe: DescribeModel = DescribedModel.of
     dtype: torch.dtype | None = None
-    """Of the inference weights; none: that of training."""
+    """Dtype of the inference weights; none: that of training."""
     in_place: bool = True
-    """See InferenceWeights."""
+    """As in InferenceWeights."""
     quantization: Quantization | None = None
     check_weights: bool = False
-    """See faults.check_weights."""
+    """faults.check_weights of the config."""
 
 
 @dataclass
 class TransferTimes:
-    """Of a transfer beside other work, on this rank; filled at its end."""
+    """Times of a transfer during other work, on this rank; set at its end."""
 
     seconds: float = 0.0
     waited: float = 0.0
-    """Part of it after the other work."""
+    """Part of `seconds` after the end of the other work."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Under the names of the log."""
+        """Times by the names of the log."""
         hidden = max(0.0, self.seconds - self.waited)
         return {"time/hidden_weight_sync_seconds": hidden, "time/weight_wait_seconds": self.waited}
 
 
 @dataclass(frozen=True)
 class _Introduction:
-    """Exchanged by all ranks at the start."""
+    """Record that all ranks exchange at the start."""
 
     host: str
     held: Mapping[str, Interval] | None
-    """Of a rank that trains the model."""
+    """Intervals of a rank that trains the model; none on other ranks."""
     model: TrainedModel | None
-    """Of the first of these."""
+    """Description of the model, from the first training rank; none on other ranks."""
 
 
 @dataclass(frozen=True)
 class _State:
-    """Exchanged by all ranks before a transfer."""
+    """Record that all ranks exchange before a transfer."""
 
     version: int
-    """Of the weights that train, or of those that this rank has received; -1: it has none."""
+    """Version of the trained weights, or of the received ones; -1: this rank has no weights."""
     lacks_frozen: bool = False
     forces: bool = False
-    """Whether other weights may have the same version."""
+    """True if other weights may have the same version."""
 
 
 class WeightPlane:
-    """Keeps inference weights as those that train."""
+    """Keeps inference weights equal to the trained weights of other ranks."""
 
     def __init__(
         self,
@@ -101,14 +101,14 @@ class WeightPlane:
         group: World | None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """Plan the transfer of all weights and that of trained ones; every rank of `union` calls.
+        """Plan transfers of all weights and of trained weights only. Every rank of `union` must make this call.
 
         Args:
-            trained: none on ranks that do not train the model.
-            settings: which weights follow, and how.
-            union: the ranks that train it and those that receive, in a group that nothing else uses.
-            group: the tensor-parallel ranks of this one; none on a rank that does not receive.
-            release: frees what uses the decoder, before another takes its place.
+            trained: engine of the model; none on ranks that do not train it.
+            settings: settings of the plane.
+            union: training and receiving ranks, in a process group that nothing else uses.
+            group: tensor-parallel group of this rank; none on a rank that does not receive.
+            release: releases the users of the decoder, before another decoder replaces it.
 
         Raises:
             UserError: on every rank of `union`, when the model has no inference weights for such groups.
@@ -117,28 +117,28 @@ class WeightPlane:
         self._held = None if trained is None else HeldWeights(trained.lm, trained.world)
         with shared_user_errors(union):
             model = self._described(trained) if trained is not None and trained.world.is_main else None
-        each = union.all_gather_objects(
+        introductions = union.all_gather_objects(
             _Introduction(socket.gethostname(), None if self._held is None else self._held.intervals, model)
         )
-        self._sources = [rank for rank, of_rank in enumerate(each) if of_rank.held is not None]
-        (self.model,) = (of_rank.model for of_rank in each if of_rank.model is not None)
+        self._sources = [rank for rank, of_rank in enumerate(introductions) if of_rank.held is not None]
+        (self.model,) = (of_rank.model for of_rank in introductions if of_rank.model is not None)
         self.dtype = settings.dtype or self.model.dtype
         self._inference: InferenceWeights | None = None
         with shared_user_errors(union):
             needs = None if group is None else self._plan_inference_weights(group)
         needed = {rank: need for rank, need in enumerate(union.all_gather_objects(needs)) if need is not None}
         dtypes = next(iter(needed.values())).dtypes
-        self._transfers = self._plan_transfers(each, needed, dtypes)
-        """Of all weights, and of those that learn."""
+        self._transfers = self._plan_transfers(introductions, needed, dtypes)
+        """Transfers by `everything`: of all weights (true), and of trained weights only (false)."""
         self._received: ReceivedWeights | None = None
         if self._inference is not None:
             self._received = ReceivedWeights(dtypes, union.device, in_place=self._inference.in_place)
         self.decoder: Decoder | None = None
-        """Of the weights that arrived last."""
+        """Decoder of the weights that arrived last."""
         self.version, self.syncs = -1, 0
-        """Optimizer updates of the weights at the last exchange, and transfers so far."""
+        """Number of optimizer updates of the weights at the last exchange, and number of transfers so far."""
         self.sent_bytes = 0
-        """By this rank in the last transfer."""
+        """Bytes that this rank sent in the last transfer."""
         self._held_version, self._forces = -1, False
         self._unverified: WeightTransfer | None = None
         self._stream = SideStream(union.device)
@@ -158,12 +158,15 @@ class WeightPlane:
         return NeededWeights.of(self.model, self._inference, self.dtype)
 
     def _plan_transfers(
-        self, each: Sequence[_Introduction], needed: Mapping[int, NeededWeights], dtypes: Mapping[str, torch.dtype]
+        self,
+        introductions: Sequence[_Introduction],
+        needed: Mapping[int, NeededWeights],
+        dtypes: Mapping[str, torch.dtype],
     ) -> dict[bool, WeightTransfer]:
         plan = RoutePlan(
-            {rank: of_rank.held for rank, of_rank in enumerate(each) if of_rank.held is not None},
+            {rank: of_rank.held for rank, of_rank in enumerate(introductions) if of_rank.held is not None},
             {rank: need.runs for rank, need in needed.items()},
-            [of_rank.host for of_rank in each],
+            [of_rank.host for of_rank in introductions],
         )
         buckets = {
             everything: plan.buckets(
@@ -173,7 +176,7 @@ class WeightPlane:
             )
             for everything in (True, False)
         }
-        return {everything: WeightTransfer(self._union, own, dtypes) for everything, own in buckets.items()}
+        return {everything: WeightTransfer(self._union, planned, dtypes) for everything, planned in buckets.items()}
 
     def _described(self, trained: ModelEngine) -> TrainedModel:
         try:
@@ -188,7 +191,8 @@ class WeightPlane:
         )
 
     def current(self, verify: Callable[[Decoder | None], None]) -> Decoder | None:
-        """The decoder of the current weights; none on a rank that does not receive. Every rank calls.
+        """Return the decoder of the current weights; None on a rank that does not receive. Every rank must make this
+        call.
 
         Args:
             verify: called on every rank after a transfer, before the weights are used.
@@ -206,8 +210,10 @@ class WeightPlane:
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[TransferTimes]:
-        """Transfer while the block computes with other models, whose weights are none of these. Every rank enters, and
-        may go on when its part has travelled; `current` verifies it."""
+        """Context in which weights are transferred while other models compute. Every rank must enter.
+
+        A rank may leave when its part of the transfer is complete. `current` verifies the weights later.
+        """
         queued, times = self._stream.position(), TransferTimes()
 
         def transfer() -> float:
@@ -223,20 +229,20 @@ class WeightPlane:
         times.waited = time.perf_counter() - start
 
     def force(self) -> None:
-        """Have the next update transfer weights of the same version too; enough on the ranks that train."""
+        """Make the next update transfer the weights even if the version is the same. Needed only on training ranks."""
         self._forces = True
 
     def of_trained(self, value: T | None) -> T | None:
-        """The value of the first rank that trains, on every rank."""
+        """Broadcast the value of the first training rank; returns it on every rank."""
         return self._union.broadcast_object(value, source=self._sources[0])
 
     def release(self) -> None:
-        """Free the inference weights; what uses them keeps its own."""
+        """Release the inference weights. Users of the decoder keep theirs."""
         self.decoder, self._held_version = None, -1
 
     @property
     def _checked(self) -> bool:
-        """Whether the last transfer has checksums."""
+        """True if the last transfer has checksums."""
         return self._settings.check_weights or self.syncs <= _CHECKED_SYNCS
 
     def _update(self) -> None:
@@ -259,16 +265,16 @@ class WeightPlane:
         first, role = self._sources[0], self._settings.role
         for rank, version in versions.items():
             if version != versions[first]:
-                own, other = self._union.members[first], self._union.members[rank]
+                first_rank, differing_rank = self._union.members[first], self._union.members[rank]
                 raise UserError(
-                    f"ranks of the {role} must have made the same updates, rank {own} has made {versions[first]}, rank "
-                    f"{other} {version}: resume from a checkpoint"
+                    f"ranks of the {role} must have made the same updates, rank {first_rank} has made "
+                    f"{versions[first]}, rank {differing_rank} {version}: resume from a checkpoint"
                 )
         return versions[first]
 
     def _transfer(self, transfer: WeightTransfer) -> None:
         self.syncs += 1
-        self._held_version = -1  # until the weights are complete
+        self._held_version = -1  # not valid until the weights are complete
         if self._held is not None:
             transfer.send(self._held, checked=self._checked)
         if self._inference is not None and self._received is not None:

@@ -1,7 +1,7 @@
-"""A frozen role in inference weights, split over tensor-parallel groups of its ranks.
+"""A frozen role with inference weights, split over tensor-parallel groups of its ranks.
 
-It has no DeepSpeed engine: each rank keeps its part of the weights, and the ranks of a group read the same rows. It is
-called as the module that a ModelEngine wraps, and computes the same (generation/scoring.py).
+It has no DeepSpeed engine: each rank has its part of the weights, and the ranks of a group compute the same rows. Calls
+and results are those of a ModelEngine's module (generation/scoring.py).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class InferenceReader:
     """A reward model or a reference under tensor parallelism."""
 
     packs = True
-    """See ModelEngine."""
+    """All layers compute batches without padding."""
 
     def __init__(self, role: Role, lm: PreTrainedModel, *, world: World, group: World) -> None:
-        """Keep this rank's part of a model.
+        """Build this rank's part of a model.
 
         Args:
-            role: its name.
+            role: name of the role.
             lm: the whole model, on the host; not used afterwards.
-            world: the role's ranks.
-            group: those that share one model, and this rank.
+            world: the ranks of the role.
+            group: tensor-parallel group of this rank.
 
         Raises:
-            UserError: on every rank of the group, see `inference_policy`.
+            UserError: on every rank of the group, as in `inference_policy`.
         """
         self.role: Role = role
         self.world, self.group = world, group
@@ -43,29 +43,29 @@ class InferenceReader:
         self._model = inference_scorer(lm, world=group) if scores else inference_policy(lm, world=group)
 
     def __call__(self, *inputs: Any, **settings: Any) -> Any:
-        """What the Policy or the Scorer of the model returns; all ranks of the group call, with the same rows."""
+        """Return the result of the model's Policy or Scorer. All ranks of the group pass the same rows."""
         return self._model(*inputs, **settings)
 
     @property
     def tensor_parallel(self) -> int:
-        """See ModelEngine."""
+        """Number of ranks that compute the same rows together."""
         return self.group.size
 
     @property
     def reports_rows(self) -> bool:
-        """See ModelEngine."""
+        """True if the results of this rank count, among those that compute the same rows."""
         return self.group.is_main
 
     @property
     def device(self) -> torch.device:
-        """The device that batches must be on."""
+        """Device that batches must be on."""
         return self.world.device
 
     @property
     def facts(self) -> EngineFacts:
-        """Properties for the ranks without this model."""
+        """Properties of the model for ranks that do not have it."""
         return EngineFacts(self.parameters, self.packs)
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
-        """See ModelEngine; its part of the weights is always on the device."""
+        """Return a context that does nothing: the weights are always on the device."""
         return contextlib.nullcontext()

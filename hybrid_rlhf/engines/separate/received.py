@@ -1,8 +1,8 @@
-"""From parts that arrive to the full weights that the loader takes, with adapters merged.
+"""Assembles received parts into full weights for the loader, with adapters merged.
 
-Frozen weights travel once. This rank keeps its part of them, on the host where it samples on a GPU, and merges the
-adapters of each sync into them with the arithmetic of training (models/lora.py). A full weight has arbitrary values
-where this rank has no part of it; the loader does not read these.
+Frozen weights are sent once. This rank keeps its part of them in host memory, and merges the adapters of each sync into
+them with the arithmetic of training (models/lora.py). Elements of a full weight that this rank does not have are
+uninitialised; the loader does not read them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from hybrid_rlhf.engines.separate.transfer import Part
 
 
 class ReceivedWeights:
-    """The weights of a model on a rank that samples."""
+    """Received weights of a model on a rank that samples."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype], device: torch.device, *, in_place: bool) -> None:
-        """Take the dtypes in which tensors arrive, the device, and whether frozen weights without adapters stay in the
+        """Args: dtypes of the transfer by tensor, the device, and true if frozen weights without adapters stay in the
         inference weights."""
         self._dtypes, self._device, self._in_place = dtypes, device, in_place
         self._frozen: dict[str, list[Part]] = {}
         self.has_frozen = False
-        """Whether the frozen weights have arrived."""
+        """True if the frozen weights have arrived."""
 
     def assembled(
         self, buckets: Iterable[tuple[Sequence[SentWeight], Mapping[str, list[Part]]]]
     ) -> Iterator[tuple[str, Tensor, bool]]:
-        """Weights for InferenceWeights.build, those left out that stay in the inference weights; valid until the
-        next."""
+        """Yield the weights for `InferenceWeights.build`, except those that stay in the inference weights.
+
+        A weight is valid until the next one.
+        """
         for weights, parts in buckets:
             for weight in weights:
                 base = self._parts(weight, parts)
@@ -47,7 +49,7 @@ class ReceivedWeights:
         self.has_frozen = True
 
     def _parts(self, weight: SentWeight, arrived: Mapping[str, list[Part]]) -> list[Part] | None:
-        """This rank's part of a weight: arrived, or kept; none: the inference weights have it."""
+        """Return this rank's part of a weight, just arrived or kept; None if the inference weights have it."""
         name, parts = weight.base.name, arrived.get(weight.base.name, [])
         if weight.base.trained:
             return parts
@@ -58,7 +60,7 @@ class ReceivedWeights:
         return parts
 
     def _full(self, tensor: SentTensor, parts: Sequence[Part]) -> Tensor:
-        """A tensor of the full shape with these parts of it."""
+        """Return a tensor of the full shape with these parts set."""
         if _is_whole(tensor, parts) and len(parts) == 1:
             return parts[0][1].to(self._device).view(tensor.shape)
         full = torch.empty(tensor.shape, dtype=self._dtypes[tensor.name], device=self._device)

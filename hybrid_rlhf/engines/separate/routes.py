@@ -1,7 +1,7 @@
-"""Which rank sends which part of a weight to which: intersections of what ranks hold with what others need.
+"""Sender and receiver of each part of a weight: intersections of the parts that ranks have and the parts needed.
 
-A part that several ranks hold comes from one of them, by preference on the receiver's host, such that all send about as
-much. All ranks compute the same plan from the same layouts.
+A part that several ranks have is sent by one of them, preferably on the receiver's host, so that all send about the
+same amount. All ranks compute the same plan from the same layouts.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from hybrid_rlhf.engines.separate.layout import Interval, SentTensor, SentWeight
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor that travels from one rank to another."""
+    """A part of a tensor that one rank sends to another."""
 
     tensor: str
     source: int
     target: int
     runs: tuple[Runs, ...]
-    """In the whole tensor, flattened."""
+    """Elements in the full tensor, flattened."""
 
     @property
     def elements(self) -> int:
-        """How many it has."""
+        """Number of elements."""
         return sum(runs.elements for runs in self.runs)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Weights that travel together."""
+    """Weights that are sent together."""
 
     weights: tuple[SentWeight, ...]
     pieces: tuple[Piece, ...]
@@ -42,20 +42,21 @@ class RoutePlan:
 
     def __init__(
         self,
-        held: Mapping[int, Mapping[str, Interval]],
+        intervals: Mapping[int, Mapping[str, Interval]],
         needed: Mapping[int, Mapping[str, tuple[Runs, ...]]],
         hosts: Sequence[str],
     ) -> None:
-        """Take both layouts.
+        """Set the layouts.
 
         Args:
-            held: for each rank that sends, the intervals of the tensors that are partitioned; it holds all of others.
-            needed: for each rank that receives, the parts of each tensor.
-            hosts: of all ranks.
+            intervals: for each sending rank, its intervals of partitioned tensors; it has all other tensors whole.
+            needed: for each receiving rank, the parts of each tensor that it needs.
+            hosts: host names of all ranks.
         """
-        self._held, self._needed = held, needed
+        self._held, self._needed = intervals, needed
         self._near = {
-            target: [source for source in held if hosts[source] == hosts[target]] or list(held) for target in needed
+            target: [source for source in intervals if hosts[source] == hosts[target]] or list(intervals)
+            for target in needed
         }
 
     def buckets(
@@ -64,9 +65,9 @@ class RoutePlan:
         """Divide all weights into buckets.
 
         Args:
-            weights: of the model, in order.
-            sends: which tensors travel.
-            bucket_elements: most elements of a bucket, unless one weight alone is larger.
+            weights: weights of the model, in order.
+            sends: returns true for tensors that are sent.
+            bucket_elements: maximum number of elements per bucket, unless a single weight is larger.
         """
         load = dict.fromkeys(self._held, 0)
         buckets: list[Bucket] = []
@@ -88,7 +89,7 @@ class RoutePlan:
         return Bucket(tuple(weights), tuple(piece for tensor in sent for piece in self._pieces(tensor.name, load)))
 
     def _pieces(self, name: str, load: dict[int, int]) -> Iterator[Piece]:
-        """The pieces of a tensor; `load`: elements that each rank sends so far."""
+        """Yield the pieces of a tensor; `load`: number of elements that each rank sends so far, which is updated."""
         partitions = {source: intervals[name] for source, intervals in self._held.items() if name in intervals}
         for target, needs in self._needed.items():
             if not needs[name]:

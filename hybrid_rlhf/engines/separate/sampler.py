@@ -1,13 +1,14 @@
-"""A sampler on ranks of its own: it generates with the actor's weights, which it receives after each update.
+"""A sampler on separate ranks: it generates with the actor's weights, which it receives after each update.
 
-Where the actor samples on the ranks that train it, engines/hybrid.py is used. Here the ranks that sample have no
-training model, and take the weights from a plane (plane.py). All ranks of both enter `inference` and `snapshot`, and
-`sync_ahead` where other models compute after the actor's last update; after each transfer the actor's forward checks
-the weights.
+If the actor samples on its training ranks, engines/hybrid.py is used instead. Here the sampling ranks have no training
+model, and receive the weights through a plane (plane.py). All ranks of actor and sampler enter `inference` and
+`snapshot`, and `sync_ahead` while other models compute after the actor's last update. After each transfer, the actor's
+forward checks the weights.
 
-Inference weights stay in memory between rollouts, unless `rollout.keep_weights` is false, and so do KV cache and CUDA
-graphs where no other role computes. With a policy lag of 1 the next sync writes into the weights of a snapshot, which
-has sampled by then; with a larger one each snapshot has its own weights and cache, and no CUDA graphs.
+Inference weights stay in memory between rollouts, unless `rollout.keep_weights` is false. KV cache and CUDA graphs also
+stay if no other role computes on these ranks. With a policy lag of 1, the next sync writes into the weights of a
+snapshot, which has finished sampling by then. With a larger lag, each snapshot has separate weights and cache, and no
+CUDA graphs.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 
 class SeparateSampler:
-    """Samples for an actor on other ranks; see SamplingEngine."""
+    """A SamplingEngine for an actor on other ranks."""
 
     def __init__(
         self,
@@ -54,43 +55,44 @@ class SeparateSampler:
         check_weights: bool = False,
         residency: RoleResidency | None = None,
     ) -> None:
-        """Plan the transfer; every rank of the run calls, after `create_groups`.
+        """Plan the transfer. Every rank of the run makes this call, after `create_groups`.
 
         Args:
-            actor: none on ranks that do not train it.
-            world: the ranks that sample, none of which trains the actor.
-            union: those and the actor's.
-            rollout: how it generates; none: the defaults.
-            max_logprob_diff: see faults.max_logprob_diff.
-            check_weights: see faults.check_weights.
-            residency: where its memory lies in each phase; none: as the rollout says, on ranks without other roles.
+            actor: engine of the actor; none on ranks that do not train it.
+            world: ranks that sample; none of them trains the actor.
+            union: these ranks and the actor's.
+            rollout: settings of generation; none: the defaults.
+            max_logprob_diff: faults.max_logprob_diff of the config.
+            check_weights: faults.check_weights of the config.
+            residency: location of its memory in each phase; none: as set in the rollout section, on ranks without other
+                roles.
 
         Raises:
-            UserError: on every rank of `union`, when the model has no inference weights, or the rollout needs what a
-                sampler on ranks of its own does not have.
+            UserError: on every rank of `union`, when the model has no inference weights, or a rollout setting needs a
+                sampler on the actor's ranks.
         """
         self.world, self._union, self._actor = world, union, actor
         self._rollout = rollout or RolloutConfig()
-        # with a policy lag it samples while frozen roles read, perhaps in groups of the same ranks
+        # with a policy lag it samples while frozen roles compute, possibly in groups of the same ranks
         self.generation_world = world.split(self._rollout.tensor_parallel, own=self._rollout.policy_lag > 0)
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
-        self.max_logprob_diff = math.inf  # of ranks outside of `union`, which compare nothing
+        self.max_logprob_diff = math.inf  # for ranks outside `union`, which compare nothing
         if residency is None:
             rules = ResidencyRules.of_rollout(self._rollout, cuda=world.device.type == "cuda")
             residency = rules.sampler(shares_ranks=False)
         self._keeps = residency.stays("inference weights")
-        # with a larger policy lag every snapshot has weights and a cache of its own
+        # with a larger policy lag, every snapshot has separate weights and cache
         self._keeps_cache = residency.stays("KV cache") and self._rollout.policy_lag <= 1
         self._snapshot: GenerationEngine | None = None
         self._backend: NativeBackend | None = None
         self.plane: WeightPlane | None = None
-        """None on a rank with neither actor nor sampler."""
+        """Transfer of the weights; none on a rank with neither actor nor sampler."""
         if union.is_member:
             self.plane = self._planned(max_logprob_diff, check_weights=check_weights)
 
     def _planned(self, max_logprob_diff: float | None, *, check_weights: bool) -> WeightPlane:
-        """The plane of the actor's weights, and what they are checked with."""
+        """Return the plane of the actor's weights; also sets up their check."""
         union, rollout = self._union, self._rollout
         _check_rollout(rollout)
         settings = PlaneSettings(
@@ -110,17 +112,18 @@ class SeparateSampler:
 
     @property
     def device(self) -> torch.device:
-        """See SamplingEngine."""
+        """Device of this rank."""
         return self.world.device
 
     @property
     def groups(self) -> tuple[int, int | None]:
-        """See SamplingEngine."""
+        """Number of `generation_world`s, and the index of this rank's; None: it does not sample."""
         return groups_of(self.world, self.generation_world)
 
     @property
     def weight_version(self) -> int:
-        """See SamplingEngine; -1 before the first sync."""
+        """Number of optimizer updates of the actor's weights; without the actor, at the last sync, -1 before the
+        first."""
         if self._actor is not None:
             return self._actor.weight_version
         return -1 if self.plane is None else self.plane.version
@@ -129,11 +132,11 @@ class SeparateSampler:
     def inference(
         self, *, stop_token_ids: tuple[int, ...] | None = None, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> Iterator[GenerationEngine | None]:
-        """See SamplingEngine.
+        """Return a context in which the current weights generate. Every rank of actor and sampler must enter.
 
         Raises:
-            UserError: on every rank of actor and sampler, when weights arrive damaged or compute something else than
-                those that train.
+            UserError: on every rank of actor and sampler, when weights arrive damaged, or their log-probs differ from
+                those of the training forward.
         """
         self.work = DecodeWork()
         decoder = self._synced_decoder()
@@ -158,11 +161,13 @@ class SeparateSampler:
     def snapshot(
         self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None
     ) -> GenerationEngine | None:
-        """See SamplingEngine.
+        """Return an engine with the current weights, which do not change while training continues.
+
+        Every rank of actor and sampler must make this call.
 
         Raises:
-            UserError: as `inference`.
-            RuntimeError: without a policy lag, or when an earlier snapshot with the same weights is not closed.
+            UserError: as in `inference`.
+            RuntimeError: without a policy lag, or when an earlier snapshot of the same weights is not closed.
         """
         lag = self._rollout.policy_lag
         if self._keeps and not lag:
@@ -183,7 +188,10 @@ class SeparateSampler:
 
     @contextlib.contextmanager
     def other_weights(self) -> Iterator[None]:
-        """See SamplingEngine; the next sync after it transfers weights too. Enough on the actor's ranks."""
+        """Context in which the actor temporarily has other weights; the next syncs transfer weights.
+
+        Needed only on the actor's ranks.
+        """
         self._force()
         try:
             yield
@@ -209,15 +217,18 @@ class SeparateSampler:
         )
 
     def sync_ahead(self) -> contextlib.AbstractContextManager[TransferTimes | None]:
-        """Around what other models compute after the actor's last update before a rollout: its weights travel
-        meanwhile, and the rollout finds them. Every rank of actor and sampler enters; of none where the weights wait
-        for the rollout, as they have no memory before it, or older ones still sample."""
+        """Return a context in which the actor's weights are sent while other models compute, so that the next rollout
+        need not wait for them.
+
+        It is entered after the actor's last update before a rollout, by every rank of actor and sampler. The context
+        does nothing, and is of None, if the weights have no memory before the rollout, or older ones still sample.
+        """
         if self.plane is None or self._rollout.policy_lag or not self._keeps:
             return contextlib.nullcontext()
         return self.plane.ahead()
 
     def _synced_decoder(self) -> Decoder | None:
-        """The decoder of the actor's current weights; none on a rank that does not sample."""
+        """Return the decoder of the actor's current weights; None on a rank that does not sample."""
         if self.plane is None:
             return None
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
@@ -227,7 +238,7 @@ class SeparateSampler:
         return decoder
 
     def _verify(self, decoder: Decoder | None) -> None:
-        """Use new weights, and compare their log-probs with those of the actor's forward."""
+        """Use new weights in the backend, and compare their log-probs with those of the actor's forward."""
         plane, actor = self.plane, self._actor
         assert plane is not None
         if self._backend is not None and decoder is not None:
@@ -243,7 +254,7 @@ class SeparateSampler:
             self.plane.force()
 
     def _release(self) -> None:
-        """Free inference weights, KV cache and CUDA graphs; a snapshot of a larger policy lag keeps its own."""
+        """Release inference weights, KV cache and CUDA graphs. Snapshots of a larger policy lag keep theirs."""
         self._release_cache()
         if self.plane is not None:
             self.plane.release()
@@ -255,24 +266,24 @@ class SeparateSampler:
 
 
 class _SentProbe:
-    """The Probe of an actor on the ranks of its sampler too; no actor: of another rank."""
+    """A Probe on the ranks of actor and sampler: results of the actor's first rank are broadcast."""
 
     def __init__(self, plane: WeightPlane, probe: TrainingProbe | None) -> None:
         self._plane, self._probe = plane, probe
 
     def logprobs(self) -> Tensor:
-        """See Probe."""
+        """Return the log-probs [P - 1] of all tokens except the first."""
         return self._of_trained(None if self._probe is None else self._probe.logprobs().cpu())
 
     def rerouted(self, routes: Tensor) -> Rerouted:
-        """See Probe."""
-        found = None if self._probe is None else self._probe.rerouted(routes)
-        return self._of_trained(None if found is None else replace(found, logprobs=found.logprobs.cpu()))
+        """Return the result with experts [P - 1, E, k] forced for all tokens except the last."""
+        result = None if self._probe is None else self._probe.rerouted(routes)
+        return self._of_trained(None if result is None else replace(result, logprobs=result.logprobs.cpu()))
 
     def states(self) -> list[Tensor] | None:
-        """See Probe."""
-        found = None if self._probe is None else self._probe.states()
-        return self._plane.of_trained(None if found is None else [state.cpu() for state in found])
+        """Return hidden states [P, H] before the first layer and after each; None if the layers are unknown."""
+        states = None if self._probe is None else self._probe.states()
+        return self._plane.of_trained(None if states is None else [state.cpu() for state in states])
 
     def _of_trained(self, value: T | None) -> T:
         sent = self._plane.of_trained(value)
@@ -281,7 +292,7 @@ class _SentProbe:
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:
-    """Raise UserError for settings of a sampler on the actor's ranks."""
+    """Raise UserError for settings that need a sampler on the actor's ranks."""
     require(
         rollout.backend == "auto",
         f"placement.sampler needs inference weights, got rollout.backend {rollout.backend}: give auto, or leave "

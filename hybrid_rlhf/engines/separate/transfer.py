@@ -1,8 +1,8 @@
-"""Buckets of weights from rank to rank, and their checksums.
+"""Transfer of weights in buckets between ranks, and their checksums.
 
-In a bucket each rank sends one message of bytes to each rank that needs something of it. The next message is packed, or
-its memory prepared, while one travels. Ranks go through the buckets in the same order and wait only for messages of the
-same bucket, so no two wait for each other in a circle.
+In each bucket, a rank sends one message of bytes to each rank that needs a part of it. While a message is sent, the
+next one is packed, or its memory allocated. All ranks process the buckets in the same order and wait only for messages
+of the same bucket, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -22,53 +22,53 @@ from hybrid_rlhf.runtime.point_to_point import Exchange
 from hybrid_rlhf.runtime.world import World
 
 Part = tuple[Runs, Tensor]
-"""Elements of a flattened tensor, and their values, flat."""
+"""Elements of a flattened tensor, and their values as a flat tensor."""
 Checksums = dict[tuple[str, int, int], int]
-"""By tensor, sending and receiving rank."""
+"""Checksums by (tensor, sending rank, receiving rank)."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COLUMNS = 1024
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A piece in a message."""
+    """Location of a piece in a message."""
 
     piece: Piece
     dtype: torch.dtype
     offset: int
-    """Its first byte."""
+    """Index of its first byte."""
 
     @property
     def stop(self) -> int:
-        """The byte after its last."""
+        """Index of the byte after its last one."""
         return self.offset + self.piece.elements * self.dtype.itemsize
 
     def values(self, message: Tensor) -> Tensor:
-        """[elements] of the message, a view."""
+        """Return the values [elements] in the message, as a view."""
         return message[self.offset : self.stop].view(self.dtype)
 
 
 class WeightTransfer:
-    """Sends buckets from the ranks that train to those that sample."""
+    """Sends buckets of weights from training ranks to receiving ranks."""
 
     def __init__(self, world: World, buckets: Sequence[Bucket], dtypes: Mapping[str, torch.dtype]) -> None:
-        """Take the ranks of both, the buckets, whose ranks are numbers in `world`, and the dtypes that travel."""
+        """Args: all these ranks, the buckets, whose ranks are indices in `world`, and the dtypes of the transfer."""
         self._world = world
         self._buckets = [
             (bucket.weights, self._messages(bucket, dtypes, sends=True), self._messages(bucket, dtypes, sends=False))
             for bucket in buckets
         ]
         self.sent_bytes = 0
-        """By this rank in the last transfer."""
+        """Bytes that this rank sent in the last transfer."""
         self.checksums: Checksums = {}
-        """Of the last transfer on this rank, if it was checked."""
+        """Checksums of the last transfer on this rank, if it was checked."""
 
-    def send(self, held: HeldWeights, *, checked: bool) -> None:
-        """Send what others need of this rank's tensors.
+    def send(self, weights: HeldWeights, *, checked: bool) -> None:
+        """Send the parts of this rank's tensors that other ranks need.
 
         Args:
-            held: this rank's tensors.
-            checked: whether to compute checksums.
+            weights: this rank's tensors.
+            checked: compute checksums.
         """
         self._begin()
         before: Exchange | None = None
@@ -77,8 +77,8 @@ class WeightTransfer:
             messages = {}
             for peer, slots in outgoing.items():
                 key = tuple((slot.piece.tensor, slot.piece.runs) for slot in slots)
-                if key not in packed:  # ranks that compute the same part of the model need the same message
-                    packed[key] = self._packed(slots, held)
+                if key not in packed:  # ranks that compute the same part of the model get the same message
+                    packed[key] = self._packed(slots, weights)
                 messages[peer] = packed[key]
                 if checked:
                     self._record(slots, messages[peer])
@@ -91,10 +91,11 @@ class WeightTransfer:
             before.wait()
 
     def receive(self, *, checked: bool) -> Iterator[tuple[tuple[SentWeight, ...], dict[str, list[Part]]]]:
-        """Receive the buckets in order: weights, and the parts of their tensors that arrived, valid until the next.
+        """Receive the buckets in order; yields weights, and the parts of their tensors, which are valid until the next
+        yield.
 
         Args:
-            checked: whether to compute checksums.
+            checked: compute checksums.
         """
         self._begin()
         ahead = self._expect(0)
@@ -110,7 +111,7 @@ class WeightTransfer:
     def _messages(
         self, bucket: Bucket, dtypes: Mapping[str, torch.dtype], *, sends: bool
     ) -> dict[int, tuple[_Slot, ...]]:
-        """The pieces that this rank sends or receives, by the other rank."""
+        """Return the pieces that this rank sends or receives, by peer rank."""
         messages: dict[int, list[_Slot]] = defaultdict(list)
         for piece in bucket.pieces:
             mine, peer = (piece.source, piece.target) if sends else (piece.target, piece.source)
@@ -120,12 +121,12 @@ class WeightTransfer:
                 message.append(_Slot(piece, dtype, -(-end // dtype.itemsize) * dtype.itemsize))
         return {peer: tuple(slots) for peer, slots in messages.items()}
 
-    def _packed(self, slots: Sequence[_Slot], held: HeldWeights) -> Tensor:
+    def _packed(self, slots: Sequence[_Slot], weights: HeldWeights) -> Tensor:
         message = torch.empty(slots[-1].stop, dtype=torch.uint8, device=self._world.device)
         for slot in slots:
             name = slot.piece.tensor
-            flat, values, done = held.flat(name), slot.values(message), 0
-            first = held.intervals.get(name, (0, 0))[0]
+            flat, values, done = weights.flat(name), slot.values(message), 0
+            first = weights.intervals.get(name, (0, 0))[0]
             for runs in slot.piece.runs:
                 part = values[done : done + runs.elements]
                 part.view(runs.count, runs.length).copy_(runs.moved(-first).view(flat))
@@ -133,7 +134,7 @@ class WeightTransfer:
         return message
 
     def _expect(self, number: int) -> tuple[Exchange, dict[int, Tensor]]:
-        """Begin to receive a bucket, if there is one."""
+        """Start to receive a bucket, if there is one with this number."""
         incoming = self._buckets[number][2] if number < len(self._buckets) else {}
         messages = {
             peer: torch.empty(slots[-1].stop, dtype=torch.uint8, device=self._world.device)
@@ -161,8 +162,11 @@ class WeightTransfer:
 
 
 def checksum(values: Tensor) -> Tensor:
-    """[] int64 of a flat tensor, which another value or another order changes: sums of rows and of columns of 1024,
-    modulo 2**64, each times a random number of its own."""
+    """Return a checksum of a flat tensor, an int64 scalar that depends on values and their order.
+
+    It is the sum, modulo 2**64, of the row sums and column sums of a table of 1024 columns, each times a different
+    random number.
+    """
     words = values.view(_INTEGERS[values.dtype.itemsize])
     whole = len(words) // _COLUMNS * _COLUMNS
     table = words[:whole].view(-1, _COLUMNS)
@@ -174,20 +178,20 @@ def checksum(values: Tensor) -> Tensor:
 
 
 def compare_checksums(world: World, mine: Checksums, *, update: int) -> None:
-    """Compare what was sent with what arrived; every rank calls.
+    """Compare checksums of sent and received tensors. Every rank must make this call.
 
     Args:
-        world: the ranks between which weights travelled.
-        mine: of this rank.
-        update: optimizer updates of the weights, for the message.
+        world: the ranks of the transfer.
+        mine: checksums of this rank.
+        update: number of optimizer updates of the weights, for the message.
 
     Raises:
         UserError: on every rank, for the first tensor that differs.
     """
-    each = world.all_gather_objects(mine)
-    for rank, checksums in enumerate(each):
+    of_ranks = world.all_gather_objects(mine)
+    for rank, checksums in enumerate(of_ranks):
         for (name, source, target), value in checksums.items():
-            if rank == source and each[target].get((name, source, target)) != value:
+            if rank == source and of_ranks[target].get((name, source, target)) != value:
                 raise UserError(
                     f"weights must arrive as they were sent, {name} from rank {world.members[source]} differs on "
                     f"rank {world.members[target]} in the weight sync of update {update}: check the memory of both "

@@ -1,4 +1,4 @@
-"""Maps a Hugging Face model to a ModelDescription, by its row of the family table (models/families/table.py).
+"""Maps a Hugging Face model to a ModelDescription, using its row of the family table (models/families/table.py).
 
 Models without a row generate through their Hugging Face module; `describe` gives the reason.
 """
@@ -26,18 +26,18 @@ from hybrid_rlhf.models.lora import plain_name
 from hybrid_rlhf.models.structure import text_model_of
 
 SCORE_HEAD = "score"
-"""Role of a scorer's head, which each rank has whole; no family names it."""
+"""Role of a scorer's head. Every rank holds all of it; no row of the family table names it."""
 
 
 class NotDescribed(Exception):
-    """A model that the decoder cannot compute; the message gives the reason."""
+    """Raised for a model that the decoder cannot compute; the message gives the reason."""
 
 
 def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
-    """The architecture of a causal LM, and the names of its modules.
+    """Return the description of a causal LM, and the names of its modules by role.
 
     Raises:
-        NotDescribed: when no row of the table covers it.
+        NotDescribed: when no row of the table covers the model.
     """
     config, family = lm.config.get_text_config(), family_of(lm)
     if family is None:
@@ -67,13 +67,13 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
     settings |= _experts(lm, family)
     if "latent" in settings:
         settings["latent"] = Latent(**settings["latent"])
-    own = {"scale": head_dim**-0.5} | {name: settings.pop(name) for name in _KIND_SETTINGS & settings.keys()}
+    kind_settings = {"scale": head_dim**-0.5} | {name: settings.pop(name) for name in _KIND_SETTINGS & settings.keys()}
     if settings.get("alibi") is not None:
-        own["layers_without_rotary"] = range(config.num_hidden_layers)
+        kind_settings["layers_without_rotary"] = range(config.num_hidden_layers)
     attended: Container[int] = range(config.num_hidden_layers)
     if family.recurrence is not None:
         attended = layers_with(lm, family, "o")
-    kinds, layer_kinds = _kinds(lm, own, attended)
+    kinds, layer_kinds = _kinds(lm, kind_settings, attended)
     if not kinds:
         raise NotDescribed("no layer with attention")
     fields = {**common, "kinds": kinds, "layer_kinds": layer_kinds, **settings}
@@ -82,9 +82,9 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
 
 
 def attention_sizes(config: PreTrainedConfig, settings: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Heads, KV heads and dimensions of a head; a family's settings (Family) may give the latter two."""
+    """Number of heads, number of KV heads and head size. A family's settings (Family) may set the last two."""
     heads: int = config.num_attention_heads
-    # transformers refuses to read what differs between layers, so the config is asked last
+    # transformers raises for attributes that differ between layers, so the config is read last
     kv_heads = settings["kv_heads"] if "kv_heads" in settings else getattr(config, "num_key_value_heads", None)
     head_dim = settings["head_dim"] if "head_dim" in settings else getattr(config, "head_dim", None)
     return heads, kv_heads or heads, head_dim or config.hidden_size // heads
@@ -101,14 +101,15 @@ def _experts(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
 
 
 def _buffers(lm: PreTrainedModel, family: Family, role: str) -> dict[int, Tensor]:
-    """By layer, what a role names where it is a buffer; flat, in float32, on the host."""
-    own, layers = family.names.get(role, ""), range(lm.config.get_text_config().num_hidden_layers)
+    """Buffers of a role by layer: flattened, float32, on the CPU. Layers where the role is not a buffer are left
+    out."""
+    pattern, layers = family.names.get(role, ""), range(lm.config.get_text_config().num_hidden_layers)
     buffers = {plain_name(name): buffer for name, buffer in lm.named_buffers()}
-    return {i: buffers[name].detach().float().flatten().cpu() for i in layers if (name := own.format(i)) in buffers}
+    return {i: buffers[name].detach().float().flatten().cpu() for i in layers if (name := pattern.format(i)) in buffers}
 
 
 def recurrent_fields(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
-    """The fields of ModelDescription for a family with recurrent layers."""
+    """Fields of ModelDescription for the recurrent layers of a family; empty if it has none."""
     if family.recurrence is None:
         return {}
     kind, fields = family.recurrence(lm.config.get_text_config())
@@ -116,7 +117,7 @@ def recurrent_fields(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
 
 
 def layers_with(lm: PreTrainedModel, family: Family, role: str) -> frozenset[int]:
-    """Layers that have a module."""
+    """Indices of the layers that have a weight for this role."""
     weights = {plain_name(name) for name, _ in lm.named_parameters()}
     layers = range(lm.config.get_text_config().num_hidden_layers)
     return frozenset(layer for layer in layers if f"{family.names[role].format(layer)}.weight" in weights)
@@ -147,45 +148,46 @@ def _activation(name: str | None) -> Activation:
 
 
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Layer types with windows, and where configs state their size."""
+"""Layer types with windows, and the config field with the window size."""
 _ATTENTION_TYPES = {"full_attention", "hybrid", *_WINDOWS}
-"""Hybrid: full attention, and a recurrence beside it."""
+"""`hybrid`: full attention with a recurrence beside it."""
 _KIND_SETTINGS = {"scale", "layers_without_rotary", "with_rotary", "without_rotary", "kv_sizes"}
-"""What a family's settings may state of its kinds: the scale, or that of each layer; the layers without rotary
-positions; further fields of kinds with them and of those without; and by layer type, where types differ, the KV heads
-and the dimensions of each."""
+"""Settings of a family that belong to its kinds of attention: the scale, or a list of one per layer; the layers without
+rotary positions; further fields of the kinds with and without rotary positions; and, if layer types differ, the number
+of KV heads and the head size of each type."""
 
 
 def _kinds(
-    lm: PreTrainedModel, own: Mapping[str, Any], attended: Container[int]
+    lm: PreTrainedModel, kind_settings: Mapping[str, Any], attended: Container[int]
 ) -> tuple[tuple[AttentionKind, ...], tuple[int | None, ...]]:
-    """The kinds of attention in a model, which differ in window and rotary table or in scale; and each layer's kind.
+    """Return the kinds of attention in a model, and for each layer the index of its kind.
 
-    `own` are settings of kinds; layers that are not in `attended` have no attention.
+    Kinds differ in window and rotary table, or in scale. `kind_settings` are those of _KIND_SETTINGS. Layers that are
+    not in `attended` have no attention; their index is None.
     """
-    config, scale = lm.config.get_text_config(), own["scale"]
+    config, scale = lm.config.get_text_config(), kind_settings["scale"]
     layers = config.num_hidden_layers
-    unrotated = own.get("layers_without_rotary", ())
+    unrotated = kind_settings.get("layers_without_rotary", ())
     if isinstance(scale, list):
-        return tuple(AttentionKind(one) for one in scale), tuple(range(layers))
+        return tuple(AttentionKind(layer_scale) for layer_scale in scale), tuple(range(layers))
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
     if unknown := {name for layer, name in enumerate(types) if layer in attended} - _ATTENTION_TYPES:
         raise NotDescribed(f"no layer type {min(unknown)}")
-    each = [(name, layer not in unrotated) if layer in attended else None for layer, name in enumerate(types)]
-    order = sorted({one for one in each if one is not None})
+    layer_keys = [(name, layer not in unrotated) if layer in attended else None for layer, name in enumerate(types)]
+    order = sorted({key for key in layer_keys if key is not None})
     kinds = tuple(
         AttentionKind(
             scale,
             getattr(config, _WINDOWS[name]) if name in _WINDOWS else None,
             chunked=name == "chunked_attention",
             rotary=_rotary(lm, name) if rotates else None,
-            **own.get("with_rotary" if rotates else "without_rotary", {}),
-            **dict(zip(("kv_heads", "head_dim"), own.get("kv_sizes", {}).get(name, ()), strict=False)),
+            **kind_settings.get("with_rotary" if rotates else "without_rotary", {}),
+            **dict(zip(("kv_heads", "head_dim"), kind_settings.get("kv_sizes", {}).get(name, ()), strict=False)),
         )
         for name, rotates in order
     )
-    return kinds, tuple(None if one is None else order.index(one) for one in each)
+    return kinds, tuple(None if key is None else order.index(key) for key in layer_keys)
 
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
@@ -193,9 +195,10 @@ _LONG_ROPE = "longrope"
 
 
 def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
-    """The table that the model itself computed; tables that change with the sequence length are not supported.
+    """Return the frequencies that the model's own rotary module computed; None if the model has no such module.
 
-    That of longrope changes once, at `_position_limit`.
+    Frequencies that change with the sequence length are not supported, except for longrope, which changes them once, at
+    `_position_limit`.
     """
     module: Any = _first(text_model_of(lm), "rotary_emb", "pos_emb")
     if module is None:
@@ -204,7 +207,7 @@ def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
     if kind == _LONG_ROPE:
         short = module.original_inv_freq.detach()
         first = torch.zeros(1, 1, dtype=torch.long, device=short.device)
-        cosines = module(short.float(), position_ids=first)[0]  # of angles of 0: 1, times the scale of short sequences
+        cosines = module(short.float(), position_ids=first)[0]  # cosines of 0: the scale of short sequences
         return Rotary(short.float().cpu(), float(cosines.max()))
     if isinstance(kind, dict):  # a table for each layer type
         kind, prefix = kind[layer_type], f"{layer_type}_"
@@ -215,12 +218,12 @@ def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
 
 
 def trained_positions(config: PreTrainedConfig) -> int | None:
-    """Longest sequence that a model with rotary positions was trained for, or extended to; none: unknown."""
+    """Longest sequence, in tokens, that a model with rotary positions was trained for or extended to; none: unknown."""
     has_rotary = getattr(config, "rope_parameters", None) is not None
     return getattr(config, "max_position_embeddings", None) if has_rotary else None
 
 
 def _position_limit(config: PreTrainedConfig) -> int | None:
-    """Positions with the table of short sequences, beyond which longrope computes all positions by another."""
+    """Longest sequence, in tokens, for which longrope uses its short factors; none: the model does not use longrope."""
     rope = getattr(config, "rope_parameters", None) or {}
     return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == _LONG_ROPE else None

@@ -1,9 +1,9 @@
 """Recurrent layers described by numbers: sizes, and which rows of the stored weights a tensor-parallel rank needs.
 
 A recurrent layer mixes tokens through a state of fixed size instead of keys and values of all tokens before. Each kind
-names the roles of its weights (models/families/recurrent.py has the names of the modules): `inputs` are fused into one
-product, `others` are kept apart, `recurrent_out` is the product at the end. Ranks share a layer by units, which are
-groups of heads that need nothing of each other.
+names the roles of its weights (models/families/recurrent.py has the names of the modules): `inputs` are fused into the
+first product, `others` are separate weights, `recurrent_out` is the last product. A layer is divided over ranks by
+units: groups of heads that do not depend on each other.
 
 Source: gated delta net (arXiv 2412.06464), Mamba-2 (arXiv 2405.21060, section 6), Mamba (arXiv 2312.00752, section
 3.4), short convolution (LFM2, arXiv 2511.23404), lightning attention (arXiv 2501.08313, section 2.2).
@@ -22,23 +22,23 @@ Shape = tuple[int, ...]
 
 
 class Recurrence(Protocol):
-    """A kind of recurrent layer."""
+    """Sizes of a kind of recurrent layer, and the division of its weights."""
 
     @property
     def units(self) -> int:
-        """Parts that ranks can share."""
+        """Number of independent parts that a layer can be divided into over ranks."""
 
     def inputs(self, mine: range) -> Mapping[str, Tensor]:
-        """For each weight of the first product, the rows of some units, in the order in which they are computed."""
+        """Rows of the units `mine` in each weight of the first product, by role, in the order of computation."""
 
     def others(self, mine: range) -> Mapping[str, Tensor]:
-        """The same for all other weights except the last product."""
+        """Rows of the units `mine` in all other weights except the last product, by role."""
 
     def columns(self, mine: range) -> range:
-        """Columns of the last product."""
+        """Columns of the units `mine` in the last product."""
 
     def state_shapes(self, units: int) -> tuple[Shape, Shape]:
-        """Of the state of a convolution, in the dtype of the weights, and of the recurrent state, in float32."""
+        """Shapes of the convolution state, in the dtype of the weights, and of the recurrent state, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,30 +50,30 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     width: int
-    """Tokens that the convolution sees."""
+    """Kernel size of the convolution, in tokens."""
     grouped: bool = False
-    """The first product is stored key head by key head (Qwen3-Next), not projection by projection."""
+    """The first product is stored by key heads (Qwen3-Next), not by projections."""
 
     @property
     def units(self) -> int:
-        """See Recurrence: key heads, with the value heads that they serve."""
+        """Number of key heads; a unit is a key head with its value heads."""
         return self.key_heads
 
     @property
     def shared(self) -> int:
-        """Value heads of a key head."""
+        """Number of value heads per key head."""
         return self.value_heads // self.key_heads
 
     def inputs(self, mine: range) -> Mapping[str, Tensor]:
-        """See Recurrence."""
+        """Rows of some units in each weight of the first product."""
         k, v, r, units = self.key_dim, self.shared * self.value_dim, self.shared, self.units
         if self.grouped:
             return {"recurrent_qkvz": _regrouped(mine, k, k, v, v), "recurrent_ba": _regrouped(mine, r, r)}
         widths = {"qkv": (k, k, v), "z": (v,), "b": (r,), "a": (r,)}
-        return {f"recurrent_{name}": _stacked(units, mine, *each) for name, each in widths.items()}
+        return {f"recurrent_{name}": _stacked(units, mine, *parts) for name, parts in widths.items()}
 
     def others(self, mine: range) -> Mapping[str, Tensor]:
-        """See Recurrence."""
+        """Rows of some units in the convolution, decay, time step and norm weights."""
         k, v, r, units = self.key_dim, self.shared * self.value_dim, self.shared, self.units
         heads = _stacked(units, mine, r)
         return {
@@ -84,12 +84,12 @@ class GatedDelta:
         }
 
     def columns(self, mine: range) -> range:
-        """See Recurrence."""
-        each = self.shared * self.value_dim
-        return range(mine.start * each, mine.stop * each)
+        """Columns of some units in the last product."""
+        per_unit = self.shared * self.value_dim
+        return range(mine.start * per_unit, mine.stop * per_unit)
 
     def state_shapes(self, units: int) -> tuple[Shape, Shape]:
-        """See Recurrence."""
+        """Convolution [width - 1, channels]; recurrence [units, key_dim, value heads per key head, value_dim]."""
         channels = units * (2 * self.key_dim + self.shared * self.value_dim)
         return (self.width - 1, channels), (units, self.key_dim, self.shared, self.value_dim)
 
@@ -101,32 +101,32 @@ class Mamba2:
     heads: int
     head_dim: int
     groups: int
-    """Groups of heads that share B and C."""
+    """Number of groups of heads; the heads of a group share B and C."""
     state_dim: int
     width: int
-    """Tokens that the convolution sees."""
+    """Kernel size of the convolution, in tokens."""
     norm: Literal["gated", "before_gate", "none"] = "gated"
-    """The norm of each group follows the gate, precedes it, or is left out."""
+    """gated: the norm of each group follows the gate; before_gate: it precedes the gate; none: there is no norm."""
     least_step: float = 0.0
-    """Time steps are at least that."""
+    """Lower bound of the time steps."""
 
     @property
     def units(self) -> int:
-        """See Recurrence: groups, which are also those of the norm."""
+        """Number of groups, which B, C and the norm share."""
         return self.groups
 
     @property
     def shared(self) -> int:
-        """Heads of a group."""
+        """Number of heads per group."""
         return self.heads // self.groups
 
     def inputs(self, mine: range) -> Mapping[str, Tensor]:
-        """See Recurrence."""
+        """Rows of some units in each weight of the first product."""
         inner, n = self.shared * self.head_dim, self.state_dim
         return {"recurrent_in": _stacked(self.units, mine, inner, inner, n, n, self.shared)}
 
     def others(self, mine: range) -> Mapping[str, Tensor]:
-        """See Recurrence."""
+        """Rows of some units in the convolution, decay, time step, skip and norm weights."""
         inner, n, heads = self.shared * self.head_dim, self.state_dim, _stacked(self.units, mine, self.shared)
         return {
             "recurrent_conv": _stacked(self.units, mine, inner, n, n),
@@ -137,12 +137,12 @@ class Mamba2:
         }
 
     def columns(self, mine: range) -> range:
-        """See Recurrence."""
-        each = self.shared * self.head_dim
-        return range(mine.start * each, mine.stop * each)
+        """Columns of some units in the last product."""
+        per_unit = self.shared * self.head_dim
+        return range(mine.start * per_unit, mine.stop * per_unit)
 
     def state_shapes(self, units: int) -> tuple[Shape, Shape]:
-        """See Recurrence."""
+        """Convolution [width - 1, channels]; recurrence [units, state_dim, heads per group, head_dim]."""
         channels = units * (self.shared * self.head_dim + 2 * self.state_dim)
         return (self.width - 1, channels), (units, self.state_dim, self.shared, self.head_dim)
 
@@ -152,24 +152,24 @@ class Mamba:
     """A Mamba mixer with norms of B, C and the step sizes (Jamba)."""
 
     inner: int
-    """Channels."""
+    """Number of channels."""
     state_dim: int
     rank: int
-    """Of the product that gives the step sizes."""
+    """Rank of the product that computes the step sizes."""
     width: int
-    """Tokens that the convolution sees."""
+    """Kernel size of the convolution, in tokens."""
 
     @property
     def units(self) -> int:
-        """See Recurrence: B, C and the step sizes depend on all channels."""
+        """1: B, C and the step sizes depend on all channels."""
         return 1
 
     def inputs(self, mine: range) -> Mapping[str, Tensor]:
-        """See Recurrence."""
+        """All rows of the first product, as there is one unit."""
         return {"recurrent_in": torch.arange(2 * self.inner)}
 
     def others(self, mine: range) -> Mapping[str, Tensor]:
-        """See Recurrence."""
+        """All rows of the other weights, as there is one unit."""
         sizes = {
             **dict.fromkeys(("conv", "decay", "skip", "dt"), self.inner),
             **{"select": self.rank + 2 * self.state_dim, "dt_norm": self.rank},
@@ -178,41 +178,41 @@ class Mamba:
         return {f"recurrent_{role}": torch.arange(size) for role, size in sizes.items()}
 
     def columns(self, mine: range) -> range:
-        """See Recurrence."""
+        """All columns of the last product, as there is one unit."""
         return range(self.inner)
 
     def state_shapes(self, units: int) -> tuple[Shape, Shape]:
-        """See Recurrence."""
+        """Convolution [width - 1, channels]; recurrence [channels, state_dim]."""
         return (self.width - 1, self.inner), (self.inner, self.state_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvolution:
-    """A gated convolution, whose last inputs are all of its state."""
+    """A gated convolution. Its last inputs are its only state."""
 
     channels: int
     width: int
-    """Tokens that the convolution sees."""
+    """Kernel size of the convolution, in tokens."""
 
     @property
     def units(self) -> int:
-        """See Recurrence."""
+        """Number of channels."""
         return self.channels
 
     def inputs(self, mine: range) -> Mapping[str, Tensor]:
-        """See Recurrence."""
+        """Rows of some units in each weight of the first product."""
         return {"recurrent_in": _stacked(self.units, mine, 1, 1, 1)}
 
     def others(self, mine: range) -> Mapping[str, Tensor]:
-        """See Recurrence."""
+        """Rows of some units in the convolution weight."""
         return {"recurrent_conv": _stacked(self.units, mine, 1)}
 
     def columns(self, mine: range) -> range:
-        """See Recurrence."""
+        """Columns of some units in the last product."""
         return mine
 
     def state_shapes(self, units: int) -> tuple[Shape, Shape]:
-        """See Recurrence."""
+        """Convolution [width - 1, channels]; the recurrent state is empty."""
         return (self.width - 1, units), (0,)
 
 
@@ -228,11 +228,11 @@ class Lightning:
 
     @property
     def units(self) -> int:
-        """See Recurrence: the norm depends on all heads."""
+        """1: the norm depends on all heads."""
         return 1
 
     def inputs(self, mine: range) -> Mapping[str, Tensor]:
-        """See Recurrence."""
+        """All rows of the first product, as there is one unit; those of QKV are reordered."""
         d = self.head_dim
         return {
             "recurrent_qkv": _regrouped(range(self.heads), d, d, d),
@@ -240,15 +240,15 @@ class Lightning:
         }
 
     def others(self, mine: range) -> Mapping[str, Tensor]:
-        """See Recurrence."""
+        """All rows of the norm, as there is one unit."""
         return {"recurrent_norm": torch.arange(self.heads * self.head_dim)}
 
     def columns(self, mine: range) -> range:
-        """See Recurrence."""
+        """All columns of the last product, as there is one unit."""
         return range(self.heads * self.head_dim)
 
     def state_shapes(self, units: int) -> tuple[Shape, Shape]:
-        """See Recurrence."""
+        """The convolution state is empty; recurrence [heads, head_dim, 1, head_dim]."""
         return (0, 0), (self.heads, self.head_dim, 1, self.head_dim)
 
 
@@ -259,11 +259,11 @@ KINDS = {
     "short_convolution": ShortConvolution,
     "lightning": Lightning,
 }
-"""The kinds by the names that the family table uses."""
+"""Kinds of recurrent layers by their names in the family table."""
 
 
 def _stacked(units: int, mine: range, *widths: int) -> Tensor:
-    """Rows of some of `units` units in weights that are stored part by part; a part has `width` rows for each unit."""
+    """Row indices of the units `mine` in a weight stored part by part, each part with `width` rows for each unit."""
     rows, start = [], 0
     for width in widths:
         rows.append(torch.arange(start + mine.start * width, start + mine.stop * width))
@@ -272,6 +272,6 @@ def _stacked(units: int, mine: range, *widths: int) -> Tensor:
 
 
 def _regrouped(mine: range, *widths: int) -> Tensor:
-    """The same for weights that are stored unit by unit, still in the order part by part."""
+    """Row indices of the units `mine` in a weight stored unit by unit, returned part by part as in `_stacked`."""
     rows = torch.arange(mine.start * sum(widths), mine.stop * sum(widths)).view(len(mine), -1)
     return torch.cat([part.flatten() for part in rows.split(widths, dim=1)])

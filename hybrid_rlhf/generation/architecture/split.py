@@ -1,4 +1,4 @@
-"""Which part of a model each tensor-parallel rank computes: heads, units of the MLP, rows of the vocabulary."""
+"""The part of a model that each tensor-parallel rank computes: heads, units of the MLP, rows of the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Split:
     heads: range
     kv_heads: range
     kv_heads_of: tuple[tuple[int, ...], ...]
-    """For each kind of attention, its KV heads."""
+    """For each kind of attention, the KV heads of this rank."""
     mlp: range
     vocabulary: range
     experts: range = range(0)
@@ -28,7 +28,7 @@ class Split:
 
     @classmethod
     def of(cls, architecture: ModelDescription, rank: int, size: int) -> Split:
-        """The part of a rank: full KV heads where there are enough, else each KV head on several ranks.
+        """Return the part of a rank: whole KV heads if there are enough, else each KV head on several ranks.
 
         Raises:
             UserError: when the heads cannot be split.
@@ -55,7 +55,7 @@ class Split:
 
 
 def _share_heads(heads: int, kv_heads: int, rank: int, size: int) -> tuple[range, range]:
-    """Heads and KV heads of a rank."""
+    """Return the heads and the KV heads of a rank."""
     per_kv = heads // kv_heads
     if size <= kv_heads:
         kv = share(kv_heads, rank, size)
@@ -79,5 +79,5 @@ def _require_same_heads(heads: int, counts: set[int], size: int) -> None:
 
 
 def share(total: int, rank: int, size: int) -> range:
-    """A rank's contiguous share of `total` items; shares differ by one item at most."""
+    """Return a rank's contiguous share of `total` items; shares differ by at most one item."""
     return range(total * rank // size, total * (rank + 1) // size)

@@ -1,7 +1,7 @@
 """The protocol between the generation engine and what computes a batch.
 
 The engine turns prompts into requests and requests into completions. A backend decides which requests run together,
-holds the memory that this takes, and knows which weights it computes with.
+and owns their memory and the weights.
 """
 
 from __future__ import annotations
@@ -14,50 +14,52 @@ from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Requ
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 
 BackendName = Literal["auto", "module"]
-"""auto: native where the family table describes the model, else module; module: the Hugging Face module always."""
+"""auto: native if the family table describes the model, else module; module: always the Hugging Face module."""
 
 
 class GenerationBackend(Protocol):
-    """Runs requests to their ends."""
+    """Computes the completions of requests."""
 
     max_positions: int | None
     """Longest sequence that the model has positions for; none: no limit."""
     trained_positions: int | None
-    """Longest sequence that the model was trained for, where it computes positions; none: unknown."""
+    """Longest sequence that the model was trained for, if it computes positions; none: unknown."""
     vocab_size: int
     work: DecodeWork
-    """Of all calls so far; zeros where the backend does not count."""
+    """Decoding work of all calls so far; zeros if the backend does not count it."""
 
     records_routes: bool
-    """Whether it can record the experts of each token."""
+    """True if the backend can record the experts of each token."""
     continues: bool
-    """Whether requests may begin with tokens of an earlier call, and end before they are finished."""
+    """True if requests may begin with tokens of an earlier call, and may be returned before they are finished."""
 
     def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
-        """Decode all requests, which tensor-parallel ranks must pass in the same order; yields after each step."""
+        """Decode all requests; yields the new tokens of each step. Tensor-parallel ranks pass them in the same
+        order."""
 
     def run_open(self, arrivals: Arrivals) -> Iterator[NewTokens]:
-        """Decode requests as they arrive, until `arrivals` is closed; yields after each step. On one rank only.
+        """Decode requests as they arrive, until `arrivals` is closed; yields the new tokens of each step. One rank
+        only.
 
-        The backend allocates its memory before it takes the first request, and runs nothing else meanwhile.
+        The backend allocates its memory before it takes the first request, and runs nothing else until it returns.
 
         Raises:
-            UserError: when memory has no room for one request of the longest kind.
+            UserError: when one request of the maximum length does not fit in memory.
         """
 
     @property
     def load(self) -> BatchLoad:
-        """What runs and waits in `run_open`; zeros otherwise."""
+        """Numbers of running and waiting requests in `run_open`; zeros otherwise."""
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Reserved for keys and values; 0 where the cache grows with its rows."""
+        """Bytes reserved for keys and values; 0 if the cache grows with its rows."""
 
     def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
-        """Log-probs of all tokens but the first, at temperature 1, with the adapter of this number; 0: none."""
+        """Log-probs of all tokens but the first, at temperature 1. `adapter` is the number of an adapter; 0: none."""
 
     def reset(self) -> None:
-        """Release the KV cache and what else an exception in `run_open` may have left inconsistent."""
+        """Release the KV cache and other state that an exception in `run_open` may have left inconsistent."""
 
     def close(self) -> None:
-        """Release weights, KV cache and CUDA graphs. A backend is not used afterwards."""
+        """Release weights, KV cache and CUDA graphs. The backend cannot be used afterwards."""

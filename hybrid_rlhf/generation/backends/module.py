@@ -1,10 +1,9 @@
 """Generation through a Hugging Face module, for models without inference weights.
 
-Families differ in what their modules support: padded rows, a cache, and rows of a cache that can be selected. A probe
-of two short prompts measures it (`probe_module`), against the module's own forward over whole sequences, so that a
-family needs no entry here and cannot sample from a distribution that it does not have. Prompts are left-padded where
-that changes nothing, else prompts of one length decode together; without a usable cache every step computes the whole
-sequence again.
+Modules differ in what they support: padded rows, a cache, and selecting rows of a cache. `probe_module` tests each on
+short prompts, against the module's forward over whole sequences, so no family needs an entry here and an option that
+changes the logits is not used. Prompts are left-padded if the module supports padding, else prompts of equal length
+decode together. Without a usable cache, every step computes the whole sequence again.
 
 Shapes: P prompts, B live rows, T tokens so far.
 """
@@ -37,17 +36,17 @@ from hybrid_rlhf.runtime.world import solo_world
 
 logger = logging.getLogger(LOGGER_NAME)
 _DEFAULT_ROWS = 256
-"""Most completions to decode together by default: the module's cache is not planned."""
+"""Default limit of completions decoded together; the memory of the module's cache is not planned."""
 
 
 @dataclass(frozen=True)
 class ModuleSupport:
-    """What the forward of a model supports; each part that it lacks makes generation slower."""
+    """Features that the forward of a model supports. Without them, generation is slower."""
 
     padding: bool = True
-    """Left-padded rows have the logits of unpadded ones."""
+    """Left-padded rows have the same logits as unpadded ones."""
     cache: bool = True
-    """A step with the cache has the logits of the whole sequence."""
+    """A step with the cache has the same logits as a forward over the whole sequence."""
     own_cache: bool = False
     """The module must create the cache itself."""
     cache_rows: bool = True
@@ -55,7 +54,7 @@ class ModuleSupport:
 
 
 class ModuleBackend:
-    """Decodes with the weights of a Hugging Face model, as they are and where they are."""
+    """Decodes with a Hugging Face model, using its weights in place."""
 
     def __init__(
         self, lm: PreTrainedModel, *, max_batch_rows: int | None = None, support: ModuleSupport | None = None
@@ -63,9 +62,9 @@ class ModuleBackend:
         """Take a model.
 
         Args:
-            lm: with full weights on one device.
-            max_batch_rows: most completions to decode together; none: 256.
-            support: what an earlier `probe_module` of this model returned; none: probe.
+            lm: model with its full weights on one device.
+            max_batch_rows: maximum number of completions decoded together; none: 256.
+            support: result of an earlier `probe_module` of this model; none: probe now.
         """
         module = ModuleForward(lm, support or probe_module(lm))
         self._module: ModuleForward | None = module
@@ -79,19 +78,19 @@ class ModuleBackend:
 
     @property
     def support(self) -> ModuleSupport:
-        """What the module supports."""
+        """Features that the module supports."""
         assert self._module is not None
         return self._module.support
 
     def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
-        """See GenerationBackend."""
+        """Decode all requests, batch after batch; yields the new tokens of each step."""
         if self._module is None:
             raise RuntimeError("a backend must be open to generate, this one was closed")
         for batch in _batches(requests, max_rows=self._max_rows, same_length=not self._module.support.padding):
             yield from _ModuleBatch(self._module, batch).steps()
 
     def run_open(self, arrivals: Arrivals) -> Iterator[NewTokens]:
-        """See GenerationBackend: requests that arrive wait until those before them have finished."""
+        """Decode requests as they arrive. New ones wait until all those before them have finished."""
         if self._module is None:
             raise RuntimeError("a backend must be open to generate, this one was closed")
         later: list[Request] = []
@@ -112,30 +111,30 @@ class ModuleBackend:
 
     @property
     def load(self) -> BatchLoad:
-        """See GenerationBackend; the cache has no pages."""
+        """Numbers of running and waiting requests in `run_open`; pages are 0, as the cache has none."""
         return self._load
 
     @property
     def kv_cache_bytes(self) -> int:
-        """See GenerationBackend."""
+        """0: the cache grows with its rows."""
         return 0
 
     def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
-        """See GenerationBackend."""
+        """Log-probs of all tokens but the first, at temperature 1. There are no adapters."""
         assert self._module is not None
         return module_logprobs(self._module.lm, tokens).tolist()  # type: ignore[no-any-return]
 
     def reset(self) -> None:
-        """See GenerationBackend."""
+        """Clear the load after an exception in `run_open`."""
         self._load = BatchLoad()
 
     def close(self) -> None:
-        """See GenerationBackend."""
+        """Release the module. The backend cannot be used afterwards."""
         self._module = None
 
 
 class ModuleForward:
-    """The forward of a Hugging Face causal LM, in the way that its family supports."""
+    """The forward of a Hugging Face causal LM, called with the features that it supports."""
 
     def __init__(self, lm: PreTrainedModel, support: ModuleSupport) -> None:
         self.lm, self.support = lm, support
@@ -148,7 +147,7 @@ class ModuleForward:
         self._takes_cache = self._cache_name in accepted
 
     def start(self, prompts: Sequence[Sequence[int]]) -> tuple[ModuleState, Tensor]:
-        """The state and next-token logits [B, V] after prompts."""
+        """Compute prompts; returns the state and the next-token logits [B, V]."""
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -160,7 +159,7 @@ class ModuleForward:
         return state, self._logits(state, new=longest)
 
     def step(self, state: ModuleState, tokens: Tensor) -> Tensor:
-        """Next-token logits [B, V] after one more token [B] per row."""
+        """Append one token [B] per row; returns the next-token logits [B, V]."""
         state.ids = torch.cat([state.ids, tokens[:, None]], dim=1)
         state.mask = torch.cat([state.mask, state.mask.new_ones(len(tokens), 1)], dim=1)
         return self._logits(state, new=1 if self.support.cache else state.ids.shape[1])
@@ -192,19 +191,19 @@ class ModuleState:
     """Rows that decode together."""
 
     ids: Tensor
-    """[B, T]."""
+    """[B, T] token ids."""
     mask: Tensor
     """[B, T], 1 on real tokens."""
     cache: Any
 
     def repeat(self, n: int) -> None:
-        """Each row n times, next to each other."""
+        """Repeat each row n times; copies of a row are adjacent."""
         self.ids, self.mask = self.ids.repeat_interleave(n, dim=0), self.mask.repeat_interleave(n, dim=0)
         if self.cache is not None:
             self.cache.batch_repeat_interleave(n)
 
     def select(self, rows: Tensor) -> None:
-        """Rows [n] only."""
+        """Keep only rows [n]."""
         self.ids, self.mask = self.ids[rows], self.mask[rows]
         if self.cache is not None:
             self.cache.batch_select_indices(rows)
@@ -214,7 +213,7 @@ class _ModuleBatch:
     """A batch of prompts with the same number of samples."""
 
     def __init__(self, module: ModuleForward, requests: Sequence[Request]) -> None:
-        """Take requests, ordered by prompt, with the same number of samples for each prompt."""
+        """Args: the model, and requests ordered by prompt, with the same number of samples for each prompt."""
         self._module = module
         self._samples = requests[0].params.n
         self._live = list(requests)
@@ -238,9 +237,9 @@ class _ModuleBatch:
                 return
             tokens = drawn.tokens
             if 2 * len(live) <= len(self._live) and module.support.cache_rows:
-                kept = torch.tensor(live, device=module.device)
-                state.select(kept)
-                tokens, self._rows = tokens[kept], self._rows.select(kept)
+                selected = torch.tensor(live, device=module.device)
+                state.select(selected)
+                tokens, self._rows = tokens[selected], self._rows.select(selected)
                 self._live = [self._live[slot] for slot in live]
             logits = module.step(state, tokens)
 
@@ -255,19 +254,19 @@ class _ModuleBatch:
 
 @torch.no_grad()
 def probe_module(lm: PreTrainedModel) -> ModuleSupport:
-    """Measure what the forward of a model supports, on its device; see ModuleSupport.
+    """Test which features the forward of a model supports, on its device.
 
     The reference is the module's forward over a whole unpadded sequence, which defines the model.
     """
     whole = ModuleForward(lm, ModuleSupport(padding=False, cache=False))
     tokens = probe_tokens(whole.vocab_size)
-    short, long, other = (_ProbeRow.of(whole, row) for row in (tokens[:8], tokens[:13], tokens[-13:]))
+    short, long, suffix = (_ProbeRow.of(whole, row) for row in (tokens[:8], tokens[:13], tokens[-13:]))
     for padding in (True, False):
         for own_cache in (False, True):
             support = ModuleSupport(padding, own_cache=own_cache)
             together = [[short, long]] if padding else [[short], [long]]
             if not (padding and _selects_tokens(lm)) and all(_holds(lm, support, rows) for rows in together):
-                return replace(support, cache_rows=_holds(lm, support, [long, other], exchanged=True))
+                return replace(support, cache_rows=_holds(lm, support, [long, suffix], exchanged=True))
     logger.warning(
         "generation of %s has no usable cache: every step computes the whole sequence again", type(lm).__name__
     )
@@ -276,7 +275,7 @@ def probe_module(lm: PreTrainedModel) -> ModuleSupport:
 
 @dataclass(frozen=True)
 class _ProbeRow:
-    """A prompt, the tokens of two steps after it, and the logits [3, V] before each of these and after the last."""
+    """A prompt, the tokens of two steps after it, and the logits [3, V] before each step and after the last."""
 
     prompt: list[int]
     steps: list[int]
@@ -289,7 +288,8 @@ class _ProbeRow:
 
 
 def _holds(lm: PreTrainedModel, support: ModuleSupport, rows: Sequence[_ProbeRow], *, exchanged: bool = False) -> bool:
-    """Whether rows that decode together have their logits, also after rows of the cache are repeated and selected."""
+    """True if rows that decode together have their expected logits; `exchanged`: after rows of the cache are repeated
+    and selected."""
     module = ModuleForward(lm, support)
     try:
         state, logits = module.start([row.prompt for row in rows])
@@ -298,14 +298,14 @@ def _holds(lm: PreTrainedModel, support: ModuleSupport, rows: Sequence[_ProbeRow
             state.select(torch.tensor([2, 1], device=module.device))
             logits, rows = logits.flip(0), list(reversed(rows))
         steps = torch.tensor([row.steps for row in rows], device=module.device)
-        found = torch.stack([logits, *(module.step(state, tokens) for tokens in steps.unbind(dim=1))], dim=1)
+        computed = torch.stack([logits, *(module.step(state, tokens) for tokens in steps.unbind(dim=1))], dim=1)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError):
         return False  # what a family raises for arguments that it does not support
     expected = torch.stack([row.logits for row in rows])
     return agreement(
-        found.float().log_softmax(dim=-1),
+        computed.float().log_softmax(dim=-1),
         expected.log_softmax(dim=-1),
         lm.dtype,
         low_precision=LOW_PRECISION_TOLERANCE,
@@ -314,16 +314,16 @@ def _holds(lm: PreTrainedModel, support: ModuleSupport, rows: Sequence[_ProbeRow
 
 
 def _selects_tokens(lm: PreTrainedModel) -> bool:
-    """Whether attention selects the best keys of all (DeepSeek's sparse attention): it may select padding, but only in
-    sequences longer than the probe's."""
+    """True if attention selects the best keys of all (DeepSeek's sparse attention). It may then select padding, but
+    only in sequences longer than the probe's."""
     return any(
         isinstance(size, int) for name, size in vars(lm.config.get_text_config()).items() if "index_topk" in name
     )
 
 
 def _batches(requests: Sequence[Request], *, max_rows: int, same_length: bool) -> Iterator[list[Request]]:
-    """Requests that decode together: the same number of samples, similar or the same prompt lengths, at most
-    `max_rows` rows."""
+    """Yield the requests that decode together: those with the same number of samples and similar (`same_length`: equal)
+    prompt lengths, at most `max_rows` rows."""
     groups: dict[int, list[list[Request]]] = {}
     for request in requests:
         prompts = groups.setdefault(request.params.n, [])

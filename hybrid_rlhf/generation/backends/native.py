@@ -1,8 +1,8 @@
 """The library's own decoder: inference weights, a paged KV cache, continuous batching, CUDA graphs on a GPU.
 
-The backend allocates KV cache and workspace (tables, CUDA graphs) in the first call and keeps them as long as they fit
-the requests of later calls. Prefixes stay cached between calls until the weights change. After a weight sync the
-workspace is kept if the weights were written in place, since the addresses in its CUDA graphs are then still valid.
+The backend allocates KV cache and workspace (tables, CUDA graphs) in the first call and keeps them while they fit the
+requests of later calls. Prefixes stay cached between calls until the weights change. After a weight sync the workspace
+is kept if the weights were written in place, since the addresses in its CUDA graphs are then still valid.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.generation.scoring import InferencePolicy
 
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Prompt tokens of one prefill, by device."""
+"""Prompt tokens per prefill, by device type."""
 OPEN_PREFILL_TOKENS = 2048
-"""The same in an open batch, whose other requests wait for it."""
+"""Prompt tokens per prefill in an open batch: fewer, since its decoding requests wait for the prefill."""
 
 
 @dataclass
 class HeldCache:
-    """A KV cache and what it was allocated for."""
+    """A KV cache and the limits that it was allocated for."""
 
     cache: KVCache
     pool: BlockPool
     states: StateCache | None
     """Saved states of recurrent layers."""
     rows: int
-    """Completions that are decoded together."""
+    """Number of completions decoded together."""
     prefill_tokens: int
-    """Prompt tokens of a prefill that memory has room for beside it."""
+    """Prompt tokens per prefill that fit in memory beside the cache."""
     wanted: tuple[int, ...]
-    """Rows and pages that unlimited memory would have allowed; the most of all calls."""
+    """Numbers of rows and pages that unlimited memory would allow: the maximum over all calls."""
 
     @property
     def saved_states(self) -> int:
-        """How many states can be saved."""
+        """Number of states that can be saved."""
         return 0 if self.states is None else self.states.slots
 
     def with_states(self, decoder: Decoder, count: int) -> HeldCache:
-        """Room for so many saved states at least; those that are saved remain."""
+        """Return a cache with room for at least `count` saved states, including the present ones."""
         if count <= self.saved_states:
             return self
         assert self.states is not None
@@ -79,13 +79,13 @@ class HeldCache:
         return replace(self, states=states)
 
     def serves(self, sequences: Sequences) -> bool:
-        """Whether a cache allocated for these would not be larger."""
+        """True if a cache allocated for these sequences would not be larger."""
         fits = sequences.longest_pages <= self.cache.pages
         return fits and self.cache.layout == sequences.layout and all(map(operator.le, sequences.wanted, self.wanted))
 
 
 class NativeBackend:
-    """Decodes with inference weights."""
+    """Decodes with inference weights and a paged KV cache."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class NativeBackend:
 
         Args:
             decoder: holds the inference weights.
-            max_batch_rows: most completions to decode together; none: as many as fit in memory.
-            kv_cache_gib: memory for keys and values; none: what is free on the device (batching/capacity.py).
-            prefill_tokens: prompt tokens of one prefill, fewer if memory is short; none: 2048 on a CPU and in open
+            max_batch_rows: maximum number of completions decoded together; none: as many as fit in memory.
+            kv_cache_gib: memory for keys and values; none: the free memory of the device (batching/capacity.py).
+            prefill_tokens: prompt tokens per prefill, fewer if memory is short; none: 2048 on a CPU and in open
                 batches, 16384 on a GPU.
             cuda_graphs: capture decoding steps in CUDA graphs on a GPU. While a graph is captured, no other thread may
                 use the device; see `capture_between_runs`.
@@ -120,7 +120,7 @@ class NativeBackend:
         self.work = DecodeWork()
         self.records_routes, self.continues = bool(decoder.architecture.expert_layers), True
         self.preemptions = 0
-        """Requests that were computed again because blocks ran out."""
+        """Number of requests that were preempted because blocks ran out, and computed again."""
         self.held: HeldCache | None = None
         """KV cache of the last call."""
         self.workspace: Workspace | None = None
@@ -138,8 +138,8 @@ class NativeBackend:
         """Generate with newer weights from now on.
 
         Args:
-            decoder: the current one, whose weights were updated in place, which keeps KV cache and CUDA graphs; or
-                another of the same model, which releases them.
+            decoder: the current decoder, if its weights were updated in place: KV cache and CUDA graphs are kept. Or
+                another decoder of the same model: they are released.
         """
         if decoder is not self._decoder:
             self._release_workspace()
@@ -149,14 +149,14 @@ class NativeBackend:
         self._decoder = decoder
 
     def capture_in_runs(self) -> None:
-        """From now on a decoding step is captured in a CUDA graph when its batch size first occurs; the default."""
+        """From now on, capture a decoding step in a CUDA graph when its batch size first occurs; the default."""
         self._set_captures(in_runs=True)
 
     def capture_between_runs(self) -> None:
         """Capture the batch sizes of earlier runs in CUDA graphs now, and none in later runs.
 
-        For runs in a thread beside another one that uses the device: the latter calls this before each of them. The
-        first run launches all kernels one by one.
+        This is for runs in one thread while another thread uses the device: the other thread calls this before each
+        run. The first run launches all kernels one by one.
         """
         self._set_captures(in_runs=False)
         if self.workspace is not None:
@@ -168,16 +168,16 @@ class NativeBackend:
             self.workspace.capture_in_steps(captures=in_runs)
 
     def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
-        """See GenerationBackend."""
+        """Decode all requests by continuous batching; yields the new tokens of each step."""
         decoder = self.decoder
         prefill = self._prefill_tokens
-        workspace, held = self._prepared(decoder, requests, rows=len(requests), prefill_tokens=prefill)
+        workspace, held_cache = self._prepared(decoder, requests, rows=len(requests), prefill_tokens=prefill)
         batch = ContinuousBatch(
             workspace,
-            held.pool,
+            held_cache.pool,
             requests,
-            prefill_tokens=min(prefill, held.prefill_tokens),
-            saved_states=held.states,
+            prefill_tokens=min(prefill, held_cache.prefill_tokens),
+            saved_states=held_cache.states,
         )
         yield from batch.steps()
         self.preemptions += batch.preemptions
@@ -188,16 +188,17 @@ class NativeBackend:
         self.work += replace(batch.work, bytes=read)
 
     def run_open(self, arrivals: Arrivals) -> Iterator[NewTokens]:
-        """See GenerationBackend.
+        """Decode requests as they arrive; yields the new tokens of each step.
 
-        A request that needs another part of sampling, or more stop tokens, than any before ends the present batch. The
-        next one continues its requests in wider tables; they are computed again, except prefixes that are cached.
+        A request that needs a sampling feature, or a number of stop tokens, that the tables have no room for ends the
+        present batch. The next batch continues its requests in wider tables: they are computed again, except for cached
+        prefixes.
         """
         decoder, shapes, prefill = self.decoder, _shapes(arrivals.max_tokens), self._open_prefill_tokens
         requests: list[Request] = []
         while not arrivals.closed:
             shapes += [request for request in requests if not self._accepts(request)]
-            workspace, held = self._prepared(
+            workspace, held_cache = self._prepared(
                 decoder,
                 shapes,
                 rows=arrivals.rows,
@@ -209,10 +210,10 @@ class NativeBackend:
                 continue
             batch = self._open = ContinuousBatch(
                 workspace,
-                held.pool,
+                held_cache.pool,
                 requests,
-                prefill_tokens=min(prefill, held.prefill_tokens),
-                saved_states=held.states,
+                prefill_tokens=min(prefill, held_cache.prefill_tokens),
+                saved_states=held_cache.states,
             )
             steps, live = batch.steps(), set(requests)
             for new in steps:
@@ -233,29 +234,29 @@ class NativeBackend:
 
     @property
     def load(self) -> BatchLoad:
-        """See GenerationBackend."""
+        """Numbers of running and waiting requests and of pages in `run_open`; zeros otherwise."""
         batch = self._open
         return BatchLoad() if batch is None else batch.load
 
     @property
     def kv_cache_bytes(self) -> int:
-        """See GenerationBackend."""
+        """Bytes of the KV cache; 0 before the first call."""
         return 0 if self.held is None else self.held.cache.bytes
 
     def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
-        """See GenerationBackend."""
+        """Log-probs of all tokens but the first, at temperature 1. `adapter` is the number of an adapter; 0: none."""
         ids = torch.tensor([tokens], device=self.decoder.world.device)
         places = torch.arange(len(tokens), device=ids.device)[None]
         logprobs, _ = InferencePolicy(self.decoder, adapter)(ids, torch.ones_like(ids), places > 0)
         return logprobs[0, 1:].tolist()  # type: ignore[no-any-return]
 
     def reset(self) -> None:
-        """See GenerationBackend."""
+        """Release the KV cache and the workspace, which an exception in `run_open` may have left inconsistent."""
         self._release_workspace()
         self.held = self._open = None
 
     def close(self) -> None:
-        """See GenerationBackend."""
+        """Release weights, KV cache and CUDA graphs. The backend cannot be used afterwards."""
         self._release_workspace()
         self.held = None
         self._decoder = None
@@ -274,7 +275,7 @@ class NativeBackend:
         prefill_tokens: int,
         memory_share: float | None = None,
     ) -> tuple[Workspace, HeldCache]:
-        """Workspace and cache for requests, of which up to `rows` run together."""
+        """Return a workspace and a cache for requests, of which at most `rows` run together."""
         sequences = self._sequences(decoder, requests, rows, prefill_tokens)
         sequences = replace(sequences, memory_share=memory_share)
         self.workspace = workspace = self._workspace_for(decoder, requests, sequences)
@@ -282,13 +283,13 @@ class NativeBackend:
         return workspace, self.held
 
     def _workspace_for(self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences) -> Workspace:
-        """The last call's workspace if it serves these requests too, else a new one."""
+        """Return the workspace of the last call if it also serves these requests, else a new one."""
         if self.held is None or not self.held.serves(sequences):
             self.held = self._cache_for(decoder, requests, sequences)
-        held, longest = self.held, sequences.longest_tokens
-        rows = min(held.rows, sequences.rows)
+        held_cache, longest = self.held, sequences.longest_tokens
+        rows = min(held_cache.rows, sequences.rows)
         if self.workspace is not None and self.workspace.serves(
-            requests, cache=held.cache, rows=rows, capacity_tokens=longest
+            requests, cache=held_cache.cache, rows=rows, capacity_tokens=longest
         ):
             return self.workspace
         self._release_workspace()
@@ -296,8 +297,8 @@ class NativeBackend:
         self.workspace = Workspace(
             decoder,
             requests,
-            cache=held.cache,
-            rows=held.rows,
+            cache=held_cache.cache,
+            rows=held_cache.rows,
             capacity_tokens=capacity,
             cuda_graphs=self._cuda_graphs,
         )
@@ -310,7 +311,7 @@ class NativeBackend:
             decoder.architecture,
             decoder.split,
             capacity_tokens(longest, decoder.world.device, self.max_positions),
-            # a cache that records serves requests that do not, so that it and its prefixes remain
+            # a cache that records routes also serves requests without them: it is kept with its prefixes
             records_routes=any(request.records_routes for request in requests)
             or (self.held is not None and self.held.cache.layout.routes is not None),
         )
@@ -325,45 +326,46 @@ class NativeBackend:
         )
 
     def _cache_for(self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences) -> HeldCache:
-        """A cache as large as memory allows; the held one, grown, where both fit, so that its prefixes remain.
+        """Return a cache as large as memory allows. The held cache is grown if both fit in memory, to keep its
+        prefixes.
 
         Raises:
-            UserError: when memory has no room for one completion.
+            UserError: when one completion does not fit in memory.
         """
-        held, wanted = self.held, sequences.wanted
-        if held is not None and held.cache.layout != sequences.layout:
+        held_cache, wanted = self.held, sequences.wanted
+        if held_cache is not None and held_cache.cache.layout != sequences.layout:
             self._release_workspace()
-            held = self.held = None
-        own = 0
-        if held is not None:
-            # one that is enough for earlier calls too: calls of two shapes in turn would otherwise allocate each time
-            sequences = replace(sequences, rows=max(held.wanted[0], sequences.rows))
-            wanted = tuple(map(max, held.wanted, sequences.wanted))
-            own = held.cache.pages * sequences.page_bytes + held.saved_states * sequences.state_bytes
-        budget, working, prefill_tokens = self._budget(decoder, requests, sequences, own)
+            held_cache = self.held = None
+        held_bytes = 0
+        if held_cache is not None:
+            # also large enough for earlier calls: calls that alternate between two shapes would else allocate each time
+            sequences = replace(sequences, rows=max(held_cache.wanted[0], sequences.rows))
+            wanted = tuple(map(max, held_cache.wanted, sequences.wanted))
+            held_bytes = held_cache.cache.pages * sequences.page_bytes + held_cache.saved_states * sequences.state_bytes
+        budget, working, prefill_tokens = self._budget(decoder, requests, sequences, held_bytes)
         rows, pages = rows_and_pages(budget, sequences, working)
         # Free memory and KV heads may differ between ranks.
-        grows = held is not None and own + pages * sequences.page_bytes <= budget
-        each = [rows, pages, saved_states(budget, sequences, working, rows), int(grows)]
-        agreed = decoder.world.all_reduce(torch.tensor(each, device=decoder.world.device), dist.ReduceOp.MIN)
+        grows = held_cache is not None and held_bytes + pages * sequences.page_bytes <= budget
+        local = [rows, pages, saved_states(budget, sequences, working, rows), int(grows)]
+        agreed = decoder.world.all_reduce(torch.tensor(local, device=decoder.world.device), dist.ReduceOp.MIN)
         rows, pages, saved = map(int, agreed[:3].tolist())
         if pages < 1:
             raise _no_room(sequences, budget - working.prefill)
-        if held is not None and pages <= held.cache.pages:
+        if held_cache is not None and pages <= held_cache.cache.pages:
             return replace(
-                held.with_states(decoder, saved),
-                rows=max(rows, held.rows),
+                held_cache.with_states(decoder, saved),
+                rows=max(rows, held_cache.rows),
                 wanted=wanted,
                 prefill_tokens=prefill_tokens,
             )
         self._release_workspace()  # it refers to the old cache
-        if held is not None and bool(agreed[3]):
-            larger = with_less(held.cache.grown, pages, least=held.cache.pages + 1, world=decoder.world)
+        if held_cache is not None and bool(agreed[3]):
+            larger = with_less(held_cache.cache.grown, pages, least=held_cache.cache.pages + 1, world=decoder.world)
             if larger is not None:
-                held.pool.grow(larger.pages)
-                held = held.with_states(decoder, saved)
-                return replace(held, cache=larger, rows=rows, wanted=wanted, prefill_tokens=prefill_tokens)
-        held = self.held = None  # freed before the new one is allocated
+                held_cache.pool.grow(larger.pages)
+                held_cache = held_cache.with_states(decoder, saved)
+                return replace(held_cache, cache=larger, rows=rows, wanted=wanted, prefill_tokens=prefill_tokens)
+        held_cache = self.held = None  # freed before the new one is allocated
 
         def allocate(pages: int) -> HeldCache:
             cache = decoder.new_cache(sequences.layout, pages=pages)
@@ -377,31 +379,34 @@ class NativeBackend:
         return allocated
 
     def _budget(
-        self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences, own: int
+        self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences, held_bytes: int
     ) -> tuple[float, WorkingMemory, int]:
-        """Bytes for cache and working memory, what the latter takes, and the tokens of a prefill that it has room for;
-        `own`: bytes of the held cache."""
+        """Return the bytes for cache and working memory, the working memory, and the tokens per prefill that fit.
+
+        `held_bytes` is the size of the held cache.
+        """
         if self._kv_cache_gib is not None:
             return self._kv_cache_gib * 2**30, WorkingMemory(), sequences.prefill_tokens
         working, prefill_tokens = working_memory(decoder, requests, sequences, cuda_graphs=self._cuda_graphs)
         states = 0 if self.workspace is None else (1 + self.workspace.most_rows) * decoder.state_bytes
-        most = available_bytes(decoder.world) + own + states
+        most = available_bytes(decoder.world) + held_bytes + states
         if sequences.memory_share is not None:
-            share = available_bytes(decoder.world, sequences.memory_share) + own + states
+            share = available_bytes(decoder.world, sequences.memory_share) + held_bytes + states
             most = min(most, max(share, least_bytes(sequences, working)))
         return most, working, prefill_tokens
 
 
 def _no_room(sequences: Sequences, budget_bytes: float) -> UserError:
-    one = sequences.longest_pages * sequences.page_bytes + 2 * sequences.state_bytes
+    needed_bytes = sequences.longest_pages * sequences.page_bytes + 2 * sequences.state_bytes
     return UserError(
-        f"the KV cache must hold one completion of {sequences.longest_tokens} tokens, {one / 2**30:.2g} GiB, "
+        f"the KV cache must hold one completion of {sequences.longest_tokens} tokens, {needed_bytes / 2**30:.2g} GiB, "
         f"its budget is {max(0.0, budget_bytes) / 2**30:.2g} GiB: lower max_new_tokens or raise kv_cache_gib"
     )
 
 
 def _shapes(max_tokens: int) -> list[Request]:
-    """Requests of the widest tables that an open batch begins with: greedy and sampled, of up to so many tokens."""
+    """Return one greedy and one sampled request of at most `max_tokens` tokens, for the first tables of an open
+    batch."""
     uniforms = np.zeros(max_tokens - 1)
     kinds = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.5))
     return [Request([0], 0, params, frozenset({0}), uniforms) for params in kinds]

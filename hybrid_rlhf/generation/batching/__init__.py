@@ -1,4 +1,4 @@
-"""Which requests run together, and the KV cache they use.
+"""Scheduling of requests, and the KV cache that they use.
 
 Read `requests.py` (one completion) and `request_maker.py` (from prompts to requests), `continuous.py` and `rows.py`
 (what each step computes), `blocks.py` (KV blocks, prefixes) and `capacity.py` (how many fit in memory),

@@ -1,8 +1,7 @@
-"""Requests that other threads hand to a batch that runs.
+"""Queue of requests from other threads to a running batch.
 
-The thread of the batch is the only one that touches requests, the KV cache and the device. Others put requests,
-cancellations and calls here, and the batch takes them between two steps, or when it waits because there is nothing to
-decode.
+Only the thread of the batch uses requests, the KV cache and the device. Other threads add requests, cancellations and
+calls here. The batch takes them between two steps, or while it waits for something to decode.
 """
 
 from __future__ import annotations
@@ -14,15 +13,18 @@ from hybrid_rlhf.generation.batching.requests import Request
 
 
 class Arrivals:
-    """What the thread of an open batch has not taken yet. Its own methods are `take` and `take_cancelled`."""
+    """Requests, cancellations and calls that the thread of an open batch has not taken yet.
+
+    That thread calls `take` and `take_cancelled`; other threads call the other methods.
+    """
 
     def __init__(self, *, rows: int, max_tokens: int, memory_share: float | None = None) -> None:
-        """Nothing has arrived.
+        """Begin empty.
 
         Args:
-            rows: most requests that are decoded together.
-            max_tokens: of prompt and completion of any request.
-            memory_share: most of the free memory that their KV cache takes; none: as that of other calls.
+            rows: maximum number of requests decoded together.
+            max_tokens: maximum length of prompt and completion of a request.
+            memory_share: largest share of the free memory for the KV cache; none: as in other calls.
         """
         self.rows, self.max_tokens, self.memory_share = rows, max_tokens, memory_share
         self._changed = threading.Condition()
@@ -30,16 +32,16 @@ class Arrivals:
         self._cancelled: list[Request] = []
         self._calls: list[Callable[[], object]] = []
         self.closed = False
-        """Whether the batch ends after the present step."""
+        """True if the batch ends after the present step."""
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Hand over requests; samples of one prompt are adjacent and have a prompt index that no other prompt has."""
+        """Add requests; samples of one prompt are adjacent and have a prompt index that no other prompt has."""
         with self._changed:
             self._requests += requests
             self._changed.notify()
 
     def has(self, request: Request) -> bool:
-        """Whether a request waits here."""
+        """True if a request has not been taken yet."""
         with self._changed:
             return request in self._requests
 
@@ -53,19 +55,19 @@ class Arrivals:
             self._cancelled += requests
 
     def call(self, function: Callable[[], object]) -> None:
-        """Have the thread of the batch call a function, which must not raise."""
+        """Call a function on the thread of the batch; it must not raise."""
         with self._changed:
             self._calls.append(function)
             self._changed.notify()
 
     def close(self) -> None:
-        """End the batch after the present step; what has not finished is abandoned."""
+        """End the batch after the present step; unfinished requests are abandoned."""
         with self._changed:
             self.closed = True
             self._changed.notify()
 
     def take(self, *, wait: bool = False) -> list[Request]:
-        """Make the calls that others have asked for and return the new requests, in order of arrival.
+        """Make the calls that other threads requested, and return the new requests in order of arrival.
 
         Args:
             wait: block until there is a request; the result is then empty only if the batch was closed.
@@ -81,7 +83,7 @@ class Arrivals:
                 call()
 
     def take_cancelled(self) -> list[Request]:
-        """Requests that were cancelled since the last call; some may have finished."""
+        """Return the requests that were cancelled since the last call; some may have finished."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, []
             return cancelled

@@ -1,12 +1,12 @@
-"""KV blocks: who uses them, which prefixes they hold, and which are evicted when memory runs out.
+"""KV blocks: their references, the prefixes they store, and their eviction when memory runs out.
 
 A block holds keys and values of `BLOCK_TOKENS` consecutive tokens in the layers of one layer group (cache.py).
-Sequences with a common prefix share its blocks, which are counted by references. A block without references keeps its
-content, and serves later sequences that begin alike, until its memory is needed: the least recently used is evicted
-first. A sequence that leaves a cached prefix inside a block copies the block. With recurrent layers, a sequence begins
-only with a prefix whose state is saved (saved_states.py).
+Sequences with a common prefix share its blocks, which count their references. A block without references keeps its
+content, for later sequences with the same prefix, until its memory is needed; the least recently used block is evicted
+first. A sequence that diverges from a cached prefix inside a block copies the block. With recurrent layers, a sequence
+can only reuse a prefix whose state is saved (saved_states.py).
 
-Source: paged attention (arXiv 2309.06180, sections 4.2 to 4.4); the tree of prefixes as in RadixAttention (arXiv
+Source: paged attention (arXiv 2309.06180, sections 4.2 to 4.4); the prefix tree is that of RadixAttention (arXiv
 2312.07104, section 3), here with whole blocks as its edges. Prefixes are compared by their tokens, not by hashes.
 """
 
@@ -22,9 +22,9 @@ from hybrid_rlhf.generation.batching.saved_states import SavedStates
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, CacheLayout, blocks_of
 
 _TAILS = 64
-"""Most children of a prefix that are compared with a sequence that leaves it within a block, the latest first."""
+"""Maximum number of children of a prefix that are compared with a sequence for a partly shared block, latest first."""
 _STATE_TOKENS = 64
-"""Least tokens of a prompt that are computed in a step of their own, so that the state after them can be saved."""
+"""Minimum number of prompt tokens that are computed in a separate step to save the state after them."""
 
 
 @dataclass(eq=False)
@@ -35,14 +35,15 @@ class Block:
     pages: tuple[int, ...]
     references: int = 1
     ready: bool = False
-    """Whether the content was computed by a step that has been launched."""
+    """True if the content is computed by a step that was launched."""
     prefix: _Prefix | None = None
-    """Where other sequences find it."""
+    """Node of the prefix tree under which other sequences find the block; none: it is not in the tree."""
 
 
 @dataclass(eq=False)
 class _Prefix:
-    """A node of the tree: the tokens after its parent, at most BLOCK_TOKENS, and their block in each layer group."""
+    """A node of the prefix tree: the tokens after its parent, at most BLOCK_TOKENS, and their block in each layer
+    group."""
 
     tokens: tuple[int, ...]
     parent: _Prefix | None
@@ -50,7 +51,7 @@ class _Prefix:
     children: dict[tuple[int, ...], _Prefix] = field(default_factory=dict)
 
     def child(self, tokens: Sequence[int]) -> _Prefix:
-        """The child of these tokens, new if there is none."""
+        """Return the child with these tokens, and create it if there is none."""
         key = tuple(tokens)
         if key not in self.children:
             self.children[key] = _Prefix(key, self, [None] * len(self.blocks))
@@ -58,76 +59,78 @@ class _Prefix:
 
     @property
     def computed(self) -> list[Block] | None:
-        """Its blocks, if all are there and computed."""
+        """The blocks of the node, or None unless all are present and computed."""
         blocks = [block for block in self.blocks if block is not None and block.ready]
         return blocks if len(blocks) == len(self.blocks) else None
 
 
 @dataclass(frozen=True)
 class Match:
-    """Blocks of a prefix that a sequence shares, by depth, then layer group."""
+    """Cached blocks that a sequence can begin with."""
 
     blocks: list[list[Block | None]]
+    """Whole blocks of the prefix, by depth, then layer group; none where the sequence no longer attends to a block."""
     tail: list[Block] | None = None
-    """Blocks of which it shares the first `tail_tokens` tokens."""
+    """The block after these in each layer group, of which the sequence shares the first `tail_tokens` tokens."""
     tail_tokens: int = 0
     state: int | None = None
-    """Slot of the saved state after all of these tokens, where there are recurrent layers."""
+    """Slot of the saved state after all of these tokens; none without recurrent layers, or if there is no state."""
     stops: tuple[int, ...] = ()
-    """Tokens after which the state is saved: those that an earlier sequence begins with, and all whole blocks."""
+    """Numbers of tokens after which the state is saved: the prefix shared with an earlier sequence, and all whole
+    blocks."""
 
 
 class BlockPool:
     """All blocks of a KV cache."""
 
     def __init__(self, layout: CacheLayout, pages: int, *, states: int | None = None) -> None:
-        """Take the pages of a cache.
+        """Manage the pages of a cache, all of which are free.
 
         Args:
-            layout: how layers share pages.
-            pages: of the cache; page 0 is left to rows that are not in use.
-            states: of recurrent layers, how many can be saved; none: there are no such layers.
+            layout: assignment of layers to pages.
+            pages: number of pages of the cache; page 0 is reserved for unused rows.
+            states: number of states of recurrent layers that can be saved; none: there are no such layers.
         """
         self.layout = layout
         self._needed = [math.inf if window is None else blocks_of(window - 1) for window in layout.windows]
-        """Blocks that the next token attends to, in each layer group."""
+        """Number of blocks that the next token attends to, in each layer group."""
         self._states = None if states is None else SavedStates(states)
         self.pages = pages - 1
         self._free = list(range(pages - 1, 0, -1))
         self._idle: OrderedDict[Block, None] = OrderedDict()
         self._idle_pages = 0
         self._roots: dict[int, _Prefix] = {}
-        """By the adapter that computed the keys and values."""
+        """Root of the prefix tree by the number of the adapter that computed the keys and values."""
 
     @property
     def available_pages(self) -> int:
-        """Pages that can be allocated, those of blocks without references included."""
+        """Number of pages that can be allocated, including those of blocks without references."""
         return len(self._free) + self._idle_pages
 
     @property
     def used_pages(self) -> int:
-        """Pages of blocks with references."""
+        """Number of pages of blocks with references."""
         return self.pages - self.available_pages
 
     def grow(self, pages: int) -> None:
-        """Add pages behind the present ones, up to `pages` in all."""
+        """Add pages after the present ones, up to `pages` in total."""
         self._free[:0] = range(pages - 1, self.pages, -1)
         self.pages = pages - 1
 
     def grow_states(self, states: int) -> None:
-        """Add slots of saved states, up to `states` in all."""
+        """Add slots for saved states, up to `states` in total."""
         assert self._states is not None
         self._states.grow(states)
 
     def allocate(self, group: int) -> Block:
-        """A block of a layer group, the content of which is undefined. There must be enough available pages."""
+        """Return a new block of a layer group, with undefined content. Enough pages must be available."""
         count = self.layout.pages[group]
         while len(self._free) < count:
             self._evict(next(iter(self._idle)))
         return Block(group, tuple(self._free.pop() for _ in range(count)))
 
     def share(self, block: Block) -> Block:
-        """Add a reference."""
+        """Add a reference to a block, and return the block."""
         if not block.references:
             del self._idle[block]
             self._idle_pages -= len(block.pages)
@@ -135,7 +138,7 @@ class BlockPool:
         return block
 
     def release(self, block: Block) -> None:
-        """Drop a reference. A block without any keeps its content if it is computed and others can find it."""
+        """Drop a reference. A block without references keeps its content if it is computed and in the prefix tree."""
         block.references -= 1
         if block.references:
             return
@@ -147,7 +150,7 @@ class BlockPool:
             self._free.extend(block.pages)
 
     def forget_prefixes(self) -> None:
-        """Nothing cached is found any more, as after a change of the weights."""
+        """Remove all cached prefixes, as after a change of the weights."""
         for block in list(self._idle):
             self._evict(block)
         self._roots = {}
@@ -158,7 +161,7 @@ class BlockPool:
         return self._roots.setdefault(adapter, _Prefix((), None, [None] * len(self.layout.windows)))
 
     def match(self, tokens: Sequence[int], adapter: int = 0) -> Match:
-        """The longest cached prefix of an adapter; the last token is never part of it, since its hidden state is
+        """Return the longest cached prefix of a sequence. The last token is never part of it: its hidden state is
         needed."""
         path, whole = self._path(tokens, adapter)
         if self._states is not None:
@@ -168,7 +171,8 @@ class BlockPool:
         return self._with_tail(self._kept(path[:best]), node, tokens[best * BLOCK_TOKENS : -1])
 
     def _path(self, tokens: Sequence[int], adapter: int) -> tuple[list[_Prefix], list[int]]:
-        """The nodes of whole blocks that a sequence begins with, and the numbers of them whose blocks suffice."""
+        """Return the nodes of the whole blocks that a sequence begins with, and the depths at which all needed blocks
+        are cached."""
         node, path, whole = self._root(adapter), list[_Prefix](), list[int]()
         present = [0] * len(self._needed)
         for start in range(0, len(tokens) - BLOCK_TOKENS, BLOCK_TOKENS):
@@ -183,17 +187,18 @@ class BlockPool:
         return path, whole
 
     def _kept(self, path: Sequence[_Prefix]) -> list[list[Block | None]]:
-        """The blocks of a path that are still attended to at its end."""
+        """Return the blocks of a path, None in place of those that tokens after its end do not attend to."""
         return [
             [
                 block if len(path) - depth <= least else None
-                for block, least in zip(one.blocks, self._needed, strict=True)
+                for block, least in zip(node.blocks, self._needed, strict=True)
             ]
-            for depth, one in enumerate(path)
+            for depth, node in enumerate(path)
         ]
 
     def _match_state(self, tokens: Sequence[int], adapter: int, path: Sequence[_Prefix], whole: Sequence[int]) -> Match:
-        """The longest prefix whose state is saved, and a longer one whose blocks alone are cached."""
+        """Return the longest prefix whose state is saved. Its stops include a longer prefix of which only blocks are
+        cached."""
         assert self._states is not None
         for depth in (*reversed(whole), 0):
             node = path[depth - 1] if depth else self._root(adapter)
@@ -212,7 +217,7 @@ class BlockPool:
         return Match([], stops=self._stops(path, whole, 0, len(tokens)))
 
     def _stops(self, path: Sequence[_Prefix], whole: Sequence[int], begun: int, tokens: int) -> tuple[int, ...]:
-        """See Match; `begun`: tokens whose state is saved."""
+        """Return `Match.stops`; `begun` is the number of tokens that the sequence takes from the cache."""
         if self._states is None or not self._states.slots:
             return ()
         computed = [end for end in whole if all(block is None or block.ready for block in path[end - 1].blocks)]
@@ -223,32 +228,33 @@ class BlockPool:
         return tuple(stops)
 
     def _with_tail(self, blocks: list[list[Block | None]], node: _Prefix, tokens: Sequence[int]) -> Match:
-        """Add what a child of the last node shares with the next tokens."""
-        found = Match(blocks)
+        """Return a match of `blocks` and the longest start of `tokens` that a child of `node` shares."""
+        match = Match(blocks)
         for child in itertools.islice(reversed(node.children.values()), _TAILS):
             same = _common(child.tokens, tokens)
-            if same > found.tail_tokens and (tail := child.computed) is not None:
-                found = Match(blocks, tail, same)
-        return found
+            if same > match.tail_tokens and (tail := child.computed) is not None:
+                match = Match(blocks, tail, same)
+        return match
 
     def index(self, tokens: Sequence[int], blocks: Sequence[Sequence[Block | None]], adapter: int = 0) -> None:
-        """Let later sequences of an adapter find blocks; [i][group] holds tokens i * BLOCK_TOKENS and after."""
+        """Add blocks to the prefix tree of an adapter; blocks[i][group] begins with token i * BLOCK_TOKENS."""
         node = self._root(adapter)
-        for place, held in enumerate(blocks):
+        for place, blocks_at in enumerate(blocks):
             node = node.child(tokens[place * BLOCK_TOKENS : (place + 1) * BLOCK_TOKENS])
-            for group, block in enumerate(held):
+            for group, block in enumerate(blocks_at):
                 if block is not None and node.blocks[group] is None:
                     self._forget(block)
                     node.blocks[group], block.prefix = block, node
 
     def save_state(self, tokens: Sequence[int], adapter: int = 0) -> int | None:
-        """The slot for the state after tokens whose blocks are indexed; none: there is nothing to save."""
+        """Return the slot in which to save the state after tokens with indexed blocks; None: it cannot or need not be
+        saved."""
         if self._states is None:
             return None
         node = self._root(adapter)
         for start in range(0, len(tokens), BLOCK_TOKENS):
             child = node.children.get(tuple(tokens[start : start + BLOCK_TOKENS]))
-            if child is None:  # a block of it was evicted
+            if child is None:  # a block of the prefix was evicted
                 return None
             node = child
         return self._states.add(node)
@@ -260,7 +266,7 @@ class BlockPool:
         self._free.extend(block.pages)
 
     def _forget(self, block: Block) -> None:
-        """Take a block out of the tree, and the nodes that are left empty."""
+        """Remove a block from the prefix tree, and the nodes that are then empty."""
         node, block.prefix = block.prefix, None
         if node is None:
             return
@@ -276,21 +282,21 @@ class BlockTable:
     """The blocks of one sequence, in each layer group."""
 
     def __init__(self, pool: BlockPool, adapter: int = 0) -> None:
-        """Args: the blocks, and the adapter that computes them; 0: none."""
+        """Args: the pool of blocks, and the number of the adapter that computes them; 0: none."""
         self._pool, self._adapter = pool, adapter
         self.blocks: list[list[Block | None]] = []
-        """[i][group]: of tokens i * BLOCK_TOKENS and after; none where no token to come attends to them."""
+        """[i][group]: the block that begins with token i * BLOCK_TOKENS; none if no later token attends to it."""
         self._first = [0] * len(pool.layout.windows)
 
     def begin(self, match: Match) -> tuple[int, list[tuple[int, int]]]:
-        """Share a cached prefix; returns its tokens, and pages to copy, as (source, target).
+        """Share a cached prefix; returns the number of its tokens, and the pages to copy as (source, target).
 
-        With recurrent layers, these are all tokens of the saved state, or none.
+        With recurrent layers, the number is that of the tokens of the saved state, or 0.
         """
         share = self._pool.share
-        self.blocks = [[None if block is None else share(block) for block in held] for held in match.blocks]
+        self.blocks = [[None if block is None else share(block) for block in at_depth] for at_depth in match.blocks]
         self._first = [
-            next((place for place, held in enumerate(self.blocks) if held[group] is not None), 0)
+            next((place for place, at_place in enumerate(self.blocks) if at_place[group] is not None), 0)
             for group in range(len(self._first))
         ]
         whole = len(self.blocks) * BLOCK_TOKENS
@@ -299,40 +305,47 @@ class BlockTable:
         if self._pool.available_pages < 2 * self._pool.layout.tables:
             if match.state is None:
                 return whole, []
-            self.release()  # the state is of all tokens
+            self.release()  # the saved state includes the tail, which cannot be copied
             self._first = [0] * len(self._first)
             return 0, []
-        held = [share(block) for block in match.tail]  # allocating must not evict it
-        copies = self._copies(held)
-        for block in held:
+        shared = [share(block) for block in match.tail]  # referenced, so that allocating copies cannot evict them
+        copies = self._copies(shared)
+        for block in shared:
             self._pool.release(block)
         return whole + match.tail_tokens, copies
 
     def fork(self, source: BlockTable, tokens: int) -> list[tuple[int, int]]:
-        """Share the first tokens of another sequence; returns pages to copy, as (source, target)."""
+        """Share the blocks of the first `tokens` tokens of another sequence; returns the pages to copy as (source,
+        target)."""
         whole, share = tokens // BLOCK_TOKENS, self._pool.share
-        self.blocks = [[None if block is None else share(block) for block in held] for held in source.blocks[:whole]]
+        self.blocks = [
+            [None if block is None else share(block) for block in at_place] for at_place in source.blocks[:whole]
+        ]
         self._first = list(source._first)
         if tokens % BLOCK_TOKENS == 0:
             return []
         return self._copies([block for block in source.blocks[whole] if block is not None])
 
     def _copies(self, tail: Sequence[Block]) -> list[tuple[int, int]]:
-        own = [self._pool.allocate(block.group) for block in tail]
-        self.blocks.append(list(own))
-        return [pair for one, other in zip(tail, own, strict=True) for pair in zip(one.pages, other.pages, strict=True)]
+        copies = [self._pool.allocate(block.group) for block in tail]
+        self.blocks.append(list(copies))
+        return [
+            pair
+            for source, target in zip(tail, copies, strict=True)
+            for pair in zip(source.pages, target.pages, strict=True)
+        ]
 
     def missing_pages(self, tokens: int) -> int:
-        """Pages that `extend` allocates."""
+        """Number of pages that `extend` would allocate."""
         return max(0, blocks_of(tokens) - len(self.blocks)) * self._pool.layout.tables
 
     def extend(self, tokens: int) -> None:
-        """Allocate blocks for tokens up to a total. There must be enough available pages."""
+        """Allocate blocks for `tokens` tokens in total. Enough pages must be available."""
         while len(self.blocks) < blocks_of(tokens):
             self.blocks.append([self._pool.allocate(group) for group in range(len(self._first))])
 
     def trim(self, tokens: int) -> None:
-        """Release the blocks that no token from number `tokens` on attends to."""
+        """Release the blocks that no token from index `tokens` on attends to."""
         for group, window in enumerate(self._pool.layout.windows):
             if window is None:
                 continue
@@ -345,39 +358,41 @@ class BlockTable:
             self._first[group] = max(self._first[group], min(end, len(self.blocks)))
 
     def index(self, tokens: Sequence[int]) -> None:
-        """Let later sequences find the blocks of these tokens, the first of this one."""
+        """Add the blocks of these tokens, the first ones of the sequence, to the prefix tree."""
         self._pool.index(tokens, self.blocks[: blocks_of(len(tokens))], self._adapter)
 
     def set_ready(self, start: int, end: int, *, of: int) -> None:
-        """Note that the step that computes tokens start to end - 1 was launched, of so many that are found as a prefix:
-        a block that a later step completes cannot be copied yet."""
-        for held in self.blocks[start // BLOCK_TOKENS : blocks_of(end) if end == of else end // BLOCK_TOKENS]:
-            for block in held:
+        """Mark the blocks of tokens start to end - 1 as computed by a launched step; `of` is the length of the prompt.
+
+        A block that a later step completes is not marked, because it cannot be copied yet.
+        """
+        for at_place in self.blocks[start // BLOCK_TOKENS : blocks_of(end) if end == of else end // BLOCK_TOKENS]:
+            for block in at_place:
                 if block is not None:
                     block.ready = True
 
     def page_table(self, start: int = 0) -> list[list[int]]:
-        """[i - start][table]: the pages of the blocks from the i-th on; 0 where a block is released."""
+        """Return the pages of the blocks from index `start` on, [blocks][tables]; 0 if a block was released."""
         empty = [(0,) * count for count in self._pool.layout.pages]
         return [
-            [page for group, block in enumerate(held) for page in (empty[group] if block is None else block.pages)]
-            for held in self.blocks[start:]
+            [page for group, block in enumerate(at_place) for page in (empty[group] if block is None else block.pages)]
+            for at_place in self.blocks[start:]
         ]
 
     def release(self) -> None:
-        """Drop all references, the last block's first, so that the end of a prefix is evicted before its beginning."""
-        for held in reversed(self.blocks):
-            for block in held:
+        """Drop all references, last block first, so that the end of a prefix is evicted before its beginning."""
+        for at_place in reversed(self.blocks):
+            for block in at_place:
                 if block is not None:
                     self._pool.release(block)
         self.blocks = []
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix."""
+    """Length of the common prefix of two sequences, in tokens."""
     length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
+    for first_token, second_token in zip(first, second, strict=False):
+        if first_token != second_token:
             break
         length += 1
     return length

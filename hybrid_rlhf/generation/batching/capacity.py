@@ -1,11 +1,12 @@
-"""How many completions are decoded together, and with how large a KV cache: what fits in free memory.
+"""The number of completions decoded together and the size of the KV cache, from free memory.
 
-On a GPU, free memory is that of the driver after torch's allocator has returned what it holds without using it, which
-is most of the memory after a training step; what it cannot return lies between tensors or belongs to CUDA graphs. The
-memory of generation beside the cache is subtracted. Measured on the model: the peak of a prefill, and the peak of a
-decoding step per row, twice with CUDA graphs, since their pool keeps its memory. vLLM does the same (`profile_run`).
-Computed: the tables of the rows, the parts of split attention, and a reserve for CUDA graphs. Should the cache not fit
-nevertheless, it is made smaller. On a CPU half of the free memory is used.
+On a GPU, free memory is what the driver reports after torch's allocator has returned its unused memory, which is most
+of the memory after a training step; it cannot return gaps between tensors and memory of CUDA graphs. The memory that
+generation needs beside the cache is subtracted. Some of it is measured on the model: the peak of a prefill, and the
+peak of a decoding step per row, which counts twice with CUDA graphs, since their pool keeps its memory. vLLM does the
+same (`profile_run`). The rest is computed: the tables of the rows, the partial results of split attention, and a
+reserve for CUDA graphs. If the cache does not fit nevertheless, a smaller one is tried. On a CPU, half of the free
+memory is used.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ AllocatedT = TypeVar("AllocatedT")
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.9}
 """Largest share of free memory that generation takes by default."""
 _CAPACITY_GRANULE = {"cpu": 1, "cuda": 128}
-"""Tables have columns for a multiple of so many tokens, so that later rollouts fit in them."""
+"""The length of tables is rounded up to a multiple of this number of tokens, so that later rollouts fit in them."""
 _MEASURED_ROWS = 64
-"""Most rows of the step whose memory is measured."""
+"""Maximum number of rows in the step whose memory is measured."""
 _SAVED_STATES_SHARE = 1 / 16
 """Largest share of the budget that saved states of recurrent layers take."""
 _FEW_ROWS = 16
-"""Rows for which states are saved at least."""
+"""Minimum number of rows that saved states are planned for."""
 _SHRINKS_TO = 0.9
-"""Share of a cache that is tried after the cache did not fit."""
+"""Factor of the cache size after an allocation failed."""
 _LEAST_PREFILL_TOKENS = 256
-"""Fewest tokens of a prefill that is tried after one did not fit."""
+"""Minimum tokens per prefill that are tried after a prefill did not fit."""
 GRAPHS_BYTES = 2**28
 """Memory that the driver and cuBLAS take for the CUDA graphs of a workspace. An assumption: not measured."""
 _CPU_ROW_LOGITS = 4
-"""Copies of a row's float32 logits that are alive in a step on a CPU."""
+"""Number of copies of a row's float32 logits in memory during a step on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -60,71 +61,73 @@ class WorkingMemory:
 
     prefill: float = 0.0
     row: float = 0.0
-    """Of a decoding step, per row."""
+    """Memory of a decoding step, per row."""
     table: float = 0.0
-    """Of the tables, per row: uniform numbers, stop tokens, pages, the tokens that a penalty counts."""
+    """Memory of the tables, per row: uniform numbers, stop tokens, pages, the tokens that a penalty counts."""
     cuda_graphs: bool = False
-    """Whether CUDA graphs keep their memory in a pool while a prefill runs."""
+    """True if CUDA graphs keep their memory in a pool while a prefill runs."""
     reserve: float = 0.0
-    """For CUDA graphs, besides their pool."""
+    """Memory of CUDA graphs beside their pool."""
 
     def of_rows(self, rows: int) -> float:
-        """Largest memory at once with so many rows."""
+        """Peak memory with this number of rows, in bytes."""
         tables, step = rows * self.table, rows * self.row
         if not self.cuda_graphs:
             return tables + max(self.prefill, step)
-        # a capture copies the tables
+        # capturing a graph copies the tables
         return tables + step + max(self.prefill, step + tables) + self.reserve
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """What a cache is for."""
+    """Sizes of the sequences that a cache is planned for."""
 
     layout: CacheLayout
     page_bytes: int
     longest_tokens: int
-    """Prompt and completion, at most."""
+    """Maximum length of prompt and completion."""
     prompt_tokens: int
-    """Longest prompt."""
+    """Length of the longest prompt."""
     rows: int
-    """Completions that would be decoded together with unlimited memory."""
+    """Number of completions that would be decoded together with unlimited memory."""
     prefill_tokens: int
     state_bytes: int = 0
-    """Of recurrent layers, per completion."""
+    """Bytes of the states of recurrent layers, per completion."""
     memory_share: float | None = None
     """Largest share of the free memory for the cache, unless one sequence needs more; none: FREE_SHARE alone."""
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """Rows and pages that unlimited memory would allow."""
+        """Numbers of rows and pages that unlimited memory would allow."""
         return self.rows, self.pages(self.rows)
 
     @property
     def longest_pages(self) -> int:
-        """Pages of one sequence of the maximum length, and page 0."""
+        """Number of pages of one sequence of the maximum length, plus page 0."""
         return 1 + self.layout.pages_of(self.longest_tokens, computed_together=self.prefill_tokens)
 
     def pages(self, rows: int) -> int:
-        """Pages of so many sequences of the maximum length."""
+        """Number of pages of `rows` sequences of the maximum length, plus page 0."""
         return self.longest_pages + (rows - 1) * self.layout.pages_of(self.longest_tokens)
 
     def least_pages(self, rows: int) -> int:
-        """Pages without which so many rows would mostly wait: completions of a quarter of their limit."""
+        """Minimum number of pages to run `rows` rows: enough for completions of a quarter of the limit. With fewer,
+        most rows would wait."""
         typical = self.prompt_tokens + (self.longest_tokens - self.prompt_tokens) // 4
         return max(self.longest_pages, rows * self.layout.pages_of(typical))
 
 
 def capacity_tokens(needed: int, device: torch.device, max_positions: int | None = None) -> int:
-    """Longest sequence that tables have columns for, so that those of later calls fit too."""
+    """Length of the tables in tokens: `needed` rounded up, so that sequences of later calls fit too."""
     granule = _CAPACITY_GRANULE[device.type]
     return min(-(-needed // granule) * granule, max_positions or sys.maxsize)
 
 
 def rows_and_pages(budget_bytes: float, sequences: Sequences, working: WorkingMemory) -> tuple[int, int]:
-    """How many completions are decoded together, and the pages of the cache; 0 pages if not one sequence fits.
+    """Return the number of completions decoded together, and the pages of the cache; 0 pages if no sequence fits.
 
-    The most rows for which their temporary memory leaves room for `least_pages`; then as many pages as fit.
+    The number of rows is the largest whose working memory leaves room for `least_pages`. The cache then takes as many
+    pages as fit.
     """
 
     def pages_beside(rows: int) -> int:
@@ -143,35 +146,38 @@ def rows_and_pages(budget_bytes: float, sequences: Sequences, working: WorkingMe
 
 
 def least_bytes(sequences: Sequences, working: WorkingMemory) -> float:
-    """Memory of one completion of the maximum length, without saved states."""
+    """Bytes to decode one completion of the maximum length, without saved states."""
     return _beside_cache(sequences, working, 1) + sequences.longest_pages * sequences.page_bytes
 
 
 def saved_states(budget_bytes: float, sequences: Sequences, working: WorkingMemory, rows: int) -> int:
-    """How many states of recurrent layers are saved beside so many rows.
+    """Number of states of recurrent layers that can be saved while `rows` rows run.
 
-    Two each, of the prompt and the end, within their share of the budget and what one completion leaves of it.
+    Two per row, one at the end of the prompt and one at the end of the completion, within _SAVED_STATES_SHARE of the
+    budget and what one completion leaves of the budget.
     """
     if not sequences.state_bytes:
         return 0
-    one = sequences.longest_pages * sequences.page_bytes
-    room = min(_SAVED_STATES_SHARE * budget_bytes, budget_bytes - _beside_cache(sequences, working, rows) - one)
+    completion_bytes = sequences.longest_pages * sequences.page_bytes
+    room = min(
+        _SAVED_STATES_SHARE * budget_bytes, budget_bytes - _beside_cache(sequences, working, rows) - completion_bytes
+    )
     return max(0, min(2 * max(rows, _FEW_ROWS), int(room // sequences.state_bytes)))
 
 
 def _beside_cache(sequences: Sequences, working: WorkingMemory, rows: int) -> float:
-    """Working memory, and the states of the rows."""
+    """Bytes of working memory and of the states of the rows."""
     return working.of_rows(rows) + (rows + 1) * sequences.state_bytes
 
 
 def available_bytes(world: World, share: float | None = None) -> float:
-    """Memory that generation may take on this rank; `share`: of the free memory, none: FREE_SHARE."""
+    """Bytes that generation may use on this rank: `share` of the free memory; none: FREE_SHARE."""
     ranks = 1 if world.device.type == "cuda" else world.local_size
     return (FREE_SHARE[world.device.type] if share is None else share) * free_bytes(world.device) / ranks
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, after torch's allocator has returned what it does not use; or of the host."""
+    """Free bytes of the host, or of a GPU after torch's allocator has returned its unused memory."""
     if device.type == "cpu":
         return psutil.virtual_memory().available
     torch.cuda.empty_cache()
@@ -179,16 +185,16 @@ def free_bytes(device: torch.device) -> int:
 
 
 def with_less(allocate: Callable[[int], AllocatedT], pages: int, *, least: int, world: World) -> AllocatedT | None:
-    """What `allocate` makes of the most pages, up to so many, for which every rank has memory.
+    """Call `allocate` with fewer and fewer pages until the result fits in memory on every rank.
 
     Args:
-        allocate: raises OutOfMemoryError where there is none.
-        pages: tried first, then a tenth less after each failure.
-        least: fewest pages that are of use.
-        world: its ranks call together, and try the same numbers.
+        allocate: takes a number of pages; raises OutOfMemoryError if they do not fit.
+        pages: number tried first; a tenth less is tried after each failure.
+        least: minimum number of pages that is tried.
+        world: ranks that make this call together and try the same numbers.
 
     Returns:
-        none: even the fewest that were tried did not fit.
+        The result of `allocate`; none: no number of pages fitted.
     """
     while pages >= least:
         try:
@@ -209,14 +215,14 @@ def with_less(allocate: Callable[[int], AllocatedT], pages: int, *, least: int, 
 def working_memory(
     decoder: Decoder, requests: Sequence[Request], sequences: Sequences, *, cuda_graphs: bool
 ) -> tuple[WorkingMemory, int]:
-    """Memory of generating requests beside the cache: measured on a GPU, estimated on a CPU; and the prompt tokens of
-    a prefill that fits.
+    """Return the memory of generation beside the cache, measured on a GPU, estimated on a CPU; and the prompt tokens
+    per prefill that fit.
 
     Args:
-        decoder: of the model; all its ranks must call.
-        requests: what will be generated.
-        sequences: of the requests.
-        cuda_graphs: whether decoding steps are captured in CUDA graphs.
+        decoder: decoder of the model; all its ranks must make this call.
+        requests: requests to generate.
+        sequences: their sizes.
+        cuda_graphs: decoding steps are captured in CUDA graphs.
     """
     if decoder.world.device.type == "cpu":
         row = 4.0 * _CPU_ROW_LOGITS * decoder.architecture.vocab_size
@@ -231,14 +237,15 @@ def working_memory(
 
 
 def table_bytes(decoder: Decoder, requests: Sequence[Request], *, tables: int, capacity_tokens: int) -> int:
-    """Bytes of a row in the tables of a workspace."""
+    """Bytes per row of the tables of a workspace."""
     row = DecodeBatch.empty(1, requests, vocab_size=decoder.architecture.vocab_size, device=torch.device("meta"))
     slot = torch.long.itemsize
     return row.nbytes + slot + tables * blocks_of(capacity_tokens) * torch.int32.itemsize
 
 
 def split_bytes(decoder: Decoder, *, rows: int, capacity_tokens: int) -> float:
-    """Bytes of a row for the parts of split attention, of the widest kind of layer, with so many rows."""
+    """Bytes per row of the partial results of split attention with `rows` rows, in the kind of layer that needs
+    most."""
     a, heads = decoder.architecture, len(decoder.split.heads)
     widest = 0
     for kind, kv_heads in enumerate(decoder.split.kv_heads_of):
@@ -251,9 +258,10 @@ def split_bytes(decoder: Decoder, *, rows: int, capacity_tokens: int) -> float:
 def measured_memory(
     decoder: Decoder, requests: Sequence[Request], *, rows: int, prefill_tokens: int, cuda_graphs: bool
 ) -> tuple[WorkingMemory, int]:
-    """As `working_memory`, by running a prefill and two sizes of step, whose difference is the memory of a row.
+    """Measure working memory by running a prefill, and steps of two sizes, whose difference is the memory of a row.
 
-    A prefill that does not fit is halved; not with tensor parallelism, where other ranks wait inside of it.
+    Returns as `working_memory`. A prefill that does not fit is halved, except with tensor parallelism, where other
+    ranks wait inside it.
     """
     device, longest = decoder.world.device, max(len(request.prompt) for request in requests)
     while True:
@@ -278,7 +286,7 @@ def measured_memory(
 
 
 def _small_workspace(decoder: Decoder, requests: Sequence[Request], *, rows: int, tokens: int) -> Workspace:
-    """A workspace for a measurement; all its rows share the pages of one sequence, as only memory matters."""
+    """Return a workspace for a measurement. All its rows share the pages of one sequence, since only memory matters."""
     capacity = capacity_tokens(tokens, decoder.world.device)
     layout = CacheLayout.of(decoder.architecture, decoder.split, capacity)
     cache = decoder.new_cache(layout, pages=1 + layout.pages_of(capacity))
@@ -296,7 +304,8 @@ def _read(workspace: Workspace, prompts: int, length: int) -> None:
 
 
 def _peak(device: torch.device, run: Callable[[], object]) -> int:
-    """Peak memory of a call, in bytes above what was allocated before; a first call loads kernels and libraries."""
+    """Peak memory of a call, in bytes above what was allocated before. An unmeasured call loads kernels and libraries
+    first."""
     with torch.inference_mode():
         run()
         return peak_bytes(device, run)

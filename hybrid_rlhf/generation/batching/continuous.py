@@ -1,14 +1,14 @@
 """Continuous batching: requests enter as others finish, and every step decodes all live rows.
 
-A step computes one token of each live row and, within a budget, chunks of the prompts of entering requests, in one
-forward. A prompt begins with the longest prefix that is cached (blocks.py); the samples of one prompt share its blocks
-and copy its states in recurrent layers. States are saved when a request leaves, after the last whole block of a prompt,
-and after a long prefix that two prompts have in common.
-How many requests run is limited by memory: one enters if there is room for it and for what the live ones are expected
-to grow by. When blocks run out nevertheless, the youngest request is preempted: it gives up its blocks, waits, and is
-computed again from its tokens. The oldest is never preempted, so all requests finish. On a GPU, scheduling is
-asynchronous: the host processes the result of a step while the next one runs, so a finished row runs one extra step
-whose output is discarded.
+A step computes, in one forward, one token of each live row and, within a budget, chunks of the prompts of entering
+requests. A prompt reuses the longest cached prefix (blocks.py); the samples of one prompt share its blocks and copy its
+states in recurrent layers. States are saved when a request leaves, after the last whole block of a prompt, and after a
+long common prefix of two prompts.
+Memory limits the number of running requests: a request enters if it fits beside the expected growth of the live ones.
+If blocks run out nevertheless, the youngest request is preempted: it releases its blocks, waits, and is computed again
+from its tokens. The oldest is never preempted, so all requests finish. On a GPU, scheduling is asynchronous: the host
+processes the result of a step while the next one runs, so a finished row runs one extra step whose output is
+discarded.
 
 Source: arXiv 2309.06180, section 4.5 (preemption by recomputation); chunked prefill: arXiv 2308.16369.
 
@@ -33,7 +33,7 @@ from hybrid_rlhf.generation.model.recurrent.states import StateCache
 
 
 class ContinuousBatch:
-    """Decodes requests to their ends."""
+    """Decodes requests until all are finished."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class ContinuousBatch:
         prefill_tokens: int,
         saved_states: StateCache | None = None,
     ) -> None:
-        """Prepare.
+        """Queue requests; `steps` runs them.
 
         Args:
-            workspace: with at least one row.
-            pool: of its cache, with pages for any one of the requests at its full length.
+            workspace: tables with at least one row.
+            pool: blocks of the workspace's cache, with pages for any one request at its full length.
             requests: ordered by prompt.
-            prefill_tokens: most prompt tokens of one step; a longer prompt is computed in chunks.
-            saved_states: of cached prefixes, in the slots of the pool; none: there are no recurrent layers.
+            prefill_tokens: maximum number of prompt tokens per step; a longer prompt is computed in chunks.
+            saved_states: states of cached prefixes, in the slots of the pool; none: there are no recurrent layers.
         """
         self._workspace, self._pool = workspace, pool
         self._states = RowStates(workspace.states, saved_states, pool)
@@ -59,27 +59,28 @@ class ContinuousBatch:
         self._ages = itertools.count()
         self._decoding: list[LiveRow] = []
         self._entering: list[LiveRow] = []
-        """Rows whose prompts are not computed yet, by age; samples after the first are with it."""
+        """Rows whose prompts are not fully computed, oldest first; further samples of a prompt are in
+        `LiveRow.samples`."""
         self._in_flight: deque[LaunchedStep] = deque()
         self._prefill_tokens = prefill_tokens
         self._slots = list(range(workspace.most_rows, 0, -1))
-        """Slots that no live row has."""
+        """Slots that no live row uses."""
         self._expected = ExpectedLength()
         self._preempted = False
-        """Whether nothing enters until a row has finished."""
+        """True after a preemption: no request enters until a row has finished."""
         self._device = workspace.pages.device
         self.work = DecodeWork()
-        """So far; bytes are not counted here."""
+        """Decoding work so far, without bytes."""
         self.preemptions = 0
-        """Requests that were computed again."""
+        """Number of preemptions so far."""
         self.add(requests)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Let further requests wait, while `steps` is suspended. Workspace and pool must have room for any of them."""
+        """Queue further requests while `steps` is suspended. Each must fit in workspace and pool."""
         self._waiting.extend(zip(self._ages, requests, strict=False))
 
     def cancel(self, requests: Collection[Request]) -> None:
-        """End requests early and release their blocks, while `steps` is suspended."""
+        """End requests early and release their blocks while `steps` is suspended."""
         gone = {request for request in requests if request.finish_reason is None}
         if not gone:
             return
@@ -88,12 +89,12 @@ class ContinuousBatch:
         self._waiting = deque(entry for entry in self._waiting if entry[1] not in gone)
         self._remove({row for row in self._decoding if row.request in gone})
         for row in self._entering:
-            self._slots += [one.slot for one in row.samples if one.request in gone]
-            row.samples = [one for one in row.samples if one.request not in gone]
-            if row.request in gone and row.samples:  # a further sample of the prompt continues with its blocks
-                one = row.samples.pop(0)
-                row.request, row.age = one.request, one.age
-                self._slots.append(one.slot)
+            self._slots += [sample.slot for sample in row.samples if sample.request in gone]
+            row.samples = [sample for sample in row.samples if sample.request not in gone]
+            if row.request in gone and row.samples:  # another sample of the prompt takes over its blocks
+                successor = row.samples.pop(0)
+                row.request, row.age = successor.request, successor.age
+                self._slots.append(successor.slot)
             elif row.request in gone:
                 row.table.release()
                 self._slots.append(row.slot)
@@ -102,7 +103,7 @@ class ContinuousBatch:
 
     @property
     def load(self) -> BatchLoad:
-        """What runs and waits."""
+        """Numbers of running and waiting requests, and of pages."""
         return BatchLoad(len(self._live), len(self._waiting), self._pool.used_pages, self._pool.pages)
 
     @torch.inference_mode()
@@ -124,10 +125,10 @@ class ContinuousBatch:
 
     @property
     def _live(self) -> list[LiveRow]:
-        return [*self._decoding, *(one for row in self._entering for one in (row, *row.samples))]
+        return [*self._decoding, *(live_row for row in self._entering for live_row in (row, *row.samples))]
 
     def _pages_missing(self) -> int:
-        """Pages that the next step allocates for the rows that are live already."""
+        """Number of pages that the next step allocates for the rows that are already live."""
         capacity = self._workspace.capacity_tokens
         missing = sum(row.table.missing_pages(min(row.computed + 1, capacity)) for row in self._decoding)
         budget = self._prefill_tokens
@@ -140,7 +141,7 @@ class ContinuousBatch:
         return missing
 
     def _tail_pages(self, row: LiveRow) -> int:
-        """Pages that each further sample of a prompt copies."""
+        """Number of pages that each further sample of a prompt copies."""
         return self._pool.layout.tables if row.request.tokens % BLOCK_TOKENS else 0
 
     # -- one step
@@ -151,8 +152,8 @@ class ContinuousBatch:
         entries, longest = self._extend()
         chunks = self._chunks()
         finished = [row for row, start, length in chunks if start + length == row.request.tokens]
-        entered = [one for row in finished for one in (row, *row.samples)]
-        forks = [pair for row in finished for one in row.samples for pair in self._fork(row, one)]
+        entered = [sample for row in finished for sample in (row, *row.samples)]
+        forks = [pair for row in finished for sample in row.samples for pair in self._fork(row, sample)]
         for place, row in enumerate(entered, start=batch):
             entries += row.new_entries(place)
         self._workspace.set_pages(entries)
@@ -178,8 +179,8 @@ class ContinuousBatch:
         self._in_flight.append(LaunchedStep(self._decoding, batch, fetch))
 
     def _extend(self) -> tuple[list[tuple[int, int, list[int]]], int]:
-        """Count the next token of each decoding row, with a block for it; entries of the page table, and the tokens of
-        the longest row."""
+        """Allocate the next token of each decoding row; returns new page table entries, and the tokens of the longest
+        row."""
         capacity, entries, longest = self._workspace.capacity_tokens, [], 1
         for place, row in enumerate(self._decoding):
             row.computed = min(row.computed + 1, capacity)
@@ -189,14 +190,14 @@ class ContinuousBatch:
         return entries, longest
 
     def _chunks(self) -> list[tuple[LiveRow, int, int]]:
-        """The chunks of the next step, as (row, start, length), with their blocks."""
+        """Admit requests and allocate the chunks of the next step; returns them as (row, start, length)."""
         budget, chunks = self._prefill_tokens, list[tuple[LiveRow, int, int]]()
         for entering in self._entering:
             budget -= self._append_chunk(chunks, entering, budget)
         room = self._room() if self._waiting else 0
         if self._may_enter(room):
             while budget > 0 and (row := self._next_entering(room)) is not None:
-                room -= sum(self._expected_pages(one.request) for one in (row, *row.samples))
+                room -= sum(self._expected_pages(sample.request) for sample in (row, *row.samples))
                 budget -= self._append_chunk(chunks, row, budget)
         return chunks
 
@@ -206,7 +207,7 @@ class ContinuousBatch:
             chunks.append((row, row.computed, length))
             row.computed += length
             row.table.extend(row.computed)
-            # Whoever is admitted next may share the blocks: this step computes them before they are read.
+            # Requests admitted next may share the blocks: the step computes them before it reads them.
             row.table.index(row.request.all_token_ids[: row.computed // BLOCK_TOKENS * BLOCK_TOKENS])
         return length
 
@@ -214,10 +215,10 @@ class ContinuousBatch:
         sample.computed = row.computed
         return sample.table.fork(row.table, row.computed)
 
-    # -- who enters, and who has to wait
+    # -- admission and preemption
 
     def _may_enter(self, room: int) -> bool:
-        """Whether there is room for several requests: prompts are cheaper together."""
+        """True if there is room for several requests, since prompts are cheaper to compute together."""
         live = len(self._live)
         wanted = min(len(self._waiting), max(1, live // 8))
         if not live or not wanted:
@@ -227,17 +228,17 @@ class ContinuousBatch:
         return room >= wanted * self._expected_pages(self._waiting[0][1])
 
     def _room(self) -> int:
-        """Available pages, less what the live rows are expected to grow by."""
+        """Number of available pages, minus the expected growth of the live rows."""
         growth = 0
         for row in self._entering:
             shared = row.request.tokens // BLOCK_TOKENS
-            growth += sum(self._expected_blocks(one.request) - shared for one in row.samples)
+            growth += sum(self._expected_blocks(sample.request) - shared for sample in row.samples)
         for row in (*self._entering, *self._decoding):
             growth += max(0, self._expected_blocks(row.request) - len(row.table.blocks))
         return self._pool.available_pages - growth * self._pool.layout.tables
 
     def _expected_blocks(self, request: Request) -> int:
-        """Blocks of a request at its end, or after its next token if that is expected to be past."""
+        """Number of blocks at the expected end of a request, or after its next token if it is already past that."""
         limit, drawn = len(request.uniforms), len(request.token_ids)
         return blocks_of(len(request.prompt) + max(min(limit, drawn + 1), int(self._expected.of(limit))))
 
@@ -245,7 +246,7 @@ class ContinuousBatch:
         return self._expected_blocks(request) * self._pool.layout.tables
 
     def _next_entering(self, room: int) -> LiveRow | None:
-        """Admit the next request, with the other samples of its prompt, if there is room for it."""
+        """Admit the next request, with the waiting samples of its prompt that fit; None if there is no room."""
         free_rows = self._workspace.most_rows - len(self._live)
         if not self._waiting or not free_rows:
             return None
@@ -273,7 +274,7 @@ class ContinuousBatch:
         return LiveRow(request, age, BlockTable(self._pool, request.adapter), self._slots.pop())
 
     def _preempt(self, row: LiveRow) -> None:
-        """Take back the blocks of a row; its request waits in its old place."""
+        """Release the blocks of a row, and put its request back into the queue, in order of age."""
         self.preemptions += 1
         self._preempted = True
         if row in self._decoding:
@@ -291,7 +292,7 @@ class ContinuousBatch:
     # -- results
 
     def _collect(self) -> NewTokens:
-        """Wait for the oldest step in flight; append its tokens, except those of rows that had finished before."""
+        """Wait for the oldest step in flight and append its tokens, except those of rows that had already finished."""
         step, new = self._in_flight.popleft(), NewTokens()
         sampled = zip(*step.fetch(), strict=True)
         for row, (token, *logprobs) in zip(step.rows, sampled, strict=True):
@@ -311,13 +312,13 @@ class ContinuousBatch:
         if ended:
             self._preempted = False
             self._remove(ended)
-            self._waiting = deque(each for each in self._waiting if not each[1].ended)
+            self._waiting = deque(entry for entry in self._waiting if not entry[1].ended)
         return new
 
     def _remove(self, gone: set[LiveRow]) -> None:
-        """Take rows out of the batch, and leave their blocks to later sequences that begin alike.
+        """Remove rows from the batch and release their blocks, which stay in the prefix tree for later sequences.
 
-        The last row moves to the place of each.
+        The last row moves to the place of each removed row.
         """
         rows = list(self._decoding)
         for place in reversed(range(len(rows))):
@@ -336,7 +337,7 @@ class ContinuousBatch:
         self._decoding = rows
 
     def _release_all(self) -> None:
-        """Give back all blocks, also when the caller stops before the end."""
+        """Release all blocks, also if the caller stops before the end."""
         for row in self._live:
             row.table.release()
         self._workspace.clear()

@@ -1,7 +1,7 @@
-"""The state and sampling parameters of all rows as tensors on the device: row i is that of the i-th live completion.
+"""State and sampling parameters of all rows as tensors on the device; row i belongs to the i-th live completion.
 
 Why tables: a step then needs no data from the host, so it can be captured in a CUDA graph, and the host can process
-its result while the next step runs. All numbers of a row are in two tables, so a row moves with two copies.
+its result while the next step runs. Most numbers of a row are in two tables, so a row moves with few copies.
 
 Shapes: S rows, V vocabulary.
 """
@@ -22,15 +22,15 @@ from hybrid_rlhf.generation.transfers import to_device
 
 
 def sampling_mode(requests: Sequence[Request]) -> SamplingMode:
-    """The parts of sampling that requests which are decoded together need."""
-    each = {id(request.params): request.params for request in requests}.values()
+    """Return the sampling features that at least one of the requests needs."""
+    distinct = {id(request.params): request.params for request in requests}.values()
     return SamplingMode(
-        greedy=any(p.greedy for p in each),
-        temperature=any(p.divisor != 1 for p in each),
-        top_k_top_p=any(p.top_p < 1 or p.top_k > 0 for p in each),
-        min_p=any(p.min_p > 0 for p in each),
-        repetition_penalty=any(p.repetition_penalty != 1 for p in each),
-        min_new_tokens=any(p.min_new_tokens > 0 for p in each),
+        greedy=any(p.greedy for p in distinct),
+        temperature=any(p.divisor != 1 for p in distinct),
+        top_k_top_p=any(p.top_p < 1 or p.top_k > 0 for p in distinct),
+        min_p=any(p.min_p > 0 for p in distinct),
+        repetition_penalty=any(p.repetition_penalty != 1 for p in distinct),
+        min_new_tokens=any(p.min_new_tokens > 0 for p in distinct),
         top_logprobs=any(request.top_logprobs for request in requests),
     )
 
@@ -40,11 +40,12 @@ class DecodeBatch(SamplingRows):
     """Tables of S rows, filled from requests."""
 
     adapter: Tensor
-    """[S] int64, the number of each row's adapter, apart from the columns that kernels of sampling read by place."""
+    """[S] int64, the number of each row's adapter. Not in the tables, whose columns the sampling kernels read by
+    index."""
 
     @classmethod
     def empty(cls, rows: int, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
-        """Tables wide enough for any of the requests."""
+        """Allocate tables that are wide enough for any of the requests."""
         stops = max(len(request.stop) for request in requests)
         longest = max(len(request.uniforms) for request in requests)
         seen = None
@@ -56,34 +57,34 @@ class DecodeBatch(SamplingRows):
 
     @classmethod
     def of(cls, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
-        """Tables of requests, one per row, each before its first token."""
+        """Return tables filled with requests, one per row."""
         rows = cls.empty(len(requests), requests, vocab_size=vocab_size, device=device)
         rows.fill(0, requests)
         return rows
 
     def has_room_for(self, requests: Sequence[Request]) -> bool:
-        """Whether the tables are wide enough for all of the requests."""
+        """True if the tables are wide enough for each of the requests."""
         stops, longest = self.integers.shape[1] - len(INTEGERS), self.floats.shape[1] - len(FLOATS)
         fits = all(len(request.stop) <= stops and len(request.uniforms) <= longest for request in requests)
         return fits and (self.seen is not None or not sampling_mode(requests).repetition_penalty)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tables."""
+        """Total bytes of the tables."""
         return sum(table.nbytes for table in self._tables())
 
     def __len__(self) -> int:
-        """S."""
+        """Number of rows S."""
         return len(self.integers)
 
     def fill(self, first: int, requests: Sequence[Request]) -> None:
-        """Write requests into the rows from `first` on, each before the token that is sampled next."""
+        """Write requests into the rows from `first` on, with the tokens that they have so far."""
         integers = np.zeros((len(requests), self.integers.shape[1]), dtype=np.int64)
         floats = np.zeros((len(requests), self.floats.shape[1]))
         for row, request in enumerate(requests):
             stop, params = sorted(request.stop), request.params
             integers[row, :6] = _integers(request, params, has_stop_tokens=bool(stop))
-            # Rows with fewer stop tokens repeat one of theirs.
+            # Rows with fewer stop tokens repeat their first one.
             integers[row, 6:] = (stop + stop[:1] * integers.shape[1])[: integers.shape[1] - 6] if stop else 0
             floats[row, :4] = [getattr(params, name) for name in FLOATS]
             floats[row, 4 : 4 + len(request.uniforms)] = request.uniforms
@@ -102,21 +103,21 @@ class DecodeBatch(SamplingRows):
             table[target] = table[source]
 
     def view(self, start: int, stop: int) -> DecodeBatch:
-        """Views of rows start to stop - 1."""
+        """Return views of rows start to stop - 1."""
         seen = None if self.seen is None else self.seen[start:stop]
         return DecodeBatch(self.integers[start:stop], self.floats[start:stop], seen, self.adapter[start:stop])
 
     def select(self, rows: Tensor) -> DecodeBatch:
-        """Copies of rows [n]."""
+        """Return copies of rows [n]."""
         seen = None if self.seen is None else self.seen[rows]
         return DecodeBatch(self.integers[rows], self.floats[rows], seen, self.adapter[rows])
 
     def save(self) -> list[Tensor]:
-        """Copies of the tables, for `restore`."""
+        """Return copies of the tables, for `restore`."""
         return [table.clone() for table in self._tables()]
 
     def restore(self, saved: Sequence[Tensor]) -> None:
-        """Write back what `save` returned."""
+        """Write back the result of `save`."""
         for table, values in zip(self._tables(), saved, strict=True):
             table.copy_(values)
 
@@ -125,7 +126,7 @@ class DecodeBatch(SamplingRows):
 
 
 def _integers(request: Request, params: SamplingParams, *, has_stop_tokens: bool) -> list[int]:
-    """A row before its next token, in the order of INTEGERS."""
+    """Return the integers of a request before its next token, in the order of INTEGERS."""
     min_new_tokens = params.min_new_tokens if has_stop_tokens else 0
     drawn = len(request.token_ids)
     return [0, request.tokens - 1, drawn, params.top_k, int(params.greedy), min_new_tokens]

@@ -1,6 +1,6 @@
-"""Progress of what a GPU does once before it generates at full speed: kernels are compiled, CUDA graphs captured.
+"""Progress log of one-time work on a GPU: compiling kernels and capturing CUDA graphs.
 
-Each is done when it is first needed, so the first steps of a run take longer. Without a line in the log they look hung.
+Both happen when first needed, so the first steps of a run are slow, and without log lines they look hung.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from hybrid_rlhf.generation.ops.triton_language import triton
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 LINE_SECONDS = 5.0
-"""Between two lines, at least."""
+"""Minimum time between two log lines."""
 logger = logging.getLogger(LOGGER_NAME)
 
 
 class PreparationLog:
-    """Counts what is done, and logs how many took how long: the first, the last, and between at most every few seconds.
+    """Counts events and logs their number and total time: at the first, at the last, and every few seconds between.
 
-    Any thread may count.
+    `add` may be called in any thread.
     """
 
     def __init__(self, what: str, *, most: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with none.
+        """Begin with a count of 0.
 
         Args:
-            what: for a line, such as "CUDA graphs captured".
-            most: how many there can be; none: unknown.
-            clock: returns seconds.
+            what: text of the log line, such as "CUDA graphs captured".
+            most: maximum number of events; none: unknown.
+            clock: returns the time in seconds.
         """
         self._what, self._most, self._clock, self._lock = what, most, clock, threading.Lock()
         self._done, self._seconds, self._next = 0, 0.0, clock()
 
     def add(self, seconds: float) -> None:
-        """Count one that took so many seconds."""
+        """Count one event that took `seconds` seconds."""
         with self._lock:
             self._done += 1
             self._seconds += seconds
@@ -52,14 +52,15 @@ class PreparationLog:
 
 @functools.cache
 def log_compilation() -> None:
-    """Log from now on what Triton compiles in this process; kernels from its cache on disk are not counted."""
+    """From now on, log the kernels that Triton compiles in this process. Kernels from its disk cache are not
+    counted."""
     knobs, log = triton.knobs, PreparationLog("GPU kernels compiled")
-    others = knobs.compilation.listener
+    previous_listener = knobs.compilation.listener
 
-    def compiled(*, times: Any, cache_hit: bool, **given: Any) -> None:
+    def compiled(*, times: Any, cache_hit: bool, **details: Any) -> None:
         if not cache_hit:
             log.add(times.total / 1e6)
-        if others is not None:
-            others(times=times, cache_hit=cache_hit, **given)
+        if previous_listener is not None:
+            previous_listener(times=times, cache_hit=cache_hit, **details)
 
     knobs.compilation.listener = compiled

@@ -1,4 +1,4 @@
-"""Requests of prompts, after the checks of what a model can take."""
+"""Requests from prompts, after checks of prompts and sampling parameters against the model."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class RequestMaker:
     max_positions: int | None
     """Longest sequence that the model has positions for; none: no limit."""
     trained_positions: int | None
-    """Longest sequence that the model was trained for, where it computes positions; none: unknown."""
+    """Longest sequence that the model was trained for, if it computes positions; none: unknown."""
     vocab_size: int
     stop_token_ids: frozenset[int]
     """Tokens that end every completion."""
     tokenizer: PreTrainedTokenizerBase | None
-    """For stop strings."""
+    """Tokenizer for stop strings; none: stop strings are refused."""
     adapters: tuple[str, ...]
     """Names of the adapters that a prompt may choose."""
 
     def adapter_number(self, name: str | None) -> int:
-        """Index of an adapter; 0: the model itself.
+        """Return the number of an adapter, from 1 on; 0: the model itself.
 
         Raises:
             UserError: if there is no adapter of this name.
@@ -50,11 +50,11 @@ class RequestMaker:
     def requests(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
-        """One request per sample of each prompt, before its first token; see `GenerationEngine.generate`."""
-        each = per_request(sampling, len(prompts))
-        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+        """Return one request per sample of each prompt; arguments as in `GenerationEngine.generate`."""
+        params_of_prompts = per_request(sampling, len(prompts))
+        for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True)):
             self._check_tokens(index, prompt, params)
-        if any(params.stop for params in each) and self.tokenizer is None:
+        if any(params.stop for params in params_of_prompts) and self.tokenizer is None:
             raise UserError("stop needs a tokenizer, the engine has none: use stop_token_ids")
         return [
             Request(
@@ -65,13 +65,13 @@ class RequestMaker:
                 uniform_stream(params.seed or 0, sample, self._longest_completion(index, prompt, params)),
                 stop_strings(self.tokenizer, params.stop) if params.stop and self.tokenizer is not None else None,
             )
-            for index, (prompt, params) in enumerate(zip(prompts, each, strict=True))
+            for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True))
             for sample in range(params.n)
         ]
 
     def _check_tokens(self, index: int, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise UserError unless a prompt has tokens, the model has them and those that end its completion, and top_k
-        fits into a tensor.
+        """Raise UserError if a prompt is empty, a token of it or a stop token is not in the vocabulary, or top_k does
+        not fit in int32.
         """
         if not len(prompt):
             raise UserError(f"a prompt has at least one token, prompt {index} has none: drop it")
@@ -84,7 +84,7 @@ class RequestMaker:
             raise UserError(f"top_k must be at most {_MOST_TOP_K}, got {params.top_k}: lower it")
 
     def _longest_completion(self, index: int, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Most tokens of a completion: max_new_tokens, or what a table of learned positions has left."""
+        """Maximum number of tokens of a completion: max_new_tokens, or the positions that the prompt leaves."""
         limit, trained = self.max_positions, self.trained_positions
         if limit is None:
             if trained is not None and len(prompt) + params.max_new_tokens > trained:
@@ -100,7 +100,7 @@ class RequestMaker:
 
 @functools.cache
 def _warn_of_untrained_positions(trained: int) -> None:
-    """Once for each context length: rollouts make engine after engine."""
+    """Log a warning, once for each context length, because rollouts create many engines."""
     logger.warning(
         "prompt and max_new_tokens exceed the model's context length of %d tokens (max_position_embeddings): what is "
         "sampled beyond it may be worse",

@@ -1,4 +1,4 @@
-"""What continuous batching keeps of running requests and launched steps, and the tensors of the prompts of a step."""
+"""Records of continuous batching for running requests and launched steps, and the prompt tensors of a step."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class LiveRow:
 
     request: Request
     age: int
-    """Place in the order of arrival."""
+    """Index in the order of arrival."""
     table: BlockTable
     slot: int
-    """Of its states in recurrent layers."""
+    """Slot of its states in recurrent layers."""
     computed: int = 0
-    """Tokens whose keys and values are in the cache, or will be by the steps that have been launched."""
+    """Number of tokens whose keys and values are in the cache, including those of launched steps."""
     stops: tuple[int, ...] = ()
-    """Tokens of the prompt after which its states are saved."""
+    """Numbers of prompt tokens after which the states are saved."""
     listed: int = 0
-    """Blocks whose pages are in the workspace's table."""
+    """Number of blocks whose pages are in the workspace's page table."""
     samples: list[LiveRow] = field(default_factory=list)
-    """Other samples of the prompt, which enter with this one."""
+    """Further samples of the prompt, which enter together with this one."""
 
     def next_chunk(self, budget: int) -> int:
-        """Tokens of the prompt that the next step computes, at most the budget."""
+        """Number of prompt tokens that the next step computes, at most `budget`."""
         end = next((stop for stop in self.stops if stop > self.computed), self.request.tokens)
         return min(budget, end - self.computed)
 
     def new_entries(self, place: int) -> list[tuple[int, int, list[int]]]:
-        """Entries of the page table, in the row of that place, for the blocks since the last step."""
+        """Return (row, block, pages) for the blocks since the last step, where `place` is the row of the page table."""
         if self.listed == len(self.table.blocks):
             return []
         new = self.table.page_table(self.listed)
@@ -50,26 +50,28 @@ class LiveRow:
 
 
 class RowStates:
-    """The states of live rows in recurrent layers, and those saved of cached prefixes; idle without such layers."""
+    """States of live rows in recurrent layers, and saved states of cached prefixes. Does nothing without such
+    layers."""
 
     def __init__(self, live: StateCache | None, saved: StateCache | None, pool: BlockPool) -> None:
-        """Args: states by slot of the rows, and by slot of the pool, which says where saved states are."""
+        """Args: states of live rows by their slots, saved states by the slots of the pool, and the pool."""
         self._live, self._saved, self._pool = live, saved, pool
 
     def begin(self, row: LiveRow, match: Match) -> None:
-        """Give a row the saved states of the prefix that it begins with."""
+        """Copy the saved states of a matched prefix to a row."""
         row.stops = match.stops
         if self._live is not None and match.state is not None and row.computed:
             self._live.copy([(match.state, row.slot)], source=self._saved)
 
     def fork(self, rows: Sequence[LiveRow]) -> None:
-        """Give the further samples of rows their states."""
+        """Copy the states of rows to their further samples."""
         if self._live is not None:
-            self._live.copy([(row.slot, one.slot) for row in rows for one in row.samples])
+            self._live.copy([(row.slot, sample.slot) for row in rows for sample in row.samples])
 
     def save(self, row: LiveRow) -> None:
-        """Keep the states of a row for sequences that begin with its tokens so far, the blocks of which are indexed."""
-        if self._saved is None or row.computed > row.request.tokens:  # a token that was computed ahead was not kept
+        """Save the states of a row for later sequences with the same prefix. The blocks of its tokens must be
+        indexed."""
+        if self._saved is None or row.computed > row.request.tokens:  # the states include a discarded token
             return
         slot = self._pool.save_state(row.request.all_token_ids[: row.computed], row.request.adapter)
         if slot is not None:
@@ -78,54 +80,54 @@ class RowStates:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that was launched."""
+    """A step that was launched and whose result was not fetched yet."""
 
     rows: list[LiveRow]
     decoding: int
-    """Rows that decode; the others enter."""
+    """Number of rows that decode; the rows after them enter."""
     fetch: Fetch
 
 
 @dataclass
 class ExpectedLength:
-    """Expected length of a completion: tokens sampled per finished completion.
+    """Expected length of a completion: sampled tokens per finished completion.
 
-    That is the maximum likelihood of a constant chance to end, with running completions counted as censored; before
-    any has finished, half of the limit.
+    This is the maximum likelihood estimate for a constant probability to end at each token, with running completions
+    as censored observations. Before any completion has finished, it is half of the limit.
     """
 
     tokens: float = 0.0
     finished: float = 0.0
 
     def of(self, limit: int) -> float:
-        """The mean for a completion of at most `limit` tokens."""
+        """Expected number of tokens of a completion that is limited to `limit` tokens."""
         return min(limit, (self.tokens + limit / 2) / (self.finished + 1))
 
 
 @dataclass(frozen=True)
 class BatchLoad:
-    """How much runs and waits."""
+    """Load of a batch."""
 
     rows: int = 0
-    """Requests that run."""
+    """Number of running requests."""
     waiting: int = 0
-    """Requests that wait for rows or memory."""
+    """Number of requests that wait for rows or memory."""
     used_pages: int = 0
-    """Pages of the KV cache that running requests hold."""
+    """Number of KV cache pages that running requests use."""
     pages: int = 0
-    """Pages of the KV cache."""
+    """Number of pages of the KV cache."""
 
 
 def prompts_of(
     chunks: Sequence[tuple[LiveRow, int, int]], finished: Sequence[LiveRow], *, tables: int, device: torch.device
 ) -> Prompts:
-    """The prompts of a step as tensors.
+    """Return the prompts of a step as tensors.
 
     Args:
-        chunks: rows, each with the first token and the number of tokens that the step computes of it.
-        finished: the rows whose prompts end in this step.
-        tables: page tables of the cache.
-        device: of the tensors.
+        chunks: (row, first token, number of tokens) of each chunk that the step computes.
+        finished: rows whose prompts end in this step.
+        tables: number of page tables of the cache.
+        device: device of the tensors.
     """
     tokens, positions, last, adapters = list[int](), list[int](), list[int](), list[int]()
     for row, start, length in chunks:

@@ -1,12 +1,12 @@
-"""Token sampling: one token per row, from logits that may be sharded over tensor-parallel ranks by vocabulary.
+"""Token sampling: one token per row, from logits that may be sharded by vocabulary over tensor-parallel ranks.
 
 A token is drawn by inverting the cumulative distribution at one uniform number, in two levels: first the block of the
-vocabulary, then the token in the block. A row costs one exponential per entry and no sort. With a sharded vocabulary,
+vocabulary, then the token in the block. This costs one exponential per logit and no sort. With a sharded vocabulary,
 ranks exchange two numbers per row and then the token; only truncation (top_p, top_k, min_p) and penalties gather the
 logits. Nothing synchronises with the host.
 
-Kernels compute the same from a whole vocabulary, without a sort (ops/cpu_kernels.py, ops/sampling.py). What
-is here in torch is their reference, and serves sharded vocabularies and CPUs without a compiler.
+Kernels compute the same result from an unsharded vocabulary, without a sort (ops/cpu_kernels.py, ops/sampling.py). The
+torch code here is their reference, and is used for sharded vocabularies and on CPUs without a compiler.
 
 Cumulative sums are taken over integers: a float `cumsum` has no deterministic kernel on CUDA (pytorch issue 75240), and
 torch refuses it under `deterministic: true`. Integer sums do not depend on their order, so a row draws the same token
@@ -32,17 +32,18 @@ from hybrid_rlhf.runtime.world import World, solo_world
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Tokens [B] int64 and their log-probs [B] float32: of the full distribution, and of the one sampled from."""
+    """Sampled tokens [B] int64, and their log-probs [B] float32 under the full distribution and the sampled one."""
 
     tokens: Tensor
     logprobs: Tensor
     sampling_logprobs: Tensor
     top: tuple[Tensor, Tensor] | None = None
-    """The most likely tokens [B, k] int64 and their log-probs [B, k] float32, of the full distribution; none where no
-    request reports them."""
+    """Most likely tokens [B, k] int64 of the full distribution and their log-probs [B, k] float32; none if no request
+    reports them."""
 
     def stacked(self) -> Tensor:
-        """[3 + 2k, B] float64, to copy to the host at once; float64 represents every token id exactly."""
+        """Return all values in one tensor [3 + 2k, B] for the copy to the host; its float64 represents token ids
+        exactly."""
         columns = [self.tokens, self.logprobs, self.sampling_logprobs]
         if self.top is not None:
             columns += [column for part in self.top for column in part.unbind(dim=1)]
@@ -50,10 +51,10 @@ class SampledTokens:
 
 
 class Sampler:
-    """Samples tokens; one sampler serves all steps of a call."""
+    """Samples tokens; one sampler is used for all steps of a call."""
 
     def __init__(self, vocab_size: int, mode: SamplingMode, world: World) -> None:
-        """Args: size of the vocabulary, what the requests need, and the tensor-parallel ranks that shard it."""
+        """Args: size of the vocabulary, sampling features of the requests, and the ranks that shard the vocabulary."""
         self._vocab_size, self._mode, self._world = vocab_size, mode, world
         self._mine = share(vocab_size, world.rank, world.size)
         self._kernels = choice.kernels_for(world.device, torch.float32) if world.size == 1 else None
@@ -71,9 +72,9 @@ class Sampler:
             sampling_logprobs = logprobs
         else:
             logits = gather_vocabulary(logits, self._vocab_size, self._world)
-            kept = truncated(self._scaled(self._penalised(logits, rows), rows), rows, mode)
+            masked = truncated(self._scaled(self._penalised(logits, rows), rows), rows, mode)
             whole, alone = range(logits.shape[-1]), solo_world(logits.device)
-            tokens, sampling_logprobs = draw(kept, rows.uniform, greedy, whole, alone)
+            tokens, sampling_logprobs = draw(masked, rows.uniform, greedy, whole, alone)
             raw = torch.log_softmax(self._scaled(logits, rows), dim=-1)
             logprobs = raw.gather(1, tokens[:, None]).squeeze(1)
         rows.append(tokens)

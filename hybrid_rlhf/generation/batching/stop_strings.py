@@ -1,12 +1,12 @@
-"""Whether a completion ends with a stop string.
+"""Detection of stop strings at the end of a completion.
 
-Text is decoded only for tokens that can complete a stop string, since decoding takes longer than everything else that
-is done with a token on the host. That is known of a token from what it decodes to alone and after itself: a stop string
-ends within the new text, so the text contains it or begins with an end of it. Decoders drop a space in front of the
-first token, hence both. Three kinds of tokens may always complete one: parts of a character; tokens of which decoding
-twice does not begin with decoding once; and an apostrophe with the two tokens after it, where decoders that clean up
+Text is decoded only for tokens that can complete a stop string, since decoding takes longer than all other work per
+token on the host. A token can complete one if the text that it adds contains a stop string or begins with the end of
+one. That text is taken from decoding the token alone and twice in a row, because decoders drop a space in front of the
+first token. Three kinds of tokens are always treated as completing: parts of a character; tokens for which the text of
+two does not begin with the text of one; and an apostrophe with the two tokens after it, where decoders that clean up
 spaces change earlier text ("x 's" becomes "x's"). Before decoding, the texts of the last tokens are joined without
-their spaces, about which decoders differ: where no stop string is in them, none is in what decoding returns.
+spaces, since decoders differ in spaces: if the joined text contains no stop string, neither does the decoded text.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 _CHARACTER_TOKENS = 4
-"""Most tokens of one character: one per byte."""
+"""Maximum number of tokens per character: one per byte."""
 _CHANGED_TOKENS = 3
-"""Last tokens whose text the last one may change."""
+"""Number of last tokens whose text the last one may change."""
 _PART = "\N{REPLACEMENT CHARACTER}"
 _COMPLETES, _CHANGES = 1, 2
-"""Flags of a token: it may complete a stop string; it may change the text before the tokens after it."""
+"""Flags of a token: it may complete a stop string; together with later tokens, it may change earlier text."""
 
 
 class StopStrings:
     """The stop strings of requests with one tokenizer."""
 
     def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
-        """Args: at least one stop string, and the text of tokens."""
+        """Args: at least one stop string, and a function from token ids to text."""
         self._stops, self._decode = stops, decode
         self._ends = tuple({stop[start:] for stop in stops for start in range(len(stop))})
         self._longest = max(map(len, stops))
         self._tail = _CHARACTER_TOKENS * (1 + self._longest)  # the tail may start within a character
         self._joined = [] if any(stop.endswith(" ") for stop in stops) else [stop.replace(" ", "") for stop in stops]
-        """The stop strings without spaces; none where a space completes one."""
+        """The stop strings without spaces; empty if one of them ends with a space."""
         self._texts: dict[int, str] = {}
-        """Of tokens without spaces, where it does not depend on the tokens before."""
+        """Text of tokens without spaces, for tokens whose text does not depend on the tokens before."""
         self._flags = _Flags(self._flags_of)
 
     def end(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last token completes one of them; those from before it do not count."""
+        """True if the last token completes a stop string. Earlier occurrences do not count."""
         flags = self._flags
         if not flags[token_ids[-1]] & _COMPLETES:
             for token in token_ids[-_CHANGED_TOKENS:]:
@@ -59,14 +59,15 @@ class StopStrings:
         return any(text.count(stop) > before.count(stop) for stop in self._stops)
 
     def _may_be_in(self, token_ids: Sequence[int]) -> bool:
-        """Whether a stop string may be in the text of the last three tokens and of the tokens that it may begin in."""
+        """True if a stop string may be in the last text: that of the last three tokens and those in which it may
+        begin."""
         text, needed = "", self._longest
         for number, token in enumerate(reversed(token_ids)):
-            own = self._texts.get(token)
-            if own is None:
+            piece = self._texts.get(token)
+            if piece is None:
                 return True
-            text = own + text
-            needed -= len(own) * (number >= _CHANGED_TOKENS)
+            text = piece + text
+            needed -= len(piece) * (number >= _CHANGED_TOKENS)
             if needed <= 0:
                 break
         return any(stop in text for stop in self._joined)
@@ -83,7 +84,7 @@ class StopStrings:
 
 
 class _Flags(dict[int, int]):
-    """Of tokens, computed when they first occur."""
+    """Flags of tokens, computed when a token first occurs."""
 
     def __init__(self, flags_of: Callable[[int], int]) -> None:
         super().__init__()
@@ -96,5 +97,5 @@ class _Flags(dict[int, int]):
 
 @functools.lru_cache(maxsize=8)
 def stop_strings(tokenizer: PreTrainedTokenizerBase, stops: tuple[str, ...]) -> StopStrings:
-    """The stop strings of a tokenizer, with what earlier calls have learned about its tokens."""
+    """Return the stop strings of a tokenizer. Objects are cached, with the flags that they have computed."""
     return StopStrings(stops, tokenizer.decode)

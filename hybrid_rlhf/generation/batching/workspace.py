@@ -1,8 +1,8 @@
 """Steps of the decoder: tables of the rows, sampling, and CUDA graphs of a decoding step on a GPU.
 
-Why it outlives a call: a CUDA graph holds addresses. As long as weights, cache and tables stay at theirs, a step that
-was captured once is replayed with one launch, over all rollouts of a run. Without graphs the host launches every kernel
-of every layer, which takes longer than the arithmetic of a small model.
+Why it outlives a call: a CUDA graph contains addresses. While the addresses of weights, cache and tables do not change,
+a step that was captured once is replayed with one launch in all rollouts of a run. Without graphs, the host launches
+every kernel of every layer, which takes longer than the arithmetic of a small model.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hybrid_rlhf.generation.transfers import to_device, to_host
 from hybrid_rlhf.runtime.world import close_with_world
 
 _GRAPH_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-"""Batch sizes that are captured; above the last, multiples of a quarter of it, then eight sizes per doubling."""
+"""Batch sizes that are captured. Above the last one: multiples of a quarter of it, then eight sizes per doubling."""
 _IDLE_STREAMS: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 """Capture streams of graphs that were destroyed, for reuse."""
 Step = Callable[[int], Tensor]
 Fetch = Callable[[], list[list[float]]]
 """Waits for a step and returns its tokens, log-probs and sampling log-probs, then the most likely tokens and their
-log-probs where they are reported; a token of -1 is not kept."""
+log-probs if they are reported; a token of -1 is discarded."""
 
 
 class Workspace:
-    """Computes the steps of live rows, which occupy the first rows of its tables."""
+    """Computes the steps of live rows, which are the first rows of its tables."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class Workspace:
         capacity_tokens: int,
         cuda_graphs: bool = True,
     ) -> None:
-        """Allocate.
+        """Allocate tables.
 
         Args:
-            decoder: of the model.
-            requests: what will be generated, for the width of the tables.
-            cache: of keys and values.
-            rows: most completions decoded together.
-            capacity_tokens: of the longest sequence.
+            decoder: decoder of the model.
+            requests: requests to generate, which determine the width of the tables.
+            cache: KV cache.
+            rows: maximum number of completions decoded together.
+            capacity_tokens: maximum length of a sequence.
             cuda_graphs: capture decoding steps in CUDA graphs on a GPU. While a graph is captured, no other thread may
                 use the device; see `capture_in_steps`.
         """
@@ -72,13 +72,13 @@ class Workspace:
         self.rows = DecodeBatch.empty(rows, requests, vocab_size=decoder.architecture.vocab_size, device=device)
         blocks = blocks_of(capacity_tokens)
         self.pages = torch.zeros(cache.layout.tables, rows, blocks, dtype=torch.int32, device=device)
-        """[page tables, S, M]: the pages of each row; page 0, which nobody reads, where there is none."""
+        """[page tables, S, M]: the pages of each row. Unused entries are page 0, which is never read."""
         self.states = decoder.new_states(1 + rows)
-        """States of recurrent layers, in a slot for each row and one that nobody reads."""
+        """States of recurrent layers: slot 0, which is never read, and one slot per row."""
         self.slots = torch.zeros(rows, dtype=torch.long, device=device)
-        """[S]: the slot of each row; slot 0, which nobody reads, where there is none."""
+        """[S]: the slot of each row; 0 for unused rows."""
         self.steps_in_flight = 1 if device.type == "cuda" else 0
-        """Steps that are started before the result of an earlier one is fetched."""
+        """Number of steps in flight while the result of an earlier step is fetched."""
         self._mode = sampling_mode(requests)
         self._sampler = Sampler(decoder.architecture.vocab_size, self._mode, decoder.world)
         self._graphs = None
@@ -88,18 +88,20 @@ class Workspace:
 
     @property
     def most_rows(self) -> int:
-        """Most completions decoded together."""
+        """Maximum number of completions decoded together."""
         return self.pages.shape[1]
 
     def capture_in_steps(self, *, captures: bool) -> None:
-        """Whether a step is captured when its batch size first occurs; if not, its kernels are launched one by one, in
-        the same batch size, until `capture_missing`."""
+        """Set whether a step is captured when its batch size first occurs.
+
+        If not, its kernels are launched one by one, with the same batch size, until `capture_missing` is called.
+        """
         if self._graphs is not None:
             self._graphs.captures = captures
 
     @torch.inference_mode()
     def capture_missing(self) -> None:
-        """Capture the steps of all batch sizes that occurred and were not captured; between two runs."""
+        """Capture the steps of all batch sizes that occurred without a capture. To be called between two runs."""
         if self._graphs is not None and self._graphs.missing:
             self.clear()
             self._graphs.capture_missing(self.step)
@@ -111,7 +113,7 @@ class Workspace:
             graphs.close()
 
     def serves(self, requests: Sequence[Request], *, cache: KVCache, rows: int, capacity_tokens: int) -> bool:
-        """Whether requests can be generated here as well as in a workspace allocated for them."""
+        """True if this workspace is equivalent to one allocated for these requests."""
         return (
             self.cache is cache
             and self.most_rows >= rows
@@ -121,18 +123,18 @@ class Workspace:
         )
 
     def accepts(self, request: Request) -> bool:
-        """Whether a request can join those that the workspace was allocated for."""
+        """True if a request can join the requests that the workspace was allocated for."""
         return self.rows.has_room_for([request]) and self._mode.covers(sampling_mode([request]))
 
     def set_pages(self, entries: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Write page tables: row, block, and its page in each table."""
+        """Write entries (row, block, page in each table) to the page tables."""
         if entries:
             rows, blocks, pages = zip(*entries, strict=True)
             where = to_device([rows, blocks], self.pages.device)
             self.pages[:, where[0], where[1]] = to_device(pages, self.pages.device, torch.int32).t()
 
     def move(self, source: int, target: int) -> None:
-        """Move a row to the place of one that has finished, and leave its own empty."""
+        """Move row `source` to row `target`, which has finished, and clear row `source`."""
         if source != target:
             self.rows.move(source, target)
             self.pages[:, target] = self.pages[:, source]
@@ -141,14 +143,14 @@ class Workspace:
         self.slots[source] = 0
 
     def routes_of(self, row: int, tokens: int) -> Callable[[], Tensor]:
-        """Start a copy of the routes of a row's first tokens to the host; the result waits, and returns [tokens, E, k].
+        """Start a copy of the routes of a row's first tokens to the host.
 
-        As in cache.py; steps that are launched after this call do not change the result.
+        Returns a function that waits and returns [tokens, E, k], as in cache.py. Later steps do not change the result.
         """
         return to_host(self.cache.routes_of(self.pages[0, row], tokens))
 
     def clear(self) -> None:
-        """Leave all rows empty."""
+        """Clear all rows."""
         self.pages.zero_()
         self.slots.zero_()
 
@@ -156,8 +158,8 @@ class Workspace:
         """Sample one token for each of the first `batch` rows.
 
         Args:
-            batch: rows that decode.
-            longest: tokens of the longest row, those that the step computes included.
+            batch: number of rows that decode.
+            longest: tokens of the longest row, including those that the step computes.
         """
         if self._graphs is not None:
             return _fetch(self._graphs(self.step, _graph_rows(batch, self.most_rows))[:, :batch])
@@ -172,14 +174,14 @@ class Workspace:
         *,
         longest: int,
     ) -> Fetch:
-        """As `decode`, and sample the next tokens of requests that enter after the rows.
+        """Sample one token for each of the first `batch` rows, and for the requests that enter after them.
 
         Args:
-            batch: rows that decode.
+            batch: number of rows that decode.
             prompts: chunks of prompts computed in the same step.
-            entering: requests whose prompts are computed with this step, in the order of `prompts.last`.
-            slots: of their states.
-            longest: see `decode`.
+            entering: requests whose prompts end in this step, in the order of `prompts.of_request`.
+            slots: slots of their states.
+            longest: as in `decode`.
         """
         self.rows.fill(batch, entering)
         self.slots[batch : batch + len(slots)] = to_device(slots, self.slots.device, torch.long)
@@ -192,17 +194,21 @@ class Workspace:
         longest: int | None = None,
         prompts: Prompts | None = None,
     ) -> Tensor:
-        """[3 + 2k, batch + entering]: one step of the first `batch` rows and of chunks of prompts.
+        """Run one step of the first `batch` rows and of chunks of prompts.
 
         Args:
-            batch: rows.
-            longest: tokens of the longest row; kernels read lengths from the device instead; none: the capacity.
-            prompts: or none.
+            batch: number of rows that decode.
+            longest: tokens of the longest row, for code without kernels (those read lengths from the device); none:
+                the capacity.
+            prompts: chunks of prompts; none: only rows decode.
+
+        Returns:
+            [3 + 2k, batch + entering requests], see `SampledTokens.stacked`.
         """
         entering = 0 if prompts is None else len(prompts.of_request)
         drawing = self.rows.view(0, batch + entering)
         rows = drawing.view(0, batch)
-        # A CUDA graph also runs rows that have finished or are unused: they must stay within their tables.
+        # A CUDA graph also runs finished and unused rows: their positions must stay within the tables.
         tokens, positions = rows.token, rows.position.clamp(max=self.capacity_tokens - 1)
         adapters = rows.adapter if self.decoder.has_adapters else None
         decoding = None
@@ -237,32 +243,32 @@ class Prompts:
 
     chunks: Chunks
     tokens: Tensor
-    """[T]."""
+    """[T] token ids."""
     positions: Tensor
-    """[T]."""
+    """[T] positions in their sequences."""
     adapters: Tensor
-    """[T] numbers of their adapters."""
+    """[T] numbers of their adapters; 0: none."""
     last: Tensor
-    """Index in T of the last token of each prompt that ends in this step."""
+    """[prompts that end in this step]: the index in T of the last token of each."""
     of_request: Tensor
-    """For each entering request, which of these."""
+    """[entering requests]: the index in `last` of each request's prompt."""
 
 
 class _Graphs:
     """CUDA graphs of a step, one per batch size, captured when that size first occurs.
 
-    All are captured on one stream of their own. cuBLAS keeps a workspace per stream (32 MiB on Hopper), and torch
-    clears that of a graph's capture stream when the graph is destroyed (pytorch issue 193402), so live graphs of
-    another workspace must not use the same stream. The step is passed in each call, because storing it would make a
-    reference cycle with the workspace, which owns these graphs. The step that is run before a capture changes no state
-    of a row: all have slot 0 meanwhile.
+    All graphs of a workspace are captured on one stream that no other workspace uses. cuBLAS keeps a workspace per
+    stream (32 MiB on Hopper), and torch clears that of a graph's capture stream when the graph is destroyed (pytorch
+    issue 193402), which would break live graphs on the same stream. The step is passed in each call, because storing it
+    would make a reference cycle with the workspace, which owns these graphs. The step that runs before a capture
+    changes no state of a row, because all rows have slot 0 meanwhile.
 
     A thread that samples while another one trains on the device may replay graphs but not capture them. A device
     synchronization in any thread invalidates a capture in any mode (CUDA programming guide, "Prohibited and unhandled
-    operations"), and DeepSpeed makes one in each micro-batch; and while a capture is underway, torch's allocator raises
+    operations"), and DeepSpeed synchronizes in each micro-batch. Also, during a capture torch's allocator raises
     out-of-memory errors in all threads where it would otherwise free its cached memory and try again. Such a thread
-    sets `captures` to false, and the thread that trains captures between two runs. A replay is a launch in the current
-    stream of its thread: it draws no numbers from torch's generator, and its memory pool is used by nothing else.
+    sets `captures` to false, and the thread that trains captures between two runs. A replay is safe: it is a launch in
+    the current stream of its thread, draws no numbers from torch's generator, and nothing else uses its memory pool.
     """
 
     def __init__(self, rows: DecodeBatch, slots: Tensor, device: torch.device) -> None:
@@ -270,9 +276,9 @@ class _Graphs:
         self._stream = self._idle.pop() if self._idle else torch.cuda.Stream(device)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.captures = True
-        """Whether a call captures a batch size that is new."""
+        """True if a call captures a batch size that it sees for the first time."""
         self.missing: set[int] = set()
-        """Batch sizes that occurred meanwhile."""
+        """Batch sizes that occurred while `captures` was false."""
         sizes = {_graph_rows(batch, len(rows)) for batch in range(1, len(rows) + 1)}
         self._log = PreparationLog("CUDA graphs captured, one per batch size", most=len(sizes))
 
@@ -289,7 +295,7 @@ class _Graphs:
         return result
 
     def capture_missing(self, step: Step) -> None:
-        """Capture them, in the same order on all ranks that compute a step together."""
+        """Capture the missing batch sizes, in the same order on all ranks that compute a step together."""
         for batch in sorted(self.missing):
             self._captured[batch] = self._capture(step, batch)
         self.missing.clear()
@@ -323,7 +329,7 @@ class _Graphs:
 
 
 def _graph_rows(rows: int, most: int) -> int:
-    """The batch size that a number of rows is rounded up to."""
+    """Round a number of rows up to a captured batch size."""
     if rows > _GRAPH_ROWS[-1]:
         step = max(_GRAPH_ROWS[-1] // 4, 1 << ((rows - 1).bit_length() - 4))
         return min(most, -(-rows // step) * step)
@@ -331,6 +337,6 @@ def _graph_rows(rows: int, most: int) -> int:
 
 
 def _fetch(result: Tensor) -> Fetch:
-    """Start the copy to the host."""
+    """Start the copy of a step's result to the host; returns a function that waits for it."""
     arrived = to_host(result)
     return lambda: arrived().tolist()  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
-"""LoRA adapters in the decoder, unmerged: rows of several adapters, and of none, in one batch.
+"""Unmerged LoRA adapters in the decoder: rows with different adapters, or none, in one batch.
 
-The product of the base is computed once for all tokens. The low-rank factors of all adapters of a product stand side by
-side, and each token keeps the inner values of its own adapter alone. Why all of them are computed: ranks are small
-beside the weights, and shapes that do not depend on who is in the batch can be captured in a CUDA graph.
+The base product is computed once for all tokens. The low-rank factors of all adapters of a product are concatenated,
+and the inner values that do not belong to a token's adapter are set to 0. Why all adapters are computed: their ranks
+are small compared to the weights, and shapes that do not depend on the batch can be captured in a CUDA graph.
 
 Source: Punica (arXiv 2310.18547) and S-LoRA (arXiv 2311.03285) batch tokens of several adapters, with kernels that
 gather the factors of each.
@@ -24,20 +24,20 @@ from hybrid_rlhf.generation.model.quantised import Linear
 
 @dataclass
 class ChosenAdapters:
-    """What the products of a decoder share: the adapter of each token of the present step."""
+    """Adapter of each token of the present step, shared by the products of a decoder."""
 
     of_tokens: Tensor | None = None
-    """[T] numbers from 1 on, 0 for a token without adapter; none: no token has one."""
+    """[T] adapter numbers from 1 on, 0 for a token without adapter; none: no token has one."""
 
 
 @dataclass(frozen=True)
 class LowRankChange:
-    """What one adapter adds to some outputs of a product: up @ down."""
+    """Low-rank weight change of one adapter for some outputs of a product: up @ down."""
 
     adapter: int
-    """Its number."""
+    """Number of the adapter, from 1 on."""
     first: int
-    """The first of the outputs."""
+    """Index of the first of these outputs."""
     up: Tensor
     """[outputs, r]."""
     down: Tensor
@@ -45,10 +45,10 @@ class LowRankChange:
 
 
 class AdaptedLinear:
-    """x W^T + b, and what the adapter of each token adds."""
+    """Linear layer x W^T + b, plus the change of each token's adapter."""
 
     def __init__(self, base: Linear, changes: Sequence[LowRankChange], chosen: ChosenAdapters) -> None:
-        """Args: the product, the changes of all adapters, and what tells those of the tokens."""
+        """Args: the base layer, the changes of all adapters, and the adapters of the tokens."""
         self._base, self._chosen = base, chosen
         self.outputs, self.inputs, self.weight = base.outputs, base.inputs, base.weight
         self._down = torch.cat([change.down for change in changes])
@@ -58,10 +58,10 @@ class AdaptedLinear:
             columns[change.first : change.first + len(change.up)] = change.up
         numbers = torch.tensor([change.adapter for change in changes], device=self._down.device)
         self._owners = numbers.repeat_interleave(torch.tensor(ranks, device=numbers.device))
-        """[R] the adapter of each inner value."""
+        """[R] adapter number of each inner value."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] to [T, N]."""
+        """Map inputs [T, K] to outputs [T, N]."""
         result, chosen = self._base(x), self._chosen.of_tokens
         if chosen is None:
             return result

@@ -1,10 +1,10 @@
 """Attention of new tokens over the paged KV cache, in steps that mix prompts with decoding rows.
 
 A step computes one token for each decoding row, and chunks of prompts. It first rotates queries and keys and writes the
-new keys and values to the cache, so that a sequence may read what another one in the same step computes. On a GPU one
-kernel then reads pages in place, for rows and chunks at once (ops/attention.py, and ops/latent.py for latents).
-On a CPU there is one for rows (cpu_kernels.py). Where there is none, torch gathers the pages of each sequence. Chunks
-of latent attention mostly attend to keys and values that are expanded from the latents first, like those of a cache.
+new keys and values to the cache, so that a sequence can read blocks that another sequence computes in the same step. On
+a GPU, one kernel then reads pages in place, for rows and chunks together (ops/attention.py; ops/latent.py for latents).
+On a CPU there is a kernel for rows (cpu_kernels.py). Without a kernel, torch gathers the pages of each sequence. In
+latent attention, keys and values of most chunks are first expanded from the latents into temporary pages.
 
 Shapes: T tokens, B rows, A heads and K KV heads of this rank, G = A / K, D head size, R rotated dimensions, L new
 tokens, S tokens in all, M blocks of the longest sequence.
@@ -32,7 +32,7 @@ from hybrid_rlhf.generation.ops.rows import rotated
 from hybrid_rlhf.generation.transfers import to_device
 
 _EXPANDED_TOKENS = 8192
-"""Tokens whose latents are expanded to keys and values at once, at least: few heads of few queries leave a GPU idle."""
+"""Minimum number of tokens whose latents are expanded to keys and values at once. Fewer leave a GPU partly idle."""
 Table = tuple[Tensor, Tensor] | None
 """Cosines and signed sines [T, 1, R] of the new tokens; none: the model has no rotary positions."""
 
@@ -41,21 +41,25 @@ class AttentionFunction(Protocol):
     """Attention of one layer over the cache."""
 
     def __call__(self, layer: int, qkv: Tensor, table: Table, sinks: Tensor | None) -> Tensor:
-        """[T, A, D] of queries, keys and values [T, A + 2 K, D]; keys and values are written to the cache first. Layers
-        that attend to the keys of another one give queries [T, A, D] alone.
+        """Write the new keys and values to the cache and return attention outputs [T, A, D].
 
-        `sinks` [A] are scores of a key without a value (arXiv 2309.17453, section 3.1; gpt-oss).
+        Args:
+            layer: index of the layer.
+            qkv: queries, keys and values [T, A + 2 K, D]; only queries [T, A, D] for a layer that attends to the keys
+                of another one.
+            table: rotary positions.
+            sinks: [A] scores of a key without a value (arXiv 2309.17453, section 3.1; gpt-oss).
         """
 
     def latents(self, layer: int) -> PagedLatents:
-        """What latent attention writes and reads in a layer."""
+        """Return the places that latent attention writes and reads in a layer."""
 
 
 class _Part(Protocol):
-    """Attention of some tokens of a step in one layer."""
+    """Attention of a part of the tokens of a step in one layer."""
 
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-        """As queries [n, A, D], over pages [P, BLOCK_TOKENS, K, D]."""
+        """Return [n, A, D] for queries [n, A, D], over keys and values in pages [P, BLOCK_TOKENS, K, D]."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,13 @@ class DecodeRows:
     """One token for each of B rows."""
 
     pages: Tensor
-    """[page tables, B, M] int32."""
+    """[page tables, B, M] int32, pages of each row."""
     positions: Tensor
-    """[B] of the new tokens."""
+    """[B] positions of the new tokens."""
     longest: int
-    """Tokens of the longest row, the new one included; kernels read lengths from the device instead."""
+    """Tokens of the longest row, including the new one. Not used by kernels, which read lengths from the device."""
     slots: Tensor | None = None
-    """[B] where the states of recurrent layers are (recurrent/states.py); none: the model has no such layer."""
+    """[B] slots of the states of recurrent layers (recurrent/states.py); none: the model has no such layer."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +81,20 @@ class Chunks:
     """Parts of prompts: chunk i has the tokens starts[i] to starts[i] + lengths[i] - 1 of its sequence."""
 
     pages: Tensor
-    """[page tables, chunks, M] int32."""
+    """[page tables, chunks, M] int32, pages of each chunk's sequence."""
     starts: Sequence[int]
     lengths: Sequence[int]
     slots: Tensor | None = None
-    """[chunks], as in DecodeRows."""
+    """[chunks] slots, as in DecodeRows."""
 
     def some(self, members: Sequence[int]) -> Chunks:
-        """Some of them, without slots."""
+        """Return the chunks of these indices, without slots."""
         pages = self.pages[:, to_device(members, self.pages.device)]
         return Chunks(pages, [self.starts[i] for i in members], [self.lengths[i] for i in members])
 
 
 class Attention:
-    """What steps share: the attention scores of the architecture, and the cache."""
+    """Data shared by all steps: score settings of the architecture, and the cache."""
 
     def __init__(
         self,
@@ -101,16 +105,17 @@ class Attention:
         capacity_tokens: int,
         kernels: ModuleType | None = None,
     ) -> None:
-        """Args: the model, this rank's part of it, the cache, its longest sequence, and kernels if there are any."""
+        """Args: the model, this rank's part of it, the cache, its maximum sequence length, and kernels if there are
+        any."""
         self.architecture, self.cache = architecture, cache
         self.kernels = kernels
-        self.kv_heads = [len(own) for own in split.kv_heads_of]
-        """Of each kind of attention."""
+        self.kv_heads = [len(kv_heads) for kv_heads in split.kv_heads_of]
+        """Number of KV heads of this rank, for each kind of attention."""
         self.groups = [len(split.heads) // count for count in self.kv_heads]
-        """Queries of a KV head."""
+        """Number of queries per KV head, for each kind of attention."""
         device, self._dtype = cache.keys.device, cache.keys.dtype
         self.alibi = None
-        """[A, S] float32, what ALiBi adds to the scores of each key."""
+        """[A, S] float32, ALiBi bias of the scores of each key; none: no ALiBi."""
         if architecture.alibi is not None:
             slopes = architecture.alibi[split.heads.start : split.heads.stop, None]
             slopes = slopes.bfloat16() if architecture.alibi_bfloat16 else slopes
@@ -118,11 +123,11 @@ class Attention:
             self.alibi = ((slopes * places).float() * architecture.alibi_scale).to(self._dtype).float().to(device)
 
     def step(self, rows: DecodeRows | None, chunks: Chunks | None = None) -> StepAttention:
-        """Attention of a step, the tokens of which are those of the rows, then those of each chunk."""
+        """Return the attention of a step, whose tokens are those of the rows, then those of each chunk."""
         return StepAttention(self, rows, chunks)
 
     def scores_of(self, kind: int) -> dict[str, Any]:
-        """What the architecture does to scores, as arguments of attention."""
+        """Return scale and soft cap of the scores, as keyword arguments of the attention functions."""
         return {"scale": self.architecture.kinds[kind].scale, "softcap": self.architecture.attention_softcap}
 
     def by_kernel(
@@ -136,8 +141,8 @@ class Attention:
         sinks: Tensor | None,
         **tiles: Tensor,
     ) -> Tensor:
-        """The attention of the kernels, with what the architecture adds to scores."""
-        own = self.architecture.kinds[kind]
+        """Return attention outputs computed by a kernel, with the score settings of the architecture."""
+        attention_kind = self.architecture.kinds[kind]
         assert self.kernels is not None
         mixed: Tensor = self.kernels.paged_attention(
             q,
@@ -145,8 +150,8 @@ class Attention:
             values,
             pages,
             positions,
-            window=own.window,
-            chunked=own.chunked,
+            window=attention_kind.window,
+            chunked=attention_kind.chunked,
             **self.scores_of(kind),
             bias=self.alibi,
             sinks=sinks,
@@ -155,25 +160,27 @@ class Attention:
         return mixed
 
     def rotated(self, qkv: Tensor, table: Table, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, A, D], keys and values [T, K, D]."""
+        """Split and rotate `qkv`; returns queries [T, A, D], keys and values [T, K, D]."""
         qk, v = qkv.tensor_split([qkv.shape[1] - kv_heads], dim=1)
         if table is not None:
             qk = rotated(qk, *table)
         return qk[:, :-kv_heads], qk[:, -kv_heads:], v
 
     def sees_all_before(self, kind: int, start: int, end: int) -> bool:
-        """Whether a causal mask is enough for queries at positions start to end - 1 and keys 0 to end - 1."""
+        """True if a causal mask is enough for queries at positions start to end - 1 and keys 0 to end - 1."""
         window = self.architecture.kinds[kind].window
         return self.alibi is None and start == 0 and (window is None or window >= end)
 
     def bias(self, kind: int, queries: Tensor, keys: int) -> Tensor:
-        """Bias of scores [..., A or 1, S] for queries at positions [...]; -inf where a key is masked."""
+        """Return the bias of scores [..., A or 1, S] for queries at positions [...]; -inf where a key is masked."""
         place = torch.arange(keys, device=queries.device)
         distance = queries[..., None] - place
         seen = distance >= 0
-        own = self.architecture.kinds[kind]
-        if own.window is not None and keys > own.window:
-            seen &= distance < (queries[..., None] % own.window + 1 if own.chunked else own.window)
+        attention_kind = self.architecture.kinds[kind]
+        if attention_kind.window is not None and keys > attention_kind.window:
+            seen &= distance < (
+                queries[..., None] % attention_kind.window + 1 if attention_kind.chunked else attention_kind.window
+            )
         bias = torch.zeros((), dtype=self._dtype, device=queries.device).expand(seen.shape).unsqueeze(-2)
         if self.alibi is not None:
             bias = self.alibi[:, :keys].to(self._dtype)
@@ -182,13 +189,13 @@ class Attention:
 
 
 class StepAttention:
-    """Attention of one step; what layers share is computed once."""
+    """Attention of one step. Values that are the same in all layers are computed once."""
 
     def __init__(self, attention: Attention, rows: DecodeRows | None, chunks: Chunks | None) -> None:
         self._attention = attention
         places: list[Tensor] = []
         self._parts: list[tuple[slice, _Part]] = []
-        """Tokens, and what computes them; of latent attention, of those in the absorbed form."""
+        """Token ranges and the objects that compute them. With latent attention: indices into the absorbed tokens."""
         batch = 0 if rows is None else len(rows.positions)
         if rows is not None:
             sequences = torch.arange(batch, device=rows.positions.device)
@@ -196,9 +203,9 @@ class StepAttention:
         if chunks is not None:
             places.append(_chunk_places(chunks, chunks.starts, chunks.lengths))
         self.places = torch.cat(places, dim=1) if len(places) > 1 else places[0]
-        """[page tables, T] where the new tokens lie in a cache [P * BLOCK_TOKENS]."""
+        """[page tables, T] indices of the new tokens in a cache [P * BLOCK_TOKENS]."""
         self._absorbed: slice | Tensor | None = slice(None)
-        """Tokens of latent attention in the absorbed form."""
+        """Tokens that latent attention computes in the absorbed form; none: there are none."""
         self._expanded: list[_ExpandedChunks] = []
         if attention.architecture.latent is not None and chunks is not None:
             self._expanded, self._absorbed, chunks = _by_form(attention, attention.architecture.latent, batch, chunks)
@@ -216,7 +223,7 @@ class StepAttention:
             self._parts.append((slice(batch, None), ChunkAttention(attention, chunks)))
 
     def __call__(self, layer: int, qkv: Tensor, table: Table, sinks: Tensor | None) -> Tensor:
-        """See AttentionFunction."""
+        """Write the new keys and values to the cache and return attention outputs [T, A, D]."""
         attention = self._attention
         kind = attention.architecture.attention_of(layer)
         tables, keys, values = attention.cache.of_layer(layer)
@@ -233,7 +240,7 @@ class StepAttention:
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
     def latents(self, layer: int) -> PagedLatents:
-        """See AttentionFunction."""
+        """Return the places that latent attention writes and reads in a layer."""
         attention, a = self._attention, self._attention.architecture
         kind = a.attention_of(layer)
         assert (a.kinds[kind].window, a.attention_softcap, attention.alibi, a.sinks) == (None, None, None, False)
@@ -258,7 +265,7 @@ class StepAttention:
 
 
 class RowAttention:
-    """Rows by torch: the pages of all rows are gathered, up to the longest row."""
+    """Attention of rows in torch: gathers the pages of all rows, up to the longest row."""
 
     def __init__(self, attention: Attention, rows: DecodeRows) -> None:
         self._attention = attention
@@ -267,7 +274,7 @@ class RowAttention:
         self._biases = [self._bias(kind, rows.positions, keys) for kind in range(len(attention.architecture.kinds))]
 
     def _bias(self, kind: int, positions: Tensor, keys: int) -> Tensor:
-        """[B * K, G or 1, S]."""
+        """Return the bias of scores [B * K, G or 1, S]."""
         keys = min(keys, self._attention.alibi.shape[1]) if self._attention.alibi is not None else keys
         bias, kv_heads = self._attention.bias(kind, positions, keys), self._attention.kv_heads[kind]
         if bias.shape[1] == 1:
@@ -275,7 +282,7 @@ class RowAttention:
         return bias.reshape(len(positions) * kv_heads, self._attention.groups[kind], -1)
 
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-        """[B, A, D] of queries [B, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
+        """Return [B, A, D] for queries [B, A, D], over keys and values in pages [P, BLOCK_TOKENS, K, D]."""
         bias = self._biases[kind]
         k, v = (
             store[self._pages[table]].flatten(1, 2)[:, : bias.shape[-1]].transpose(1, 2).flatten(0, 1)
@@ -288,20 +295,20 @@ class RowAttention:
 
 
 class PagedKernel:
-    """Rows, and chunks if there are any, by one launch of a kernel that reads pages in place. For rows alone, shapes do
-    not depend on lengths, as a CUDA graph requires."""
+    """Attention of rows and chunks by one launch of a kernel that reads pages in place. For rows alone, shapes do not
+    depend on lengths, as a CUDA graph requires."""
 
     def __init__(
         self, attention: Attention, rows: DecodeRows | None, chunks: Chunks | None = None, *, expanded: bool = False
     ) -> None:
-        """Args: what steps share, rows and chunks; `expanded`: keys and values are those expanded from latents."""
+        """Args: shared data, rows and chunks; `expanded`: pages contain keys and values expanded from latents."""
         self._attention, a = attention, attention.architecture
         self._latent = None if expanded else a.latent
-        each = [part.pages for part in (rows, chunks) if part is not None]
-        self._pages = each[0]
-        if len(each) > 1:
-            most = max(pages.shape[2] for pages in each)
-            self._pages = torch.cat([functional.pad(pages, (0, most - pages.shape[2])) for pages in each], dim=1)
+        tables = [part.pages for part in (rows, chunks) if part is not None]
+        self._pages = tables[0]
+        if len(tables) > 1:
+            most = max(pages.shape[2] for pages in tables)
+            self._pages = torch.cat([functional.pad(pages, (0, most - pages.shape[2])) for pages in tables], dim=1)
         self._positions = self._pages.new_empty(0, dtype=torch.long) if rows is None else rows.positions
         self._sizes = [(group, a.kv_size(kind)[1]) for kind, group in enumerate(attention.groups)]
         if expanded:
@@ -312,7 +319,7 @@ class PagedKernel:
             self._tiles = {size: self._tiles_of(chunks, *size) for size in set(self._sizes)}
 
     def read(self, kind: int, table: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Page tables [sequences, M], positions of rows [B], and the tiles of chunks if there are any."""
+        """Return page tables [sequences, M], positions of rows [B], and the tiles of chunks if there are any."""
         return self._pages[table], self._positions, self._tiles.get(self._sizes[kind])
 
     def _tiles_of(self, chunks: Chunks, group: int, head_dim: int) -> Tensor:
@@ -326,14 +333,14 @@ class PagedKernel:
         return to_device(tiles, chunks.pages.device, torch.int32)
 
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-        """[T, A, D] of queries [T, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
+        """Return [T, A, D] for queries [T, A, D], over keys and values in pages [P, BLOCK_TOKENS, K, D]."""
         pages, positions, tiles = self.read(kind, table)
-        given = {} if tiles is None else {"tiles": tiles}
-        return self._attention.by_kernel(kind, q, keys, values, pages, positions, sinks, **given)
+        optional = {} if tiles is None else {"tiles": tiles}
+        return self._attention.by_kernel(kind, q, keys, values, pages, positions, sinks, **optional)
 
 
 class ChunkAttention:
-    """Chunks by torch, one attention call for all chunks of the same start and length."""
+    """Attention of chunks in torch: one call for all chunks with the same start and length."""
 
     def __init__(self, attention: Attention, chunks: Chunks) -> None:
         self._attention, self._chunks = attention, chunks
@@ -354,16 +361,16 @@ class ChunkAttention:
             self._spans.append((start + length, tokens, pages, biases))
 
     def _bias(self, kind: int, start: int, end: int) -> Tensor | None:
-        """[1, A or 1, L, S]; none where a causal mask is enough."""
+        """Return the bias of scores [1, A or 1, L, S]; None if a causal mask is enough."""
         attention, a = self._attention, self._attention.architecture
-        by_products = a.attention_softcap is not None or a.sinks  # which have no causal mask
+        by_products = a.attention_softcap is not None or a.sinks  # attention by matrix products has no causal mask
         if not by_products and attention.sees_all_before(kind, start, end):
             return None
         queries = torch.arange(start, end, device=attention.cache.keys.device)
         return attention.bias(kind, queries, end).transpose(0, 1)[None]
 
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-        """[T, A, D] of queries [T, A, D] over pages [P, BLOCK_TOKENS, K, D]."""
+        """Return [T, A, D] for queries [T, A, D], over keys and values in pages [P, BLOCK_TOKENS, K, D]."""
         mixed = torch.empty_like(q)
         for end, tokens, pages, biases in self._spans:
             k, v = (store[pages[table]].flatten(1, 2)[:, :end].transpose(1, 2) for store in (keys, values))
@@ -377,29 +384,30 @@ class ChunkAttention:
 class _ExpandedChunks:
     """Chunks of latent attention in the plain form, whose keys and values are expanded together.
 
-    They lie in pages of their own, to which the chunks attend as to those of a cache.
+    The expanded keys and values are stored in separate pages, which attention reads like those of a cache.
     """
 
     def __init__(self, attention: Attention, chunks: Chunks, tokens: slice | Tensor, *, most_pages: int) -> None:
-        """Args: what steps share, the chunks, their tokens, and for how many pages all heads are expanded at once."""
+        """Args: shared data, the chunks, their tokens, and the number of pages for which all heads are expanded at
+        once."""
         self._tokens = tokens
         device = chunks.pages.device
         counts = [blocks_of(start + length) for start, length in zip(chunks.starts, chunks.lengths, strict=True)]
-        found = [[sequence, block] for sequence, count in enumerate(counts) for block in range(count)]
-        sequences, blocks = to_device(found, device).unbind(1)
+        members = [[sequence, block] for sequence, count in enumerate(counts) for block in range(count)]
+        sequences, blocks = to_device(members, device).unbind(1)
         self._pages = chunks.pages[:, sequences, blocks].long()
         firsts = torch.tensor([0, *accumulate(counts[:-1])])
-        own = to_device(firsts[None, :, None] + torch.arange(max(counts)), device, torch.int32)
-        expanded = Chunks(own, chunks.starts, chunks.lengths)
+        numbers = to_device(firsts[None, :, None] + torch.arange(max(counts)), device, torch.int32)
+        expanded = Chunks(numbers, chunks.starts, chunks.lengths)
         self._part: _Part
         if attention.kernels in (None, cpu_kernels):
             self._part = ChunkAttention(attention, expanded)
         else:
             self._part = PagedKernel(attention, None, expanded, expanded=True)
-        self._heads = [max(1, group * most_pages // len(found)) for group in attention.groups]
+        self._heads = [max(1, group * most_pages // len(members)) for group in attention.groups]
 
     def of_layer(self, kind: int, table: int) -> ExpandedChunks:
-        """What latent attention computes in a layer."""
+        """Return the tokens, pages and attention of these chunks in a layer."""
 
         def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return self._part(kind, 0, q, keys, values, None)
@@ -410,11 +418,14 @@ class _ExpandedChunks:
 def _by_form(
     attention: Attention, latent: Latent, batch: int, chunks: Chunks
 ) -> tuple[list[_ExpandedChunks], slice | Tensor | None, Chunks | None]:
-    """Chunks in the plain form; the tokens in the absorbed form, those of rows first; and chunks in the absorbed form.
+    """Divide latent attention into its two forms.
 
-    Keys and values are expanded for as many tokens at once as the chunks have new ones, so that prefixes take no more
-    memory than a prefill without them; where these are few, for `_EXPANDED_TOKENS`. Of a longer sequence, some heads
-    are computed after others.
+    Keys and values are expanded for at most as many tokens at once as the chunks have new ones, or for
+    `_EXPANDED_TOKENS` if that is more, so that cached prefixes need no more memory than a prefill without them. For a
+    longer sequence, heads are expanded in several passes.
+
+    Returns:
+        Chunks in the plain form; tokens in the absorbed form, those of rows first; chunks in the absorbed form.
     """
     spans = list(zip(chunks.starts, chunks.lengths, strict=True))
     tokens = [range(*ends) for ends in pairwise(accumulate(chunks.lengths, initial=batch))]
@@ -437,28 +448,30 @@ def _by_form(
         )
         for group in groups
     ]
-    others = [i for i, span in enumerate(spans) if not latent.expands(*span)]
-    absorbed = [own for own in (range(batch), *(tokens[i] for i in others)) if own]
+    remaining = [i for i, span in enumerate(spans) if not latent.expands(*span)]
+    absorbed = [span for span in (range(batch), *(tokens[i] for i in remaining)) if span]
     if not absorbed:
         return expanded, None, None
-    return expanded, _joined(absorbed, chunks.pages.device), chunks.some(others) if others else None
+    return expanded, _joined(absorbed, chunks.pages.device), chunks.some(remaining) if remaining else None
 
 
 def _joined(tokens: Sequence[range], device: torch.device) -> slice | Tensor:
-    """Tokens of a step one range after another, as an index."""
+    """Concatenate ranges of tokens into one index: a slice if they are adjacent, else a tensor."""
     if all(before.stop == after.start for before, after in pairwise(tokens)):
         return slice(tokens[0].start, tokens[-1].stop)
-    return to_device([token for own in tokens for token in own], device, torch.long)
+    return to_device([token for span in tokens for token in span], device, torch.long)
 
 
 def _places(pages: Tensor, sequences: Tensor, positions: Tensor) -> Tensor:
-    """[page tables, T] where the tokens at positions [T] of sequences [T] lie in a cache [P * BLOCK_TOKENS]."""
-    own = pages[:, sequences, positions // BLOCK_TOKENS]
-    return own.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
+    """Return the indices [page tables, T] of the tokens at positions [T] of sequences [T] in a cache [P *
+    BLOCK_TOKENS]."""
+    token_pages = pages[:, sequences, positions // BLOCK_TOKENS]
+    return token_pages.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
 
 
 def _chunk_places(chunks: Chunks, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """[page tables, T] where tokens starts[i] to starts[i] + lengths[i] - 1 of each chunk's sequence lie."""
+    """Return the indices [page tables, T] in a cache of tokens starts[i] to starts[i] + lengths[i] - 1 of each chunk
+    i."""
     device, total = chunks.pages.device, sum(lengths)
     counts = to_device(lengths, device)
     index = torch.arange(len(lengths), device=device).repeat_interleave(counts, output_size=total)

@@ -1,14 +1,14 @@
-"""The KV cache: pages of keys and values, and how the layers of a model share them.
+"""The KV cache: pages of keys and values, and the way in which the layers of a model share them.
 
 Layers that attend to the same number of tokens form a layer group. Each sequence has a list of blocks for each group
-(blocks.py), so layers with a sliding window release the blocks that they no longer need while others keep theirs. All
-groups take pages from one pool: a page holds `BLOCK_TOKENS` tokens of `places_per_page` places, the greatest common
-divisor of the numbers of places in the groups. A place has room for the widest layer; narrower layers share one, side
-by side for each token. A model whose layers are alike has one group, and one page per block.
+(blocks.py), so layers with a sliding window release blocks that other layers still need. All groups take pages from one
+pool. A page stores `BLOCK_TOKENS` tokens of `places_per_page` places, where a place has room for the keys or values of
+the widest layer; narrower layers share a place, side by side for each token. `places_per_page` is the greatest common
+divisor of the numbers of places in the groups. A model with identical layers has one group, and one page per block.
 
-The cache may also record the routes of its tokens: the experts that each router chose. They are at the token's place in
-the first page of its block in the first layer group, so whatever shares, copies or finds keys and values has the routes
-that these were computed with. That group then keeps all its blocks: it has the largest window, mostly none.
+The cache may also record the routes of its tokens: the experts that each router chose. They are stored with the first
+page of a token's block in the first layer group, so sharing, copying or reusing keys and values includes their routes.
+That group then keeps all its blocks; it is the one with the largest window, usually unlimited.
 
 Shapes: P pages, C dimensions of a place, K KV heads of this rank, D head size, E mixtures of experts, k experts per
 token.
@@ -28,71 +28,71 @@ from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.transfers import to_device
 
 BLOCK_TOKENS = 16
-"""Tokens of a block. On average half of a sequence's last block is unused."""
+"""Tokens per block. On average, half of a sequence's last block is unused."""
 
 
 def blocks_of(tokens: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Number of blocks that store `tokens` tokens."""
     return -(-tokens // BLOCK_TOKENS)
 
 
 @dataclass(frozen=True)
 class RouteSize:
-    """The routes of a token: [mixtures, per_token]."""
+    """Shape and dtype of the routes of a token, [mixtures, per_token]."""
 
     mixtures: int
-    """Layers with a mixture of experts."""
+    """Number of layers with a mixture of experts."""
     per_token: int
-    """Experts."""
+    """Number of experts per token."""
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a token's routes."""
+        """Bytes of the routes of a token."""
         return self.mixtures * self.per_token * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """Where the keys and values of a layer are."""
+    """Location of the keys and values of a layer in the cache."""
 
     table: int
-    """Of the pages of a sequence."""
+    """Index of the page table of a sequence."""
     place: int
-    """In a page; layers may share it."""
+    """Index of the place in a page; layers may share a place."""
     start: int
-    """Dimension of the place that is the layer's first."""
+    """First dimension of the layer in the place."""
     kv_heads: int
     head_dim: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """Which layers share pages."""
+    """Assignment of layers to layer groups and pages."""
 
     windows: tuple[int | None, ...] = (None,)
-    """For each layer group, the tokens that its queries attend to, or that are kept for other reasons; none: all."""
+    """For each layer group, the number of tokens that are kept, mostly its attention window; none: all."""
     pages: tuple[int, ...] = (1,)
-    """For each layer group, the pages of a block."""
+    """For each layer group, the number of pages of a block."""
     places_per_page: int = 1
     width: int
-    """Dimensions of a token in a place."""
+    """Number of dimensions of a token in a place."""
     places: tuple[LayerPlace | None, ...] = ()
-    """Of each layer; none: it has no attention."""
+    """For each layer, the place of its keys and values; none: it has no attention."""
     stores: int = 2
-    """Keys and values; 1 where they are the same (latent attention)."""
+    """Number of stores: 2 for keys and values, 1 if they are the same (latent attention)."""
     routes: RouteSize | None = None
-    """Of the routes that are recorded; none: none are."""
+    """Size of the recorded routes; none: routes are not recorded."""
 
     @classmethod
     def of(
         cls, architecture: ModelDescription, split: Split, capacity_tokens: int, *, records_routes: bool = False
     ) -> CacheLayout:
-        """The layout for sequences of at most `capacity_tokens`; a window of that size or above is none."""
+        """Return the layout for sequences of at most `capacity_tokens` tokens; larger windows count as unlimited."""
 
         def window(layer: int) -> int | None:
-            own = architecture.kinds[architecture.attention_of(layer)].window
-            return None if own is None or own >= capacity_tokens else own
+            size = architecture.kinds[architecture.attention_of(layer)].window
+            return None if size is None or size >= capacity_tokens else size
 
         cached = architecture.cached_layers
         routes = _route_size(architecture) if records_routes else None
@@ -102,8 +102,8 @@ class CacheLayout:
             stores=_stores(architecture),
             routes=routes,
         )
-        own = dict(zip(cached, packed.places, strict=True))
-        places = tuple(own.get(architecture.kv_sources.get(layer, layer)) for layer in range(architecture.layers))
+        place_of = dict(zip(cached, packed.places, strict=True))
+        places = tuple(place_of.get(architecture.kv_sources.get(layer, layer)) for layer in range(architecture.layers))
         return replace(packed, places=places)
 
     @classmethod
@@ -115,7 +115,7 @@ class CacheLayout:
         stores: int,
         routes: RouteSize | None = None,
     ) -> CacheLayout:
-        """The layout of layers with keys of their own: the window, the KV heads and the head size of each."""
+        """Return the layout for cached layers, given the window and the (KV heads, head size) of each."""
         groups = sorted(set(windows), key=lambda size: math.inf if size is None else size, reverse=True)
         width, used = max((math.prod(size) for size in sizes), default=0), [list[int]() for _ in groups]
         first = list[tuple[int, int, int]]()
@@ -123,7 +123,7 @@ class CacheLayout:
             group = groups.index(window)
             first.append((group, *_first_fit(used[group], math.prod(size), width)))
         together = math.gcd(*map(len, used)) or 1
-        pages = [len(own) // together for own in used]
+        pages = [len(filled) // together for filled in used]
         places = tuple(
             LayerPlace(sum(pages[:group]) + place // together, place % together, start, *size)
             for (group, place, start), size in zip(first, sizes, strict=True)
@@ -142,8 +142,8 @@ class CacheLayout:
 
     @classmethod
     def of_one_pass(cls, architecture: ModelDescription, split: Split) -> CacheLayout:
-        """The layout for sequences that pass through the layers once, as a whole: layers write to the same pages one
-        after the other, except those whose keys later layers read."""
+        """Return the layout for sequences that are computed once as a whole. Layers overwrite each other's pages,
+        except those whose keys later layers read."""
         sources = sorted({*architecture.kv_sources.values()})
         places: list[LayerPlace | None] = []
         for layer, kind in enumerate(architecture.layer_kinds):
@@ -156,17 +156,18 @@ class CacheLayout:
 
     @property
     def tables(self) -> int:
-        """Page tables of a sequence: pages of its blocks in all layer groups."""
+        """Number of page tables of a sequence: pages per block, summed over layer groups."""
         return sum(self.pages)
 
     def pages_of(self, tokens: int, *, computed_together: int = 1) -> int:
-        """Most pages that a sequence holds at once when it is computed in chunks of `computed_together` tokens."""
+        """Maximum number of pages of a sequence at one time, if it is computed in chunks of `computed_together`
+        tokens."""
         blocks = blocks_of(tokens)
         most = [
             blocks if window is None else min(blocks, blocks_of(window + computed_together) + 1)
             for window in self.windows
         ]
-        return sum(count * own for count, own in zip(most, self.pages, strict=True))
+        return sum(count * per_block for count, per_block in zip(most, self.pages, strict=True))
 
 
 class KVCache:
@@ -175,20 +176,21 @@ class KVCache:
     def __init__(self, layout: CacheLayout, *, pages: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
         shape = (layout.places_per_page, pages, BLOCK_TOKENS, layout.width)
-        # Zeros, not uninitialised memory: an attention weight of 0 times NaN is NaN.
+        # Zeros instead of uninitialised memory, since 0 times NaN is NaN.
         self.keys = _zeros(shape, dtype, device)
         self.values = _zeros(shape, dtype, device) if layout.stores == 2 else self.keys
-        # made once: views for each layer of each step would take 1% of a step of a small model
-        self._layers = [None if own is None else self._view(own) for own in layout.places]
+        # Created once: creating the views of each layer in each step takes 1% of the time with a small model.
+        self._layers = [None if location is None else self._view(location) for location in layout.places]
         self.routes: torch.Tensor | None = None
-        """[P, BLOCK_TOKENS, E, k], of the pages of the first page table; -1 where no token was computed."""
+        """[P, BLOCK_TOKENS, E, k] expert indices, for the pages of the first page table; -1 where no token was
+        computed."""
         if (size := layout.routes) is not None:
             route_shape = (pages, BLOCK_TOKENS, size.mixtures, size.per_token)
             self.routes = torch.full(route_shape, -1, dtype=size.dtype, device=device)
 
     @property
     def bytes(self) -> int:
-        """Of keys and values."""
+        """Bytes of keys and values."""
         return self.keys.nbytes * self.layout.stores
 
     @property
@@ -197,26 +199,29 @@ class KVCache:
         return self.keys.shape[1]
 
     def of_layer(self, layer: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """The page table of a layer, and its keys and values [P, BLOCK_TOKENS, K, D]; a token's are contiguous."""
-        found = self._layers[layer]
-        assert found is not None
-        return found
+        """Return the index of a layer's page table, and its keys and values [P, BLOCK_TOKENS, K, D].
 
-    def _view(self, own: LayerPlace) -> tuple[int, torch.Tensor, torch.Tensor]:
-        part = slice(own.start, own.start + own.kv_heads * own.head_dim)
+        The heads of a token are contiguous.
+        """
+        view = self._layers[layer]
+        assert view is not None
+        return view
+
+    def _view(self, location: LayerPlace) -> tuple[int, torch.Tensor, torch.Tensor]:
+        part = slice(location.start, location.start + location.kv_heads * location.head_dim)
         keys, values = (
-            store[own.place, :, :, part].unflatten(-1, (own.kv_heads, own.head_dim))
+            store[location.place, :, :, part].unflatten(-1, (location.kv_heads, location.head_dim))
             for store in (self.keys, self.values)
         )
-        return own.table, keys, values
+        return location.table, keys, values
 
     def write_routes(self, places: torch.Tensor, routes: Sequence[torch.Tensor]) -> None:
-        """Write the routes [T, k] of each mixture for tokens at places [T] of [P * BLOCK_TOKENS]."""
+        """Write the routes [T, k] of each mixture for tokens at indices `places` [T] of [P * BLOCK_TOKENS]."""
         assert self.routes is not None
         self.routes.flatten(0, 1).index_copy_(0, places, torch.stack(list(routes), dim=1))
 
     def routes_of(self, pages: torch.Tensor, tokens: int) -> torch.Tensor:
-        """A copy [tokens, E, k] of the routes of a sequence, the pages [M] of which are those of the first table."""
+        """Return a copy [tokens, E, k] of the routes of a sequence, given its pages [M] in the first page table."""
         assert self.routes is not None
         return self.routes[pages[: blocks_of(tokens)].long()].flatten(0, 1)[:tokens]
 
@@ -231,7 +236,7 @@ class KVCache:
             self.routes[targets] = self.routes[sources]
 
     def grown(self, pages: int) -> KVCache:
-        """A cache of more pages with the content of this one."""
+        """Return a larger cache with the content of this one."""
         larger = KVCache(self.layout, pages=pages, dtype=self.keys.dtype, device=self.keys.device)
         larger.keys[:, : self.pages], larger.values[:, : self.pages] = self.keys, self.values
         if self.routes is not None and larger.routes is not None:
@@ -252,13 +257,13 @@ def bytes_per_token(architecture: ModelDescription, split: Split, dtype: torch.d
 
 
 def _kv_size(architecture: ModelDescription, split: Split, layer: int) -> tuple[int, int]:
-    """KV heads of a layer on a rank, and dimensions of each."""
+    """Return the number of KV heads of a layer on a rank, and the head size."""
     kind = architecture.attention_of(layer)
     return len(split.kv_heads_of[kind]), architecture.kv_size(kind)[1]
 
 
 def _first_fit(used: list[int], width: int, most: int) -> tuple[int, int]:
-    """The first place with room for a layer, and its first dimension there; `used` dimensions of each place grow."""
+    """Return the first place with room for a layer, and the layer's first dimension there; updates `used`."""
     place = next((place for place, taken in enumerate(used) if taken + width <= most), len(used))
     if place == len(used):
         used.append(0)
@@ -276,7 +281,8 @@ def _stores(architecture: ModelDescription) -> int:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU in memory that the system maps when it is written: most of a large cache may never be."""
+    """Return zeros. On a CPU, the system maps the memory when it is first written, so unused parts of a cache cost
+    nothing."""
     if device.type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(*shape)

@@ -1,4 +1,4 @@
-"""The forward pass of the inference weights, over the tokens of many sequences in one flat row.
+"""The forward pass of the inference weights, over the tokens of many sequences in one flat batch.
 
 Why flat: matrix products over the tokens of all sequences need no padding, and prefill and decoding share one code
 path. Only attention (attention.py) and recurrent layers (recurrent/) know which tokens belong to which sequence.
@@ -31,18 +31,18 @@ from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.runtime.world import World
 
 Sublayer = Callable[[Tensor], Tensor]
-"""Attention of a layer, [T, H] of [T, H]."""
+"""Attention of a layer, from [T, H] to [T, H]."""
 MLP = Callable[[Tensor, Tensor], Tensor]
-"""MLP and experts of a layer, [T, H] of the normed residual stream [T, H] and the stream itself."""
+"""MLP and experts of a layer, from the normed residual stream [T, H] and the stream itself to [T, H]."""
 
 
 @dataclass(frozen=True)
 class _Places:
-    """What the positions of tokens do to queries and keys in layers of one kind."""
+    """Effect of token positions on queries and keys in layers of one kind."""
 
     table: Table
     query_scales: Tensor | None
-    """[T, 1, 1] float32; none: 1."""
+    """[T, 1, 1] float32, factors of the queries; none: 1."""
 
 
 class Decoder:
@@ -55,7 +55,7 @@ class Decoder:
         self._fused = None if self.kernels is cpu_kernels else self.kernels
         self._weights = weights
         self._chosen: ChosenAdapters | None = None
-        # HF multiplies by the scale in the dtype of the weights
+        # as Hugging Face, which multiplies by the scale in the dtype of the weights
         self._embed_scale = float(torch.tensor(architecture.embed_scale, dtype=weights.embed.dtype))
         self._input_scale = float(torch.tensor(architecture.layer_input_size**0.5, dtype=weights.embed.dtype))
         self._inv_freq = [
@@ -74,16 +74,16 @@ class Decoder:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of a row in recurrent layers."""
+        """Bytes per row of the states of recurrent layers."""
         a, units = self.architecture, len(self.split.recurrent)
         return state_bytes(a.recurrence, layers=len(a.recurrent_layers), units=units, dtype=self.dtype)
 
     def new_cache(self, layout: CacheLayout, *, pages: int) -> KVCache:
-        """A KV cache of so many pages."""
+        """Allocate a KV cache."""
         return KVCache(layout, pages=pages, dtype=self.dtype, device=self.world.device)
 
     def new_states(self, slots: int) -> StateCache | None:
-        """Zero states for so many slots; none for a model without recurrent layers."""
+        """Allocate zero states; None for a model without recurrent layers."""
         a, units = self.architecture, len(self.split.recurrent)
         if a.recurrence is None:
             return None
@@ -93,19 +93,21 @@ class Decoder:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether tokens may have adapters."""
+        """True if tokens may have adapters."""
         return self._chosen is not None
 
     def add_adapters(self, changes: Mapping[tuple[int, str], Sequence[LowRankChange]]) -> None:
-        """Let products, by layer and name, add what adapters change for the tokens that `hidden` is told."""
+        """Add the changes of adapters to products, which are given by layer and name. `hidden` selects adapters by
+        token."""
         self._chosen = ChosenAdapters()
-        for (layer, name), own in changes.items():
+        for (layer, name), layer_changes in changes.items():
             weights = self._weights.layers[layer]
-            setattr(weights, name, AdaptedLinear(getattr(weights, name), own, self._chosen))
+            setattr(weights, name, AdaptedLinear(getattr(weights, name), layer_changes, self._chosen))
 
     @property
     def quantisation_errors(self) -> dict[str, Tensor]:
-        """[] relative error of each quantised product, by its place; {} if none is quantised."""
+        """Relative error (a scalar tensor) of each quantised product, by its description; empty if none is
+        quantised."""
         return {
             f"{name} of layer {index}": product.error
             for index, w in enumerate(self._weights.layers)
@@ -114,7 +116,7 @@ class Decoder:
         }
 
     def refresh(self) -> None:
-        """Recompute what is derived from weights, after these were updated in place."""
+        """Recompute tensors derived from weights, after the weights were updated in place."""
         self._weights.refresh()
 
     def hidden(
@@ -128,11 +130,16 @@ class Decoder:
         observe: Callable[[Tensor], None] | None = None,
         routes: list[Tensor] | None = None,
     ) -> Tensor:
-        """Last hidden states [T, H] of tokens [T] at positions [T], before the final norm.
+        """Return the last hidden states [T, H] of tokens [T] at positions [T], before the final norm.
 
-        `states` are those of recurrent layers, if there are any; `adapters` the numbers [T] of the tokens' adapters, 0
-        for none. `observe`, if given, receives the states before the first layer and after each; `routes` the indices
-        [T, k] of the experts of each mixture.
+        Args:
+            tokens: token ids.
+            positions: positions in their sequences.
+            attend: attention of the step.
+            states: states of recurrent layers; none: there are no such layers.
+            adapters: [T] adapter numbers, 0 for a token without one; none: no token has one.
+            observe: called with the hidden states before the first layer and after each layer.
+            routes: list to which each mixture appends the indices [T, k] of its experts.
         """
         if self._chosen is not None:
             self._chosen.of_tokens = adapters
@@ -160,7 +167,7 @@ class Decoder:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's logits [T, V] float32 after hidden states [T, H]."""
+        """Return this rank's logits [T, V] float32 for hidden states [T, H]."""
         weights, a = self._weights, self.architecture
         x = _normed(weights.final_norm, hidden)
         if weights.embed_out is not None:
@@ -184,7 +191,7 @@ class Decoder:
         return _normed(weights.embed_norm, x)
 
     def _rows(self, table: Tensor, tokens: Tensor) -> Tensor:
-        """Rows of a table that is split over the vocabulary."""
+        """Look up tokens [T] in a table that is split over ranks by vocabulary."""
         if self.world.size == 1:
             return functional.embedding(tokens, table)
         mine = self.split.vocabulary
@@ -194,27 +201,28 @@ class Decoder:
         )
 
     def _layer_inputs(self, tokens: Tensor, embedded: Tensor) -> Tensor | None:
-        """[T, layers, I] of tokens [T] and their embeddings [T, H]; none: layers have no inputs of their own."""
+        """Return per-layer inputs [T, layers, I] for tokens [T] and their embeddings [T, H]; None if the model has
+        none."""
         weights, a = self._weights.layer_inputs, self.architecture
         if weights is None:
             return None
-        own = self._rows(weights.embed, tokens) * self._input_scale
+        from_tokens = self._rows(weights.embed, tokens) * self._input_scale
         shared = (weights.project(embedded) * a.hidden_size**-0.5).unflatten(1, (a.layers, -1))
-        return (weights.norm(shared) + own.view_as(shared)) * 0.5**0.5
+        return (weights.norm(shared) + from_tokens.view_as(shared)) * 0.5**0.5
 
-    def _of_input(self, x: Tensor, own: Tensor, w: LayerWeights) -> Tensor:
-        """What a layer adds of its own input [T, I]; ranks compute all of it."""
+    def _of_input(self, x: Tensor, layer_input: Tensor, w: LayerWeights) -> Tensor:
+        """Return what a layer adds to the residual stream x for its input [T, I]. It is not divided over ranks."""
         assert w.input_gate is not None and w.input_out is not None
-        return _normed(w.input_out_norm, w.input_out(self._activation(w.input_gate(x)) * own))
+        return _normed(w.input_out_norm, w.input_out(self._activation(w.input_gate(x)) * layer_input))
 
-    # -- the orders of norm, attention and MLP
+    # -- block types: orders of norm, attention and MLP
 
     def _sequential(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
         x, normed = _added(x, self._delta(attention(_normed(w.attention_norm, x)), w.attention_out_norm), w.mlp_norm)
         return x + self._delta(mlp(normed, x), w.mlp_out_norm)
 
     def _delta(self, mixed: Tensor, norm: Norm | None) -> Tensor:
-        """What attention or MLP add to the residual stream."""
+        """Norm and scale the output of attention or MLP before it is added to the residual stream."""
         scale, delta = self.architecture.residual_scale, _normed(norm, mixed)
         return delta if scale == 1.0 else delta * scale
 
@@ -246,7 +254,7 @@ class Decoder:
         attend: AttentionFunction,
         states: StepStates | None,
     ) -> Tensor:
-        """What mixes tokens in a layer: attention, a recurrence, or the sum of both."""
+        """Mix tokens in a layer by attention, a recurrence, or the sum of both."""
         if w.recurrent is None:
             return self._attention(x, index, w, places, attend)
         assert states is not None
@@ -275,7 +283,7 @@ class Decoder:
         return self.world.all_reduce(w.o(mixed.reshape(len(x), heads * d)))
 
     def _mlp(self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor:
-        """MLP and experts of the normed residual stream; experts beside an MLP read the stream itself."""
+        """Apply MLP and experts to the normed residual stream; experts beside an MLP read the stream itself."""
         activate = self._gate if self.architecture.gated_mlp else self._activation
         dense = None if w.up is None or w.down is None else DenseMLP(w.up, w.down, w.shared_router)(x, activate)
         if w.experts is None:
@@ -296,7 +304,7 @@ class Decoder:
         return _normed(w.dense_out_norm, self.world.all_reduce(dense)) + summed
 
     def _gate(self, both: Tensor) -> Tensor:
-        """activation(gate) * up of [T, 2 I]."""
+        """Return activation(gate) * up for gate and up [T, 2 I]."""
         if self.kernels is not None:
             result: Tensor = self.kernels.gated(both, self.architecture.activation)
             return result
@@ -304,14 +312,14 @@ class Decoder:
         return self._activation(gate) * up
 
     def _places(self, kind: int, positions: Tensor) -> _Places:
-        own, scales = self.architecture.kinds[kind], None
-        if own.temperature_scale:
-            spans = torch.floor((positions.float() + 1.0) / own.temperature_tokens)
-            scales = 1.0 + own.temperature_scale * torch.log1p(spans)[:, None, None]
+        attention_kind, scales = self.architecture.kinds[kind], None
+        if attention_kind.temperature_scale:
+            spans = torch.floor((positions.float() + 1.0) / attention_kind.temperature_tokens)
+            scales = 1.0 + attention_kind.temperature_scale * torch.log1p(spans)[:, None, None]
         return _Places(self._rotary_table(kind, positions), scales)
 
     def _rotary_table(self, kind: int, positions: Tensor) -> Table:
-        """Cosines and signed sines [T, 1, R]."""
+        """Return cosines and signed sines [T, 1, R]; None without rotary positions."""
         rotary, inv_freq = self.architecture.kinds[kind].rotary, self._inv_freq[kind]
         if rotary is None or inv_freq is None:
             return None
@@ -325,7 +333,7 @@ def _normed(norm: Norm | None, x: Tensor) -> Tensor:
 
 
 def _added(x: Tensor, delta: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-    """x + delta, and its norm."""
+    """Return x + delta, and its norm."""
     if norm is None:
         x = x + delta
         return x, x

@@ -1,4 +1,4 @@
-"""The tensors of a decoder on one rank, as the loader (loader.py) fills them.
+"""The tensors of a decoder on one rank, filled by the loader (loader.py).
 
 Shapes: A heads of this rank, H hidden.
 """
@@ -24,7 +24,7 @@ HEAD_NORMS = ("q_norm", "k_norm")
 
 @dataclass
 class LayerWeights:
-    """One block. Norms that the family lacks are None."""
+    """Weights of one layer. Parts that the family lacks are None."""
 
     attention_norm: Norm | None
     attention_out_norm: Norm | None
@@ -34,46 +34,46 @@ class LayerWeights:
     experts_norm: Norm | None
     experts_out_norm: Norm | None
     router_norm: Norm | None
-    """What the MLP gives, what experts beside it read and give, and what their router reads (Experts.beside_mlp)."""
+    """Norms of a layer with `Experts.beside_mlp`: MLP output, expert input, expert output, and router input."""
     q_norm: Norm | HeadNorm | SplitNorm | None
     k_norm: Norm | HeadNorm | SplitNorm | None
     v_norm: Norm | None
-    """Without a weight that is trained."""
+    """Norm of values, which has no trained weight."""
     qkv: Linear | None
-    """Queries alone in a layer that attends to the keys of another one."""
+    """Fused product; only queries in a layer that attends to the keys of another one."""
     latent: LatentAttention | None
-    """In place of `qkv`."""
+    """Latent attention, in place of `qkv`."""
     o: Linear | None
     recurrent: Mixer | None
-    """In place of attention or beside it."""
+    """Recurrent layer, in place of attention or beside it."""
     up: Linear | None
     down: Linear | None
-    """The MLP, or the shared experts of a layer with a mixture; `up` holds gate and up fused where it is gated."""
+    """The MLP, or the shared experts of a layer with a mixture; if it is gated, `up` is gate and up fused."""
     experts: RoutedExperts | None
     sinks: Tensor | None
-    """[A], see AttentionFunction."""
+    """[A] attention sinks (AttentionFunction)."""
     shared_router: Tensor | None
-    """[1, H], whose sigmoid weighs the shared experts (Qwen2-MoE)."""
+    """[1, H]; the sigmoid of its product with the input weighs the shared experts (Qwen2-MoE)."""
     input_gate: Linear | None
     input_out: Linear | None
     input_out_norm: Norm | None
-    """What the layer adds of its inputs (LayerInputs)."""
+    """Products and norm of the per-layer input (LayerInputs)."""
     scale: Tensor | None
-    """[1], which the residual stream is multiplied by."""
+    """[1], factor of the residual stream after the layer."""
 
     @property
     def products(self) -> dict[str, Linear]:
-        """Its products with packed or quantised weights, without those of experts."""
-        each = {name: getattr(self, name) for name in ("qkv", "o", "up", "down", "input_gate", "input_out")}
-        each |= {} if self.latent is None else self.latent.products
+        """Products of the layer that may be packed or quantised, by name, without those of experts."""
+        products = {name: getattr(self, name) for name in ("qkv", "o", "up", "down", "input_gate", "input_out")}
+        products |= {} if self.latent is None else self.latent.products
         mixer = None if self.recurrent is None else self.recurrent.weights
-        each |= {} if mixer is None else {"in": mixer.project, "out": mixer.out}
-        return {name: product for name, product in each.items() if product is not None}
+        products |= {} if mixer is None else {"in": mixer.project, "out": mixer.out}
+        return {name: product for name, product in products.items() if product is not None}
 
 
 @dataclass
 class LayerInputs:
-    """What gives each layer an input of its own: a second embedding, and a product of the first (Gemma 4)."""
+    """Weights of the per-layer inputs: a second embedding, and a projection of the first (Gemma 4)."""
 
     embed: Tensor
     """[rows of the vocabulary on this rank, layers * layer_input_size]."""
@@ -98,16 +98,16 @@ class DecoderWeights:
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of the matrices that a decoding step reads: all experts, as a step of many tokens does."""
+        """Bytes of the matrices that a decoding step reads. All experts count, as in a step with many tokens."""
         products = [product for layer in self.layers for product in layer.products.values()]
         products += [self.head, *([] if self.layer_inputs is None else [self.layer_inputs.project])]
         latents = sum(layer.latent.kv_up.nbytes for layer in self.layers if layer.latent is not None)
         experts = sum(layer.experts.weight_bytes for layer in self.layers if layer.experts is not None)
-        # without what packing fills up
+        # without the padding of packed weights
         return experts + latents + sum(p.outputs * p.inputs * p.weight.element_size() for p in products)
 
     def refresh(self) -> None:
-        """Recompute what is derived from weights, after these were updated in place."""
+        """Recompute tensors derived from weights, after the weights were updated in place."""
         norms = [self.embed_norm, self.final_norm, None if self.layer_inputs is None else self.layer_inputs.norm]
         norms += [getattr(layer, name) for layer in self.layers for name in (*LAYER_NORMS, *HEAD_NORMS)]
         for part in (*norms, *(layer.latent for layer in self.layers)):

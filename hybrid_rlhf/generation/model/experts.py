@@ -1,17 +1,17 @@
 """Mixture of experts: a router selects some MLPs for each token.
 
-Tensor-parallel ranks hold different experts (expert parallelism): each computes the tokens of its own, and the sum over
-ranks that every MLP ends with adds the rest. The router computes in float32. On a GPU Triton's kernels compute a
-decoding step: the choice (ops/routing.py), up, down and the sum (ops/experts.py).
-Otherwise tokens are sorted by expert: in larger steps on a GPU one grouped product per projection computes all experts,
-on a CPU each selected expert is one product with packed weights. On a GPU no shape depends on the routing, as a CUDA
-graph requires.
+Tensor-parallel ranks hold different experts (expert parallelism). Each rank computes the tokens of its experts, and the
+all-reduce at the end of every MLP adds the others. The router computes in float32. On a GPU, Triton kernels compute a
+decoding step: the choice (ops/routing.py), up, down and the sum (ops/experts.py). Otherwise tokens are sorted by
+expert: larger steps on a GPU use one grouped product per projection for all experts, and a CPU one product with packed
+weights per selected expert. On a GPU no shape depends on the routing, as a CUDA graph requires.
 
-Source: Shazeer et al. 2017 (arXiv 1701.06538); softmax of all or of the chosen (Mixtral, arXiv 2401.04088; Granite);
-sigmoid with a correction of the choice, and groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); SparseMixer-v2 as
-used after training (arXiv 2409.12136, as in transformers' phimoe); biases and clamped SwiGLU (gpt-oss, arXiv
-2508.10925, section 2.2, as in transformers' gpt_oss); sigmoids of the chosen that weigh the inputs of experts (as in
-transformers' llama4); weights that are multiplied by a learned scale of each expert (as in transformers' gemma4).
+Source: Shazeer et al. 2017 (arXiv 1701.06538); softmax over all or over the chosen experts (Mixtral, arXiv 2401.04088;
+Granite); sigmoid with a correction of the choice, and groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2);
+SparseMixer-v2 as used after training (arXiv 2409.12136, as in transformers' phimoe); biases and clamped SwiGLU
+(gpt-oss, arXiv 2508.10925, section 2.2, as in transformers' gpt_oss); sigmoids of the chosen that weigh the inputs of
+experts (as in transformers' llama4); weights that are multiplied by a learned scale of each expert (as in transformers'
+gemma4).
 
 Shapes: T tokens, H hidden, E experts, X experts of this rank, k experts per token, I inner units.
 """
@@ -32,20 +32,20 @@ from hybrid_rlhf.generation.model.quantised import Linear, MakeLinear
 from hybrid_rlhf.generation.ops.routing import route
 
 MOST_KERNEL_TOKENS = 256
-"""Of a step that Triton's kernels compute: in larger ones an expert has enough tokens for a grouped product."""
+"""Maximum number of tokens for Triton kernels. In larger steps, experts have enough tokens for a grouped product."""
 
 
 @dataclass(frozen=True)
 class DenseMLP:
-    """The MLP of every token: that of a layer without experts, or the shared expert of a mixture."""
+    """An MLP that all tokens use: that of a layer without experts, or the shared experts of a mixture."""
 
     up: Linear
     down: Linear
     gate: Tensor | None = None
-    """[1, H], whose sigmoid weighs what comes out; none: it is not weighed."""
+    """[1, H]; the sigmoid of its product with the input weighs the output. None: the output is not weighed."""
 
     def __call__(self, x: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
-        """[T, H] of [T, H]; `activate` as that of `RoutedExperts`."""
+        """Map [T, H] to [T, H]; `activate` as in `RoutedExperts`."""
         out = self.down(activate(self.up(x)))
         return out if self.gate is None else out * functional.linear(x, self.gate).sigmoid()
 
@@ -77,8 +77,8 @@ class RoutedExperts:
             down: [X, H, I].
             mine: the experts of this rank.
             correction: [E] or [1, E], added to the scores by which experts are chosen; or none.
-            product: makes the products of each expert, packed or quantised; none: grouped products compute all.
-            scale: [E], by which the weights of chosen experts are multiplied; or none.
+            product: creates a packed or quantised product for each expert; none: grouped products compute all experts.
+            scale: [E], factors of the weights of chosen experts; or none.
             router_bias: [E], or none.
             up_bias: [X, 2 I], or none.
             down_bias: [X, H], or none.
@@ -95,7 +95,7 @@ class RoutedExperts:
 
     @property
     def products(self) -> dict[str, Linear]:
-        """The products of each expert; {} where grouped products compute all."""
+        """Products of each expert by description; empty if grouped products compute all experts."""
         return {
             f"{name} of expert {index}": product
             for index, both in zip(self._mine, self._of_each or (), strict=False)
@@ -104,12 +104,12 @@ class RoutedExperts:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all experts of this rank; a step with few tokens reads fewer."""
+        """Bytes of all experts of this rank. A step with few tokens reads fewer."""
         grouped = sum(weight.numel() * weight.element_size() for weight in (self.up, self.down))
         return grouped + sum(p.outputs * p.inputs * p.weight.element_size() for p in self.products.values())
 
     def route(self, x: Tensor, kernels: ModuleType | None = None) -> tuple[Tensor, Tensor]:
-        """Weights [T, k] float32 and indices [T, k] of the experts of tokens [T, H]."""
+        """Choose experts for tokens [T, H]; returns their weights [T, k] float32 and indices [T, k]."""
         bias = None if self.router_bias is None else self.router_bias.float()
         logits = functional.linear(x.float(), self.router.float(), bias)
         choose = route if kernels is None else kernels.choose_experts
@@ -126,15 +126,15 @@ class RoutedExperts:
         kernels: ModuleType | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        """This rank's part of the sum over experts, [T, H] of [T, H].
+        """Return this rank's part of the sum over experts, [T, H].
 
         Args:
-            x: tokens.
-            activate: activation(gate) * up of [n, 2 I], or of experts without a gate activation(up) of [n, I].
-            routed: [T, H], what the router reads; none: x.
-            routes: receives the indices [T, k] of the experts, in the smallest type; none: they are not recorded.
-            kernels: Triton's, for few tokens and weights that are not packed or quantised; none: torch computes.
-            activation: of the kernels, that of `activate`.
+            x: [T, H] hidden states of tokens.
+            activate: maps [n, 2 I] to activation(gate) * up, or for experts without a gate [n, I] to activation(up).
+            routed: [T, H] input of the router; none: x.
+            routes: list to which the expert indices [T, k] are appended, in the smallest dtype; none: not recorded.
+            kernels: Triton kernels, used for few tokens and weights that are not packed or quantised; none: torch.
+            activation: name of the activation in `activate`, for the kernels.
         """
         by_kernels = kernels is not None and self._of_each is None and len(x) <= MOST_KERNEL_TOKENS
         weights, index = self.route(x if routed is None else routed, kernels if by_kernels else None)
@@ -148,7 +148,7 @@ class RoutedExperts:
     def _by_kernels(
         self, x: Tensor, weights: Tensor, index: Tensor, kernels: ModuleType, activation: Activation
     ) -> Tensor:
-        """As `__call__`, in three launches."""
+        """Compute experts by kernels, in three launches."""
         kind, mine = self._kind, self._mine
         inner = kernels.experts_up(
             x,
@@ -169,20 +169,20 @@ class RoutedExperts:
         return summed
 
     def _by_products(self, x: Tensor, weights: Tensor, index: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
-        """As `__call__`, with the tokens sorted by expert."""
+        """Compute experts by torch, with the tokens sorted by expert."""
         if self._kind.clamp is not None:
             activate = partial(clamped_swiglu, limit=self._kind.clamp)
-        # this rank's experts come first, as 0 to X - 1
+        # renumbered so that this rank's experts come first, as 0 to X - 1
         experts, order = ((index.flatten() - self._mine.start) % self._kind.count).sort(stable=True)
         tokens, weights = order // self._kind.per_token, weights.flatten()[order, None].to(x.dtype)
         ends = torch.searchsorted(experts, torch.arange(len(self._mine), device=x.device), right=True, out_int32=True)
         out = torch.zeros_like(x)
 
         def mixed(some: slice, up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
-            given, weight = x[tokens[some]], weights[some]
+            inputs, weight = x[tokens[some]], weights[some]
             if self._kind.weighs_inputs:
-                return down(activate(up(given * weight)))
-            return down(activate(up(given))) * weight
+                return down(activate(up(inputs * weight)))
+            return down(activate(up(inputs))) * weight
 
         if self._of_each is not None:
             start = 0
@@ -191,29 +191,29 @@ class RoutedExperts:
                 if part.start < part.stop:
                     out.index_add_(0, tokens[part], mixed(part, up, down))
             return out
-        own = experts.clamp(max=len(self._mine) - 1)
+        known = experts.clamp(max=len(self._mine) - 1)
 
         def grouped(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-            return lambda given: _biased(functional.grouped_mm(given, weight.transpose(1, 2), offs=ends), bias, own)
+            return lambda inputs: _biased(functional.grouped_mm(inputs, weight.transpose(1, 2), offs=ends), bias, known)
 
         added = mixed(slice(None), grouped(self.up, self.up_bias), grouped(self.down, self.down_bias))
-        # behind the last group, which belongs to other ranks, the products are unset
+        # rows after the last group belong to other ranks: their products are uninitialised
         return out.index_add_(0, tokens, torch.where((experts < len(self._mine))[:, None], added, 0.0))
 
 
 def clamped_swiglu(both: Tensor, *, limit: float) -> Tensor:
-    """(up + 1) gate sigmoid(1.702 gate) of gate and up [n, 2 I], clamped: the gate from above, up on both sides."""
+    """Return (up + 1) gate sigmoid(1.702 gate) for [n, 2 I]; gate is clamped from above, up on both sides."""
     gate, up = both.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 def _of_each(product: MakeLinear, weights: Tensor, biases: Tensor | None) -> list[Linear]:
-    """The products of weights [X, outputs, inputs]."""
+    """Create the products of expert weights [X, outputs, inputs]."""
     of_each = [None] * len(weights) if biases is None else biases
     return [product(weight, bias) for weight, bias in zip(weights, of_each, strict=True)]
 
 
 def _biased(products: Tensor, biases: Tensor | None, experts: Tensor) -> Tensor:
-    """Products [n, N] of experts [n] with their biases [X, N]."""
+    """Add the biases [X, N] of experts [n] to their products [n, N]."""
     return products if biases is None else products + biases[experts]

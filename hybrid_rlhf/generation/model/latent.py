@@ -1,13 +1,13 @@
-"""Latent attention: keys and values of all heads are products of one latent per token, which alone is cached.
+"""Latent attention: keys and values of all heads are products of one latent per token; only the latent is cached.
 
-In the absorbed form, the products with which a head's key and value come from the latent are applied to its query and
-to its result instead, so heads attend to latents as to one shared KV head, the rotated part in front. Rotation is done
-here, so keys and values are the same tensor and the cache stores them once. Decoding rows take this form. In the plain
-form, the keys and values of each head are expanded from the latents of a sequence, and attention has their sizes, which
-are smaller. Chunks of prompts take it, unless a chunk has few tokens after a long prefix (`Latent.expands`).
+In the absorbed form, a head's projections from the latent to its key and value are applied to its query and to its
+result instead. Heads then attend to latents as to one shared KV head, whose first dimensions are the rotated part.
+Rotation is done here, so keys and values are the same tensor and the cache stores them once. Decoding rows use this
+form. In the plain form, the keys and values of each head are expanded from the latents of a sequence, so attention
+works on their smaller sizes. Chunks of prompts use it, except for short chunks after a long prefix (`Latent.expands`).
 
-On a GPU kernels compute what is between the products (ops/latent.py for the absorbed form, ops/attention.py for the
-plain one); what torch computes is their reference.
+On a GPU, kernels compute the operations between the matrix products (ops/latent.py for the absorbed form,
+ops/attention.py for the plain form). The torch code is their reference.
 
 Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1), the absorbed form of its appendix C.
 
@@ -31,7 +31,7 @@ from hybrid_rlhf.generation.model.quantised import Linear
 from hybrid_rlhf.generation.ops.rows import rotated
 
 Table = tuple[Tensor, Tensor] | None
-"""Cosines and signed sines [T, 1, .] of the first of R dimensions; none: no rotation."""
+"""Cosines and signed sines [T, 1, r] of the first r <= R dimensions; none: no rotation."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class AbsorbedTokens:
     """Tokens that attend to latents: those of decoding rows, then those of some chunks of prompts."""
 
     tokens: slice | Tensor
-    """Of the step."""
+    """Indices of the tokens in the step."""
     attend: Callable[[Tensor], Tensor]
-    """By torch, attention [n, A, R + L] of queries [n, A, R + L]."""
+    """Attention in torch, from queries [n, A, R + L] to [n, A, R + L]."""
     read: tuple[Tensor, Tensor, Tensor | None] | None
-    """What kernels read instead: pages [sequences, M] int32, positions [B] of the rows, and tiles of the chunks."""
+    """Inputs of the kernel: pages [sequences, M] int32, positions [B] of the rows, tiles of the chunks; none: torch."""
 
 
 @dataclass(frozen=True)
@@ -51,33 +51,34 @@ class ExpandedChunks:
     """Chunks of prompts that attend to the keys and values of each head."""
 
     tokens: slice | Tensor
-    """Of the step."""
+    """Indices of the tokens in the step."""
     pages: Tensor
-    """[P'] of their sequences in the cache."""
+    """[P'] cache pages of their sequences."""
     heads_at_once: int
-    """Heads whose keys and values are in memory together."""
+    """Number of heads whose keys and values are expanded at once."""
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Attention [n, heads, R + U] of queries alike over keys and values [P', BLOCK_TOKENS, heads, R + U]."""
+    """Attention from queries [n, heads, R + U], keys and values [P', BLOCK_TOKENS, heads, R + U] to [n, heads, R +
+    U]."""
 
 
 @dataclass(frozen=True)
 class PagedLatents:
-    """The latents of a layer in the cache, and how the tokens of a step attend to them."""
+    """Latents of a layer in the cache, and the attention of a step's tokens to them."""
 
     kernels: ModuleType | None
-    """Those of a GPU."""
+    """GPU kernels; none: torch."""
     scale: float
-    """Scores are multiplied by it."""
+    """Factor of the attention scores."""
     keys: Tensor
-    """[P, BLOCK_TOKENS, 1, R + L]."""
+    """[P, BLOCK_TOKENS, 1, R + L] rotated keys and latents in the cache."""
     places: Tensor
-    """[T] where the new tokens lie in P * BLOCK_TOKENS."""
+    """[T] indices of the new tokens in P * BLOCK_TOKENS."""
     absorbed: AbsorbedTokens | None
     expanded: Sequence[ExpandedChunks]
 
 
 class LatentAttention:
-    """Queries, latents and values of one layer on one rank."""
+    """Latent attention of one layer on one rank."""
 
     def __init__(
         self, kind: Latent, *, down: Linear, q_norm: Norm | None, q: Linear, kv_norm: Norm, kv_up: Tensor
@@ -86,11 +87,11 @@ class LatentAttention:
 
         Args:
             kind: sizes.
-            down: to the latent of queries, latent, and shared rotated key [Q + L + R].
-            q_norm: of the latent of queries; none: they come from the hidden states, and Q is 0.
-            q: to queries, of each head U dimensions, then R.
-            kv_norm: of the latent.
-            kv_up: [A (U + V), L], from the latent to keys and values of each head.
+            down: product from hidden states to query latent, latent, and shared rotated key [Q + L + R].
+            q_norm: norm of the query latent; none: queries come from the hidden states, and Q is 0.
+            q: product that gives queries, for each head U dimensions, then R.
+            kv_norm: norm of the latent.
+            kv_up: [A (U + V), L], weights from the latent to keys and values of each head.
         """
         self._kind, self._down, self._q_norm, self._q, self._kv_norm = kind, down, q_norm, q, kv_norm
         self.kv_up = kv_up.view(-1, kind.plain_dims + kind.value_dims, kind.size)
@@ -98,22 +99,22 @@ class LatentAttention:
 
     @property
     def products(self) -> dict[str, Linear]:
-        """Its products with packed or quantised weights."""
+        """Products that may be packed or quantised, by name."""
         return {"latents": self._down, "q": self._q}
 
     def refresh(self) -> None:
-        """Recompute what is derived from weights, after these were updated in place."""
+        """Recompute tensors derived from weights, after the weights were updated in place."""
         for norm in (self._q_norm, self._kv_norm):
             if norm is not None:
                 norm.refresh()
 
     def __call__(self, x: Tensor, table: Table, paged: PagedLatents) -> Tensor:
-        """[T, A V] of hidden states [T, H], with the latents of T tokens written to the cache first.
+        """Write the latents of T tokens to the cache and return attention outputs [T, A V].
 
         Args:
-            x: hidden states.
-            table: cosines and signed sines [T, 1, .] of the first of R dimensions; none: no rotation.
-            paged: what to write and to read.
+            x: [T, H] hidden states.
+            table: cosines and signed sines [T, 1, r] of the first r <= R dimensions; none: no rotation.
+            paged: latents of the layer in the cache.
         """
         queries = self._queries(self._write(x, table, paged))
         parts = [(chunks.tokens, self._plain(queries, table, chunks, paged)) for chunks in paged.expanded]
@@ -122,12 +123,13 @@ class LatentAttention:
         if len(parts) == 1:
             return parts[0][1].flatten(1)
         values = x.new_empty(len(x), *parts[0][1].shape[1:])
-        for tokens, own in parts:
-            values[tokens] = own
+        for tokens, part in parts:
+            values[tokens] = part
         return values.flatten(1)
 
     def _write(self, x: Tensor, table: Table, paged: PagedLatents) -> Tensor:
-        """Write latents and rotated keys [T, R + L]; returns what queries come from."""
+        """Write latents and rotated keys [T, R + L] to the cache; returns the input of the query product, [T, Q or
+        H]."""
         kind, down = self._kind, self._down(x)
         if paged.kernels is not None:
             norm, weight = self._kv_norm, None if self._q_norm is None else self._q_norm.weight
@@ -144,7 +146,7 @@ class LatentAttention:
         return x if self._q_norm is None else self._q_norm(hidden.contiguous())
 
     def _absorbed(self, queries: Tensor, table: Table, absorbed: AbsorbedTokens, paged: PagedLatents) -> Tensor:
-        """Values [n, A, V] of tokens in the absorbed form."""
+        """Return values [n, A, V] of tokens in the absorbed form."""
         queries, table = _of_tokens(queries, table, absorbed.tokens)
         plain, turned = queries.split([self._kind.plain_dims, self._kind.rotated_dims], dim=-1)
         latent = _by_heads(plain, self._key_up)
@@ -159,7 +161,7 @@ class LatentAttention:
         return _by_heads(mixed, self._value_up.transpose(1, 2))
 
     def _plain(self, queries: Tensor, table: Table, chunks: ExpandedChunks, paged: PagedLatents) -> Tensor:
-        """Values [n, A, V] of chunks in the plain form."""
+        """Return values [n, A, V] of chunks in the plain form."""
         kind = self._kind
         queries, table = _of_tokens(queries, table, chunks.tokens)
         plain, turned = queries.split([kind.plain_dims, kind.rotated_dims], dim=-1)
@@ -177,13 +179,13 @@ class LatentAttention:
             k[..., : kind.rotated_dims] = key
             _by_heads(shared, key_up, out=k[..., kind.rotated_dims :])
             _by_heads(shared, value_up, out=v[..., : kind.value_dims])
-            v[..., kind.value_dims :] = 0  # attention takes one size
+            v[..., kind.value_dims :] = 0  # attention requires keys and values of one size
             k, v = k.unflatten(0, cached.shape[:2]), v.unflatten(0, cached.shape[:2])
             values[:, some] = chunks.attend(queries[:, some].contiguous(), k, v)[..., : kind.value_dims]
         return values
 
     def _queries(self, hidden: Tensor) -> Tensor:
-        """[T, A, U + R], not rotated."""
+        """Return queries [T, A, U + R], not rotated."""
         return self._q(hidden).view(len(hidden), -1, self._kind.query_dims)
 
 
@@ -192,7 +194,7 @@ def _of_tokens(queries: Tensor, table: Table, tokens: slice | Tensor) -> tuple[T
 
 
 def _by_heads(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-    """[T, A, N] of [T, A, K] and a matrix of each head [A, K, N]."""
+    """Multiply [T, A, K] by a matrix per head [A, K, N]; returns [T, A, N]."""
     result = x.new_empty(*x.shape[:2], weights.shape[2]) if out is None else out
     torch.bmm(x.transpose(0, 1), weights, out=result.transpose(0, 1))
     return result

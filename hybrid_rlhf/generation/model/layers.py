@@ -1,7 +1,7 @@
 """Linear layers, norms and activations of the decoder, each in the form that is fastest on its device.
 
-On a CPU weights are packed once into the format of a compiled product (cpu_kernels.py) or of oneDNN, which is about
-twice as fast at the small batches of decoding, and norms are compiled kernels. On a GPU a weight may be a view of the
+On a CPU, weights are packed once into the format of a compiled product (cpu_kernels.py) or of oneDNN, which is about
+twice as fast at the small batches of decoding, and norms are compiled kernels. On a GPU, a weight may be a view of the
 training weight.
 
 Shapes: T tokens, N outputs, K inputs.
@@ -20,20 +20,20 @@ from hybrid_rlhf.generation.ops.norms import rms_norm
 from hybrid_rlhf.runtime.world import World
 
 PACKED_ROWS = 32
-"""Batch size that oneDNN's packed weights are optimised for; others give the same result, slightly slower."""
+"""Batch size that oneDNN's packed weights are optimised for; with other sizes, products are slightly slower."""
 
 
 class InferenceLinear:
-    """x W^T + b."""
+    """Linear layer x W^T + b."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, pack: bool, wide: bool = False) -> None:
         """Take a weight [N, K] and a bias [N].
 
         Args:
-            weight: used as it is, unless packed.
-            bias: or none.
+            weight: [N, K], used in place unless packed.
+            bias: [N], or none.
             pack: copy the weight into the format of the fastest product for few rows.
-            wide: accumulate and return float32 for weights in bfloat16 or float16; packed, these are a float32 copy.
+            wide: accumulate and return float32 for weights in bfloat16 or float16. If packed, the copy is float32.
         """
         self._wide = wide and weight.dtype in (torch.bfloat16, torch.float16)
         if self._wide and pack:
@@ -48,7 +48,7 @@ class InferenceLinear:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS) if pack else weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] to [T, N], float32 if wide."""
+        """Map [T, K] to [T, N]; float32 if wide."""
         if self._by_kernel:
             return cpu_kernels.linear(x.float() if self._wide else x, self.weight, self.outputs, self.bias)
         if self.packed:
@@ -64,7 +64,7 @@ class Norm:
     def __init__(self, weight: Tensor, bias: Tensor | None, architecture: ModelDescription) -> None:
         self.weight, self.eps = weight, architecture.norm_eps
         self.in_float32 = architecture.norm_in_float32 and weight.dtype != torch.float32
-        """Whether the weight multiplies before rounding."""
+        """True if the weight multiplies before rounding to the dtype."""
         self._stored, self._offset = weight, architecture.norm_offset
         self._rms, self._bias = architecture.norm == "rms", bias
         if self._offset:
@@ -72,12 +72,12 @@ class Norm:
         self._kernels = choice.kernels_for(weight.device, weight.dtype) if self._rms else None
 
     def refresh(self) -> None:
-        """Recompute what is derived from the weight, after it was updated in place."""
+        """Recompute tensors derived from the weight, after it was updated in place."""
         if self._offset:
             self.weight.copy_(self._stored.to(self.weight.dtype) + self._offset)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape and dtype as x."""
+        """Return the normed x, of the same shape and dtype."""
         if self._kernels is not None:
             normed: Tensor = self._kernels.norm(x, self.weight, self.eps, in_float32=self.in_float32)
             return normed
@@ -86,7 +86,7 @@ class Norm:
         return functional.layer_norm(x, self.weight.shape, self.weight, self._bias, self.eps)
 
     def after_adding(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and its norm."""
+        """Return x + delta, and its norm."""
         if self._kernels is not None:
             added, normed = self._kernels.add_norm(x, delta, self.weight, self.eps, in_float32=self.in_float32)
             return added, normed
@@ -95,47 +95,47 @@ class Norm:
 
 
 class HeadNorm:
-    """RMS or layer norm of each head, with weights of its own."""
+    """RMS or layer norm of each head, with separate weights per head."""
 
     def __init__(self, weight: Tensor, architecture: ModelDescription) -> None:
         """Args: weights [heads, D], and the model."""
         self._weight, self._eps, self._rms = weight, architecture.norm_eps, architecture.norm == "rms"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, heads, D]."""
+        """Return the normed x [T, heads, D], in its dtype."""
         normalise = functional.rms_norm if self._rms else functional.layer_norm
         normed = normalise(x.float(), x.shape[-1:], eps=self._eps)
         return (self._weight.float() * normed).to(x.dtype)
 
     def refresh(self) -> None:
-        """Nothing is derived from the weight."""
+        """Do nothing: no tensor is derived from the weight."""
 
 
 class SplitNorm:
-    """RMS norm over a dimension that tensor-parallel ranks share: OLMo 2's norm over all heads."""
+    """RMS norm over a dimension that is divided over tensor-parallel ranks: OLMo 2's norm over all heads."""
 
     def __init__(self, weight: Tensor, architecture: ModelDescription, *, size: int, world: World) -> None:
-        """Args: this rank's weights, the model, the whole dimension, and the ranks."""
+        """Args: this rank's weights, the model, the size of the whole dimension, and the ranks."""
         self._weight, self._eps, self._world = weight, architecture.norm_eps, world
-        # a KV head may be on several ranks; where each is on one, some ranks have fewer than others
+        # a KV head may be on several ranks; otherwise, ranks may have different numbers of heads
         self._summed = size * max(1, len(weight) * world.size // size)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, heads, D], normed over both."""
+        """Return x [T, heads, D] normed over heads and dimensions, in its dtype."""
         flat = x.flatten(1).float()
         squares = self._world.all_reduce(flat.square().sum(dim=1, keepdim=True))
         normed = flat * torch.rsqrt(squares / self._summed + self._eps)
         return (self._weight.float() * normed).to(x.dtype).view(x.shape)
 
     def refresh(self) -> None:
-        """Nothing is derived from the weight."""
+        """Do nothing: no tensor is derived from the weight."""
 
 
 HeadsNorm = Norm | HeadNorm | SplitNorm | None
-"""Of queries, keys or values."""
+"""Norm of queries, keys or values."""
 
 
 def norm_heads(qkv: Tensor, q: HeadsNorm, k: HeadsNorm, v: HeadsNorm, *, kv_heads: int) -> Tensor:
-    """[T, A + 2 K, D] with norms of queries, keys and values, of which there are K; none: they stay as they are."""
+    """Norm the queries, K keys and K values in [T, A + 2 K, D]; none: that part is unchanged."""
     parts = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     return torch.cat([part if norm is None else norm(part) for part, norm in zip(parts, (q, k, v), strict=True)], dim=1)

@@ -1,13 +1,13 @@
 """Linear layers of the decoder in 8 bits: int8 on CPUs and GPUs, fp8 (e4m3) on GPUs.
 
-Weights are quantised per output when inference weights are built, inputs per token as they come; both are symmetric, so
-that the largest value has the largest code. Products of codes are summed in int32 (fp8: float32), and scaled and biased
-in float32. A row of a result depends on its own row of the input alone. On a CPU one compiled kernel (cpu_kernels.py)
-quantises and multiplies; on a GPU one launch quantises (ops/quantisation.py), and torch's products multiply.
+Weights are quantised per output when inference weights are built, inputs per token in each call. Both are symmetric:
+the largest absolute value gets the largest code. Products of codes are summed in int32 (fp8: float32), then scaled and
+biased in float32. Each row of a result depends only on its row of the input. On a CPU, one compiled kernel
+(cpu_kernels.py) quantises and multiplies; on a GPU, one launch quantises (ops/quantisation.py), and torch multiplies.
 
-Why 8 bits on both sides: the integer products are the fast ones, and decoding reads a quarter of the bytes of float32.
-The head, the embeddings (also what projects them for each layer) and the routers of experts keep their dtype: they
-decide over tokens and experts directly.
+Why 8 bits for both weights and inputs: products of integers are fast, and decoding reads a quarter of the bytes of
+float32. The head, the embeddings (and their projection for per-layer inputs) and the routers of experts keep their
+dtype, because they choose tokens and experts directly.
 
 Source: LLM.int8(), arXiv 2208.07339, section 2.1 (one scale per row and per column); rollouts of quantised weights with
 truncated importance sampling: FlashRL, fengyao.notion.site/flash-rl (2025).
@@ -31,21 +31,21 @@ from hybrid_rlhf.generation.ops import choice, cpu_kernels
 from hybrid_rlhf.generation.ops.quantisation import CODES, SMALLEST, Quantization, quantise
 
 _LEAST_CAPABILITY: dict[Quantization, tuple[int, int]] = {"int8": (8, 0), "fp8": (8, 9)}
-"""Compute capability of a GPU whose tensor cores multiply them."""
+"""Minimum compute capability of a GPU whose tensor cores multiply these types."""
 _INT_MM_ROWS = 17
-"""Fewest rows that torch._int_mm takes on a GPU."""
+"""Minimum number of rows that torch._int_mm accepts on a GPU."""
 _GPU_MULTIPLE = 16
-"""Of outputs and inputs, for a GPU's products."""
+"""On a GPU, numbers of outputs and inputs must be multiples of this."""
 _PROBE_ROWS = 4
 
 
 def product_maker(
     kind: Quantization | None, architecture: ModelDescription, device: torch.device, dtype: torch.dtype
 ) -> MakeLinear:
-    """What makes the products of a model's layers: quantised, or packed where that is supported.
+    """Return a function that creates the products of layers: quantised, or else packed if that is supported.
 
     Raises:
-        UserError: when they cannot be quantised.
+        UserError: when the products cannot be quantised.
     """
     if kind is None:
         return partial(InferenceLinear, pack=choice.can_pack(device, dtype))
@@ -54,13 +54,13 @@ def product_maker(
 
 
 def _require_support(kind: Quantization, device: torch.device, dtype: torch.dtype, *, experts: bool) -> None:
-    """Raise UserError unless products of a device and dtype can be quantised.
+    """Raise UserError unless products on a device and in a dtype can be quantised.
 
     Args:
-        kind: how.
-        device: of the inference weights.
-        dtype: of the model in generation.
-        experts: whether the model has routed experts; a GPU's grouped products have no quantised form.
+        kind: type of the codes.
+        device: device of the inference weights.
+        dtype: dtype of the model in generation.
+        experts: the model has routed experts; a GPU's grouped products have no quantised form.
     """
     fix = "leave rollout.quantization out"
     if device.type == "cpu":
@@ -84,10 +84,10 @@ def _require_support(kind: Quantization, device: torch.device, dtype: torch.dtyp
 
 
 class QuantisedLinear:
-    """x W^T + b in 8 bits."""
+    """Linear layer x W^T + b in 8 bits."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kind: Quantization) -> None:
-        """Take a weight [N, K], which is copied, and a bias [N]."""
+        """Quantise a copy of a weight [N, K]; the bias is [N] or none."""
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.float()
         self._on_cpu, self._kind = weight.device.type == "cpu", kind
@@ -101,10 +101,10 @@ class QuantisedLinear:
                 f"{list(weight.shape)}: leave it out"
             )
         self.error = self._relative_error(weight, bias)
-        """[] difference of some products from those of the weight as given, relative to their norm."""
+        """Scalar: relative error of products with the quantised weight, on random inputs."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] to [T, N]."""
+        """Map [T, K] to [T, N]."""
         if self._on_cpu:
             return cpu_kernels.int8_linear(x, self.weight, self._offset, self.scale, self.bias)
         assert self._kernels is not None
@@ -125,14 +125,14 @@ class QuantisedLinear:
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
     def _relative_error(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Of fixed rows of noise."""
+        """Return the relative error of the products of fixed random rows."""
         noise = torch.randn(_PROBE_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
         x = noise.to(weight)
         expected = functional.linear(x, weight).float()
-        found = self(x).float() - (0.0 if self.bias is None else self.bias)
-        return (found - expected).norm() / expected.norm().clamp(min=SMALLEST)
+        computed = self(x).float() - (0.0 if self.bias is None else self.bias)
+        return (computed - expected).norm() / expected.norm().clamp(min=SMALLEST)
 
 
 Linear = InferenceLinear | QuantisedLinear
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
-"""A product of a weight [N, K] and a bias [N]."""
+"""Creates a linear layer from a weight [N, K] and a bias [N] or none."""

@@ -1,14 +1,13 @@
-"""Attention by torch over the keys of each sequence, and over the paged KV cache on a GPU.
+"""Attention in torch over the keys of each sequence, and in Triton over the paged KV cache on a GPU.
 
-On a GPU one launch computes decoding rows and chunks of prompts.
-
-A program has a tile of queries: all queries of one KV head, of one decoding row or of some tokens of a chunk, so that a
-key is read once for the group. It reads page tables and positions on the device. A decoding row is split over programs
-by its own length, into as many parts as two waves of programs have room for (flash decoding: the parts are combined by
-their maxima and sums, arXiv 2205.14135, section 3.1); a short row has one part, and programs without one end at once.
-Chunks are causal within themselves and see what their sequence has in the cache. The references are `attend` and
-`attend_rows`, over gathered pages (model/attention.py). Arithmetic is float32; weights are rounded to the dtype of the
-values before they are multiplied.
+On a GPU, one launch computes decoding rows and chunks of prompts. A program computes a tile of queries: all queries of
+one KV head, for one decoding row or for some tokens of a chunk, so that a key is read once for the group. Page tables
+and positions are read on the device. A decoding row is split over programs by its length, into at most as many parts as
+fit in two waves of programs (flash decoding: the parts are combined by their maxima and sums, arXiv 2205.14135, section
+3.1). A short row has one part, and programs without a part return immediately. Chunks attend to all cached tokens of
+their sequence, and causally to their own. The references are `attend` and `attend_rows`, over gathered pages
+(model/attention.py). Arithmetic is float32; attention weights are rounded to the dtype of the values before the
+product.
 
 Shapes: T tokens, B rows, A heads and K KV heads of this rank, G = A / K, D head size, P pages of N tokens, M pages of
 the longest sequence.
@@ -26,16 +25,16 @@ from torch.nn import functional
 from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _MOST_KEYS = 64
-"""Most keys, and most queries, in one tile."""
+"""Maximum number of keys, and of queries, per tile."""
 _TILE_BYTES = 16 * 2**10
-"""Largest tile of keys. Triton keeps about four in shared memory, which is 99 KiB on sm_86 and 227 KiB on sm_90."""
+"""Maximum size of a tile of keys. Triton keeps about four in shared memory (99 KiB on sm_86, 227 KiB on sm_90)."""
 PROGRAMS = 256
-"""Programs that fill a large GPU."""
+"""Number of programs that fill a large GPU."""
 _SHORT_SPAN, _LONG_SPAN = 2 * _MOST_KEYS, 8 * _MOST_KEYS
-"""Fewest keys of a part where rows alone do not fill the GPU, and where they do."""
+"""Minimum number of keys per part if rows alone do not fill the GPU, and if they do."""
 _MOST_SPLITS = 32
 _PROGRAMS_AT_ONCE = 2
-"""Of a multiprocessor, by the shared memory of their tiles."""
+"""Number of programs that run at once on a multiprocessor, limited by the shared memory of their tiles."""
 
 
 def attend(
@@ -49,7 +48,10 @@ def attend(
     sinks: Tensor | None,
     causal: bool,
 ) -> Tensor:
-    """Attention [n, A, L, D] of q [n, A, L, D] over k, v [n, K, S, D]; bias [n or 1, A or 1, L, S]; sinks [A]."""
+    """Return attention outputs [n, A, L, D] for q [n, A, L, D] over k, v [n, K, S, D].
+
+    The bias is [n or 1, A or 1, L, S], sinks are [A].
+    """
     if softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(
             q,
@@ -72,7 +74,7 @@ def attend(
 def attend_rows(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None, bias: Tensor | None, sinks: Tensor | None
 ) -> Tensor:
-    """The same with two matrix products, [n, G, D] of q [n, G, D] over k, v [n, S, D].
+    """Return attention outputs [n, G, D] for q [n, G, D] over k, v [n, S, D], by two matrix products.
 
     The bias is [n, G or 1, S], sinks are [n, G].
 
@@ -91,7 +93,7 @@ def attend_rows(
 
 @triton.jit
 def _first_key(position, window, WINDOW: tl.constexpr):
-    """The first key that a query attends to. WINDOW: none, one that slides, or one that begins at multiples of it."""
+    """First key that a query attends to. WINDOW 0: no window; 1: it slides; 2: it begins at multiples of its size."""
     if WINDOW == 2:
         return position // window * window
     if WINDOW == 1:
@@ -109,7 +111,7 @@ def _part_of_row(
     SPAN: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """The first key of a part of a row, and the one after its last; parts are equal, none shorter than SPAN."""
+    """First key of a part of a row, and the key after its last. Parts have equal lengths of at least SPAN keys."""
     first = _first_key(position, window, WINDOW)
     span = tl.maximum(tl.cdiv(tl.cdiv(position + 1 - first, SPLITS), KEYS) * KEYS, SPAN)
     start = first + split * span
@@ -129,8 +131,8 @@ def part_of_step(
     TILES: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """What a program computes, a part of a row or a tile of a chunk: its first token, its sequence, the position of the
-    token, the number of tokens, the number of the part, and its first key and the one after its last."""
+    """Work of a program, a part of a row or a tile of a chunk: first token, sequence, position of that token, number of
+    tokens, index of the part, first key, and the key after the last."""
     token, split = program // SPLITS, program % SPLITS
     sequence, count = token, 1
     if TILES and program >= rows * SPLITS:
@@ -146,9 +148,9 @@ def part_of_step(
 
 @triton.jit
 def weigh(scores, top):
-    """Weights of scores below the new highest one, what the weights before fade by, and that highest score."""
+    """Online softmax: weights of scores relative to the new maximum, the factor of earlier weights, and the maximum."""
     higher = tl.maximum(top, tl.max(scores, 1))
-    shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no key yet
+    shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query without keys so far
     return tl.exp(scores - shift[:, None]), tl.exp(top - shift), higher
 
 
@@ -174,7 +176,7 @@ def _mix(
     BIAS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Values of keys start to end - 1 by their weights, the highest score, and the sum of weights.
+    """Weighted sum of the values of keys start to end - 1, the maximum score, and the sum of weights.
 
     A sink is the score of a key without a value; -inf: there is none.
     """
@@ -185,8 +187,8 @@ def _mix(
         key = block + tl.arange(0, KEYS)
         page = tl.load(pages + key // N, mask=key < end, other=0).to(tl.int64)
         where = ((page * N + key % N) * stride)[:, None] + place[None, :]
-        kept = (key < end)[:, None] & (place < D)[None, :]
-        k = tl.load(keys + where, mask=kept, other=0.0)
+        inside = (key < end)[:, None] & (place < D)[None, :]
+        k = tl.load(keys + where, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAP:
             scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
@@ -196,7 +198,7 @@ def _mix(
         if WINDOW:
             seen &= key[None, :] >= _first_key(at, window, WINDOW)[:, None]
         weights, faded, top = weigh(tl.where(seen, scores, float("-inf")), top)
-        v = tl.load(values + where, mask=kept, other=0.0)
+        v = tl.load(values + where, mask=inside, other=0.0)
         mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * faded + tl.sum(weights, 1)
     return mixed, top, total
@@ -238,7 +240,7 @@ def _attention_kernel(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One part of a row, or one tile of a chunk, for the queries of one KV head."""
+    """Compute one part of a row, or one tile of a chunk, for the queries of one KV head."""
     program, kv_head = tl.program_id(0), tl.program_id(1)
     token, sequence, position, count, split, start, end = part_of_step(
         program, positions, tiles, rows, window, KEYS, SPLITS, SPAN, TILES, WINDOW
@@ -267,7 +269,7 @@ def _attention_kernel(
 
 @triton.jit
 def _combine_kernel(parts, tops, sums, out, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr):
-    """Combine the parts of one head of one row; a part without keys has no values, and the maximum -inf or a sink."""
+    """Combine the parts of one head of one row. A part without keys has no values, and the maximum -inf or a sink."""
     head = tl.program_id(0).to(tl.int64)
     split, place = tl.arange(0, SPLITS), tl.arange(0, D_PAD)
     top = tl.load(tops + head * SPLITS + split)
@@ -293,22 +295,22 @@ def paged_attention(
     sinks: Tensor | None = None,
     tiles: Tensor | None = None,
 ) -> Tensor:
-    """Attention [T, A, D] of one token per row, and of the tokens of chunks after them, over the pages of sequences.
+    """Return attention outputs [T, A, D] of one token per row, then of the tokens of chunks, over their pages.
 
     Args:
-        queries: [T, A, D], those of the B rows first.
-        keys: [P, N, K, D] of a layer, the new ones among them; those of a token are contiguous.
+        queries: [T, A, D], first those of the B rows.
+        keys: [P, N, K, D] of a layer, including the new ones; those of a token are contiguous.
         values: as keys.
-        pages: [sequences, M] int32; keys i * N to i * N + N - 1 of sequence s lie in page pages[s, i]. Row b is
+        pages: [sequences, M] int32; keys i * N to i * N + N - 1 of sequence s are in page pages[s, i]. Row b is
             sequence b.
-        positions: [B] of the rows' new tokens; keys up to and including them are attended to.
-        scale: scores are multiplied by it.
-        window: tokens that a query attends to, itself included; none: all. Pages before it may be any.
-        chunked: the window begins at the last multiple of its size.
+        positions: [B] positions of the rows' new tokens, which attend to keys up to and including their own.
+        scale: factor of the scores.
+        window: number of tokens that a query attends to, including itself; none: all. Pages before it are ignored.
+        chunked: the window begins at the last multiple of its size, instead of sliding.
         softcap: scores s become cap tanh(s / cap); none: no cap.
-        bias: [A, S] float32, added to the scores of each head by the position of the key; none: no bias.
-        sinks: [A], the score of a key without a value for each head; none: there is none.
-        tiles: of the chunks, from `chunk_tiles`; none: there are only rows.
+        bias: [A, S] float32, added to the scores of each head, by the position of the key; none: no bias.
+        sinks: [A], score of a key without a value for each head; none: no sinks.
+        tiles: tiles of the chunks, from `chunk_tiles`; none: there are only rows.
     """
     heads, d, rows, kv_heads = queries.shape[1], queries.shape[2], len(positions), keys.shape[2]
     group, d_pad = heads // kv_heads, max(16, triton.next_power_of_2(d))
@@ -351,7 +353,8 @@ def paged_attention(
 
 
 def combine(parts: Tensor, tops: Tensor, sums: Tensor, out: Tensor) -> None:
-    """Combine the parts [B, A, splits, D] of rows to the first of out [T, A, D], by maxima and sums [B, A, splits]."""
+    """Combine the parts [B, A, splits, D] of rows by maxima and sums [B, A, splits]; writes the first B of out [T, A,
+    D]."""
     rows, heads, splits, d = parts.shape
     d_pad = triton.next_power_of_2(d)
     _combine_kernel[(rows * heads,)](parts, tops, sums, out, D=d, D_PAD=d_pad, SPLITS=splits)
@@ -360,13 +363,13 @@ def combine(parts: Tensor, tops: Tensor, sums: Tensor, out: Tensor) -> None:
 def chunk_tiles(
     rows: int, starts: Sequence[int], lengths: Sequence[int], *, tokens: int
 ) -> list[tuple[int, int, int, int]]:
-    """Tiles of chunks: first token, sequence, position of the token, and tokens.
+    """Return the tiles of chunks as (first token, sequence, position of that token, number of tokens).
 
     Args:
-        rows: of the step, the tokens and sequences of which come first.
+        rows: number of rows of the step, whose tokens and sequences come first.
         starts: position of the first token of each chunk.
-        lengths: tokens of each chunk.
-        tokens: of a tile.
+        lengths: number of tokens of each chunk.
+        tokens: maximum number of tokens per tile.
     """
     tiles, token = [], rows
     for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True), start=rows):
@@ -377,29 +380,30 @@ def chunk_tiles(
 
 
 def keys_at_once(padded_head_dim: int, dtype: torch.dtype) -> int:
-    """Keys of a tile: as many as fit in it, a power of two from 16 (the minimum of tl.dot) to 64."""
+    """Number of keys per tile: the power of two that fits, from 16 (the minimum of tl.dot) to 64."""
     return max(16, min(_MOST_KEYS, _TILE_BYTES // (padded_head_dim * dtype.itemsize)))
 
 
 def queries_at_once(group: int, padded_head_dim: int, dtype: torch.dtype) -> int:
-    """Queries of a tile of a chunk: as keys, but those of one token at least, and 64 in 16 bits up to head size 256.
+    """Number of queries per tile of a chunk: as keys, but at least those of one token; 64 in 16 bits up to head size
+    256.
 
-    Fewer than 64 are multiplied by the older instructions of tensor cores (mma.sync, not wgmma).
+    With fewer than 64, tensor cores use their older instructions (mma.sync, not wgmma).
     """
     fewest = _MOST_KEYS if dtype.itemsize == 2 and padded_head_dim <= 256 else keys_at_once(padded_head_dim, dtype)
     return max(fewest, triton.next_power_of_2(group))
 
 
 def tokens_at_once(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Tokens of a tile of a chunk, with `group` queries of a KV head for each."""
+    """Number of tokens per tile of a chunk, with `group` queries per KV head and token."""
     return queries_at_once(group, max(16, triton.next_power_of_2(head_dim)), dtype) // group
 
 
 def splits_of(programs: int, capacity: int) -> tuple[int, int]:
-    """Most parts of a row, a power of two, and the fewest keys of a part.
+    """Return the maximum number of parts of a row, a power of two, and the minimum number of keys of a part.
 
-    Rows and KV heads, and the parts of these, are two waves of programs at most, however long a row may become: CUDA
-    graphs are launched for the capacity, and programs without keys take their time too.
+    All parts of all rows and KV heads are at most two waves of programs, even for the longest rows: CUDA graphs launch
+    programs for the capacity, and programs without keys also take time.
     """
     span = _SHORT_SPAN if programs < PROGRAMS else _LONG_SPAN
     waves = max(1, 2 * _PROGRAMS_AT_ONCE * _multiprocessors() // programs)
@@ -409,7 +413,7 @@ def splits_of(programs: int, capacity: int) -> tuple[int, int]:
 
 @functools.cache
 def _multiprocessors() -> int:
-    """Of the current GPU; where there is none, those of an H100."""
+    """Number of multiprocessors of the current GPU; without a GPU, that of an H100."""
     if not torch.cuda.is_available():
         return 132
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

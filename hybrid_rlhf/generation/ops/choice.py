@@ -1,6 +1,6 @@
-"""Which implementation of the operations a device and dtype has.
+"""Choice of the implementation of operations for a device and dtype.
 
-Operations have references in torch, Triton's kernels on a GPU (gpu.py) and compiled ones on a CPU (cpu_kernels.py).
+Operations have references in torch, Triton kernels for a GPU (gpu.py) and compiled kernels for a CPU (cpu_kernels.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from hybrid_rlhf.generation.ops import cpu_kernels, gpu
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """The module of kernels for a device and dtype: Triton's on a GPU, compiled ones on a CPU.
+    """Return the module of kernels for a device and dtype: Triton kernels on a GPU, compiled kernels on a CPU.
 
-    None where a CPU has no compiler, or the dtype no kernels; torch's operations compute the same then.
+    None if a CPU has no compiler, or there are no kernels for the dtype; torch is used then.
     """
     if device.type == "cuda":
         return gpu
@@ -23,7 +23,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are products with packed weights for a device and dtype."""
+    """True if products with packed weights exist for a device and dtype."""
     if device.type != "cpu" or not torch.backends.mkldnn.enabled:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

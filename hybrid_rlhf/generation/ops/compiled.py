@@ -1,12 +1,13 @@
 """Compiles a C++ file of this folder on the user's machine, on first use, and loads it with ctypes.
 
-Why here and not in the wheel: the instruction set is that of the machine (-march=native). Why not
-torch.utils.cpp_extension: torch's headers take half a minute to compile, a plain C interface takes three seconds; and
-`-fopenmp` may load a second OpenMP runtime beside the one that torch bundles, whose waiting threads take the cores from
-torch's. Nothing is linked here: `openmp_parallel` returns the function by which torch's own code starts its threads.
+Why here and not in the wheel: the code uses the instruction set of the machine (-march=native). Why not
+torch.utils.cpp_extension: torch's headers take half a minute to compile, a plain C interface three seconds. Also,
+`-fopenmp` may load a second OpenMP runtime beside the one that torch bundles, and its waiting threads would compete
+with torch's for the cores. No runtime is linked here: `openmp_parallel` returns the function with which torch's code
+starts its threads.
 
 The library is cached in ~/.cache/hybrid_rlhf/kernels under a key of everything that it depends on. It is compiled in a
-folder of its own and renamed: processes that compile at the same time do not disturb each other and wait for no lock.
+temporary folder and renamed, so processes can compile at the same time without a lock.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-exceptions", "-fno-rtti")
 _FOR_THIS_MACHINE = (("-march=native",), ("-mcpu=native",), ())
-"""The first that the compiler accepts; some know one of the first two, on some processors."""
+"""Flags for the machine's instruction set, tried in this order; compilers support them on some processors only."""
 _TIMEOUT_SECONDS = 120
 logger = logging.getLogger(LOGGER_NAME)
 
 
 class CannotCompile(Exception):
-    """The library cannot be had on this machine; the message names the reason and what to do."""
+    """Raised if the library cannot be built or loaded; the message gives the reason and the fix."""
 
 
 def load(source: Path) -> ctypes.CDLL:
-    """The library of a C++ file, compiled unless the cache has it.
+    """Return the library of a C++ file, which is compiled unless it is in the cache.
 
     Raises:
-        CannotCompile: if there is no compiler, or it fails.
+        CannotCompile: if there is no compiler, or compilation fails.
     """
     compiler = _compiler()
     path = cache_folder() / "kernels" / f"{source.stem}-{_key(source, compiler)}.so"
@@ -73,9 +74,9 @@ def load(source: Path) -> ctypes.CDLL:
 def openmp_parallel() -> int:
     """Address of GOMP_parallel in the OpenMP runtime that torch uses.
 
-    It is looked up where the dynamic linker finds it for torch: in the global scope first, where a preloaded runtime
-    is, then in the libraries that libtorch_cpu needs, by whatever name a build of torch bundles its runtime. The
-    runtimes of Intel and LLVM have this function too.
+    It is looked up in the order of the dynamic linker: first in the global scope, which has a preloaded runtime, then
+    in the libraries that libtorch_cpu needs, independent of the name of the bundled runtime. The runtimes of Intel and
+    LLVM also have this function.
 
     Raises:
         CannotCompile: if torch uses no such runtime.
@@ -83,7 +84,7 @@ def openmp_parallel() -> int:
     libraries = [ctypes.CDLL(None)]
     with contextlib.suppress(OSError, IndexError):
         bundled = sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))[0]
-        libraries.append(ctypes.CDLL(str(bundled)))  # loaded already: this is a handle of it
+        libraries.append(ctypes.CDLL(str(bundled)))  # already loaded: this returns a handle
     for library in libraries:
         with contextlib.suppress(AttributeError):
             return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
@@ -91,17 +92,20 @@ def openmp_parallel() -> int:
 
 
 def _compiler() -> list[str]:
-    """The command that starts the compiler; CXX may have arguments: "ccache g++"."""
-    given = os.environ.get("CXX")
-    for command in [shlex.split(given)] if given else [[name] for name in _COMPILERS]:
-        found = shutil.which(command[0]) if command else None
-        if found is not None:
-            return [found, *command[1:]]
-    raise CannotCompile(f"there is no C++ compiler ({given or ', '.join(_COMPILERS)}): install g++, or set CXX to one")
+    """Return the command of the compiler. CXX may have arguments, as in "ccache g++"."""
+    configured = os.environ.get("CXX")
+    for command in [shlex.split(configured)] if configured else [[name] for name in _COMPILERS]:
+        executable = shutil.which(command[0]) if command else None
+        if executable is not None:
+            return [executable, *command[1:]]
+    raise CannotCompile(
+        f"there is no C++ compiler ({configured or ', '.join(_COMPILERS)}): install g++, or set CXX to one"
+    )
 
 
 def _compile(compiler: list[str], source: Path, target: Path) -> None:
-    """Raises CannotCompile with what the compiler says to the first choice of flags, if it accepts none."""
+    """Compile with the first flags that work; else raise CannotCompile with the compiler's message for the first
+    flags."""
     # Without this flag the library would need the C++ runtime of the compiler, which may be newer than the loaded one.
     link = ["-Wl,--as-needed"] if platform.system() == "Linux" else []
     messages = []
@@ -123,7 +127,7 @@ def _compile(compiler: list[str], source: Path, target: Path) -> None:
 
 
 def _key(source: Path, compiler: list[str]) -> str:
-    """Hash of source, compiler and its version, flags, processor and torch."""
+    """Hash of source, compiler and its version, flags, processor and torch version."""
     try:
         version = subprocess.run(  # a list of arguments, no shell  # nosec B603
             [*compiler, "--version"], capture_output=True, text=True, errors="replace", check=False, timeout=30
@@ -136,7 +140,7 @@ def _key(source: Path, compiler: list[str]) -> str:
 
 @functools.cache
 def processor() -> str:
-    """Architecture, model and instruction sets of the processor."""
+    """Return architecture, model and instruction sets of the processor as text."""
     lines: set[str] = set()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -1,12 +1,12 @@
-"""Triton kernel of the convolution of recurrent layers, and how kernels find the sequences of a step.
+"""Triton kernel of the convolution of recurrent layers, and the sequences of a step as read by kernels.
 
-A decoding row is a sequence of one token, so rows and chunks of prompts share a launch. A row's window moves in place;
-those of chunks are written by a second launch, since other programs still read what was before the chunk. The reference
-is `StepStates.convolve` (model/recurrent/states.py). Sums are float32.
+A decoding row is a sequence of one token, so rows and chunks of prompts share a launch. The state of a row is updated
+in place. The states of chunks are written by a second launch, since other programs of the first still read the old
+ones. The reference is `StepStates.convolve` (model/recurrent/states.py). Sums are float32.
 
-Several rows may have slot 0, which is that of rows not in use: what it holds does not matter.
+All unused rows have slot 0, so several programs may write it; its content is never used.
 
-Shapes: T tokens, B rows, n chunks, C channels, W tokens that a convolution sees.
+Shapes: T tokens, B rows, n chunks, C channels, W kernel size of the convolution.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from hybrid_rlhf.generation.ops.triton_language import tl, triton
 from hybrid_rlhf.generation.transfers import to_device
 
 _CHANNELS = 256
-"""Of a program: eight for each thread of a warp."""
+"""Number of channels per program: eight for each thread of a warp."""
 
 
 @dataclass(frozen=True)
 class ChunkTokens:
-    """What kernels read of the sequences of a step with chunks, all int32; T tokens."""
+    """Tokens of the sequences of a step with chunks, as read by kernels; all int32."""
 
     of_token: Tensor
-    """[T] its sequence."""
+    """[T] sequence of each token."""
     firsts: Tensor
-    """[B + n + 1] the first token of each sequence, and T."""
+    """[B + n + 1] index of the first token of each sequence, then T."""
     fresh: Tensor
-    """[B + n] 1: the sequence begins with its chunk."""
+    """[B + n] 1 for a sequence that begins with its chunk, else 0."""
 
     @classmethod
     def of(cls, rows: int, starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> ChunkTokens:
-        """Args: the number of decoding rows, first positions and lengths of the chunks, and where to put it."""
+        """Args: number of decoding rows, first positions and lengths of the chunks, and the device of the result."""
         tokens = torch.tensor([*[1] * rows, *lengths])
         firsts = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])
         fresh = torch.tensor([*[False] * rows, *(start == 0 for start in starts)])
@@ -49,17 +49,17 @@ class ChunkTokens:
 
 @dataclass(frozen=True)
 class StepSequences:
-    """What kernels read of the sequences of a step: decoding rows of one token each, then chunks."""
+    """Sequences of a step as read by kernels: decoding rows of one token each, then chunks."""
 
     slots: Tensor
-    """[B + n]."""
+    """[B + n] slots of the states."""
     rows: int
     chunks: ChunkTokens | None
 
 
 @triton.jit
 def sequence(index, slots, firsts, fresh, CHUNKS: tl.constexpr):
-    """Of a sequence: its slot, its first token, the one after its last, and whether it begins with this step."""
+    """Slot of a sequence, its first token, the token after its last, and true if it begins with this step."""
     slot = tl.load(slots + index).to(tl.int64)
     first, end, begins = index, index + 1, index < 0
     if CHUNKS:
@@ -89,7 +89,7 @@ def _convolve_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of channels of one token; moves the window of a row, which is the state [W - 1, C]."""
+    """Compute one block of channels of one token. For a row, also shifts the state [W - 1, C]."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
@@ -104,11 +104,11 @@ def _convolve_kernel(
         back = W - 1 - place
         value = tl.load(x + (token - back) * x_stride + channel, mask=inside & (before >= back), other=0.0)
         if place < W - 1:
-            kept = inside & (before < back) & (begins == 0)
-            value += tl.load(state + (place + before) * channels, mask=kept, other=0.0)
+            from_state = inside & (before < back) & (begins == 0)
+            value += tl.load(state + (place + before) * channels, mask=from_state, other=0.0)
         mixed += value.to(tl.float32) * tl.load(weight + channel * W + place, mask=inside, other=0.0).to(tl.float32)
         if place > 0:
-            # by the thread that has read the place
+            # written by the thread that has read the old value
             tl.store(state + (place - 1) * channels, value, mask=inside & (token < rows))
     if BIAS:
         mixed += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
@@ -130,7 +130,7 @@ def _keep_inputs_kernel(
     W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The last inputs of one block of channels of a chunk become its state."""
+    """Write the last inputs of a chunk, for one block of channels, to its state."""
     index = rows + tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
@@ -139,13 +139,13 @@ def _keep_inputs_kernel(
     for place in tl.static_range(W - 1):
         token = end - (W - 1) + place
         value = tl.load(x + token * x_stride + channel, mask=inside & (token >= first), other=0.0)
-        kept = inside & (token < first) & (begins == 0)
-        value += tl.load(state + (place + end - first) * channels, mask=kept, other=0.0)
+        from_state = inside & (token < first) & (begins == 0)
+        value += tl.load(state + (place + end - first) * channels, mask=from_state, other=0.0)
         tl.store(state + place * channels, value, mask=inside)
 
 
 def places(sequences: StepSequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What kernels are given of sequences: slots, the sequence of each token, first tokens, and which are fresh."""
+    """Return slots, sequence of each token, first tokens and fresh flags; dummies without chunks."""
     slots, chunks = sequences.slots, sequences.chunks
     return (slots, slots, slots, slots) if chunks is None else (slots, chunks.of_token, chunks.firsts, chunks.fresh)
 
@@ -158,15 +158,15 @@ def convolve(
     sequences: StepSequences,
     activation: Activation | None,
 ) -> Tensor:
-    """Causal convolution of each channel and an activation; the last inputs become the states.
+    """Causal convolution of each channel, then an activation. The last inputs become the states.
 
     Args:
-        x: [T, C], of which rows may be a part.
+        x: [T, C], possibly a part of longer rows.
         weight: [C, 1, W].
         bias: [C].
         states: [slots, W - 1, C].
-        sequences: of the tokens.
-        activation: or none.
+        sequences: sequences of the tokens.
+        activation: activation of the outputs, or none.
 
     Returns:
         [T, C].

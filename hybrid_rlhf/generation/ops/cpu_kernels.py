@@ -1,12 +1,12 @@
-"""Compiled kernels of a decoding step on a CPU, for operations that take torch several passes or padding.
+"""Compiled kernels of a decoding step on a CPU, for operations that need several passes or padding in torch.
 
-The counterpart of kernels/, which has them for a GPU. Attention reads the blocks of a row where they lie in the cache
-and works in proportion to the row's own length; long rows are split into spans that threads share (flash decoding: the
+They are the CPU counterpart of the Triton kernels (gpu.py). Attention reads the blocks of a row in place in the cache,
+and its work is proportional to the length of each row. Long rows are split into spans over threads (flash decoding: the
 parts are combined by their maxima and sums, arXiv 2205.14135, section 3.1). All arithmetic is float32. The results of a
 row depend neither on the number of threads nor on the other rows.
 
-The kernels are in cpu_kernels.cpp, compiled on first use (compiled.py); `available` says whether they can be used.
-Tensors are float32 or bfloat16. Indices out of range are an IndexError: nothing is read or written outside a tensor.
+The kernels are in cpu_kernels.cpp, compiled on first use (compiled.py); `available` tells if they can be used. Tensors
+are float32 or bfloat16. An index out of range raises IndexError: nothing is read or written outside a tensor.
 
 Shapes: B rows, T tokens, A heads and K KV heads of this rank, D head size, H hidden; N blocks of the cache of BS tokens
 each, M blocks of a row.
@@ -30,15 +30,15 @@ from hybrid_rlhf.generation.ops.sampling_rows import SamplingMode, SamplingRows
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of weights, KV cache and activations."""
+"""Supported dtypes of weights, KV cache and activations."""
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 _TILE_OUTPUTS, _INT8_OUTPUTS = 48, 32
-"""Outputs of a product that are computed together, in float32 and in int8."""
+"""Number of outputs of a product that are computed together, in float32 and in int8."""
 _MOST_TOKENS = 1 << 21
-"""Largest vocabulary whose weights sampling can add up as integers."""
+"""Largest vocabulary whose weights sampling can sum as integers."""
 _NO_MEMORY, _OUTSIDE = 1, 2
-"""Errors of the library; 0: none."""
+"""Error codes of the library; 0: no error."""
 _STRUCTS = {
     name: struct.Struct(f"@{fields}")
     for name, fields in (
@@ -52,15 +52,15 @@ _STRUCTS = {
         ("hybrid_sample", "3q7q4q"),
     )
 }
-"""The structs that the library takes: address of GOMP_parallel, threads and dtype, then addresses and numbers."""
+"""Argument structs of the library: address of GOMP_parallel, threads, dtype, then addresses and numbers."""
 logger = logging.getLogger(LOGGER_NAME)
 
 
 class _Library:
-    """The loaded library, and the function that starts threads."""
+    """The loaded library, and the OpenMP function that starts threads."""
 
     def __init__(self) -> None:
-        """Raises CannotCompile."""
+        """Compile or load the library; raises CannotCompile."""
         self._parallel = openmp_parallel()
         library = load(_SOURCE)
         self._kernels = {name: (library[name], fields.pack) for name, fields in _STRUCTS.items()}
@@ -68,7 +68,7 @@ class _Library:
             function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
 
     def call(self, name: str, dtype: torch.dtype, *arguments: float) -> None:
-        """Run a kernel on tensors of a dtype with as many threads as torch uses."""
+        """Run a kernel for a dtype, with torch's number of threads."""
         if dtype not in DTYPES:
             raise TypeError(f"the dtype must be float32 or bfloat16, got {dtype}")
         function, pack = self._kernels[name]
@@ -82,7 +82,7 @@ class _Library:
 
 
 def available() -> bool:
-    """Whether the kernels can be used here; the first call compiles them, and logs the reason if it cannot."""
+    """True if the kernels can be used. The first call compiles them, and logs the reason if that fails."""
     return _library_or_none() is not None
 
 
@@ -110,7 +110,7 @@ def rotate_and_write(
     Args:
         qkv: [T, A + 2 K, D].
         table: cosines and signed sines [T, 1, R] of the first R dimensions; none: no rotation.
-        places: [T] int64, where a token is in the cache: block * BS + place in the block.
+        places: [T] int64, index of each token in the cache: block * BS + offset in the block.
         keys: [N, BS, K, D] of a layer; those of a token are contiguous.
         values: as keys.
 
@@ -151,20 +151,21 @@ def paged_attention(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention [B, A, D] of one token per row over its blocks.
+    """Return attention outputs [B, A, D] of one token per row over its blocks.
 
     Args:
         queries: [B, A, D].
-        keys: [N, BS, K, D] of a layer, the new ones among them; those of a token are contiguous.
+        keys: [N, BS, K, D] of a layer, including the new ones; those of a token are contiguous.
         values: as keys.
-        blocks: [B, M] int32, the blocks of each row in order; those past its position or before its window may be any.
-        positions: [B] int64 of the new tokens; keys up to and including them are attended to.
-        scale: scores are multiplied by it.
-        window: tokens that a query attends to, itself included; none: all.
-        chunked: the window begins at the last multiple of its size.
+        blocks: [B, M] int32, the blocks of each row in order; those after its position or before its window are
+            ignored.
+        positions: [B] int64 positions of the new tokens, which attend to keys up to and including their own.
+        scale: factor of the scores.
+        window: number of tokens that a query attends to, including itself; none: all.
+        chunked: the window begins at the last multiple of its size, instead of sliding.
         softcap: scores s become cap tanh(s / cap); none: no cap.
-        bias: [A, S] float32, added to the scores of each head on the key of a position; none: no bias.
-        sinks: [A], the score of a key without a value for each head; none: there is none.
+        bias: [A, S] float32, added to the scores of each head, by the position of the key; none: no bias.
+        sinks: [A], score of a key without a value for each head; none: no sinks.
     """
     batch, heads, d = queries.shape
     cache_blocks, block_tokens, kv_heads, _ = keys.shape
@@ -206,7 +207,7 @@ def paged_attention(
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> tuple[Tensor, Tensor]:
-    """x + delta, and its RMS norm; all [T, H].
+    """Return x + delta and its RMS norm, each [T, H].
 
     Args:
         x: [T, H].
@@ -223,7 +224,7 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tensor:
-    """RMS norm of x [T, H] or of its heads [T, heads, H], which may be a part of the heads of a tensor."""
+    """Return the RMS norm of x [T, H] or of heads [T, heads, H], which may be a part of the heads of a tensor."""
     normed = x.new_empty(x.shape)
     _norm(x if x.stride(-1) == 1 else x.contiguous(), None, weight, eps, in_float32, None, normed)
     return normed
@@ -264,7 +265,7 @@ def _norm(
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up [T, M] of [T, 2 M]."""
+    """Return activation(gate) * up [T, M] for gate and up [T, 2 M]."""
     gate_up = gate_up.contiguous()
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, width)
@@ -274,12 +275,13 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def multiplies_float32() -> bool:
-    """Whether `linear` is faster here than oneDNN: with AVX-512 it is for few rows, with AVX2 it is not."""
+    """True if `linear` is faster than oneDNN for few rows on this machine, which holds with AVX-512 and not with
+    AVX2."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and available()
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Weights [N, K] float32 in the order in which `linear` reads them."""
+    """Pack weights [N, K] float32 in the order in which `linear` reads them."""
     weight, (outputs, inputs) = weight.contiguous(), weight.shape
     _check(weight, torch.float32, (outputs, inputs))
     packed = weight.new_empty(-(-outputs // _TILE_OUTPUTS), inputs, _TILE_OUTPUTS)
@@ -288,7 +290,8 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
-    """x W^T + b [T, N], of x [T, K] float32, a weight of `pack` with N outputs, and a bias [N] float32 or none."""
+    """Return x W^T + b [T, N] for x [T, K] float32, a weight from `pack` with N outputs, and a bias [N] float32 or
+    none."""
     x, (rows, inputs) = x.contiguous(), x.shape
     _check(x, torch.float32, (rows, inputs))
     _check(weight, torch.float32, (-(-outputs // _TILE_OUTPUTS), inputs, _TILE_OUTPUTS))
@@ -301,7 +304,8 @@ def linear(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None) -> Tens
 
 
 def pack_int8(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [N, K] int8 in the order in which `int8_linear` reads them, and 128 times the sum of each row."""
+    """Pack weights [N, K] int8 in the order in which `int8_linear` reads them; also returns 128 times the sum of each
+    row."""
     outputs, inputs = codes.shape
     whole = functional.pad(codes, (0, -inputs % 4, 0, -outputs % _INT8_OUTPUTS))
     packed = whole.view(-1, _INT8_OUTPUTS, whole.shape[1] // 4, 4).transpose(1, 2).contiguous()
@@ -309,13 +313,13 @@ def pack_int8(codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_linear(x: Tensor, weight: Tensor, offset: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b [T, N], where each row of x is quantised to int8 (quantised.py) and sums are int32.
+    """Return x W^T + b [T, N], where each row of x is quantised to int8 (quantised.py) and sums are int32.
 
     Args:
         x: [T, K].
-        weight: of `pack_int8`, which gives the offset too.
-        offset: [N] int32.
-        scale: [N] float32, what a code of the weights stands for.
+        weight: packed codes from `pack_int8`.
+        offset: [N] int32, from `pack_int8`.
+        scale: [N] float32, value of code 1 of each row of the weights.
         bias: [N] float32, or none.
     """
     x, outputs = x.contiguous(), len(scale)
@@ -341,17 +345,18 @@ def int8_linear(x: Tensor, weight: Tensor, offset: Tensor, scale: Tensor, bias: 
 
 
 def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample the next token of each row and append it to the row; the twin of sampler.py in torch.
+    """Sample the next token of each row and append it to the row. The reference is sampler.py in torch.
 
-    Bounds of top_k and top_p are found by bisection of the scores' bits. A row costs what its own parameters ask for.
+    Bounds of top_k and top_p are found by bisection over the bits of scores. The time of a row depends on its own
+    parameters.
 
     Args:
         logits: [B, V] float32.
-        rows: of B rows, the tables of which are read and written.
-        mode: what the rows need; unused, for rows say it themselves.
+        rows: tables of B rows, which are read and written.
+        mode: sampling features of the rows; unused, since the tables contain them.
 
     Returns:
-        tokens [B] int64, their log-probs [B] float32 in the full distribution, and those in the one sampled from.
+        tokens [B] int64, and their log-probs [B] float32 under the full distribution and the sampled one.
     """
     logits, (count, vocabulary) = logits.contiguous(), logits.shape
     if vocabulary > _MOST_TOKENS:
@@ -380,7 +385,7 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
 
 
 def _check_cache(keys: Tensor, values: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Tokens lie at equal distances; the heads of a token are contiguous."""
+    """Raise ValueError unless tokens have a constant stride and the heads of a token are contiguous."""
     strides = (shape[1] * keys.stride(1), keys.stride(1), shape[3], 1)
     for x in (keys, values):
         if (x.dtype, x.shape, x.stride()) != (dtype, shape, strides):
@@ -391,7 +396,7 @@ def _check_cache(keys: Tensor, values: Tensor, dtype: torch.dtype, shape: tuple[
 
 
 def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """The library gets addresses alone: it would read another layout wrong without an error."""
+    """Raise ValueError for an unexpected dtype or layout: the library gets only addresses and cannot check them."""
     if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
         raise ValueError(
             f"a tensor must be contiguous, {dtype} and {list(shape)}, got {x.dtype}, {list(x.shape)} and strides "

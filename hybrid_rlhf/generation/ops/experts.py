@@ -1,11 +1,12 @@
 """Experts of a mixture: up with the activation, down, and the sum over a token's choices.
 
-For few tokens, Triton's kernels take three launches. A program has some outputs of one expert. It finds the choices of
-its expert itself, among those of all tokens, so that no launch sorts them and no shape depends on the routing, as a
-CUDA graph requires: there is a program for every expert of this rank or, where there are fewer choices than experts,
-for every choice, of which the first of an expert works. Each choice has a row of its own in what the launches give, so
-that the sum over a token's choices has a fixed order. Sums are float32; the rows in between are rounded to the model's
-dtype. The reference is the grouped product of `RoutedExperts` (model/experts.py), which larger steps use on a GPU too.
+For few tokens, Triton kernels need three launches. A program computes some outputs of one expert. It searches the
+choices of all tokens for those of its expert, so that no launch sorts them and no shape depends on the routing, as a
+CUDA graph requires. There is a program for every expert of this rank, or, if there are fewer choices than experts, for
+every choice; then only the program of an expert's first choice works. The launches write a separate row for each
+choice, so that the sum over a token's choices has a fixed order. Sums are float32; intermediate rows are rounded to the
+model's dtype. The reference is the grouped product of `RoutedExperts` (model/experts.py), which larger steps on a GPU
+also use.
 
 Shapes: T tokens, H hidden, X experts of this rank, k experts per token, C = T k choices, I inner units.
 """
@@ -19,29 +20,29 @@ from hybrid_rlhf.generation.ops.rows import ACTIVATION_NUMBERS, activated
 from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _OUTPUTS = 64
-"""Rows of weights in a tile; of up and gate half of them are gates."""
+"""Number of weight rows per tile; if gated, half of them are gates."""
 _STEP_BYTES, _STAGES = 128, 4
-"""Of such a row, that are multiplied at once; and how many times a tile and that of the inputs are in shared memory."""
+"""Bytes of a weight row that are multiplied at once, and number of pipeline stages of tiles in shared memory."""
 CLAMPED = -1
-"""Number of the clamped SwiGLU of gpt-oss."""
+"""Activation number of the clamped SwiGLU of gpt-oss."""
 _FEWEST_ROWS, _MOST_ROWS = 16, 64
-"""Rows of a tile: the fewest that tensor cores multiply, and the most."""
+"""Minimum number of rows per tile, as tensor cores require, and maximum."""
 _COMPARED, _FEWEST_SCANNED = 8192, 128
-"""Rows times choices that are compared at once, to find an expert's choices; and the fewest choices, so that few
-kernels are compiled."""
+"""Rows times choices that are compared at once to find an expert's choices; and the minimum number of choices, so that
+few variants of kernels are compiled."""
 _SUMMED = 1024
-"""Elements of a row that a program sums."""
+"""Number of elements of a row that a program sums."""
 
 
 @triton.jit
 def expert_of(indices, first_expert, experts, BY_CHOICE: tl.constexpr, SCANNED: tl.constexpr):
-    """The expert of this program on its rank; -1 if it has none."""
+    """Index of this program's expert on its rank; -1 if it has none."""
     expert = tl.program_id(0)
     if BY_CHOICE:
         place = tl.arange(0, SCANNED)
         wanted = tl.load(indices + tl.program_id(0))
-        others = tl.load(indices + place, mask=place < tl.program_id(0), other=-1)
-        earlier = tl.max(tl.where(others == wanted, 1, 0), 0)
+        earlier_experts = tl.load(indices + place, mask=place < tl.program_id(0), other=-1)
+        earlier = tl.max(tl.where(earlier_experts == wanted, 1, 0), 0)
         expert = wanted - first_expert
         expert = tl.where((earlier == 0) & (expert >= 0) & (expert < experts), expert, -1)
     return expert
@@ -49,19 +50,19 @@ def expert_of(indices, first_expert, experts, BY_CHOICE: tl.constexpr, SCANNED: 
 
 @triton.jit
 def choices_of(indices, wanted, choices, start, ROWS: tl.constexpr, SCANNED: tl.constexpr):
-    """Choices number start to start + ROWS - 1 of an expert, -1 behind its last; and how many it has."""
+    """Choices start to start + ROWS - 1 of an expert, -1 after its last one; and the total number of its choices."""
     number = start + tl.arange(0, ROWS)
-    found = tl.full([ROWS], -1, tl.int32)
+    selected = tl.full([ROWS], -1, tl.int32)
     count = 0
     for begin in range(0, choices, SCANNED):
         choice = begin + tl.arange(0, SCANNED)
-        own = tl.load(indices + choice, mask=choice < choices, other=-1) == wanted
-        ones = own.to(tl.int32)
-        at = tl.where(own, count + tl.cumsum(ones, 0) - 1, -1)
+        is_wanted = tl.load(indices + choice, mask=choice < choices, other=-1) == wanted
+        ones = is_wanted.to(tl.int32)
+        at = tl.where(is_wanted, count + tl.cumsum(ones, 0) - 1, -1)
         here = tl.where(at[None, :] == number[:, None], choice[None, :], -1)
-        found = tl.maximum(found, tl.max(here, 1))
+        selected = tl.maximum(selected, tl.max(here, 1))
         count += tl.sum(ones, 0)
-    return found, count
+    return selected, count
 
 
 @triton.jit
@@ -79,9 +80,10 @@ def products(
     factors=0,
     WEIGHS: tl.constexpr = False,
 ):
-    """Products [n, m] of rows at source [n, 1] with rows at weights [1, m] and, if gated, with those `behind` them.
+    """Products [n, m] of rows at source [n, 1] with rows at weights [1, m] and, if gated, with the rows `behind` later.
 
-    Rows have so many inputs, of which `length`, all or none, are multiplied. Factors at [n] may weigh the source.
+    Rows have `inputs` elements; `length` is that number, or 0 to skip the products. With WEIGHS, the source is
+    multiplied by factors [n].
     """
     factor = 1.0
     if WEIGHS:
@@ -95,16 +97,16 @@ def products(
         if WEIGHS:
             a = (a.to(tl.float32) * factor).to(a.dtype)
         where = weights + place[:, None] * column_stride
-        kept = known[None, :] & inside[:, None]
-        first = tl.dot(a, tl.load(where, mask=kept, other=0.0), first, input_precision="ieee")
+        inside_weights = known[None, :] & inside[:, None]
+        first = tl.dot(a, tl.load(where, mask=inside_weights, other=0.0), first, input_precision="ieee")
         if GATED:
-            second = tl.dot(a, tl.load(where + behind, mask=kept, other=0.0), second, input_precision="ieee")
+            second = tl.dot(a, tl.load(where + behind, mask=inside_weights, other=0.0), second, input_precision="ieee")
     return first, second
 
 
 @triton.jit
 def biased(first, second, biases, known, behind, GATED: tl.constexpr):
-    """Products of `products` with biases at [m]."""
+    """Add biases [m] to the results of `products`."""
     first += tl.load(biases, mask=known, other=0.0).to(tl.float32)[None, :]
     if GATED:
         second += tl.load(biases + behind, mask=known, other=0.0).to(tl.float32)[None, :]
@@ -113,7 +115,7 @@ def biased(first, second, biases, known, behind, GATED: tl.constexpr):
 
 @triton.jit
 def inner_units_of(first, second, limit, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The activation of up, or that of the gate times up, of their products."""
+    """Activation of up, or activation of the gate times up, from their products."""
     if ACTIVATION == -1:
         gate, value = tl.minimum(first, limit), tl.minimum(tl.maximum(second, -limit), limit)
         return (value + 1.0) * gate * tl.sigmoid(1.702 * gate)
@@ -153,7 +155,7 @@ def _up_kernel(
     BIAS: tl.constexpr,
     WEIGHS: tl.constexpr,
 ):
-    """Some inner units [C, I] of the choices of one expert: the activation of up, or that of the gate times up."""
+    """Compute some inner units [C, I] for the choices of one expert: act(up), or act(gate) times up."""
     unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     known = unit < units
     expert = expert_of(indices, first_expert, experts, BY_CHOICE, SCANNED)
@@ -201,7 +203,7 @@ def _down_kernel(
     BIAS: tl.constexpr,
     WEIGHS: tl.constexpr,
 ):
-    """Some outputs [C, H] of the choices of one expert, times their weights."""
+    """Compute some outputs [C, H] for the choices of one expert, times their weights."""
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     known = output < hidden
     expert = expert_of(indices, first_expert, experts, BY_CHOICE, SCANNED)
@@ -236,19 +238,19 @@ def experts_up(
     clamp: float | None = None,
     weighs_inputs: bool = False,
 ) -> Tensor:
-    """Inner units [C, I] of each choice; those of choices that are other ranks' are unset.
+    """Return inner units [C, I] of each choice. Rows of other ranks' experts are uninitialised.
 
     Args:
         x: [T, H], rows contiguous.
         weights: [T, k] float32.
         indices: [T, k] int32.
-        up: [X, 2 I, H], gate and up, or up alone [X, I, H]; of any strides.
+        up: [X, 2 I, H], gate and up, or up alone [X, I, H]; any strides.
         bias: [X, 2 I] or [X, I], or none.
         mine: the experts of this rank.
         inner: I.
-        activation: of the gate, or of up where there is none.
-        clamp: the activation is the clamped SwiGLU of gpt-oss with this limit; none: as above.
-        weighs_inputs: the weights multiply what goes in.
+        activation: activation of the gate, or of up without a gate.
+        clamp: limit of the clamped SwiGLU of gpt-oss, which replaces the activation; none: no clamp.
+        weighs_inputs: the weights multiply the inputs.
     """
     gated = up.shape[1] == 2 * inner
     tile = tile_of(indices, len(mine))
@@ -292,13 +294,13 @@ def experts_down(
     *,
     mine: range,
 ) -> Tensor:
-    """Outputs [C, H] of each row of `inner`; those of choices that are other ranks' are unset.
+    """Return outputs [C, H] of each choice. Rows of other ranks' experts are uninitialised.
 
     Args:
-        inner: [C, I] of `experts_up`.
-        weights: [T, k] float32 that multiply what comes out; none: they do not.
+        inner: [C, I] from `experts_up`.
+        weights: [T, k] float32, factors of the outputs; none: no factors.
         indices: [T, k] int32.
-        down: [X, H, I], of any strides.
+        down: [X, H, I], any strides.
         bias: [X, H], or none.
         mine: the experts of this rank.
     """
@@ -329,21 +331,21 @@ def experts_down(
 
 
 def units_of(gated: bool) -> int:
-    """Inner units of a program of up: with their gates they are as many rows of weights as without."""
+    """Number of inner units per program of `experts_up`, so that weight rows with gates are as many as without."""
     return _OUTPUTS // 2 if gated else _OUTPUTS
 
 
 def tile_of(indices: Tensor, experts: int) -> dict[str, int]:
-    """ROWS, SCANNED and BY_CHOICE of the products of choices [T, k], for X experts of this rank."""
+    """Return ROWS, SCANNED and BY_CHOICE of the kernels, for choices [T, k] and `experts` experts on this rank."""
     choices = indices.numel()
-    each = triton.next_power_of_2(triton.cdiv(choices, experts))
-    rows = min(_MOST_ROWS, max(_FEWEST_ROWS, each))
+    per_expert = triton.next_power_of_2(triton.cdiv(choices, experts))
+    rows = min(_MOST_ROWS, max(_FEWEST_ROWS, per_expert))
     scanned = min(_COMPARED // rows, max(_FEWEST_SCANNED, triton.next_power_of_2(choices)))
     return {"ROWS": rows, "SCANNED": scanned, "BY_CHOICE": choices <= min(experts, scanned)}
 
 
 def programs_of(indices: Tensor, experts: int, tile: dict[str, int]) -> int:
-    """Number of programs that look for an expert with choices."""
+    """Number of programs along the first axis: one per choice or per expert."""
     return indices.numel() if tile["BY_CHOICE"] else experts
 
 
@@ -358,20 +360,20 @@ def _sum_kernel(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of a row of the sum over a token's choices of this rank."""
+    """Sum one block of a row over a token's choices on this rank."""
     token, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < hidden
     total = tl.zeros([BLOCK], tl.float32)
     for number in tl.static_range(K):
         choice = token * K + number
         expert = tl.load(indices + choice) - first_expert
-        own = (expert >= 0) & (expert < experts)
-        total += tl.load(outputs + choice * hidden + place, mask=inside & own, other=0.0).to(tl.float32)
+        is_local = (expert >= 0) & (expert < experts)
+        total += tl.load(outputs + choice * hidden + place, mask=inside & is_local, other=0.0).to(tl.float32)
     tl.store(out + token * hidden + place, total, mask=inside)
 
 
 def sum_choices(outputs: Tensor, indices: Tensor, *, mine: range) -> Tensor:
-    """[T, H], the sum of each token's outputs [C, H] of this rank's experts."""
+    """Return the sum [T, H] of each token's outputs [C, H] over this rank's experts."""
     (tokens, k), hidden = indices.shape, outputs.shape[1]
     out = outputs.new_empty(tokens, hidden)
     block = min(_SUMMED, triton.next_power_of_2(hidden))

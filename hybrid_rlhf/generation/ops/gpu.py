@@ -1,4 +1,4 @@
-"""Triton's kernels of a step on a GPU, as one list: `choice.kernels_for` returns this module."""
+"""Namespace of the Triton kernels of a step on a GPU; `choice.kernels_for` returns this module."""
 
 from hybrid_rlhf.generation.ops.attention import chunk_tiles, paged_attention, tokens_at_once
 from hybrid_rlhf.generation.ops.convolution import convolve

@@ -1,10 +1,9 @@
 """Latent attention (DeepSeek) of a step on a GPU: norms with the write to the cache, attention to latents, and values.
 
-Attention is as in attention.py, with these differences: all heads share one key, so a program has the queries of some
-heads; a key is loaded in two parts, rotated dimensions and latent, neither of which is padded to the sum; and the
-latent is the value too, so it is loaded once. Queries are rotated as they are loaded, and the parts of a row are
-combined where heads make values of them. The reference is model/latent.py, with `RowAttention` and `ChunkAttention`
-(model/attention.py).
+Attention is as in attention.py, with these differences. All heads share one key, so a program has the queries of some
+heads. A key is loaded in two parts, rotated dimensions and latent, each padded separately. The latent is also the
+value, so it is loaded once. Queries are rotated when they are loaded, and the parts of a row are combined in the kernel
+that computes values. The reference is model/latent.py, with `RowAttention` and `ChunkAttention` (model/attention.py).
 
 Shapes: T tokens, B rows, A heads of this rank, Q latent of queries, R rotated dimensions, U other dimensions of a
 query, L latent, V dimensions of a value, P pages of N tokens, M pages of the longest sequence.
@@ -21,13 +20,13 @@ from hybrid_rlhf.generation.ops.rows import rotated_head
 from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _HEADS = 16
-"""Of a program; the minimum of tl.dot."""
+"""Number of heads per program: the minimum of tl.dot."""
 _TILE_BYTES = 18 * 2**10
-"""Of latents and rotated keys that are loaded at once."""
+"""Bytes of latents and rotated keys that are loaded at once."""
 _PART_NUMBERS = 2**12
-"""Of the parts of latents that are combined at once."""
+"""Number of elements of partial latents that are combined at once."""
 _VALUE_BYTES = 2**14
-"""Of the weights of values that are loaded at once."""
+"""Bytes of the value weights that are loaded at once."""
 
 
 @triton.jit
@@ -46,7 +45,7 @@ def _mix_latents(
     L: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Latents of keys start to end - 1 by their weights, the highest score, and the sum of weights."""
+    """Weighted sum of the latents of keys start to end - 1, the maximum score, and the sum of weights."""
     rotated, latent = tl.arange(0, q_rotated.shape[1]), tl.arange(0, q_latent.shape[1])
     top = tl.full([q_latent.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_latent.shape[0]], tl.float32)
@@ -67,11 +66,11 @@ def _mix_latents(
 
 
 @triton.jit
-def _rotated(given, cos, sin, place, R: tl.constexpr, WIDTH: tl.constexpr):
-    """R dimensions, the first WIDTH rotated; of a head, or of each of some in a column."""
-    x = tl.load(given + place, mask=place < R, other=0.0).to(tl.float32)
+def _rotated(source, cos, sin, place, R: tl.constexpr, WIDTH: tl.constexpr):
+    """Load R dimensions of a head, or of each head in a column, and rotate the first WIDTH."""
+    x = tl.load(source + place, mask=place < R, other=0.0).to(tl.float32)
     if WIDTH > 0:
-        x = rotated_head(x, given, cos, sin, place, WIDTH)
+        x = rotated_head(x, source, cos, sin, place, WIDTH)
     return x
 
 
@@ -96,7 +95,7 @@ def _write_latents_kernel(
     WIDTH: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):
-    """Of a token: its rotated key and normed latent, to the cache; or the normed latent of its queries."""
+    """For one token: write its rotated key and normed latent to the cache, or the normed latent of its queries."""
     row = tl.program_id(0).to(tl.int64)
     down += row * (Q + L + R)
     if tl.program_id(1) == 0:
@@ -143,14 +142,14 @@ def _latent_kernel(
     SPAN: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One part of a row, or one tile of a chunk, for some heads."""
+    """Compute one part of a row, or one tile of a chunk, for some heads."""
     program, query = tl.program_id(0), tl.arange(0, QUERIES)
     first, sequence, position, count, split, start, end = part_of_step(
         program, positions, tiles, rows, 0, KEYS, SPLITS, SPAN, TILES, 0
     )
     head, token = tl.program_id(1) * HEADS + query % HEADS, query // HEADS
     real = (token < count) & (head < heads)
-    head, token = tl.minimum(head, heads - 1), tl.minimum(token, count - 1)  # what is not real repeats the last
+    head, token = tl.minimum(head, heads - 1), tl.minimum(token, count - 1)  # padding repeats the last one
     at, token = position + token, (first + token).to(tl.int64)
     row, rotated, latent = token * heads + head, tl.arange(0, R_PAD), tl.arange(0, L_PAD)
     turned = (queries + row * (U + R) + U)[:, None]
@@ -188,9 +187,10 @@ def _values_kernel(
     LATENTS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Values of one head of some rows, from the parts of their latents; a part without keys has the maximum -inf.
+    """Compute values of one head of some rows from the parts of their latents. A part without keys has the maximum
+    -inf.
 
-    tl.dot takes as many rows as ROWS * COPIES.
+    Each row is repeated COPIES times, since tl.dot needs ROWS * COPIES rows.
     """
     head, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real, row = row < rows, row.to(tl.int64) * heads + head
@@ -203,8 +203,8 @@ def _values_kernel(
     mixed = tl.zeros([ROWS * COPIES, V_PAD], tl.float32)
     for start in range(0, L, LATENTS):
         latent = start + place
-        where, kept = part[:, :, None] * L + latent[None, None, :], seen & (latent < L)[None, None, :]
-        latents = tl.sum(tl.load(parts + where, mask=kept, other=0.0) * weight[:, :, None], 1)
+        where, inside = part[:, :, None] * L + latent[None, None, :], seen & (latent < L)[None, None, :]
+        latents = tl.sum(tl.load(parts + where, mask=inside, other=0.0) * weight[:, :, None], 1)
         latents = tl.broadcast_to(latents.to(value_up.dtype.element_ty)[:, None, :], [ROWS, COPIES, LATENTS])
         w = tl.load(
             value_up + head * head_stride + value[None, :] * L + latent[:, None],
@@ -234,12 +234,12 @@ def write_latents(
 
     Args:
         down: latents of queries, latents, and keys [T, Q + L + R].
-        q_weight: [Q] of the norm of the latents of queries; none: there are none, Q = 0.
-        weight: [L] of the norm of latents.
-        table: cosines and signed sines [T, 1, .] of the first of R dimensions; none: no rotation.
-        places: [T] int64, where each token lies in P * N tokens.
+        q_weight: [Q] weight of the norm of query latents; none: Q = 0.
+        weight: [L] weight of the norm of latents.
+        table: cosines and signed sines [T, 1, r] of the first r <= R dimensions; none: no rotation.
+        places: [T] int64, index of each token in P * N.
         keys: [P, N, 1, R + L] of a layer.
-        eps: of the norms.
+        eps: epsilon of the norms.
         in_float32: apply weights before rounding.
 
     Returns:
@@ -275,18 +275,18 @@ def latent_attention(
     *,
     scale: float,
 ) -> Tensor:
-    """Values [T, A, V] of the latents that heads attend to: one token per row, and the tokens of chunks after them.
+    """Return values [T, A, V] of attention to latents, for one token per row, then for the tokens of chunks.
 
     Args:
-        queries: [T, A, U + R], those of the B rows first; the last R dimensions are not rotated yet.
-        absorbed: [T, A, L], what queries are to latents.
-        value_up: [A, V, L], from latents to the values of each head; those of a head are contiguous.
-        table: cosines and signed sines [T, 1, .] of the first of R dimensions; none: no rotation.
-        keys: [P, N, 1, R + L] of a layer, the new ones among them.
+        queries: [T, A, U + R], first those of the B rows; the last R dimensions are not rotated yet.
+        absorbed: [T, A, L], queries multiplied by the key weights, for products with latents.
+        value_up: [A, V, L], weights from latents to the values of each head; those of a head are contiguous.
+        table: cosines and signed sines [T, 1, r] of the first r <= R dimensions; none: no rotation.
+        keys: [P, N, 1, R + L] of a layer, including the new ones.
         pages: [sequences, M] int32, as in `paged_attention`.
-        positions: [B] of the rows' new tokens.
-        tiles: of the chunks, from `chunk_tiles` for `latent_tokens_at_once` each; none: there are only rows.
-        scale: scores are multiplied by it.
+        positions: [B] positions of the rows' new tokens.
+        tiles: tiles of the chunks, from `chunk_tiles` with `latent_tokens_at_once`; none: there are only rows.
+        scale: factor of the scores.
     """
     tokens, heads, latent = absorbed.shape
     rows, rotated, blocks = len(positions), keys.shape[3] - latent, triton.cdiv(heads, _HEADS)
@@ -311,20 +311,20 @@ def latent_attention(
     if combined:
         combined_values(parts, tops, sums, value_up, values)
     if combined < tokens:
-        others = values[combined:].transpose(0, 1)
-        torch.bmm(mixed[combined:].transpose(0, 1), value_up.transpose(1, 2), out=others)
+        remaining = values[combined:].transpose(0, 1)
+        torch.bmm(mixed[combined:].transpose(0, 1), value_up.transpose(1, 2), out=remaining)
     return values
 
 
 def combined_values(parts: Tensor, tops: Tensor, sums: Tensor, value_up: Tensor, values: Tensor) -> None:
-    """Values of rows from the parts of their latents.
+    """Compute the values of rows from the parts of their latents.
 
     Args:
-        parts: [B, A, splits, L] float32; those without keys may be any.
-        tops: [B, A, splits], the highest score of each; -inf: it has no keys.
-        sums: [B, A, splits] of weights.
-        value_up: [A, V, L]; those of a head are contiguous.
-        values: [T, A, V], of which the first B are set.
+        parts: [B, A, splits, L] float32; parts without keys are not read.
+        tops: [B, A, splits], maximum score of each part; -inf: it has no keys.
+        sums: [B, A, splits], sum of weights of each part.
+        value_up: [A, V, L]; the weights of a head are contiguous.
+        values: [T, A, V]; the first B are written.
     """
     rows, heads, splits, latent = parts.shape
     tile = values_tile(rows * heads, splits, value_up.shape[1], latent, value_up.dtype)
@@ -334,12 +334,12 @@ def combined_values(parts: Tensor, tops: Tensor, sums: Tensor, value_up: Tensor,
 
 
 def latent_tokens_at_once(dtype: torch.dtype) -> int:
-    """Tokens of a tile of a chunk: as many as leave room for the latents in the shared memory of sm_86."""
+    """Number of tokens per tile of a chunk, so that latents fit in the shared memory of sm_86."""
     return 4 // dtype.itemsize
 
 
 def latent_tile(rotated_dims: int, latent: int, dtype: torch.dtype, *, tiles: bool) -> dict[str, int | bool]:
-    """Sizes of what a program computes, for the compiler."""
+    """Return compile-time constants of `_latent_kernel`."""
     r_pad, l_pad = padded(rotated_dims), padded(latent)
     fitting = _TILE_BYTES // ((r_pad + l_pad) * dtype.itemsize)
     return {
@@ -354,8 +354,8 @@ def latent_tile(rotated_dims: int, latent: int, dtype: torch.dtype, *, tiles: bo
 
 
 def values_tile(heads: int, splits: int, values: int, latent: int, dtype: torch.dtype) -> dict[str, int]:
-    """Sizes of what a program of `_values_kernel` computes, for the compiler; heads of all rows. A program has several
-    rows only where enough are left to fill the GPU."""
+    """Return compile-time constants of `_values_kernel`; `heads` counts those of all rows. A program has several rows
+    only if enough programs are left to fill the GPU."""
     rows = min(16, _PART_NUMBERS // (16 * splits), triton.next_power_of_2(triton.cdiv(heads, PROGRAMS)))
     v_pad = padded(values)
     fitting = min(_PART_NUMBERS // (rows * splits), _VALUE_BYTES // (v_pad * dtype.itemsize), padded(latent))
@@ -371,5 +371,5 @@ def values_tile(heads: int, splits: int, values: int, latent: int, dtype: torch.
 
 
 def padded(size: int) -> int:
-    """The next power of two that tl.dot takes."""
+    """Return the next power of two that tl.dot supports."""
     return max(16, triton.next_power_of_2(size))

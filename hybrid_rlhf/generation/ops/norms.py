@@ -1,7 +1,7 @@
-"""RMS norms, alone or of a sum.
+"""RMS norms, of a tensor or of a sum.
 
-The kernel adds what a layer gives to the residual stream and norms the sum, in float32. Other norms are torch's
-(model/layers.py).
+The kernel adds the output of a layer to the residual stream and norms the sum, in float32. Other norms are computed by
+torch (model/layers.py).
 
 Shapes: T tokens, H hidden.
 """
@@ -16,7 +16,7 @@ from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tensor:
-    """Reference of `norm`."""
+    """Reference implementation of `norm`."""
     if in_float32:
         return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     return functional.rms_norm(x, weight.shape, weight, eps)
@@ -33,10 +33,10 @@ def rms_normed(x, weight, place, inside, eps, dtype, WIDTH: tl.constexpr, IN_FLO
 
 
 @triton.jit
-def normed_at(given, weight, place, eps, WIDTH: tl.constexpr, IN_FLOAT32: tl.constexpr):
-    """RMS norm of the row at `given`."""
-    x = tl.load(given + place, mask=place < WIDTH, other=0.0).to(tl.float32)
-    return rms_normed(x, weight, place, place < WIDTH, eps, given.dtype.element_ty, WIDTH, IN_FLOAT32)
+def normed_at(source, weight, place, eps, WIDTH: tl.constexpr, IN_FLOAT32: tl.constexpr):
+    """RMS norm of the row at `source`, in float32."""
+    x = tl.load(source + place, mask=place < WIDTH, other=0.0).to(tl.float32)
+    return rms_normed(x, weight, place, place < WIDTH, eps, source.dtype.element_ty, WIDTH, IN_FLOAT32)
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _norm_kernel(
     IN_FLOAT32: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """RMS norm of a row of x, or of the sum of x and delta, which is stored too."""
+    """Compute the RMS norm of a row of x, or of x + delta, which is also stored."""
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
     inside = place < WIDTH
     dtype = x.dtype.element_ty
@@ -71,10 +71,10 @@ def _norm_kernel(
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tensor:
-    """RMS norm of x [T, H] or of its heads [T, heads, H], which may be parts of longer rows.
+    """Return the RMS norm of x [T, H] or of heads [T, heads, H], which may be parts of longer rows.
 
     Args:
-        x: rows contiguous.
+        x: input; rows are copied unless contiguous.
         weight: [H].
         eps: added to the mean square.
         in_float32: apply the weight before rounding.
@@ -86,7 +86,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tensor:
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> tuple[Tensor, Tensor]:
-    """x + delta, and its RMS norm; all [T, H]."""
+    """Return x + delta and its RMS norm, each [T, H]."""
     x = x.contiguous()
     added, normed = torch.empty_like(x), torch.empty_like(x)
     _launch(x, delta.contiguous(), weight, added, normed, eps, in_float32)

@@ -1,7 +1,7 @@
-"""Codes of 8 bits of the rows of weights and of the inputs of products.
+"""Quantisation of the rows of weights and inputs to 8-bit codes.
 
-`quantise` is the reference of the kernel for inputs on a GPU. A program of it reads a row twice: for its largest value,
-and for the codes.
+`quantise` is the reference of the kernel, which quantises inputs on a GPU. A program reads a row twice: for its largest
+value, and for the codes.
 
 Shapes: T tokens, K inputs.
 """
@@ -20,16 +20,16 @@ CODES: dict[Quantization, tuple[torch.dtype, float]] = {
     "int8": (torch.int8, 127.0),
     "fp8": (torch.float8_e4m3fn, 448.0),
 }
-"""Dtype of the codes, and the largest one."""
+"""Dtype of the codes, and the largest code."""
 SMALLEST = 1e-30
-"""Largest value of a row of zeros, for the division."""
+"""Lower bound of the largest value of a row, to avoid division by zero."""
 _BLOCK = 4096
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)
-"""Floats from here to twice that are the integers: adding it and taking it away rounds to the nearest, ties to even."""
+"""Floats from this number to twice it are the integers: adding and subtracting it rounds to nearest, ties to even."""
 
 
 def quantise(rows: Tensor, kind: Quantization) -> tuple[Tensor, Tensor]:
-    """Codes of each row, and the float32 value [rows] that code 1 of it stands for."""
+    """Return the codes of each row, and the float32 value [rows] of code 1 in each row."""
     dtype, most = CODES[kind]
     values = rows.float()
     largest = values.abs().amax(dim=1).clamp(min=SMALLEST)
@@ -39,7 +39,7 @@ def quantise(rows: Tensor, kind: Quantization) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _quantise_kernel(x, codes, scales, width, most, smallest, stride, ROUND: tl.constexpr, BLOCK: tl.constexpr):
-    """Codes of a row, and the value that code 1 stands for."""
+    """Compute the codes of a row, and the value of code 1."""
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x, codes = x + row * stride, codes + row * width
     largest, broken = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
@@ -48,8 +48,8 @@ def _quantise_kernel(x, codes, scales, width, most, smallest, stride, ROUND: tl.
         largest = tl.maximum(largest, tl.abs(value))
         broken |= (value != value).to(tl.int32)
     top = tl.maximum(tl.max(largest, 0), smallest)
-    top = tl.where(tl.max(broken, 0) > 0, float("nan"), top)  # a maximum may pass over what is no number
-    factor = tl.div_rn(1.0, top) * most  # as torch divides a number by a tensor
+    top = tl.where(tl.max(broken, 0) > 0, float("nan"), top)  # tl.max may ignore NaN
+    factor = tl.div_rn(1.0, top) * most  # as torch divides a number by a tensor: by the reciprocal
     for first in range(0, width, BLOCK):
         inside = first + place < width
         code = tl.load(x + first + place, mask=inside, other=0.0).to(tl.float32) * factor
@@ -60,14 +60,14 @@ def _quantise_kernel(x, codes, scales, width, most, smallest, stride, ROUND: tl.
 
 
 def quantise_rows(x: Tensor, dtype: torch.dtype, *, most: float, smallest: float, rows: int) -> tuple[Tensor, Tensor]:
-    """Codes [rows, K] of x [T, K], any behind T, and the float32 value [T] that code 1 of each row stands for.
+    """Return codes [rows, K] of x [T, K], uninitialised after row T, and the float32 value [T] of code 1 in each row.
 
     Args:
-        x: inputs; those of a row are contiguous.
-        dtype: of the codes.
+        x: inputs with contiguous rows.
+        dtype: dtype of the codes.
         most: the largest code.
-        smallest: what the largest value of a row is taken for at least.
-        rows: of the codes, at least T.
+        smallest: lower bound of the largest value of a row.
+        rows: number of rows of the codes, at least T.
     """
     count, width = x.shape
     codes, scales = x.new_empty(rows, width, dtype=dtype), x.new_empty(count, dtype=torch.float32)

@@ -1,13 +1,13 @@
 """Linear recurrences, one token or many at once.
 
 DECAYING_SCAN has a matrix per head as its state, which decays by a scalar. The state S of a head maps keys to values:
-S <- exp(g) S + k v^T, with output S^T q. With the delta rule, what S already has for a key is subtracted from the value
-first: v <- beta (v - exp(g) S^T k). Within a block of tokens all outputs follow from products of queries and keys,
-weighted by the decay between two tokens; the delta rule adds a triangular system. Between blocks only the state is
-passed on.
+S <- exp(g) S + k v^T, with output S^T q. With the delta rule, the value that S already stores for a key is first
+subtracted from the new one: v <- beta (v - exp(g) S^T k). Within a block of tokens, all outputs are products of queries
+and keys, weighted by the decay between two tokens; the delta rule adds a triangular system. Only the state passes
+between blocks.
 
-A selective scan has a vector per channel, each element of which decays at a rate of its own. Its blocks run twice: from
-zero, for what each adds to the state, and from the state that it then has before it.
+A selective scan has a vector per channel as its state, and each element has a separate decay rate. Blocks run twice:
+once from zero, to compute what each block adds to the state, and then from the true state before the block.
 
 Source: Mamba-2 (arXiv 2405.21060, section 6) and, for the delta rule, DeltaNet (arXiv 2406.06484, section 3) and its
 gated form (arXiv 2412.06464, section 3.3); selective scan: Mamba (arXiv 2312.00752, section 3.2).
@@ -15,10 +15,10 @@ gated form (arXiv 2412.06464, section 3.3); selective scan: Mamba (arXiv 2312.00
 Shapes: B rows, N blocks of L tokens, G groups of r heads that share queries and keys [.., G, K]; values [.., G, r, V],
 decays and betas [.., G, r], states [.., G, K, r, V].
 
-On a GPU a kernel takes a step of a gated delta net or of Mamba-2, and reads and writes the states where they lie,
-through the slots of the rows. What the recurrence makes of its inputs first (vectors of unit length, step sizes,
-decays) is part of the kernel. All arithmetic is float32; the references round intermediate results to the dtype of the
-model. Chunks are products on any device.
+On a GPU, a kernel computes a decoding step of a gated delta net or of Mamba-2, and reads and writes the states in place
+through the slots of the rows. The kernel includes the preparation of inputs (normalised vectors, step sizes, decays).
+All arithmetic is float32; the references round intermediate results to the dtype of the model. Chunks are computed by
+matrix products in torch on any device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _TILE_SIZE = 4096
-"""Elements of a state that a program of a decaying scan holds."""
+"""Number of state elements per program of a decaying scan."""
 _DELTA, _MAMBA2 = tl.constexpr(0), tl.constexpr(1)
 
 
@@ -43,26 +43,26 @@ def _as_given(*tokens: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Rule:
-    """A recurrence, over inputs in float32."""
+    """A recurrence over float32 inputs."""
 
     step: Callable[..., Tensor]
-    """Outputs [B, ...] of states [B, ...] and inputs [B, ...] of one token of each row; updates the states."""
+    """Maps states [B, ...] and inputs [B, ...] of one token per row to outputs [B, ...]; updates the states."""
     blocks: Callable[..., Tensor]
-    """Outputs [N, L, ...] of states [n, ...], rounds and inputs [N, L, ...]; updates the states.
+    """Maps states [n, ...], rounds and inputs [N, L, ...] to outputs [N, L, ...]; updates the states.
 
-    Round i is the slice with the i-th blocks of the first sequences. Inputs are zero behind the end of a sequence,
-    which must leave its state as it is."""
+    Round i is the slice with the i-th blocks of the first sequences. Inputs are zero after the end of a sequence, and
+    zero inputs must not change the state."""
     inputs: Callable[..., tuple[Tensor, ...]] = _as_given
-    """Inputs of what a layer has for some tokens."""
+    """Computes the inputs of the recurrence from the tensors of a layer."""
     skip: Callable[..., Tensor] | None = None
-    """What is added to the outputs, of the same."""
+    """Computes a term of the outputs from the tensors of a layer; none: there is no such term."""
     kernel: Callable[..., Tensor] | None = None
-    """Outputs [B, ...] of the states of all slots, the slots [B], and what a layer has for one token of each row;
-    updates the states. It computes inputs and skip itself, and is used if the states of a step have kernels."""
+    """Maps the states of all slots, the slots [B], and the tensors of a layer for one token per row to outputs [B,
+    ...]; updates the states. It includes `inputs` and `skip`. Used if the states of a step have kernels."""
 
 
 def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None) -> Tensor:
-    """[B, G, r, V]."""
+    """Update the states by one token; returns outputs [B, G, r, V]."""
     state.mul_(g.exp()[:, :, None, :, None])
     heads = state.flatten(0, 1).flatten(2)
     if beta is not None:
@@ -81,7 +81,7 @@ def _blocks(
     g: Tensor,
     beta: Tensor | None = None,
 ) -> Tensor:
-    """[N, L, G, r, V]."""
+    """Update the states by blocks of tokens; returns outputs [N, L, G, r, V]."""
     q, k = q.transpose(1, 2), k.transpose(1, 2)  # [N, G, L, K]
     v, g = v.permute(0, 2, 3, 1, 4), g.permute(0, 2, 3, 1).cumsum(dim=-1)  # [N, G, r, L, V] and [N, G, r, L]
     later = torch.ones(v.shape[3], v.shape[3], dtype=torch.bool, device=v.device).triu(1)
@@ -107,19 +107,20 @@ def _blocks(
 
 
 DECAYING_SCAN = Rule(_step, _blocks)
-"""With the inputs q, k, v, g, and beta for the delta rule."""
+"""Rule with inputs q, k, v, g, and beta for the delta rule."""
 
 
 def selective_rule(rates: Tensor) -> Rule:
-    """With the inputs x dt [.., C], dt [.., C], B and C [.., K]: S <- exp(dt rates) S + x dt B^T, with output S C.
+    """Return the rule S <- exp(dt rates) S + x dt B^T, with output S C and inputs x dt [.., C], dt [.., C], B, C [..,
+    K].
 
-    The rates are [C, K], as is a state.
+    Rates and states are [C, K].
     """
     return Rule(partial(_selective_step, rates), partial(_selective_blocks, rates))
 
 
 def _selective_step(rates: Tensor, state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """[B, C]."""
+    """Update the states by one token; returns outputs [B, C]."""
     state.mul_((dt[..., None] * rates).exp_()).baddbmm_(x[..., None], b[:, None])
     return torch.bmm(state, c[..., None]).squeeze(-1)
 
@@ -127,22 +128,22 @@ def _selective_step(rates: Tensor, state: Tensor, x: Tensor, dt: Tensor, b: Tens
 def _selective_blocks(
     rates: Tensor, state: Tensor, rounds: Sequence[slice], x: Tensor, dt: Tensor, b: Tensor, c: Tensor
 ) -> Tensor:
-    """[N, L, C]."""
+    """Update the states by blocks of tokens; returns outputs [N, L, C]."""
     added = x.new_zeros(len(x), *rates.shape)
     for token in range(x.shape[1]):
         _selective_step(rates, added, x[:, token], dt[:, token], b[:, token], c[:, token])
     decay, before = (dt.sum(dim=1)[..., None] * rates).exp(), torch.empty_like(added)
     for part in rounds:
-        own = state[: part.stop - part.start]
-        before[part] = own
-        own.mul_(decay[part]).add_(added[part])
+        current = state[: part.stop - part.start]
+        before[part] = current
+        current.mul_(decay[part]).add_(added[part])
     tokens = zip(*(part.unbind(dim=1) for part in (x, dt, b, c)), strict=True)
     return torch.stack([_selective_step(rates, before, *token) for token in tokens], dim=1)
 
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)), exact to rounding for small exp(x) too."""
+    """log(1 + exp(x)), also accurate for small exp(x)."""
     e = tl.exp(tl.minimum(x, 20.0))
     more = 1.0 + e
     return tl.where(x > 20.0, x, tl.where(more == 1.0, e, tl.log(more) * (e / tl.where(more == 1.0, 1.0, more - 1.0))))
@@ -150,7 +151,7 @@ def _softplus(x):
 
 @triton.jit
 def _unit(x):
-    """A vector divided by its length."""
+    """Divide a vector by its length."""
     return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
 
 
@@ -179,52 +180,52 @@ def _decaying_step_kernel(
     K_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token of a head of a row, for a block of the values: S <- exp(g) S + k v^T, with output S^T q."""
+    """Compute one token of one head of a row, for a block of values: S <- exp(g) S + k v^T, with output S^T q."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group, key = head // R, tl.arange(0, K_PAD)
     value = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     is_key, is_value = key < K, value < V
     queries = tl.load(q + row * token_stride + group * K + key, mask=is_key, other=0.0).to(tl.float32)
     keys = tl.load(k + row * token_stride + group * K + key, mask=is_key, other=0.0).to(tl.float32)
-    given = tl.load(v + row * token_stride + head * V + value, mask=is_value, other=0.0).to(tl.float32)
+    raw_values = tl.load(v + row * token_stride + head * V + value, mask=is_value, other=0.0).to(tl.float32)
     rate = tl.load(decay + head).to(tl.float32)
     step = _softplus(tl.load(steps + row * gate_stride + head).to(tl.float32) + tl.load(dt + head).to(tl.float32))
     step = tl.maximum(step, least_step)
     faded = tl.exp(-tl.exp(rate) * step)
-    values = given * step if KIND == _MAMBA2 else given
+    values = raw_values * step if KIND == _MAMBA2 else raw_values
     if KIND == _DELTA:
         queries, keys = _unit(queries) * scale, _unit(keys)
     where = (group * K + key)[:, None] * (R * V) + (head % R * V + value)[None, :]
     state = states + tl.load(slots + row).to(tl.int64) * groups * (K * R * V) + where
-    kept = is_key[:, None] & is_value[None, :]
-    memory = tl.load(state, mask=kept, other=0.0) * faded
+    inside = is_key[:, None] & is_value[None, :]
+    memory = tl.load(state, mask=inside, other=0.0) * faded
     if KIND == _DELTA:
         beta = tl.sigmoid(tl.load(betas + row * gate_stride + head).to(tl.float32))
         values = (values - tl.sum(memory * keys[:, None], 0)) * beta
     memory += keys[:, None] * values[None, :]
-    tl.store(state, memory, mask=kept)
+    tl.store(state, memory, mask=inside)
     read = tl.sum(memory * queries[:, None], 0)
     if KIND == _MAMBA2:
-        read += given * tl.load(skip + head).to(tl.float32)
+        read += raw_values * tl.load(skip + head).to(tl.float32)
     tl.store(out + (row * groups * R + head) * V + value, read, mask=is_value)
 
 
 def values_at_once(k_pad: int, v: int) -> int:
-    """Values of a tile of a head's state [K, V], of which K is padded."""
+    """Number of values per tile of a head's state [K, V], where `k_pad` is K rounded up to a power of two."""
     return min(triton.next_power_of_2(v), max(8, _TILE_SIZE // k_pad))
 
 
 def delta_step(decay: Tensor, dt: Tensor, states: Tensor, slots: Tensor, mixed: Tensor, b: Tensor, a: Tensor) -> Tensor:
-    """A token of each row in a gated delta net.
+    """Compute one token of each row of a gated delta net.
 
     Args:
         decay: [G r] logarithms of rates.
         dt: [G r] biases of step sizes.
         states: [slots, G, K, r, V]; updated.
-        slots: [B].
+        slots: [B] slots of the rows.
         mixed: queries, keys and values [B, 2 G K + G r V].
-        b: [B, G r] before the sigmoid, whose rows may be parts of longer ones.
-        a: step sizes, alike, before bias and softplus.
+        b: [B, G r] betas before the sigmoid; rows may be parts of longer ones.
+        a: [B, G r] step sizes before bias and softplus; rows may be parts of longer ones.
 
     Returns:
         [B, G, r, V] float32.
@@ -245,17 +246,17 @@ def mamba2_step(
     *,
     least_step: float,
 ) -> Tensor:
-    """A token of each row in a Mamba-2 mixer.
+    """Compute one token of each row of a Mamba-2 mixer.
 
     Args:
         decay: [G r] logarithms of rates.
-        dt_bias: [G r].
-        skip: [G r].
+        dt_bias: [G r] biases of step sizes.
+        skip: [G r] factors of the inputs in the outputs.
         states: [slots, G, K, r, V]; updated.
-        slots: [B].
+        slots: [B] slots of the rows.
         mixed: inputs, B and C [B, G r V + 2 G K].
-        dt: [B, G r], whose rows may be parts of longer ones.
-        least_step: the smallest step size.
+        dt: [B, G r] step sizes before bias and softplus; rows may be parts of longer ones.
+        least_step: lower bound of the step sizes.
 
     Returns:
         [B, G, r, V] float32.
@@ -280,7 +281,7 @@ def _decaying_step(
     skip: Tensor | None = None,
     least_step: float = 0.0,
 ) -> Tensor:
-    """`parts`: queries, keys and values; `gates`: step sizes and betas."""
+    """Launch the kernel. `parts`: queries, keys and values; `gates`: step sizes and betas."""
     _, groups, k, shared, v = states.shape
     rows, k_pad = len(slots), triton.next_power_of_2(k)
     block = values_at_once(k_pad, v)

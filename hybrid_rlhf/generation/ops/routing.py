@@ -1,6 +1,6 @@
-"""The choice of the experts of each token, by the logits of a router, in one launch.
+"""Choice of the experts of each token from the logits of a router, in one launch.
 
-Where choices are equal, the expert with the lowest index comes first. `route` is the reference.
+Among experts with equal scores, the one with the lowest index comes first. `route` is the reference.
 
 Shapes: T tokens, H hidden, E experts, k experts per token.
 """
@@ -15,13 +15,13 @@ from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 ROUTER_NUMBERS = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3, "sparsemixer": 4}
 _TOKENS = 4
-"""Tokens of a program."""
+"""Number of tokens per program."""
 
 
 def route(
     logits: Tensor, kind: Experts, *, correction: Tensor | None = None, expert_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Reference of `choose_experts`."""
+    """Reference implementation of `choose_experts`."""
     if kind.router == "sparsemixer":
         return _sparsemixer(logits, kind)
     if kind.router in ("softmax_of_chosen", "sigmoid_of_chosen"):
@@ -42,7 +42,7 @@ def route(
 
 
 def _sparsemixer(logits: Tensor, kind: Experts) -> tuple[Tensor, Tensor]:
-    """As `route`: each expert is the best that is left, and is weighed against those near it only."""
+    """Choose experts as SparseMixer: each is the best remaining one, and is weighed only against experts near it."""
     weights, index, left = [], [], logits
     for _ in range(kind.per_token):
         best, place = left.max(dim=-1, keepdim=True)
@@ -54,7 +54,7 @@ def _sparsemixer(logits: Tensor, kind: Experts) -> tuple[Tensor, Tensor]:
 
 
 def _best_groups(choice: Tensor, kind: Experts) -> Tensor:
-    """[T, E] bool: experts of the groups with the largest sum of their best scores."""
+    """Return [T, E] bool, true for experts in the groups with the largest sums of their best scores."""
     grouped = choice.unflatten(1, (kind.groups, -1))
     best = grouped.topk(kind.group_scores, dim=-1)[0].sum(dim=-1).topk(kind.chosen_groups, dim=-1)[1]
     mask = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
@@ -63,7 +63,7 @@ def _best_groups(choice: Tensor, kind: Experts) -> Tensor:
 
 @triton.jit
 def _best(choice, place):
-    """The largest value of each row, and the lowest place that has it."""
+    """Largest value of each row, and the lowest index that has it."""
     best = tl.max(choice, 1)
     at = tl.where(choice == best[:, None], place[None, :], choice.shape[1])
     return best, tl.min(at, 1)
@@ -71,7 +71,7 @@ def _best(choice, place):
 
 @triton.jit
 def _in_best_groups(choice, place, E: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, SCORES: tl.constexpr):
-    """Choices [n, E], -inf outside of the groups with the largest sum of their best scores."""
+    """Choices [n, E], set to -inf outside the groups with the largest sums of their best scores."""
     group = tl.arange(0, triton.next_power_of_2(GROUPS))
     totals = tl.full([choice.shape[0], group.shape[0]], float("-inf"), tl.float32)
     for number in range(GROUPS):
@@ -82,12 +82,12 @@ def _in_best_groups(choice, place, E: tl.constexpr, GROUPS: tl.constexpr, CHOSEN
             total += best
             left = tl.where(place[None, :] == at[:, None], float("-inf"), left)
         totals = tl.where(group[None, :] == number, total[:, None], totals)
-    kept = tl.full(choice.shape, float("-inf"), tl.float32)
+    allowed = tl.full(choice.shape, float("-inf"), tl.float32)
     for _ in range(CHOSEN):
         _, top = _best(totals, group)
         totals = tl.where(group[None, :] == top[:, None], float("-inf"), totals)
-        kept = tl.where((place // (E // GROUPS))[None, :] == top[:, None], choice, kept)
-    return kept
+        allowed = tl.where((place // (E // GROUPS))[None, :] == top[:, None], choice, allowed)
+    return allowed
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -112,12 +112,12 @@ def _choose_kernel(
     CHOSEN: tl.constexpr,
     SCORES: tl.constexpr,
 ):
-    """Choose and weigh experts of some tokens."""
+    """Choose and weigh the experts of some tokens."""
     row, place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, E_PAD)
     column = tl.arange(0, triton.next_power_of_2(K))
     source = logits + row.to(tl.int64)[:, None] * E + place[None, :]
     logits = tl.load(source, mask=(row < tokens)[:, None] & (place < E)[None, :], other=float("-inf"))
-    logits = tl.where((row < tokens)[:, None], logits, 0.0)  # rows of -inf have no largest value
+    logits = tl.where((row < tokens)[:, None], logits, 0.0)  # a row of -inf would have no largest value
     scores = logits
     if ROUTER == 0:
         scores = tl.exp(logits - tl.max(logits, 1)[:, None])
@@ -137,7 +137,7 @@ def _choose_kernel(
         here = place[None, :] == at[:, None]
         weight = tl.sum(tl.where(here, scores, 0.0), 1)
         if ROUTER == 4:
-            known = tl.where((place < E)[None, :], logits, 0.0)  # others have no choice
+            known = tl.where((place < E)[None, :], logits, 0.0)  # padding is never chosen
             far = best[:, None] - known > near * tl.maximum(tl.abs(known), best[:, None])
             weight = 1.0 / tl.sum(tl.where(far, 0.0, tl.exp(choice - best[:, None])), 1)
         choice = tl.where(here, float("-inf"), choice)
@@ -148,27 +148,27 @@ def _choose_kernel(
         chosen = chosen / tl.sum(chosen, 1)[:, None]
     elif ROUTER == 3:
         chosen = tl.sigmoid(chosen)
-    kept = (row < tokens)[:, None] & (column < K)[None, :]
+    inside = (row < tokens)[:, None] & (column < K)[None, :]
     if NORMALISE:
         total = tl.sum(tl.where((column < K)[None, :], chosen, 0.0), 1)
         chosen = chosen / (total + (1e-20 if ROUTER == 1 else 0.0))[:, None]
     if SCALES:
         chosen *= tl.load(expert_scale + index).to(tl.float32)
     where = row[:, None] * K + column[None, :]
-    tl.store(weights + where, chosen * scale, mask=kept)
-    tl.store(indices + where, index, mask=kept)
+    tl.store(weights + where, chosen * scale, mask=inside)
+    tl.store(indices + where, index, mask=inside)
 
 
 def choose_experts(
     logits: Tensor, kind: Experts, *, correction: Tensor | None = None, expert_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Weights [T, k] float32 and indices [T, k] int32 of the experts of tokens.
+    """Return the weights [T, k] float32 and indices [T, k] int32 of the experts of tokens.
 
     Args:
-        logits: [T, E] float32 of the router.
-        kind: the routing.
+        logits: [T, E] float32 router logits.
+        kind: type of routing.
         correction: [E] or [1, E], added to the scores by which experts are chosen; or none.
-        expert_scale: [E], by which weights are multiplied; or none.
+        expert_scale: [E], factors of the weights; or none.
     """
     tokens, experts = logits.shape
     weights = torch.empty(tokens, kind.per_token, dtype=torch.float32, device=logits.device)
@@ -191,7 +191,7 @@ def choose_experts(
 
 
 def choice_constants(kind: Experts, experts: int) -> dict[str, int]:
-    """Constants that `_choose_kernel` is compiled for."""
+    """Return compile-time constants of `_choose_kernel`."""
     of_all = kind.router in ("softmax", "sigmoid")
     return {
         "TOKENS": _TOKENS,

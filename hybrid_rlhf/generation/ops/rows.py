@@ -1,7 +1,7 @@
 """Triton kernels of single tokens: rotary positions with the write to the KV cache, and gates.
 
-Activation and product of a gated MLP are one kernel. All
-arithmetic is float32; the references round intermediate results to the dtype of the model.
+Activation and product of a gated MLP are one kernel. All arithmetic is float32; the references round intermediate
+results to the dtype of the model.
 
 Shapes: T tokens, A heads and K KV heads of this rank, D head size, P pages of N tokens.
 """
@@ -28,7 +28,7 @@ ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on heads [T, heads, D]; cos and sin [T, 1, R] cover the first R dimensions.
+    """Apply rotary positions to heads [T, heads, D]; cos and sin [T, 1, R] are for the first R dimensions.
 
     sin includes the sign of the rotated halves: [-sin, sin].
     """
@@ -42,12 +42,12 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @triton.jit
 def rotated_head(x, source, cos, sin, place, WIDTH: tl.constexpr):
-    """A head x at source, of which the first WIDTH dimensions are rotated."""
+    """Rotate the first WIDTH dimensions of head x, which was loaded from source."""
     turned = place < WIDTH
-    other = tl.load(source + (place + WIDTH // 2) % WIDTH, mask=turned, other=0.0).to(tl.float32)
+    partner = tl.load(source + (place + WIDTH // 2) % WIDTH, mask=turned, other=0.0).to(tl.float32)
     c = tl.load(cos + place, mask=turned, other=1.0).to(tl.float32)
     s = tl.load(sin + place, mask=turned, other=0.0).to(tl.float32)
-    return x * c + other * s
+    return x * c + partner * s
 
 
 @triton.jit
@@ -67,7 +67,8 @@ def _rotate_and_write_kernel(
     D_PAD: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One head of one token: queries to [T, A, D], keys and values to the cache [P, N, K, D] of a layer."""
+    """Process one head of one token: write queries to [T, A, D], keys and values to the cache [P, N, K, D] of a
+    layer."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, D_PAD)
     inside = place < D
@@ -89,7 +90,7 @@ def _rotate_and_write_kernel(
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """An activation, by its number."""
+    """Apply the activation with this number (ACTIVATION_NUMBERS)."""
     if ACTIVATION == 0:
         x = x * tl.sigmoid(x)
     elif ACTIVATION == 1:
@@ -105,7 +106,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gated_kernel(gate_up, out, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of a row of activation(gate) * up."""
+    """Compute one block of a row of activation(gate) * up."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, source = place < width, gate_up + row * 2 * width
     x = activated(tl.load(source + place, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
@@ -119,9 +120,9 @@ def rotate_and_write(
     """Rotate queries and keys, write keys and values to the cache.
 
     Args:
-        qkv: [T, A + 2 K, D], of which the heads of a token are contiguous.
+        qkv: [T, A + 2 K, D]; the heads of a token are contiguous.
         table: cosines and signed sines [T, 1, R] of the first R dimensions; none: no rotation.
-        places: [T] int64, where each token lies in P * N tokens.
+        places: [T] int64, index of each token in P * N.
         keys: [P, N, K, D] of a layer; those of a token are contiguous.
         values: as keys.
 
@@ -154,7 +155,7 @@ def rotate_and_write(
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up [T, M] of [T, 2 M]."""
+    """Return activation(gate) * up [T, M] for gate and up [T, 2 M]."""
     tokens, width = len(gate_up), gate_up.shape[-1] // 2
     out = gate_up.new_empty(tokens, width)
     block = min(1024, triton.next_power_of_2(width))

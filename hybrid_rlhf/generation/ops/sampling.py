@@ -1,21 +1,22 @@
 """Token sampling on a GPU in two to four launches, without a sort of the vocabulary.
 
-The first launch weighs blocks of the vocabulary: the highest score of a block and the sum of its exponentials. The last
-one chooses the block, the token in it, and its log-probs, and appends it to its row. Truncation takes two more between
-them, each of which reads the vocabulary once at most, a program per block. One counts and weighs scores by their
-distance from the highest, in bins of less than half a percent of it, and so finds the bins in which the bounds of top_k
-and top_p are. The other collects what is in these bins and weighs the blocks again with what is above them; the last
-program of a row finds the bounds exactly among what was collected, and adds what they leave. Scores that are too low
-for a bound, by the highest scores of the blocks (top_k) or by the weight of all (top_p), are not counted, and blocks
-that have no others are not read. So the vocabulary is read three times at most, and one block of it to draw.
+The first launch weighs blocks of the vocabulary: it computes the highest score of each block and the sum of its
+exponentials. The last launch draws the block, the token in it, and its log-probs, and appends the token to its row.
+Truncation adds two launches between them, each of which reads the vocabulary at most once, with one program per block.
+The first of them counts and weighs scores by their distance from the highest score, in bins that are less than half a
+percent of the distance wide, and thus finds the bins that contain the bounds of top_k and top_p. The second collects
+the scores in these bins and weighs the blocks again with the scores above the bins. The last program of a row then
+finds the exact bounds among the collected scores, and adds those within the bounds. Scores that cannot reach a bound,
+judged by the highest scores of the blocks (top_k) or by the total weight (top_p), are not counted, and blocks without
+other scores are not read. The vocabulary is thus read at most three times, plus one block to draw the token.
 
-Where more than `CANDIDATES` scores are in these bins, the bounds are found in the whole row instead, which its last
-program then reads up to a hundred times: if that many scores are nearly equal, as in an untrained model, or if top_k is
-that large and top_p is given too.
+If more than `CANDIDATES` scores are in these bins, the bounds are found in the whole row instead, which its last
+program then reads up to a hundred times. This happens if that many scores are nearly equal, as in an untrained model,
+or if top_k is that large and top_p is also set.
 
-What is in torch is the reference, and serves sharded vocabularies. Masses are added up and compared as integers, and
-float sums have a fixed order, so a row draws the same token in every batch. Nothing synchronises with the host; shapes
-depend on the batch size alone.
+The torch code is the reference, and is used for sharded vocabularies. Masses are summed and compared as integers, and
+float sums have a fixed order, so a row draws the same token in every batch. Nothing synchronises with the host, and
+shapes depend only on the batch size.
 
 Shapes: B rows, V vocabulary, C blocks of a row. Columns of the tables are those of sampling_rows.py.
 """
@@ -32,33 +33,32 @@ from hybrid_rlhf.generation.ops.triton_language import tl, triton
 from hybrid_rlhf.runtime.world import World
 
 _SUMMED_TOKENS = 128
-"""Tokens of a block of the reference."""
+"""Number of tokens per block in the reference."""
 _UNITS_OF_ONE = 2.0**52
-"""Integer value of a probability of 1 in the reference; sums up to it are exact in float64."""
+"""Integer value of probability 1 in the reference. Sums up to it are exact in float64."""
 _BLOCK = 1024
 _MOST_TOKENS = 1 << 21
-"""Largest vocabulary whose weights can be added up as integers."""
+"""Largest vocabulary whose weights can be summed as integers."""
 _STOPS = 6
-"""First column of stop tokens."""
+"""Index of the first column of stop tokens."""
 CANDIDATES = 4096
-"""Most scores of a row that are collected."""
+"""Maximum number of scores of a row that are collected."""
 _UNIT = tl.constexpr(2.0**42)
-"""Integer of a weight of 1, the largest: 2^21 of them can be added up."""
+"""Integer value of weight 1, the largest; 2^21 such weights can be summed."""
 _BINS = tl.constexpr(4096)
-"""Of scores by their distance from the highest, 256 in each octave; the first has all below 2^-9, the last from 2^7."""
+"""Number of bins of scores by distance from the highest, 256 per octave. First bin: below 2^-9; last: from 2^7 on."""
 _DIGITS = tl.constexpr(15)
-"""Bits of a distance that its bin leaves out."""
+"""Number of low bits of a float32 distance that are dropped for its bin."""
 _FIRST_BIN = tl.constexpr((118 << 8) - 1)
-"""Bits of a distance of 2^-9, without those, less one."""
+"""Remaining bits of distance 2^-9, minus one."""
 _ARRIVED, _COLLECTED, _LOW, _HIGH, _COUNT, _WEIGHT, _BY_TOP_K = map(tl.constexpr, range(7))
-"""Columns of a row's table behind the counts and weights of its bins: programs that are done; how many scores are
-collected; the first and the last bin of what is unsure; count and weight of the bins before them; whether top_k
-excludes a token."""
+"""Columns of a row's table after the counts and weights of its bins: number of finished programs, number of collected
+scores, first and last undecided bin, count and weight of the bins before them, and 1 if top_k excludes a token."""
 _COLUMNS = 2 * 4096 + 8
 
 
 def gather_vocabulary(logits: Tensor, vocab_size: int, world: World) -> Tensor:
-    """Gather logits [B, V / R] to [B, V]."""
+    """Gather the logits [B, V / R] of all ranks; returns [B, V]."""
     if world.size == 1:
         return logits
     shares = [share(vocab_size, rank, world.size) for rank in range(world.size)]
@@ -73,9 +73,9 @@ def draw(
     """Sample one token per row from the softmax of logits.
 
     Args:
-        logits: [B, V / R] float32, of this rank's part of the vocabulary; -inf is never drawn.
+        logits: [B, V / R] float32, for this rank's part of the vocabulary; tokens with -inf are never drawn.
         uniforms: [B] float64 in [0, 1).
-        greedy: [B] bool, rows that take the most likely token; none: no row does.
+        greedy: [B] bool, true for rows that take the most likely token; none: no row does.
         vocabulary: token ids of this rank's part.
         world: the tensor-parallel ranks.
 
@@ -103,39 +103,40 @@ def draw(
 
 
 def running_sums(probs: Tensor) -> Tensor:
-    """Cumulative sums [..., n] float64 of probabilities, with a resolution of 2^-52.
+    """Return the cumulative sums [..., n] float64 of probabilities, with a resolution of 2^-52.
 
-    The result does not depend on the order of summation. A row must sum to 1 at most, up to rounding.
+    The result does not depend on the order of summation. The sum of a row must be at most 1, up to rounding.
     """
     units = (probs * _UNITS_OF_ONE).long()  # a power of two: exact
     return torch.cumsum(units, dim=-1, out=units).double().div_(_UNITS_OF_ONE)
 
 
 def _log_mass(logits: Tensor, world: World) -> Tensor | None:
-    """Log-sum-exp of each rank's logits [R, B] float64; none for a single rank, where the softmax is enough."""
+    """Return the log-sum-exp of each rank's logits [R, B] float64; None for a single rank, which does not need it."""
     return None if world.size == 1 else world.all_gather(logits.double().logsumexp(dim=-1))
 
 
 def _most_likely(logits: Tensor, index: Tensor, rank_of: Tensor, greedy: Tensor, world: World) -> tuple[Tensor, Tensor]:
-    """Rank-local index [B] and rank [B] of the most likely token on greedy rows, of the drawn one on others."""
+    """Return rank-local index [B] and rank [B] of the most likely token in greedy rows, of the drawn token in
+    others."""
     top, best = logits.max(dim=-1)
     winner = world.all_gather(top).argmax(dim=0)
     return torch.where(greedy, best, index), torch.where(greedy, winner, rank_of)
 
 
 def _block_sums(probs: Tensor) -> Tensor:
-    """Sums [B, blocks] over blocks of 128 tokens; the last block may be shorter."""
+    """Return sums [B, blocks] over blocks of 128 tokens; the last block may be shorter."""
     whole = probs.shape[-1] // _SUMMED_TOKENS * _SUMMED_TOKENS
     sums = [probs[:, :whole].unflatten(-1, (-1, _SUMMED_TOKENS)).sum(dim=-1)] if whole else []
     return torch.cat([*sums, probs[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
 
 
 def _invert(probs: Tensor, cumulative: Tensor, wanted: Tensor) -> Tensor:
-    """Index at which the cumulative sum of probs [B, V] exceeds wanted [B]; an entry above 0 if there is one.
+    """Return the index [B] at which the cumulative sum of probs exceeds `wanted`; an entry above 0 if there is one.
 
     Args:
-        probs: [B, V].
-        cumulative: [B, blocks] float64, cumulative sums of its blocks.
+        probs: [B, V] probabilities.
+        cumulative: [B, blocks] float64, cumulative sums of the blocks of probs.
         wanted: [B] float64; clamped below the total.
     """
     end = cumulative[:, -1]
@@ -146,19 +147,19 @@ def _invert(probs: Tensor, cumulative: Tensor, wanted: Tensor) -> Tensor:
     places = block * _SUMMED_TOKENS + inside
     weights = probs.gather(1, places.clamp(max=probs.shape[-1] - 1)).masked_fill(places >= probs.shape[-1], 0.0)
     place = torch.searchsorted(running_sums(weights), wanted - before, right=True)
-    # A block summed in another order may differ in the last digit: do not go past the last entry with weight.
+    # The sum of a block may differ in the last digit: do not go past the last entry with weight.
     last = ((weights > 0) * (inside + 1)).argmax(dim=1, keepdim=True)
     return (block * _SUMMED_TOKENS + torch.minimum(place, last)).squeeze(1)
 
 
 def truncated(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> Tensor:
-    """Logits [B, V], -inf for tokens that top_k, then top_p, then min_p exclude (the order of Hugging Face)."""
+    """Return logits [B, V] with -inf for tokens that top_k, then top_p, then min_p exclude (Hugging Face's order)."""
     if mode.top_k_top_p:
         ordered, index = logits.sort(dim=-1, descending=True, stable=True)
         place = torch.arange(logits.shape[-1], device=logits.device)
         beyond = (rows.top_k > 0) & (place >= rows.top_k)
         probs = ordered.masked_fill(beyond, -torch.inf).softmax(dim=-1)
-        # The smallest set that reaches top_p: exclude a token if those before it reach it already.
+        # Keep the smallest set that reaches top_p: exclude a token if those before it already reach top_p.
         beyond |= (rows.top_p < 1) & (running_sums(probs) - probs >= rows.top_p)
         beyond[:, 0] = False
         logits = logits.masked_fill(beyond.scatter(1, index, beyond), -torch.inf)
@@ -191,9 +192,9 @@ def _weigh_kernel(
     CLEARED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Highest score and sum of exponentials of a block; with SCORES those of penalised scores too, which are stored.
+    """Compute highest score and sum of exponentials of a block; with SCORES, also of penalised scores, and store these.
 
-    Also clears the table of the row, CLEARED columns by each block.
+    Each program also clears CLEARED columns of the row's table.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -209,10 +210,10 @@ def _weigh_kernel(
             penalty = tl.load(floats + row * float_columns + 3).to(tl.float32)
             known = tl.load(seen + row * vocabulary + token, mask=inside, other=0) != 0
             logit = tl.where(known, tl.where(logit > 0, tl.div_rn(logit, penalty), logit * penalty), logit)
-        own = integers + row * integer_columns
-        early = tl.load(own + 2) < tl.load(own + 5)
+        row_integers = integers + row * integer_columns
+        early = tl.load(row_integers + 2) < tl.load(row_integers + 5)
         for place in range(STOPS):
-            logit = tl.where(early & (token == tl.load(own + 6 + place)), float("-inf"), logit)
+            logit = tl.where(early & (token == tl.load(row_integers + 6 + place)), float("-inf"), logit)
         score = tl.div_rn(logit, divisor)
         tl.store(scores + row * vocabulary + token, score, mask=inside)
         _store_weights(score, tops + row * blocks + block, sums + row * blocks + block)
@@ -232,51 +233,51 @@ def _sum_of_exponentials(score, top):
 
 @triton.jit
 def _in_order(bits):
-    """Bits of floats as integers in the order of the floats, and back."""
+    """Map bits of floats to integers in the order of the floats, or back."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _units(weight):
-    """Weights of at most 1 as integers."""
+    """Convert weights of at most 1 to integers."""
     return (tl.where(weight == weight, weight, 0.0).to(tl.float64) * _UNIT).to(tl.int64)
 
 
 @triton.jit
 def _weights_of_blocks(tops, sums, blocks, place):
-    """The highest scores of the blocks of a row, that of the row, and the weights of its blocks relative to it."""
-    each = tl.load(tops + place, mask=place < blocks, other=float("-inf"))
-    top = tl.max(each, 0)
-    return each, top, tl.load(sums + place, mask=place < blocks, other=0.0) * tl.exp(each - top)
+    """Highest scores of the blocks of a row, highest score of the row, and weights of the blocks relative to it."""
+    block_tops = tl.load(tops + place, mask=place < blocks, other=float("-inf"))
+    top = tl.max(block_tops, 0)
+    return block_tops, top, tl.load(sums + place, mask=place < blocks, other=0.0) * tl.exp(block_tops - top)
 
 
 @triton.jit
 def _bin(score, top):
-    """The bin of a score; a higher score has no later one."""
+    """Bin of a score. A higher score never has a later bin."""
     distance = tl.maximum(top - score, 0.0).to(tl.int32, bitcast=True)
     return tl.minimum(tl.maximum((distance >> _DIGITS) - _FIRST_BIN, 0), _BINS - 1)
 
 
 @triton.jit
 def _limits(integers, floats, row, vocabulary, integer_columns, float_columns):
-    """top_k of a row, at least V where it excludes nothing, and top_p."""
+    """top_k of a row, at least V if it excludes nothing, and top_p."""
     top_k = tl.load(integers + row * integer_columns + 3).to(tl.int32)
     return tl.where(top_k > 0, top_k, vocabulary), tl.load(floats + row * float_columns + 1).to(tl.float32)
 
 
 @triton.jit
-def _lowest_needed(each, top, total, top_k, top_p, vocabulary, blocks):
-    """A score below which top_k, or else top_p, excludes all."""
+def _lowest_needed(block_tops, top, total, top_k, top_p, vocabulary, blocks):
+    """A score below which top_k, or else top_p, excludes all tokens."""
     lowest = tl.full([], float("-inf"), tl.float32)
     if top_k < vocabulary:
-        if top_k <= blocks:  # as many blocks have a score from there on
+        if top_k <= blocks:  # then at least top_k blocks have a score that high
             low, high = top - 128.0, top
             for _ in range(12):
                 middle = (low + high) / 2
-                enough = tl.sum((each >= middle).to(tl.int32), 0) >= top_k
+                enough = tl.sum((block_tops >= middle).to(tl.int32), 0) >= top_k
                 low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-            lowest = tl.where(tl.sum((each >= low).to(tl.int32), 0) >= top_k, low, lowest)
-    elif top_p <= 0.9999:  # all tokens below together weigh less than what top_p excludes
+            lowest = tl.where(tl.sum((block_tops >= low).to(tl.int32), 0) >= top_k, low, lowest)
+    elif top_p <= 0.9999:  # all tokens below weigh less than the share that top_p excludes
         lowest = top + tl.log((1.0 - top_p) * total.to(tl.float32) / (2.0 * vocabulary))
     return lowest
 
@@ -297,13 +298,13 @@ def _count_kernel(
     C_PAD: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Counts and weighs the scores of a block by bins; the last program of a row finds the bins of its bounds."""
+    """Count and weigh the scores of a block by bins. The last program of a row finds the bins of its bounds."""
     row, block, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, C_PAD)
     top_k, top_p = _limits(integers, floats, row, vocabulary, integer_columns, float_columns)
-    each, top, weights = _weights_of_blocks(tops + row * blocks, sums + row * blocks, blocks, place)
+    block_tops, top, weights = _weights_of_blocks(tops + row * blocks, sums + row * blocks, blocks, place)
     total, table = tl.sum(weights.to(tl.float64), 0), table + row * COLUMNS
     if (top_k < vocabulary) | (top_p < 1.0):
-        lowest = _lowest_needed(each, top, total, top_k, top_p, vocabulary, blocks)
+        lowest = _lowest_needed(block_tops, top, total, top_k, top_p, vocabulary, blocks)
         if tl.load(tops + row * blocks + block) >= lowest:
             token = block * BLOCK + tl.arange(0, BLOCK)
             score = tl.load(scores + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
@@ -311,7 +312,7 @@ def _count_kernel(
             tl.atomic_add(at, tl.full([BLOCK], 1, tl.int64), mask=counted, sem="relaxed")
             tl.atomic_add(at + _BINS, _units(tl.exp(score - top)), mask=counted, sem="relaxed")
     state = table + 2 * _BINS
-    tl.debug_barrier()  # all threads have counted before one of them says so
+    tl.debug_barrier()  # all threads must have counted before the program is marked as finished
     if tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel") == blocks - 1:
         bin = tl.arange(0, _BINS)
         counts = tl.cumsum(tl.load(table + bin, cache_modifier=".cg"), 0)
@@ -321,7 +322,7 @@ def _count_kernel(
         by_top_k = tl.where(top_k < vocabulary, by_top_k, _BINS)
         by_top_p = tl.where(top_p < 1.0, by_top_p, _BINS)
         high = tl.where(by_top_k < _BINS, by_top_k, by_top_p)
-        low = tl.where((by_top_k < _BINS) & (top_p < 1.0), 0, high)  # top_p is of what top_k leaves
+        low = tl.where((by_top_k < _BINS) & (top_p < 1.0), 0, high)  # top_p applies to the tokens that top_k keeps
         before = bin == low - 1
         tl.store(state + _LOW, low.to(tl.int64))
         tl.store(state + _HIGH, high.to(tl.int64))
@@ -332,27 +333,27 @@ def _count_kernel(
 
 
 @triton.jit
-def _above(found, size, top, bound, BLOCK: tl.constexpr):
-    """Scores above a bound: how many, and their weight."""
+def _above(candidates, size, top, bound, BLOCK: tl.constexpr):
+    """Number and weight of the scores above a bound."""
     count, units = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for first in range(0, size, BLOCK):
         place = first + tl.arange(0, BLOCK)
-        score = tl.load(found + place, mask=place < size, other=float("-inf"))
+        score = tl.load(candidates + place, mask=place < size, other=float("-inf"))
         count += (score > bound).to(tl.int64)
         units += tl.where(score > bound, _units(tl.exp(score - top)), 0)
     return tl.sum(count, 0), tl.sum(units, 0)
 
 
 @triton.jit
-def _lowest_bound(found, size, top, most_tokens, most_units, BLOCK: tl.constexpr):
-    """The lowest bound with fewer than `most_tokens` scores above it, and less than `most_units`."""
+def _lowest_bound(candidates, size, top, most_tokens, most_units, BLOCK: tl.constexpr):
+    """Lowest bound with fewer than `most_tokens` scores above it, which weigh less than `most_units`."""
     least = _in_order(tl.full([], float("-inf"), tl.float32).to(tl.int32, bitcast=True)).to(tl.int64)
     most = _in_order(top.to(tl.int32, bitcast=True)).to(tl.int64)
     for _ in range(32):
         if least < most:
             middle = (least + most) >> 1
             bound = _in_order(middle.to(tl.int32)).to(tl.float32, bitcast=True)
-            count, units = _above(found, size, top, bound, BLOCK)
+            count, units = _above(candidates, size, top, bound, BLOCK)
             holds = (count < most_tokens) & (units.to(tl.float64) < most_units)
             most = tl.where(holds, middle, most)
             least = tl.where(holds, least, middle + 1)
@@ -360,24 +361,26 @@ def _lowest_bound(found, size, top, most_tokens, most_units, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _tokens_at(found_tokens, place, size, COLLECTED: tl.constexpr):
-    """Tokens of the scores at places: collected ones, or those of the whole row."""
+def _tokens_at(candidate_tokens, place, size, COLLECTED: tl.constexpr):
+    """Token ids of the scores at `place`: from the collected ones, or the index in the whole row."""
     if COLLECTED:
-        return tl.load(found_tokens + place, mask=place < size, other=0)
+        return tl.load(candidate_tokens + place, mask=place < size, other=0)
     return place
 
 
 @triton.jit
-def _last_of_equals(found, found_tokens, size, bound, equals, vocabulary, BLOCK: tl.constexpr, COLLECTED: tl.constexpr):
-    """The last token that is left of those with the score of the bound, of which the first `equals` are."""
+def _last_of_equals(
+    candidates, candidate_tokens, size, bound, equals, vocabulary, BLOCK: tl.constexpr, COLLECTED: tl.constexpr
+):
+    """Last token that is kept among those whose score equals the bound; the first `equals` are kept."""
     least, most = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + vocabulary - 1
     for _ in range(21):
         if least < most:
             middle, count = (least + most) // 2, tl.zeros([BLOCK], tl.int32)
             for first in range(0, size, BLOCK):
                 place = first + tl.arange(0, BLOCK)
-                score = tl.load(found + place, mask=place < size, other=float("nan"))
-                token = _tokens_at(found_tokens, place, size, COLLECTED)
+                score = tl.load(candidates + place, mask=place < size, other=float("nan"))
+                token = _tokens_at(candidate_tokens, place, size, COLLECTED)
                 count += ((score == bound) & (token <= middle)).to(tl.int32)
             enough = tl.sum(count, 0) >= equals
             most = tl.where(enough, middle, most)
@@ -387,8 +390,8 @@ def _last_of_equals(found, found_tokens, size, bound, equals, vocabulary, BLOCK:
 
 @triton.jit
 def _bound_row(
-    found,
-    found_tokens,
+    candidates,
+    candidate_tokens,
     size,
     count_before,
     units_before,
@@ -406,35 +409,35 @@ def _bound_row(
     MIN_P: tl.constexpr,
     COLLECTED: tl.constexpr,
 ):
-    """The lowest score that top_k and top_p leave, and the last token that has it and is left; adds what is left of the
-    unsure bins to the weights of blocks."""
+    """Store the lowest score that top_k and top_p keep, and the last kept token with that score. Adds the kept scores
+    in the undecided bins to the weights of blocks."""
     by_top_k = tl.load(state + _BY_TOP_K) != 0
     most_tokens = tl.where(by_top_k, top_k.to(tl.int64), vocabulary + 1) - count_before
     bound, equals = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int64) + vocabulary
     wanted = top_p * (total * _UNIT)
     if by_top_k:
-        bound = _lowest_bound(found, size, top, most_tokens, float("inf"), BLOCK)
-        count, weight = _above(found, size, top, bound, BLOCK)
+        bound = _lowest_bound(candidates, size, top, most_tokens, float("inf"), BLOCK)
+        count, weight = _above(candidates, size, top, bound, BLOCK)
         equals = most_tokens - count
         wanted = top_p * (weight + equals * _units(tl.exp(bound - top))).to(tl.float64)
     if top_p < 1.0:
         fewest = bound
-        bound = _lowest_bound(found, size, top, most_tokens, wanted - units_before.to(tl.float64), BLOCK)
-        _, weight = _above(found, size, top, bound, BLOCK)
-        each, missing = _units(tl.exp(bound - top)).to(tl.float64), wanted - (units_before + weight).to(tl.float64)
-        needed = tl.where(each > 0, tl.ceil(missing / each), 1.0)
+        bound = _lowest_bound(candidates, size, top, most_tokens, wanted - units_before.to(tl.float64), BLOCK)
+        _, weight = _above(candidates, size, top, bound, BLOCK)
+        per_token, missing = _units(tl.exp(bound - top)).to(tl.float64), wanted - (units_before + weight).to(tl.float64)
+        needed = tl.where(per_token > 0, tl.ceil(missing / per_token), 1.0)
         equals = tl.where(bound > fewest, vocabulary, equals)
         equals = tl.maximum(tl.minimum(needed, equals.to(tl.float64)), 1.0).to(tl.int64)
-    last = _last_of_equals(found, found_tokens, size, bound, equals, vocabulary, BLOCK, COLLECTED)
+    last = _last_of_equals(candidates, candidate_tokens, size, bound, equals, vocabulary, BLOCK, COLLECTED)
     low, high = tl.load(state + _LOW), tl.load(state + _HIGH)
     for first in range(0, size, BLOCK):
         place = first + tl.arange(0, BLOCK)
-        score = tl.load(found + place, mask=place < size, other=float("-inf"))
-        token, bin, weight = _tokens_at(found_tokens, place, size, COLLECTED), _bin(score, top), tl.exp(score - top)
-        kept = ((score > bound) | ((score == bound) & (token <= last))) & (bin >= low) & (bin <= high)
+        score = tl.load(candidates + place, mask=place < size, other=float("-inf"))
+        token, bin, weight = _tokens_at(candidate_tokens, place, size, COLLECTED), _bin(score, top), tl.exp(score - top)
+        selected = ((score > bound) | ((score == bound) & (token <= last))) & (bin >= low) & (bin <= high)
         if MIN_P:
-            kept &= weight >= min_p
-        tl.atomic_add(units + token // BLOCK, _units(weight), mask=kept & (place < size), sem="relaxed")
+            selected &= weight >= min_p
+        tl.atomic_add(units + token // BLOCK, _units(weight), mask=selected & (place < size), sem="relaxed")
     tl.store(bounds, bound)
     tl.store(lasts, last)
 
@@ -447,8 +450,8 @@ def _truncate_kernel(
     tops,
     sums,
     table,
-    found,
-    found_tokens,
+    candidates,
+    candidate_tokens,
     units,
     bounds,
     lasts,
@@ -463,38 +466,38 @@ def _truncate_kernel(
     BOUNDS: tl.constexpr,
     MIN_P: tl.constexpr,
 ):
-    """Weighs a block without what truncation excludes, in integers, and collects what is in the unsure bins, MOST at
-    most; the last program of a row decides over these."""
+    """Weigh a block without the tokens that truncation excludes, in integers, and collect the scores in undecided bins,
+    at most MOST. The last program of a row decides about these."""
     row, block, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, C_PAD)
     _, top, weights = _weights_of_blocks(tops + row * blocks, sums + row * blocks, blocks, place)
     best, min_p = tl.load(tops + row * blocks + block), tl.load(floats + row * float_columns + 2).to(tl.float32)
     state = table + row * COLUMNS + 2 * _BINS
-    found, found_tokens = found + row * MOST, found_tokens + row * MOST
+    candidates, candidate_tokens = candidates + row * MOST, candidate_tokens + row * MOST
     scores, units = scores + row * vocabulary, units + row * blocks
     if BOUNDS:
         low, high = tl.load(state + _LOW), tl.load(state + _HIGH)
         left = _bin(best, top) <= high
     else:
         left = tl.exp(best - top) >= min_p
-    own = tl.zeros([], tl.int64)
+    block_units = tl.zeros([], tl.int64)
     if left:
         token = block * BLOCK + tl.arange(0, BLOCK)
         score = tl.load(scores + token, mask=token < vocabulary, other=float("-inf"))
-        kept, weight = score > float("-inf"), tl.exp(score - top)
+        selected, weight = score > float("-inf"), tl.exp(score - top)
         if BOUNDS:
             bin = _bin(score, top)
-            unsure = kept & (bin >= low) & (bin <= high)
+            unsure = selected & (bin >= low) & (bin <= high)
             count = tl.cumsum(unsure.to(tl.int32), 0)
             at = tl.atomic_add(state + _COLLECTED, tl.max(count, 0).to(tl.int64), sem="relaxed") + count - 1
-            tl.store(found + at, score, mask=unsure & (at < MOST))
-            tl.store(found_tokens + at, token, mask=unsure & (at < MOST))
-            kept &= bin < low
+            tl.store(candidates + at, score, mask=unsure & (at < MOST))
+            tl.store(candidate_tokens + at, token, mask=unsure & (at < MOST))
+            selected &= bin < low
         if MIN_P:
-            kept &= weight >= min_p
-        own = tl.sum(tl.where(kept, _units(weight), 0), 0)
-    tl.store(units + block, own)
+            selected &= weight >= min_p
+        block_units = tl.sum(tl.where(selected, _units(weight), 0), 0)
+    tl.store(units + block, block_units)
     if BOUNDS:
-        tl.debug_barrier()  # all threads have collected before one of them says so
+        tl.debug_barrier()  # all threads must have collected before the program is marked as finished
         if tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel") == blocks - 1:
             top_k, top_p = _limits(integers, floats, row, vocabulary, integer_columns, float_columns)
             total, collected = tl.sum(weights.to(tl.float64), 0), tl.load(state + _COLLECTED, cache_modifier=".cg")
@@ -505,14 +508,27 @@ def _truncate_kernel(
                 tl.store(lasts, vocabulary)
             elif collected <= MOST:
                 count, weight = tl.load(state + _COUNT), tl.load(state + _WEIGHT)
-                given = (found, found_tokens, collected.to(tl.int32), count, weight)
+                entries = (candidates, candidate_tokens, collected.to(tl.int32), count, weight)
                 _bound_row(
-                    *given, state, top, total, top_k, top_p, min_p, units, bounds, lasts, vocabulary, BLOCK, MIN_P, True
+                    *entries,
+                    state,
+                    top,
+                    total,
+                    top_k,
+                    top_p,
+                    min_p,
+                    units,
+                    bounds,
+                    lasts,
+                    vocabulary,
+                    BLOCK,
+                    MIN_P,
+                    True,
                 )
             else:
-                given = (scores, found_tokens, vocabulary, zero, zero)
+                entries = (scores, candidate_tokens, vocabulary, zero, zero)
                 _bound_row(
-                    *given,
+                    *entries,
                     state,
                     top,
                     total,
@@ -557,7 +573,7 @@ def _draw_kernel(
     BOUNDS: tl.constexpr,
     MIN_P: tl.constexpr,
 ):
-    """The token of a row at which the running sum of weights exceeds uniform * total; appends it to the row."""
+    """Draw the token of a row at which the cumulative weight exceeds uniform * total, and append it to the row."""
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, C_PAD)
     integers, floats = integers + row * integer_columns, floats + row * float_columns
     logits, divisor = logits + row * vocabulary, tl.load(floats).to(tl.float32)
@@ -592,7 +608,7 @@ def _draw_kernel(
     if MIN_P:
         weight = tl.where(weight >= tl.load(floats + 2).to(tl.float32), weight, 0.0)
     index = tl.sum((tl.cumsum(_units(weight), 0) <= wanted).to(tl.int32), 0)
-    # The sum of a block may differ from that of its integers in the last digit: the last token with weight then.
+    # The sum of a block may differ from that of its integers in the last digit: do not go past the last with weight.
     index = tl.minimum(index, tl.max(tl.where(weight > 0, inside, 0), 0))
     index = tl.where(greedy, tl.min(tl.where(score == top, inside, BLOCK), 0), index)
     chosen = tl.where(mass == mass, tl.minimum(block * BLOCK + index, vocabulary - 1), 0)
@@ -614,11 +630,11 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
 
     Args:
         logits: [B, V], float32 or the dtype of the model.
-        rows: of B rows, the tables of which are read and written.
-        mode: what the rows need; two launches without penalties and truncation, four at most.
+        rows: tables of B rows, which are read and written.
+        mode: sampling features of the rows; two launches without penalties and truncation, at most four with them.
 
     Returns:
-        tokens [B] int64, their log-probs [B] float32 in the full distribution, and those in the one sampled from.
+        tokens [B] int64, and their log-probs [B] float32 under the full distribution and the sampled one.
     """
     logits, (count, vocabulary) = logits.contiguous(), logits.shape
     if vocabulary > _MOST_TOKENS:
@@ -650,14 +666,14 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
         units = integers.new_empty(count, blocks)
         bounds, lasts = logits.new_empty(count, dtype=torch.float32), integers.new_empty(count, dtype=torch.int32)
         rows_and_scores = (scores, integers, floats, tops, sums, table)
-        found, found_tokens = tops, lasts
+        candidates, candidate_tokens = tops, lasts
         if with_bounds:
-            found = logits.new_empty(count, CANDIDATES, dtype=torch.float32)
-            found_tokens = integers.new_empty(count, CANDIDATES, dtype=torch.int32)
+            candidates = logits.new_empty(count, CANDIDATES, dtype=torch.float32)
+            candidate_tokens = integers.new_empty(count, CANDIDATES, dtype=torch.int32)
             _count_kernel[count, blocks](*rows_and_scores, *sizes, **constants, COLUMNS=_COLUMNS)
         _truncate_kernel[count, blocks](
             *rows_and_scores,
-            *(found, found_tokens, units, bounds, lasts),
+            *(candidates, candidate_tokens, units, bounds, lasts),
             *sizes,
             **constants,
             COLUMNS=_COLUMNS,

@@ -1,4 +1,4 @@
-"""Triton and its language, or stand-ins where Triton is not installed: kernels are then defined but never launched."""
+"""Triton and its language, or stand-ins without Triton, with which kernels can be defined but not launched."""
 
 from __future__ import annotations
 

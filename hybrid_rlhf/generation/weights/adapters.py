@@ -1,7 +1,7 @@
-"""Where the factors of an adapter go among the inference weights.
+"""Maps the low-rank factors of adapters to products of the inference weights.
 
-The loader says which rows of a fused product each training weight becomes, and in which order. These choices select
-rows, so they select the same ones of the factor [N, r] that an adapter multiplies last.
+The loader selects and orders the rows of each training weight in a fused product. The same selection applies to the
+rows of the adapter's factor [N, r], which is multiplied last.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hybrid_rlhf.generation.weights.picks import Pick
 from hybrid_rlhf.models.pretrained.adapters import LowRank
 
 ADAPTED = ("qkv", "o", "up", "down", *INPUT_PRODUCTS)
-"""Products of a layer that take adapters; those of latent attention, recurrent layers and experts do not."""
+"""Products of a layer that support adapters; those of latent attention, recurrent layers and experts do not."""
 Place = tuple[int, str]
-"""Layer, and product in it."""
+"""Index of a layer, and name of a product in it."""
 
 
 def adapter_changes(
@@ -29,15 +29,15 @@ def adapter_changes(
     parameters: Mapping[str, Tensor],
     targets: Mapping[str, Sequence[tuple[str, int, Pick]]],
 ) -> dict[Place, list[LowRankChange]]:
-    """The changes of each product on a single rank.
+    """Return the low-rank changes of each product, for a single rank.
 
     Args:
-        adapters: what each adds to training weights; their numbers are 1 and after, in this order.
-        parameters: the training weights.
-        targets: of the loader.
+        adapters: changes of training weights by adapter; adapters are numbered from 1 in this order.
+        parameters: training weights by name.
+        targets: `WeightLoader.targets`.
 
     Raises:
-        UserError: when an adapter changes a weight whose product takes none.
+        UserError: when an adapter changes a weight whose product does not support adapters.
     """
     changed = {name for adapter in adapters.values() for name in adapter}
     keys = {key for name in changed for key, _, _ in targets.get(name, ())}
@@ -46,7 +46,7 @@ def adapter_changes(
         for key, part, pick in places:
             if key in keys and name in parameters:
                 rows[key][part] = len(pick(parameters[name]))
-    found: dict[Place, list[LowRankChange]] = defaultdict(list)
+    changes_of: dict[Place, list[LowRankChange]] = defaultdict(list)
     for number, (adapter, changes) in enumerate(adapters.items(), start=1):
         for name, change in changes.items():
             products = [(*_place(key), key, part, pick) for key, part, pick in targets.get(name, ())]
@@ -59,8 +59,8 @@ def adapter_changes(
                 weight = parameters[name]
                 first = sum(size for before, size in rows[key].items() if before < part)
                 up, down = _picked(change, pick).to(weight), change.down.to(weight)
-                found[int(layer), role].append(LowRankChange(number, first, up, down))
-    return dict(found)
+                changes_of[int(layer), role].append(LowRankChange(number, first, up, down))
+    return dict(changes_of)
 
 
 def _place(key: str) -> tuple[str, str]:
@@ -69,6 +69,7 @@ def _place(key: str) -> tuple[str, str]:
 
 
 def _picked(change: LowRank, pick: Pick) -> Tensor:
-    """[n, r] of the factor [N, r], in parts no wider than the weight, whose columns a pick may count."""
+    """Apply a pick to the factor [N, r]; returns [n, r]. Parts are no wider than the weight, whose width picks may
+    check."""
     parts = change.up.split(change.down.shape[1], dim=1)
     return torch.cat([pick(part.t() if change.transposed else part) for part in parts], dim=1)

@@ -1,4 +1,4 @@
-"""From a Hugging Face model to inference weights: planned once, built whenever the training weights have changed."""
+"""Inference weights of a Hugging Face model: planned once, built each time the training weights have changed."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ logger = logging.getLogger(LOGGER_NAME)
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """All that inference weights are planned from; another rank can do it without the model."""
+    """Everything needed to plan inference weights, also on a rank that does not have the model."""
 
     architecture: ModelDescription
     names: Mapping[str, str]
-    """The family's names for its modules."""
+    """Module names of the family, by role."""
     parameters: tuple[str, ...]
-    """Names of the weights, tied ones once."""
+    """Names of the weights; tied weights once."""
     unread: tuple[str, ...]
-    """Those that have no part in reading text: of towers for images and sound."""
+    """Weights that text does not use: those of image and audio towers."""
     float32_logits: bool
 
     @classmethod
     def of(cls, lm: PreTrainedModel, parameters: Iterable[str]) -> DescribedModel:
-        """A model whose weights have these names; they may be partitioned.
+        """Describe a model, given the names of its weights, which may be partitioned.
 
         Raises:
             NotDescribed: when the family table does not cover the model.
@@ -52,11 +52,11 @@ class DescribedModel:
 
 
 DescribeModel = Callable[[PreTrainedModel, Iterable[str]], DescribedModel]
-"""See DescribedModel.of."""
+"""Describes a model, as `DescribedModel.of`."""
 
 
 class InferenceWeights:
-    """A model's inference weights on this rank: planned once, built whenever the training weights have changed."""
+    """A model's inference weights on this rank: planned once, built each time the training weights have changed."""
 
     def __init__(
         self,
@@ -67,18 +67,18 @@ class InferenceWeights:
         in_place: bool = False,
         quantization: Quantization | None = None,
     ) -> None:
-        """Plan.
+        """Plan the weights.
 
         Args:
             model: the model.
             world: the tensor-parallel ranks.
-            dtype: of the inference weights.
-            in_place: later builds write into the weights of the first, unless these are packed or quantised.
-            quantization: of the products of the layers; none: they keep the dtype.
+            dtype: dtype of the inference weights.
+            in_place: later builds write into the weights of the first build, unless these are packed or quantised.
+            quantization: quantization of the products of layers; none: they keep the dtype.
 
         Raises:
-            NotDescribed: when the decoder has no use for one of its weights.
-            UserError: when its heads cannot be split over the ranks, or its products not be quantised.
+            NotDescribed: when the decoder does not use one of the model's weights.
+            UserError: when heads cannot be split over the ranks, or products cannot be quantised.
         """
         self._world = world
         self._loader = WeightLoader(
@@ -96,29 +96,29 @@ class InferenceWeights:
 
     @property
     def architecture(self) -> ModelDescription:
-        """Of the model."""
+        """Description of the model."""
         return self._loader.architecture
 
     @property
     def in_place(self) -> bool:
-        """Whether later builds write into the weights of the first."""
+        """True if later builds write into the weights of the first build."""
         return self._loader.in_place
 
     @property
     def targets(self) -> Mapping[str, Sequence[tuple[str, int, Pick]]]:
-        """Which parts of inference weights each weight becomes, and how."""
+        """For each training weight: the inference weights it goes to, as (name, part index, pick)."""
         return self._loader.targets
 
     def picks(self, name: str) -> list[Pick]:
-        """What this rank takes of a weight: functions of the full weight."""
+        """Return the functions that select this rank's parts of a full training weight."""
         return [pick for _, _, pick in self._loader.targets[name]]
 
     def build(self, weights: Iterable[tuple[str, Tensor, bool]]) -> Decoder:
         """Build or update the decoder.
 
         Args:
-            weights: name, full tensor, and whether the tensor's memory outlives this call unchanged, one by one; an
-                update in place needs those that have changed.
+            weights: yields name, full tensor, and true if the tensor's memory stays unchanged after this call. An
+                update in place needs only the weights that have changed.
         """
         for name, tensor, persistent in weights:
             self._loader.load(name, tensor, persistent=persistent)
@@ -132,7 +132,7 @@ class InferenceWeights:
 
 
 def architecture_of(lm: PreTrainedModel) -> ModelDescription | None:
-    """The architecture of a model that can have inference weights; none for others."""
+    """Return the description of a model; None if it cannot have inference weights."""
     try:
         return describe(lm)[0]
     except NotDescribed:
@@ -148,10 +148,10 @@ def plan_inference_weights(
     in_place: bool = False,
     quantization: Quantization | None = None,
 ) -> InferenceWeights | None:
-    """See InferenceWeights; none, and a line in the log, for a model that the family table does not describe.
+    """Plan inference weights, as InferenceWeights; None, with a log line, if the family table does not cover the model.
 
     Raises:
-        UserError: for such a model under tensor parallelism or quantised, which its Hugging Face module does not
+        UserError: for such a model with tensor parallelism or quantization, which its Hugging Face module does not
             support.
     """
     try:
@@ -174,12 +174,12 @@ def plan_inference_weights(
 
 
 class SharedWeights:
-    """Inference weights that share the full weights of a model where they can, and follow its training."""
+    """Inference weights that share memory with a model where possible, and follow its training."""
 
     def __init__(
         self, lm: PreTrainedModel, weights: InferenceWeights, adapters: Mapping[str, Mapping[str, LowRank]]
     ) -> None:
-        """Take a model, which may be deleted later, the plan of its inference weights, and adapters by name."""
+        """Args: the model, which is weakly referenced, the plan of its inference weights, and adapters by name."""
         self._lm, self._weights, self._adapters = weakref.ref(lm), weights, adapters
         self._version: list[tuple[int, int]] = []
 
@@ -193,33 +193,33 @@ class SharedWeights:
         quantization: Quantization | None = None,
         adapters: Mapping[str, Mapping[str, LowRank]] | None = None,
     ) -> SharedWeights | None:
-        """Those of a model; none as in `plan_inference_weights`.
+        """Plan the inference weights of a model; None as in `plan_inference_weights`.
 
         Args:
-            lm: has its full weights.
-            world: see `plan_inference_weights`.
-            dtype: see there.
-            quantization: see there.
-            adapters: which tokens choose by their numbers, from 1 on; on a single rank.
+            lm: model with its full weights.
+            world: the tensor-parallel ranks.
+            dtype: dtype of the inference weights.
+            quantization: quantization of the products of layers; none: they keep the dtype.
+            adapters: adapters by name, numbered from 1; on a single rank only.
 
         Raises:
-            UserError: as `plan_inference_weights`; with adapters, when the model has no inference weights.
+            UserError: as in `plan_inference_weights`; with adapters, also when the model has no inference weights.
         """
         names = [name for name, _ in lm.named_parameters()]
-        # in place: what is a copy is written again after training, at the addresses that CUDA graphs hold
+        # in place: after training, copies are rewritten at the addresses that CUDA graphs contain
         weights = plan_inference_weights(lm, names, world=world, dtype=dtype, in_place=True, quantization=quantization)
         if weights is None and adapters:
             raise UserError(f"adapters need inference weights, {type(lm).__name__} has none: serve merged models")
         return None if weights is None else cls(lm, weights, adapters or {})
 
     def newer(self) -> Decoder | None:
-        """The decoder of the present weights; none if they have not changed since the last call.
+        """Return the decoder of the current weights; None if they have not changed since the last call.
 
-        A change is a new version or address of a parameter, as optimizers and `load_state_dict` leave it. In-place
-        changes of `parameter.data` are not seen.
+        Weights have changed if the version or address of a parameter is new, as after an optimizer step or
+        `load_state_dict`. In-place changes of `parameter.data` are not detected.
 
         Raises:
-            UserError: when a product does not take its adapters.
+            UserError: when a product does not support its adapters.
         """
         lm = self._lm()
         parameters = {} if lm is None else dict(lm.named_parameters())
@@ -236,6 +236,6 @@ class SharedWeights:
 def decoder_of(
     lm: PreTrainedModel, *, world: World, dtype: torch.dtype, quantization: Quantization | None = None
 ) -> Decoder | None:
-    """The decoder of a model with full weights; see SharedWeights.of."""
+    """Build the decoder of a model with full weights; None if it has no inference weights. See `SharedWeights.of`."""
     shared = SharedWeights.of(lm, world=world, dtype=dtype, quantization=quantization)
     return None if shared is None else shared.newer()

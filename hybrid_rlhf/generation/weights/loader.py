@@ -1,10 +1,12 @@
 """Inference weights on one tensor-parallel rank, filled from named training weights.
 
-Full weights arrive one by one, in any order; `load(name, tensor)` keeps this rank's part. A model that is partitioned,
-on disk or has adapters can therefore be streamed through in buckets. Columns of attention and MLP are split over heads
-and intermediate units, rows of the vocabulary over tokens (Megatron-LM, arXiv 1909.08053). A weight that needs no
-change stays a view of the tensor it came from. Products of one input (Q, K, V; gate, up; the latents of queries and of
-keys) are fused, without a copy where they are adjacent in memory. Shapes: N outputs, K inputs of a product; H hidden.
+Full weights arrive one by one, in any order; `load(name, tensor)` keeps this rank's part. Models that are partitioned,
+on disk or with adapters can therefore be streamed in buckets. Attention and MLP are split by heads and intermediate
+units, embeddings and head by rows of the vocabulary (Megatron-LM, arXiv 1909.08053). A weight that needs no change
+stays a view of the loaded tensor. Products with the same input (Q, K, V; gate, up; the latents of queries and of keys)
+are fused, without a copy if they are adjacent in memory.
+
+Shapes: N outputs, K inputs of a product; H hidden.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ PRODUCTS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
 
 
 class WeightLoader:
-    """Plans where each training weight goes, receives them one by one, and assembles the decoder's weights."""
+    """Plans the destination of each training weight, loads weights one by one, and assembles those of the decoder."""
 
     def __init__(
         self,
@@ -65,18 +67,18 @@ class WeightLoader:
         float32_logits: bool = True,
         quantization: Quantization | None = None,
     ) -> None:
-        """Plan.
+        """Plan the destination of each weight.
 
         Args:
-            architecture: of the model.
-            names: the family's names for its modules.
-            parameters: names of the training weights, tied ones once.
-            unread: those that have no part in reading text, which are left out.
+            architecture: description of the model.
+            names: module names of the family, by role.
+            parameters: names of the training weights; tied weights once.
+            unread: weights that text does not use, which are left out.
             world: the tensor-parallel ranks, and the device of this one.
-            dtype: of the inference weights.
+            dtype: dtype of the inference weights.
             in_place: weights loaded after `assemble` are written into the assembled ones, unless packed or quantised.
-            float32_logits: whether the head computes in float32, whatever the dtype.
-            quantization: of the products of the layers; none: they keep the dtype.
+            float32_logits: the head computes in float32, for any dtype.
+            quantization: quantization of the products of layers; none: they keep the dtype.
 
         Raises:
             NotDescribed: when the model has a weight that the decoder does not use.
@@ -92,19 +94,19 @@ class WeightLoader:
         self._assembled: dict[str, Sequence[Tensor]] = {}
         self._parts: dict[str, list[Tensor | None]] = {}
         self.targets: dict[str, list[tuple[str, int, Pick]]] = {name: [] for name in unread}
-        """Where parts of each training weight go, and what picks them."""
+        """For each training weight: inference weights that it goes to, as (name, part index, pick)."""
         self._plan()
         if unknown := sorted(self._parameters - set(self.targets)):
             raise NotDescribed(f"the decoder has no use for the weight {unknown[0]}")
 
     def load(self, name: str, tensor: Tensor, *, persistent: bool) -> None:
-        """Receive a training weight.
+        """Load a training weight.
 
         Args:
-            name: of the weight in the model, without the prefixes of adapters.
+            name: name of the weight in the model, without the prefixes of adapters.
             tensor: its full value.
-            persistent: whether its memory stays valid and unchanged while the inference weights are used, so that a
-                view of it is enough.
+            persistent: its memory stays valid and unchanged while the inference weights are used, so that a view of it
+                is enough.
         """
         tensor = tensor.detach()
         for key, index, pick in self.targets[name]:
@@ -117,7 +119,7 @@ class WeightLoader:
             self._parts[key][index] = part if persistent or not same_storage(part, tensor) else part.clone()
 
     def assemble(self) -> DecoderWeights:
-        """Fuse and pack what was loaded. The loader is empty afterwards and can be filled again."""
+        """Fuse and pack the loaded weights. The loader is empty afterwards and can be filled again."""
         if missing := sorted(key for key, parts in self._parts.items() if any(part is None for part in parts)):
             raise ValueError(f"inference weights need all weights of the model, {missing[0]} was not loaded: load it")
         embed, head = self._take("embed.weight"), self._take("head.weight")
@@ -157,7 +159,7 @@ class WeightLoader:
         return LayerWeights(**norms, **products)
 
     def _plain_norm(self, size: int) -> Norm:
-        """A norm that multiplies by 1."""
+        """Return a norm whose weight is 1."""
         weight = torch.ones(size, dtype=self._dtype, device=self._world.device)
         return Norm(weight - self.architecture.norm_offset, None, self.architecture)
 
@@ -180,17 +182,17 @@ class WeightLoader:
         a, key = self.architecture, f"{layer}.recurrent"
         project, out = self._linear(f"{key}_in"), self._linear(f"{key}_out")
         assert a.recurrence is not None and project is not None and out is not None
-        others = {}
+        mixer_weights = {}
         for role in a.recurrence.others(self.split.recurrent):
             for part, ending in (("weight", ""), ("bias", ".bias")):
                 tensor = self._take(f"{layer}.{role}.{part}")
                 if tensor is not None:
-                    others[role.removeprefix("recurrent_") + ending] = tensor
+                    mixer_weights[role.removeprefix("recurrent_") + ending] = tensor
         activation = a.recurrent_activation or a.activation
-        return mixer(a.recurrence, MixerWeights(project, out, others), activation, a.norm_eps)
+        return mixer(a.recurrence, MixerWeights(project, out, mixer_weights), activation, a.norm_eps)
 
     def _take(self, key: str) -> Tensor | None:
-        """One inference weight: its parts fused, and released."""
+        """Return an inference weight with its parts fused, and release the parts; None if the model lacks it."""
         parts = [part for part in self._parts.get(key, ()) if part is not None]
         if not parts:
             return None
@@ -260,11 +262,11 @@ class WeightLoader:
             self._plan_mlp(layer)
 
     def _plan_latent(self, layer: int, kind: Latent) -> None:
-        """Ranks hold different heads and all of the latents."""
+        """Plan latent attention: ranks have different heads, and each has all latents."""
         key, heads = f"{layer}.latent", self.split.heads
 
-        def rows(each: int) -> range:
-            return range(heads.start * each, heads.stop * each)
+        def rows(per_head: int) -> range:
+            return range(heads.start * per_head, heads.stop * per_head)
 
         query, up = kind.plain_dims + kind.rotated_dims, kind.plain_dims + kind.value_dims
         width, interleaved = kind.size + kind.rotated_dims, self.architecture.interleaved_rotary
@@ -273,7 +275,7 @@ class WeightLoader:
         pick = rows_of(rows(query))
         self._place(f"{key}.q", "latent_q", self._halves(pick, query, kind.plain_dims) if interleaved else pick, layer)
         pick = self._halves(all_of, width, kind.size) if interleaved else all_of
-        parts = 2 if f"{key}.q_norm.weight" in self._parts else 1  # else queries come from the hidden states
+        parts = 2 if f"{key}.q_norm.weight" in self._parts else 1  # 1: queries come from the hidden states
         self._place(f"{key}.down", "q_down", all_of, layer, part=0, parts=parts)
         self._place(f"{key}.down", "kv_down", pick, layer, part=parts - 1, parts=parts)
         self._place(f"{key}.kv_up", "kv_up", rows_of(rows(up)), layer)
@@ -303,7 +305,7 @@ class WeightLoader:
         self._place_one(f"{layer}.sinks.weight", "sinks", "weight", rows_of(split.heads), layer)
 
     def _plan_recurrent(self, layer: int, kind: Recurrence) -> None:
-        """Ranks hold different units."""
+        """Plan a recurrent layer: ranks have different units."""
         mine = self.split.recurrent
         inputs = kind.inputs(mine)
         for part, (role, rows) in enumerate(inputs.items()):
@@ -313,7 +315,7 @@ class WeightLoader:
         self._place_row_parallel(f"{layer}.recurrent_out", "recurrent_out", kind.columns(mine), layer)
 
     def _plan_head_norm(self, layer: int, role: str, heads: int, mine: range) -> None:
-        """A norm's weights: all, except where queries or keys are normed over all heads."""
+        """Plan the norm of queries or keys: all its weights, or this rank's heads if it is over all heads."""
         a, d = self.architecture, self.architecture.head_dim
         pick: Pick = torch.flatten
         if a.qk_norm == "over_heads":
@@ -325,9 +327,9 @@ class WeightLoader:
             self._place(f"{layer}.{role}", role, pick, layer, part=head, parts=parts)
 
     def _halves(self, pick: Pick, size: int, start: int) -> Pick:
-        """Rows of Q or K in an order in which rotation of neighbours becomes rotation of halves; scores are the same.
+        """Reorder rows of Q or K so that rotation of neighbours becomes rotation of halves; scores do not change.
 
-        Only the rotated dimensions of each head of `size`, from `start` on, are reordered.
+        Of each head of `size` dimensions, only the rotated dimensions from `start` on are reordered.
         """
         rotary = next(kind.rotary for kind in self.architecture.kinds if kind.rotary is not None)
         end = start + 2 * len(rotary.inv_freq)
@@ -354,7 +356,7 @@ class WeightLoader:
             self._place(f"{layer}.shared_router", "shared_router", all_of, layer)
 
     def _plan_dense(self, layer: int, prefix: str, mine: range, size: int) -> None:
-        """An MLP, whose names begin with a prefix, of `size` inner units."""
+        """Plan an MLP of `size` intermediate units; the names of its roles begin with `prefix`."""
         key, gate, up, fused = f"{layer}.up", f"{prefix}gate", f"{prefix}up", f"{prefix}gate_up"
         if fused in self._names:
             second = range(size + mine.start, size + mine.stop)
@@ -368,7 +370,7 @@ class WeightLoader:
         self._place_row_parallel(f"{layer}.down", f"{prefix}down", mine, layer)
 
     def _place_row_parallel(self, key: str, role: str, columns: range, layer: int) -> None:
-        """Each rank holds some columns; the first rank alone adds the bias."""
+        """Plan a product that is split by columns. Only the first rank adds the bias."""
         self._place_one(f"{key}.weight", role, "weight", columns_of(columns), layer)
         bias = all_of if self._world.rank == 0 else torch.zeros_like
         self._place_one(f"{key}.bias", role, "bias", bias, layer)
@@ -379,10 +381,10 @@ class WeightLoader:
 
     def _place_one(self, key: str, role: str, kind: str, pick: Pick, layer: int, part: int = 0, parts: int = 1) -> None:
         for module in self._names.get(role, "").split("|"):
-            own = module.format(layer, head=part)
-            name = f"{own}.{kind}"
-            if own in self._parameters:  # experts are parameters
-                name = own if kind == "weight" else f"{own}_{kind}"
+            path = module.format(layer, head=part)
+            name = f"{path}.{kind}"
+            if path in self._parameters:  # experts are parameters, not modules
+                name = path if kind == "weight" else f"{path}_{kind}"
             if name in self._parameters:
                 if self.architecture.transposed and role in PRODUCTS and kind == "weight":
                     pick = after_transpose(pick)

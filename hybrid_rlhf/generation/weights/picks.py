@@ -1,4 +1,4 @@
-"""Parts of a full weight that a rank needs, in the layout in which it needs them."""
+"""Picks: functions that select a rank's part of a full weight, in the layout of the inference weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Pick = Callable[[Tensor], Tensor]
 
 
 def adjacent_view(parts: Sequence[Tensor]) -> Tensor | None:
-    """Tensors that are adjacent in one storage as a single tensor, without a copy; none where they are not."""
+    """Return tensors that are adjacent in one storage as a single view; None if they are not adjacent."""
     first = parts[0]
     expected = first.data_ptr()
     for part in parts:
@@ -26,29 +26,29 @@ def adjacent_view(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
 
 
-def same_storage(one: Tensor, other: Tensor) -> bool:
-    """Whether one is a view of what the other is a view of."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def same_storage(first: Tensor, second: Tensor) -> bool:
+    """True if two tensors share their storage."""
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def rows_of(part: range) -> Pick:
-    """Some rows."""
+    """Pick a range of rows."""
     return lambda tensor: tensor[part.start : part.stop]
 
 
 def columns_of(part: range) -> Pick:
-    """Some columns."""
+    """Pick a range of columns."""
     return lambda tensor: tensor[:, part.start : part.stop]
 
 
 def all_of(tensor: Tensor) -> Tensor:
-    """The whole."""
+    """Pick the whole tensor."""
     return tensor
 
 
 def experts_of(part: range, *, transposed: bool, alternating: bool) -> Pick:
-    """Some experts of weights [E, N, K], or [E, K, N] if transposed, and of biases [E, N]. Rows that alternate between
-    gate and up are sorted."""
+    """Pick some experts of weights [E, N, K], or [E, K, N] if transposed, or of biases [E, N]. Rows that alternate
+    between gate and up are sorted, all of gate first."""
 
     def pick(tensor: Tensor) -> Tensor:
         some = tensor[part.start : part.stop]
@@ -59,20 +59,20 @@ def experts_of(part: range, *, transposed: bool, alternating: bool) -> Pick:
 
 
 def halves_of(heads: range, size: int, half: int) -> Pick:
-    """Of each of some heads, which have 2 * `size` rows, the first half or the second."""
-    each = rows_of(range(heads.start * 2 * size, heads.stop * 2 * size))
-    return lambda tensor: each(tensor).unflatten(0, (-1, 2, size))[:, half].flatten(0, 1)
+    """Pick the first or second half of the rows of some heads, each with 2 * `size` rows; `half` is 0 or 1."""
+    of_heads = rows_of(range(heads.start * 2 * size, heads.stop * 2 * size))
+    return lambda tensor: of_heads(tensor).unflatten(0, (-1, 2, size))[:, half].flatten(0, 1)
 
 
 def listed(rows: Tensor) -> Pick:
-    """Rows in a given order; a view where they are consecutive."""
+    """Pick rows in the order listed; a view if they are consecutive."""
     if bool((rows.diff() == 1).all()):
         return rows_of(range(int(rows[0]), int(rows[-1]) + 1))
     return lambda tensor: tensor[rows.to(tensor.device)]
 
 
 def fused_qkv(architecture: ModelDescription, split: Split, *, whole: bool) -> Pick:
-    """A rank's rows of a fused weight or bias: its Q, then its K, then its V. `whole`: it has all heads."""
+    """Pick a rank's rows of a fused QKV weight or bias: its Q, then its K, then its V. `whole`: it has all heads."""
     a, d = architecture, architecture.head_dim
 
     def pick(tensor: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def fused_qkv(architecture: ModelDescription, split: Split, *, whole: bool) -> P
 
 
 def reordered(pick: Pick, order: Tensor) -> Pick:
-    """The rows of each head in another order [size of a head]."""
+    """Apply a pick, and put the rows of each head in another order [head size]."""
 
     def reorder(tensor: Tensor) -> Tensor:
         rows = pick(tensor)
@@ -102,18 +102,18 @@ def reordered(pick: Pick, order: Tensor) -> Pick:
 
 @dataclass(frozen=True, eq=False)
 class Scaled:
-    """From the weight or bias times a factor, which may be one for each row: computed, in the weight's dtype."""
+    """A pick from a weight or bias times a factor, or one factor per row, computed in the weight's dtype."""
 
     pick: Pick
     factor: float | Tensor
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """See Pick."""
+        """Return this rank's part of the scaled tensor."""
         if isinstance(self.factor, Tensor):
             return self.pick(tensor * self.factor.to(tensor).view(-1, *[1] * (tensor.dim() - 1)))
         return self.pick(tensor * self.factor)
 
 
 def after_transpose(pick: Pick) -> Pick:
-    """From a weight that is stored [in, out]."""
+    """Apply a pick to the transpose of a weight that is stored [in, out]."""
     return lambda tensor: pick(tensor.t())

@@ -1,7 +1,7 @@
-"""What inference weights compute of a short prompt, compared with what the model computes.
+"""Check of inference weights against the model on a short prompt.
 
-Why a check at start-up: inference weights that are wrong for a model would let it train on samples of another. One
-short prompt is enough; a difference above the tolerance stops the run.
+Why at start-up: with wrong inference weights, a model would train on samples of another distribution. One short prompt
+is enough; a difference above the tolerance stops the run.
 """
 
 from __future__ import annotations
@@ -20,51 +20,52 @@ from hybrid_rlhf.generation.ops.sampling import gather_vocabulary
 from hybrid_rlhf.models.head_check import LogitAgreement, agreement, probe_tokens
 
 LOW_PRECISION_TOLERANCE = 0.1
-"""Mean difference in nats allowed for the probe's log-probs in bfloat16 and float16; more where logits are large."""
+"""Allowed mean difference of the probe's log-probs in bfloat16 and float16, in nats; more if logits are large."""
 QUANTISED_TOLERANCE = 1.0
-"""The same with quantised products. SmolLM2-135M in int8 differs by 0.37 on the probe, after some training by 0.5."""
+"""Allowed mean difference with quantised products. SmolLM2-135M in int8 differs by 0.37, after some training by 0.5."""
 PROBE_DECODED = 2
-"""Tokens of the probe that pass one by one: each reads all weights, as the rest does at once."""
+"""Number of tokens of the probe that are decoded one by one; each reads all weights, so there are few."""
 
 
 def probe_logprobs(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
-    """Log-probs [P - 1] float32 of all tokens except the first."""
+    """Return the log-probs [P - 1] float32 of all P tokens except the first."""
     logits = probe_logits(decoder, tokens)
     return token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device))
 
 
 @torch.inference_mode()
 def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
-    """Logits [P - 1, V] float32 after all tokens except the last: the first by prefill, the others token by token."""
+    """Return logits [P - 1, V] float32 after all tokens but the last: first ones by prefill, the others token by
+    token."""
     hidden = torch.cat(_probe_steps(_Probe(decoder, tokens), len(tokens) - 1))
     return gather_vocabulary(decoder.logits(hidden), decoder.architecture.vocab_size, decoder.world)
 
 
 @torch.inference_mode()
 def probe_routes(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
-    """Experts [P - 1, E, k] int64 of the same tokens in each mixture."""
+    """Return the experts [P - 1, E, k] int64 of all tokens but the last in each mixture, computed as `probe_logits`."""
     probe = _Probe(decoder, tokens, records_routes=True)
     steps, mixtures = len(_probe_steps(probe, len(tokens) - 1)), len(decoder.architecture.expert_layers)
-    found = [torch.stack(probe.routes[step * mixtures : (step + 1) * mixtures], dim=1) for step in range(steps)]
-    return torch.cat(found).long()
+    by_step = [torch.stack(probe.routes[step * mixtures : (step + 1) * mixtures], dim=1) for step in range(steps)]
+    return torch.cat(by_step).long()
 
 
 def _probe_steps(probe: _Probe, tokens: int) -> list[Tensor]:
-    """Hidden states of so many tokens: of a prefill, and of each that is decoded after it."""
+    """Return the hidden states of `tokens` tokens: those of a prefill, then those of each decoded token."""
     places = range(tokens - PROBE_DECODED, tokens)
     return [probe.prefill(places.start), *map(probe.decode, places)]
 
 
 @torch.inference_mode()
 def probe_hidden(decoder: Decoder, tokens: Sequence[int]) -> list[Tensor]:
-    """Hidden states [P, H] before the first layer and after each, by one prefill."""
+    """Return the hidden states [P, H] before the first layer and after each layer, by one prefill."""
     observed: list[Tensor] = []
     _Probe(decoder, tokens).prefill(len(tokens), observe=observed.append)
     return observed
 
 
 class _Probe:
-    """One sequence, with a cache and states of its own."""
+    """One sequence, with a separate cache and states."""
 
     def __init__(self, decoder: Decoder, tokens: Sequence[int], *, records_routes: bool = False) -> None:
         self.routes: list[Tensor] = []
@@ -80,13 +81,13 @@ class _Probe:
         self._ids, self._places = torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device)
 
     def prefill(self, tokens: int, *, observe: Callable[[Tensor], None] | None = None) -> Tensor:
-        """Hidden states [tokens, H] of the first tokens."""
+        """Return the hidden states [tokens, H] of the first tokens."""
         return self._hidden(slice(tokens), None, Chunks(self._pages, [0], [tokens], self._places[:1]), observe)
 
     def decode(self, place: int) -> Tensor:
-        """Hidden states [1, H] of one more token."""
-        one = slice(place, place + 1)
-        return self._hidden(one, DecodeRows(self._pages, self._places[one], place + 1, self._places[:1]))
+        """Return the hidden state [1, H] of the token at index `place`."""
+        part = slice(place, place + 1)
+        return self._hidden(part, DecodeRows(self._pages, self._places[part], place + 1, self._places[:1]))
 
     def _hidden(
         self,
@@ -103,7 +104,7 @@ class _Probe:
 
 
 def agreement_with(decoder: Decoder, expected: Tensor) -> LogitAgreement:
-    """Compare a decoder with log-probs [P - 1] under the training forward, of all `probe_tokens` except the first."""
+    """Compare a decoder with log-probs [P - 1] of `probe_tokens`, all but the first, under the training forward."""
     tokens = probe_tokens(decoder.architecture.vocab_size)
     logits, quantised = probe_logits(decoder, tokens), bool(decoder.quantisation_errors)
     return agreement(
@@ -120,7 +121,7 @@ def check_inference_weights(decoder: Decoder, expected: Tensor) -> None:
     """Compare a decoder with the training forward on `probe_tokens`.
 
     Args:
-        decoder: to check.
+        decoder: decoder to check.
         expected: [P - 1] log-probs under the training forward, of all tokens except the first.
 
     Raises:

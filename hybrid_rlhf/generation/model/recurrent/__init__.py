@@ -1,5 +1,5 @@
-"""Recurrent layers: layers whose memory of the tokens before is a state of fixed size.
+"""Recurrent layers: layers that remember earlier tokens in a state of fixed size.
 
-Read `states.py` (the states of all rows, and how a step reads and writes them) and `mixers.py` (the layers). The
+Read `states.py` (the states of all rows, and their use in a step) and `mixers.py` (the layers). The
 recurrences are in `generation/ops/recurrence.py`.
 """

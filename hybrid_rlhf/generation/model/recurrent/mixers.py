@@ -3,8 +3,8 @@
 Source: gated delta net (arXiv 2412.06464, section 3.3, with the norms and the gate of Qwen3-Next), Mamba-2 (arXiv
 2405.21060, section 7), Mamba (arXiv 2312.00752, section 3.4, with the norms of Jamba, arXiv 2403.19887), short
 convolution (LFM2, arXiv 2511.23404), lightning attention (MiniMax-01, arXiv 2501.08313, section 2.2). Decays and the
-recurrence are computed in float32. Where the states of a step have kernels (ops/), the convolution is a
-launch, and so is a token of each row of a gated delta net and of Mamba-2.
+recurrence are computed in float32. With kernels (ops/), the convolution is one launch, and so is a decoding step of the
+recurrence of a gated delta net or of Mamba-2.
 
 Shapes: T tokens, H hidden, G groups of r heads on this rank, see ops/recurrence.py.
 """
@@ -42,7 +42,7 @@ class MixerWeights:
     project: Linear
     out: Linear
     others: Mapping[str, Tensor]
-    """By role, without the prefix `recurrent_`; that of a bias ends with `.bias`."""
+    """Other weights by role without the prefix `recurrent_`; roles of biases end with `.bias`."""
 
 
 class Mixer(Protocol):
@@ -51,7 +51,7 @@ class Mixer(Protocol):
     weights: MixerWeights
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
-        """This rank's part of the sum over units, [T, H] of [T, H]; updates the states of the layer."""
+        """Map [T, H] to this rank's part of the sum over units [T, H]; updates the states of the layer."""
 
 
 class GatedDeltaMixer:
@@ -62,7 +62,7 @@ class GatedDeltaMixer:
         self._rule = replace(DECAYING_SCAN, inputs=self._inputs)
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
-        """See Mixer."""
+        """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
         kind, w, kernels = self._kind, self.weights.others, states.kernels
         heads = len(w["decay"])
         values, keys = heads * kind.value_dim, heads // kind.shared * kind.key_dim
@@ -77,7 +77,7 @@ class GatedDeltaMixer:
         return self.weights.out(gated.flatten(1).to(x.dtype))
 
     def _inputs(self, mixed: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, ...]:
-        """Of the scan: queries, keys, values, decays and betas."""
+        """Return queries, keys, values, decays and betas of the scan."""
         kind, w, values = self._kind, self.weights.others, b.shape[1] * self._kind.value_dim
         keys = (mixed.shape[1] - values) // 2
         q, k, v = mixed.float().split([keys, keys, values], dim=-1)
@@ -96,7 +96,7 @@ class Mamba2Mixer:
         self._rule = replace(DECAYING_SCAN, inputs=self._inputs, skip=self._skip)
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
-        """See Mixer."""
+        """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
         kind, w, kernels = self._kind, self.weights.others, states.kernels
         heads = len(w["decay"])
         inner, shared = heads * kind.head_dim, heads // kind.shared * kind.state_dim
@@ -104,13 +104,13 @@ class Mamba2Mixer:
         mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
         rule = self._rule
         if kernels is not None:
-            given = (w["decay"], w["dt"], w["skip"])
-            rule = replace(rule, kernel=partial(kernels.mamba2_step, *given, least_step=kind.least_step))
+            parameters = (w["decay"], w["dt"], w["skip"])
+            rule = replace(rule, kernel=partial(kernels.mamba2_step, *parameters, least_step=kind.least_step))
         out = states.scan(layer, rule, mixed, dt).flatten(2)
         return self.weights.out(self._gated(out, z.float()).to(x.dtype))
 
     def _inputs(self, mixed: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
-        """Of the scan: queries, keys, values and decays."""
+        """Return queries, keys, values and decays of the scan."""
         kind, w, values = self._kind, self.weights.others, self._values(mixed, dt)
         b, c = mixed[:, values.shape[1:].numel() :].float().unflatten(-1, (2, -1, kind.state_dim)).unbind(dim=1)
         dt = functional.softplus(dt.float() + w["dt"].float()).clamp(min=kind.least_step)
@@ -118,16 +118,16 @@ class Mamba2Mixer:
         return c, b, values * dt[..., None], g
 
     def _skip(self, mixed: Tensor, dt: Tensor) -> Tensor:
-        """What inputs add to the outputs."""
+        """Return the direct contribution of the inputs to the outputs, [T, G, r, V]."""
         return self._values(mixed, dt) * self.weights.others["skip"].view(-1, self._kind.shared, 1).float()
 
     def _values(self, mixed: Tensor, dt: Tensor) -> Tensor:
-        """Inputs [T, G, r, V]."""
+        """Return the inputs as values [T, G, r, V]."""
         inner = dt.shape[1] * self._kind.head_dim
         return mixed[:, :inner].float().unflatten(-1, (-1, self._kind.shared, self._kind.head_dim))
 
     def _gated(self, out: Tensor, z: Tensor) -> Tensor:
-        """[T, inner] of [T, G, inner / G] and the gate [T, inner], normed for each group."""
+        """Gate outputs [T, G, inner / G] by z [T, inner] and norm each group; returns [T, inner]."""
         gate = functional.silu(z).view_as(out)
         if self._kind.norm == "none":
             return (out * gate).flatten(1)
@@ -144,7 +144,7 @@ class MambaMixer:
         self._kind, self.weights, self._activation, self._eps = kind, weights, activation, eps
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
-        """See Mixer."""
+        """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
         kind, w = self._kind, self.weights.others
         mixed, z = self.weights.project(x).chunk(2, dim=-1)
         mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
@@ -167,7 +167,7 @@ class ShortConvolutionMixer:
         self.weights = weights
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
-        """See Mixer."""
+        """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
         w = self.weights.others
         before, after, mixed = self.weights.project(x).chunk(3, dim=-1)
         mixed = states.convolve(layer, before * mixed, w["conv"], w.get("conv.bias"))
@@ -182,7 +182,7 @@ class LightningMixer:
         self._rates = kind.rates.to(weights.others["norm"].device)
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
-        """See Mixer."""
+        """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
         width, norm = self._kind.heads * self._kind.head_dim, self.weights.others["norm"]
         qkv, gate = self.weights.project(x).split([3 * width, width], dim=-1)
         rule = replace(DECAYING_SCAN, inputs=partial(self._inputs, layer))
@@ -191,14 +191,14 @@ class LightningMixer:
         return self.weights.out((normed * gate.float().sigmoid()).to(x.dtype))
 
     def _inputs(self, layer: int, qkv: Tensor) -> tuple[Tensor, ...]:
-        """Of the scan: queries, keys, values and decays."""
+        """Return queries, keys, values and decays of the scan."""
         heads, mixed = self._kind.heads, ACTIVATIONS[self._activation](qkv).float()
         q, k, v = mixed.unflatten(-1, (3, heads, self._kind.head_dim)).unbind(dim=1)
         return q, k, v[:, :, None], -self._rates[layer, :, None].expand(len(qkv), heads, 1)
 
 
 def mixer(kind: Recurrence, weights: MixerWeights, activation: Activation, eps: float) -> Mixer:
-    """The layer of a kind."""
+    """Create the recurrent layer of a kind."""
     if isinstance(kind, GatedDelta):
         return GatedDeltaMixer(kind, weights, activation, eps)
     if isinstance(kind, Mamba):
@@ -212,5 +212,5 @@ def mixer(kind: Recurrence, weights: MixerWeights, activation: Activation, eps: 
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Vectors divided by their length, as the reference kernels do it."""
+    """Divide vectors by their length, with the epsilon of the reference kernels."""
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)

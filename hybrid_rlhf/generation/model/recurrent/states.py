@@ -1,18 +1,18 @@
-"""States of recurrent layers, and how a step that mixes decoding rows with chunks of prompts reads and writes them.
+"""States of recurrent layers, read and written by steps that mix decoding rows with chunks of prompts.
 
-A running request has a slot, which holds its states in all recurrent layers: the last inputs of the convolution, in the
-dtype of the weights, and the recurrent state in float32. As with keys and values, a chunk of a prompt continues from
-what the chunk before it left; the first starts at zero, so a slot needs no clearing. Slots are found through indices on
-the device, so a CUDA graph serves any rows. Slot 0 belongs to rows that are not in use.
+A running request has a slot with its states in all recurrent layers: the last inputs of the convolution, in the dtype
+of the weights, and the recurrent state in float32. A chunk of a prompt continues from the states of the chunk before
+it. The first chunk starts from zero, so slots need not be cleared. Slots are selected by indices on the device, so a
+CUDA graph works for any rows. Slot 0 is used by unused rows.
 
-The tokens of chunks are laid out in blocks of equal size, which are computed together; only states pass from block to
-block. Blocks are ordered by their place in their sequence, and sequences by their number of blocks, so that each round
-of this pass is a slice.
+The tokens of chunks are arranged in blocks of equal size, which are computed together; only states pass from block to
+block. Blocks are ordered by their index in the sequence, and sequences by their number of blocks, so that each round of
+this pass is a slice.
 
-On a GPU kernels (ops/) read and write the states in place: the convolution of all tokens, and the recurrence
-of decoding rows.
+On a GPU, kernels (ops/) read and write the states in place: the convolution of all tokens, and the recurrence of
+decoding rows.
 
-Shapes: T tokens, B decoding rows, n chunks, N blocks of L tokens, C channels, W tokens that a convolution sees.
+Shapes: T tokens, B decoding rows, n chunks, N blocks of L tokens, C channels, W kernel size of the convolution.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.generation.transfers import to_device
 
 BLOCK = 64
-"""Most tokens of a block: the work within a block is quadratic in it, the number of passes is inverse to it."""
+"""Maximum number of tokens per block. Work within a block grows with its square, the number of passes falls with it."""
 
 
 class StateCache:
@@ -64,33 +64,33 @@ class StateCache:
         return self.conv.shape[1]
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """States [slots, ...] of a layer: of its convolution, and its recurrent ones."""
+        """Return the convolution states and the recurrent states of a layer, each [slots, ...]."""
         return self.conv[self._places[layer]], self.memory[self._places[layer]]
 
     def copy(self, pairs: Sequence[tuple[int, int]], *, source: StateCache | None = None) -> None:
-        """Copy slots, given as (source, target), of another cache where one is given."""
+        """Copy slots, given as (source, target), within this cache or from `source`."""
         if not pairs:
             return
-        given = source or self
+        source_cache = source or self
         sources, targets = to_device(pairs, self.conv.device).unbind(dim=1)
-        self.conv[:, targets] = given.conv[:, sources]
-        self.memory[:, targets] = given.memory[:, sources]
+        self.conv[:, targets] = source_cache.conv[:, sources]
+        self.memory[:, targets] = source_cache.memory[:, sources]
 
     def step(self, rows: DecodeRows | None, chunks: Chunks | None = None) -> StepStates:
-        """The states of a step, the tokens of which are those of the rows, then those of each chunk."""
+        """Return the states of a step, whose tokens are those of the rows, then those of each chunk."""
         slots, device = None if rows is None else rows.slots, self.conv.device
         layout = None if chunks is None else _Layout.of(chunks, self.conv.shape[2], device)
         if self._kernels is None:
             return StepStates(self, slots, layout)
-        batch, own = 0 if slots is None else len(slots), None if chunks is None else chunks.slots
-        together = [part for part in (slots, own) if part is not None]
+        batch, chunk_slots = 0 if slots is None else len(slots), None if chunks is None else chunks.slots
+        together = [part for part in (slots, chunk_slots) if part is not None]
         places = None if chunks is None else ChunkTokens.of(batch, chunks.starts, chunks.lengths, device)
         sequences = StepSequences(torch.cat(together) if len(together) > 1 else together[0], batch, places)
         return StepStates(self, slots, layout, self._kernels, sequences)
 
 
 def state_bytes(kind: Recurrence | None, *, layers: int, units: int, dtype: torch.dtype) -> int:
-    """Bytes of a slot on a rank with so many units; 0 for a model without recurrent layers."""
+    """Bytes of a slot on a rank with `units` units; 0 for a model without recurrent layers."""
     if kind is None:
         return 0
     conv, memory = (torch.Size(shape).numel() for shape in kind.state_shapes(units))
@@ -99,26 +99,26 @@ def state_bytes(kind: Recurrence | None, *, layers: int, units: int, dtype: torc
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the tokens of chunks lie, T in all."""
+    """Arrangement of the T tokens of chunks in blocks."""
 
     slots: Tensor
-    """[n], by falling number of blocks, as is `fresh`."""
+    """[n] slots of the chunks, ordered by decreasing number of blocks, as is `fresh`."""
     fresh: Tensor
-    """[n] bool: the sequence begins with its chunk."""
+    """[n] bool, true if the chunk is the first of its sequence."""
     places: Tensor
-    """[T] of each token among the N * L places of the blocks."""
+    """[T] index of each token in the blocks [N * L]."""
     blocks: int
     size: int
     rounds: list[slice]
     window_tokens: Tensor
-    """[T] of each token among the inputs of the convolution: those of each chunk, and W - 1 before them."""
+    """[T] index of each token in the inputs of the convolution, where each chunk follows its W - 1 earlier inputs."""
     windows: Tensor
-    """[n, W - 1] of the inputs before each chunk; those after it are at `next_windows`."""
+    """[n, W - 1] indices of the inputs before each chunk. `next_windows` are those of its last inputs."""
     next_windows: Tensor
 
     @classmethod
     def of(cls, chunks: Chunks, before: int, device: torch.device) -> _Layout:
-        """Args: the chunks, W - 1, and where the indices are needed."""
+        """Args: the chunks, W - 1, and the device of the indices."""
         assert chunks.slots is not None
         lengths, size = torch.tensor(chunks.lengths), min(BLOCK, max(chunks.lengths))
         counts = -(-lengths // size)
@@ -137,25 +137,25 @@ class _Layout:
             to_device(block * size + token % size, device),
             int(ends[-1]),
             size,
-            [slice(end - own, end) for end, own in zip(ends.tolist(), sizes.tolist(), strict=True)],
+            [slice(end - count, end) for end, count in zip(ends.tolist(), sizes.tolist(), strict=True)],
             to_device(torch.arange(len(index)) + (index + 1) * before, device),
             to_device(windows, device),
             to_device(windows + lengths[order, None], device),
         )
 
     def states(self, store: Tensor) -> Tensor:
-        """Copies of the states [n, ...] before the chunks."""
+        """Return copies of the states [n, ...] before the chunks; zeros for the first chunk of a sequence."""
         fresh = self.fresh.view(-1, *[1] * (store.dim() - 1))
         return store[self.slots].masked_fill_(fresh, 0.0)
 
     def in_blocks(self, tokens: Tensor) -> Tensor:
-        """[N, L, ...] of [T, ...], zero behind the ends of sequences."""
+        """Arrange [T, ...] in blocks [N, L, ...], zero after the ends of sequences."""
         padded = tokens.new_zeros(self.blocks * self.size, *tokens.shape[1:])
         return padded.index_copy_(0, self.places, tokens).unflatten(0, (self.blocks, self.size))
 
 
 class StepStates:
-    """The states of one step; what layers share is computed once."""
+    """States of one step. Values that are the same in all layers are computed once."""
 
     def __init__(
         self,
@@ -165,7 +165,8 @@ class StepStates:
         kernels: ModuleType | None = None,
         sequences: StepSequences | None = None,
     ) -> None:
-        """Args: all states, the slots [B] of decoding rows, and the places of chunks, or none; kernels, with theirs."""
+        """Args: all states; slots [B] of decoding rows and layout of chunks, or none; kernels and their sequences, or
+        none."""
         self._cache, self._slots, self._layout = cache, slots, layout
         self._batch = 0 if slots is None else len(slots)
         self.kernels, self.sequences = kernels, sequences
@@ -173,7 +174,7 @@ class StepStates:
     def convolve(
         self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
     ) -> Tensor:
-        """Causal convolution of each channel: [T, C] of x [T, C], weight [C, 1, W] and bias [C]; then an activation.
+        """Causal convolution of each channel of x [T, C] with weight [C, 1, W] and bias [C], then an activation.
 
         The last inputs become the state of the layer.
         """
@@ -197,21 +198,22 @@ class StepStates:
         mixed = torch.cat(parts) if len(parts) > 1 else parts[0]
         return mixed if activation is None else ACTIVATIONS[activation](mixed)
 
-    def scan(self, layer: int, rule: Rule, *given: Tensor) -> Tensor:
-        """Outputs [T, ...] float32 of a recurrence over what a layer has for tokens [T, ...]; updates its states."""
+    def scan(self, layer: int, rule: Rule, *inputs: Tensor) -> Tensor:
+        """Return outputs [T, ...] float32 of a recurrence over a layer's inputs [T, ...]; updates the states of the
+        layer."""
         _, store = self._cache.of_layer(layer)
         if self.kernels is None or rule.kernel is None:
-            return self._scan(store, rule, given, self._slots)
+            return self._scan(store, rule, inputs, self._slots)
         parts = []
         if self._slots is not None:
-            parts.append(rule.kernel(store, self._slots, *(tokens[: self._batch] for tokens in given)))
+            parts.append(rule.kernel(store, self._slots, *(tokens[: self._batch] for tokens in inputs)))
         if self._layout is not None:
-            parts.append(self._scan(store, rule, [tokens[self._batch :] for tokens in given], None))
+            parts.append(self._scan(store, rule, [tokens[self._batch :] for tokens in inputs], None))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _scan(self, store: Tensor, rule: Rule, given: Sequence[Tensor], slots: Tensor | None) -> Tensor:
-        """The same by operations of torch, of rows in these slots and of all chunks."""
-        inputs, parts, batch = rule.inputs(*given), [], 0 if slots is None else len(slots)
+    def _scan(self, store: Tensor, rule: Rule, layer_inputs: Sequence[Tensor], slots: Tensor | None) -> Tensor:
+        """Compute `scan` in torch, for rows in these slots and for all chunks."""
+        inputs, parts, batch = rule.inputs(*layer_inputs), [], 0 if slots is None else len(slots)
         if slots is not None:
             state = store[slots]
             parts.append(rule.step(state, *(tokens[:batch] for tokens in inputs)))
@@ -223,4 +225,4 @@ class StepStates:
             parts.append(mixed.flatten(0, 1)[self._layout.places])
             store.index_copy_(0, self._layout.slots, state)
         out = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return out if rule.skip is None else out + rule.skip(*given)
+        return out if rule.skip is None else out + rule.skip(*layer_inputs)
