@@ -6,13 +6,18 @@ WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 PIP := $(VENV)/bin/pip install --quiet --constraint constraints.txt
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test families wheel-demo faults lint house audit docs bench gpu venv clean
+.PHONY: demo test slow families wheel-demo faults lint house audit docs bench gpu venv clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/python train.py $(ARGS)
 
 test: $(VENV)/.test
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Whole runs from a browser or a terminal, and kernels compiled for a GPU.
+slow: $(VENV)/.test
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile \
+		-m "slow and not gpu and not faults and not wheel" $(ARGS)
 
 # Checks every model type of transformers' causal-LM mapping, in minutes, and writes docs/models.md.
 families: $(VENV)/.test
@@ -22,11 +27,10 @@ families: $(VENV)/.test
 wheel-demo: $(VENV)/.test
 	$(VENV)/bin/python -m pytest -m wheel tests/end_to_end/test_wheel.py $(ARGS)
 
-# The long tests, about an hour: runs killed at every point, all layouts, 500 steps, fuzzing, all shapes of kernels.
+# All tests, hours: also runs killed at every point, all layouts, 500 steps, fuzzing, all shapes and families of kernels.
 faults: $(VENV)/.test
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m "faults or not gpu" \
-		tests/faults tests/fuzz $(addprefix tests/engines/test_,checkpoints.py hybrid.py weight_check.py) \
-		tests/families/test_rl.py tests/generation/test_*kernels.py tests/end_to_end/test_gpu_hour.py $(ARGS)
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile \
+		-m "not gpu and not wheel" $(ARGS)
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .

@@ -25,6 +25,7 @@ if not torch.cuda.is_available():
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from hybrid_rlhf.runtime.world import World, close_world, init_world
+from tests.support.covering import mark_all_but_covering
 from tests.support.generation import GENERATOR
 from tests.support.steps import write_rows
 from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
@@ -32,8 +33,11 @@ from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with a slow test first: a worker that starts one last would run it while the others are idle."""
+    """Combinations beyond pairs are `faults`. Files with a slow test first: a worker that starts one last would run it
+    while the others are idle."""
+    mark_all_but_covering(items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

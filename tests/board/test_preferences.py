@@ -68,6 +68,7 @@ def test_two_runs_give_one_side_each(board: ServedBoard, tmp_path: Path) -> None
     assert board.get("/api/preferences/next", run=board.run("none")["id"]) == {"pair": None}
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_trained_on_the_pairs(board: ServedBoard, tmp_path: Path, model_folder: Path) -> None:
     body = {"model": str(model_folder), "output_dir": "preferred"}
     nothing = board.post("/api/preferences/train", body)

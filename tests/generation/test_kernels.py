@@ -38,7 +38,11 @@ DEVICE = default_device()
 )
 @pytest.mark.parametrize(
     ("capacity", "starts", "lengths"),
-    [(40, [], []), (40, [0, 2], [3, 20]), pytest.param(300, [0, 21], [17, 40], marks=pytest.mark.faults)],
+    [
+        pytest.param(40, [], [], marks=pytest.mark.faults),
+        (40, [0, 2], [3, 20]),
+        pytest.param(300, [0, 21], [17, 40], marks=pytest.mark.faults),
+    ],
 )
 def test_a_step_attends_and_writes_as_torch_does(
     name: str, capacity: int, starts: list[int], lengths: list[int], on_the_device: None
@@ -159,12 +163,19 @@ def test_windows_that_begin_at_multiples_of_their_size(
         torch.testing.assert_close(found[token], torch.einsum("as,sad->ad", weights, v), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+_FAMILIES = [
+    *((64, 1), (64, 3), (64, 7), (64, 71), (80, 1), (96, 1), (100, 1), (120, 4), (128, 4), (128, 5), (128, 16)),
+    *((160, 4), (192, 12), (256, 2), (256, 8), (512, 4), (512, 8)),
+]
+"""Head sizes and query heads of a KV head in the family table."""
+
+
 @pytest.mark.parametrize(
-    ("d", "group"),
+    ("d", "group", "dtype"),
     [
-        *((64, 1), (64, 3), (64, 7), (64, 71), (80, 1), (96, 1), (100, 1), (120, 4), (128, 4), (128, 5), (128, 16)),
-        *((160, 4), (192, 12), (256, 2), (256, 8), (512, 4), (512, 8)),
+        *((d, group, torch.float32) for d, group in _FAMILIES),
+        *((d, group, HALF) for d, group in _FAMILIES[::6]),
+        *(pytest.param(*size, HALF, marks=pytest.mark.faults) for size in _FAMILIES if size not in _FAMILIES[::6]),
     ],
 )
 def test_rows_and_chunks_of_every_head_and_group_size(
@@ -241,7 +252,8 @@ def test_heads_are_normed(name: str, normed: str, everywhere: None, on_the_devic
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama of three heads", "gemma2", "gpt_oss", "gemma4 that shares keys"),
+        *("llama of three heads", "gpt_oss"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gemma4 that shares keys")),
         *(pytest.param(name, marks=pytest.mark.faults) for name in ("mistral", "gemma3", "qwen3", "falcon rw", "opt")),
         *(pytest.param(name, marks=pytest.mark.faults) for name in ("pythia", "gemma4", "bloom", "llama4")),
         pytest.param("llama4 in one chunk", marks=pytest.mark.faults),

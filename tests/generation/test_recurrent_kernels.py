@@ -170,7 +170,8 @@ def test_small_step_sizes_are_exact() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen3_5", "granite 4", "jamba"),
+        "qwen3_5",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("granite 4", "jamba")),
         *(
             pytest.param(name, marks=pytest.mark.faults)
             for name in ("qwen3_next", "bamba", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe", "minimax")

@@ -12,6 +12,8 @@ from tests.support.board import ServedBoard, append_metrics, hold_lock, served_b
 from tests.support.browser import axe_findings, require_browser, show, wait_in_page
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def own_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedBoard]:

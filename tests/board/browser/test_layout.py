@@ -9,6 +9,8 @@ import pytest
 from tests.support.board import ServedBoard
 from tests.support.browser import DESKTOP, PHONE, axe_findings, show, wait_in_page
 
+pytestmark = pytest.mark.slow
+
 VIEWS = {
     "runs": "runs",
     "curves": "curves?run={run}&run={other}",

@@ -8,9 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.board import ServedBoard, append_metrics
 from tests.support.browser import show, wait_in_page
 from tests.support.showcase import MARKUP
+
+pytestmark = pytest.mark.slow
 
 
 def _id(board: ServedBoard, name: str) -> str:
