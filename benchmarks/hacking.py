@@ -72,10 +72,9 @@ def signals_of(folder: Path) -> list[Signal]:
     workspace = BoardWorkspace(BoardConfig(folders=[str(folder)]), load=_no_model)
     (found,) = workspace.folders.all()
     index = workspace.samples(found).index
-    with contextlib.closing(index):
-        while index.progress < 1:
-            index.update(1.0)
-        return workspace.signals(found)
+    while index.update(1.0):
+        pass
+    return workspace.signals(found)
 
 
 def report(runs: Sequence[HackingRun]) -> Iterator[str]:
