@@ -233,6 +233,7 @@ def test_estimates() -> None:
     assert bootstrap([2.0, 2.0], [1.0, 1.0], seed=0, transform=np.exp) == Estimate(*[math.exp(2.0)] * 3)
 
 
+@pytest.mark.slow
 def test_tasks_of_the_harness_are_run_on_the_engine(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +298,7 @@ def lengths():
 """
 
 
+@pytest.mark.slow
 def test_tasks_of_inspect_are_run_on_the_engine(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,6 +319,7 @@ def test_tasks_of_inspect_are_run_on_the_engine(
         assert f"error: tasks of Inspect {error}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_task_that_is_not_there_is_one_line(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
     with pytest.raises(SystemExit):

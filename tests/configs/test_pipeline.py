@@ -179,6 +179,7 @@ def test_steps_that_lack_rows_are_refused_together(
     assert len(started) == 3, "a template may make several rows of a conversation"
 
 
+@pytest.mark.slow
 def test_code_that_does_not_load_is_refused_before_the_first_step(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pair_ro
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", COMMANDS)
 def test_the_commands_run(line: str, tmp_path: Path, model_folder: Path, pair_rows: Path, reward: Path) -> None:
     name, step = documented_step(line)

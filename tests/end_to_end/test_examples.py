@@ -39,6 +39,7 @@ def run_example(file: Path, model: Path, output: Path, *launcher: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_an_example_runs(file: Path, model_folder: Path, tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) <= 100

@@ -56,7 +56,7 @@ KINDS: dict[str, Recurrence] = {
 STEPS: dict[str, tuple[int, list[int], list[int]]] = {
     "rows": (3, [], []),
     "first chunks": (0, [0, 0, 0], [3, 1, 9]),
-    "both": (2, [0, 5, 40, 0], [70, 2, 1, 4]),
+    "both": (2, [0, 5, 40, 0], [20, 2, 1, 4]),
 }
 """Rows, and the starts and lengths of chunks."""
 
