@@ -1,4 +1,4 @@
-"""GSPO: one ratio a sequence, the geometric mean of its tokens', and one clip.
+"""GSPO: one ratio per sequence, the geometric mean of its tokens' ratios, and one clip.
 
 Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 to 7.
 
@@ -21,12 +21,12 @@ from hybrid_rlhf.rl.batch import Batch
 
 
 class GSPO(GRPO):
-    """The clipped surrogate of a sequence's ratio."""
+    """The clipped surrogate of a sequence's ratio, with GRPO's advantages."""
 
     config: GSPOConfig
 
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
-        """See Algorithm."""
+        """Return the clipped surrogate of the sequence ratios, summed over the tokens of a micro-batch."""
         mask, old_logprobs = batch.rollout.response_mask, batch.rollout.old_logprobs
         assert old_logprobs is not None
         log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)

@@ -174,7 +174,7 @@ class Address:
     url: str
     shown: str
     secrets: tuple[str, ...]
-    """Longest first."""
+    """Longest first, so that a secret that contains another is replaced as a whole."""
 
     @classmethod
     def of(cls, url: str, *, shown: str | None = None, key: str | None = None) -> Self:
@@ -208,11 +208,11 @@ class Reply:
 
     scores: ComponentScores
     may_retry: bool = False
-    """Whether a retry may succeed; not if the request itself is wrong."""
+    """True if a retry may succeed, false if the request itself is wrong."""
 
     @property
     def failed(self) -> bool:
-        """Whether rows failed."""
+        """True if any row failed."""
         return bool(self.scores.failures)
 
 

@@ -1,4 +1,4 @@
-"""The actor's loss on a micro-batch: the algorithm's own, an entropy bonus, and the KL where it is a term of the loss.
+"""The actor's loss on a micro-batch: the algorithm's loss, an entropy bonus, and the KL where it is a term of the loss.
 
 All terms are sums over response tokens with the same weights, divided once by the caller.
 """
@@ -24,7 +24,7 @@ ROUTES_USED = ("routes_used", "routes_recorded")
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What the loss of a micro-batch needs to know of its mini-batch."""
+    """Values of a mini-batch that the loss of its micro-batches needs."""
 
     tokens: float
     """Response tokens over all ranks, the denominator of the losses."""
@@ -37,7 +37,7 @@ class MiniBatch:
 
 
 class PolicyLoss:
-    """Computes the loss with an actor."""
+    """Computes the actor's loss on micro-batches."""
 
     def __init__(
         self, actor: ModelEngine | AbsentEngine, algorithm: Algorithm, *, temperature: float, max_tokens: int
