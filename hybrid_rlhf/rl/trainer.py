@@ -151,10 +151,10 @@ class RLTrainer(Trainer):
 
     def _require_own_samples(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise UserError if current weights sampled tokens with other log-probs than training gives them."""
-        difference, limit = metrics["rollout/logprob_abs_diff_mean"], self._max_logprob_diff
+        diff, limit = metrics["rollout/logprob_abs_diff_mean"], self._max_logprob_diff
         require(
-            difference <= limit or bool(metrics.get("rollout/stale_updates")),
-            f"sampler and training must agree to {limit:.3g} nats per token in the mean, they differ by {difference:.3g} in "
+            diff <= limit or bool(metrics.get("rollout/stale_updates")),
+            f"sampler and training must agree to {limit:.3g} nats per token in the mean, they differ by {diff:.3g} in "
             f"the rollout of step {step}, while the weights agree: set rollout.backend to module and report the model, "
             "or raise faults.max_logprob_diff",
         )

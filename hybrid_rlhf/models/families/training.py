@@ -1,7 +1,6 @@
-"""What training must know of a model type that its module does not say: whether its rows can be packed, and
-what it lacks.
+"""Lists of model types that training needs: types whose rows can be packed, and types without some feature.
 
-Lists, not rules: whether a type computes the same packed is found by running it (`make families`).
+They are lists because only a test run shows that a type computes the same results packed (`make families`).
 """
 
 from __future__ import annotations

@@ -61,11 +61,9 @@ def gather_completions(mine: Sequence[Sampled], world: World) -> list[Sampled]:
             continue
         completions = [sample.completion for sample in mine] if source == world.rank else []
         prompts = [sample.prompt for sample in mine] if source == world.rank else []
-        ids = [prompt + completion.token_ids for prompt, completion in zip(prompts, completions, strict=True)]
-        floats = [completion.logprobs + completion.sampling_logprobs for completion in completions]
-        experts = [
-            completion.routes.reshape(-1).view(np.uint8) for completion in completions if completion.routes is not None
-        ]
+        ids = [prompt + output.token_ids for prompt, output in zip(prompts, completions, strict=True)]
+        floats = [output.logprobs + output.sampling_logprobs for output in completions]
+        experts = [output.routes.reshape(-1).view(np.uint8) for output in completions if output.routes is not None]
         counts = (
             sum(heading.prompt_tokens + heading.tokens for heading in of_rank),
             sum(heading.tokens * (1 + heading.truncates) for heading in of_rank),

@@ -11,7 +11,7 @@ weights that continue it. A prompt keeps the random streams of the step in which
 
 Source: partial rollouts of Kimi k1.5 (arXiv 2501.12599, section 2.6), APRIL (arXiv 2509.18521), and AReaL's
 interruptible generation (arXiv 2505.24298, section 4.1), whose correction of the loss is `algorithm.correction`.
-Deviations: a rollout ends after a number of tokens, not of seconds; a prompt is carried through `max_lag` steps at most.
+Deviations: a rollout ends after a number of tokens, not of seconds; a prompt is carried for `max_lag` steps at most.
 """
 
 from __future__ import annotations

@@ -347,10 +347,10 @@ class Updater:
 
     def _metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the updates, the same on every rank."""
-        metrics = self._own_metrics(progress)
+        values = self._own_metrics(progress)
         if progress.sent is not None and self._roles.actor.world.is_main:
-            metrics |= progress.sent.metrics
-        return {"rollout/updates": float(progress.updates)} | self._world.merge_dicts(metrics)
+            values |= progress.sent.metrics
+        return {"rollout/updates": float(progress.updates)} | self._world.merge_dicts(values)
 
     def _own_metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the roles whose first rank this is; every rank of a role calls."""
