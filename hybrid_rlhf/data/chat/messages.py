@@ -25,7 +25,7 @@ WEIGHT_KEY = "weight"
 
 
 def is_learned(message: Message) -> bool:
-    """Whether a turn carries loss: an assistant turn, unless its weight is 0."""
+    """Return True if a turn carries loss: an assistant turn, unless its weight is 0."""
     return message["role"] == "assistant" and message.get(WEIGHT_KEY, 1) != 0
 
 
