@@ -56,7 +56,7 @@ def model_flops_utilisation(
 
 
 def decode_roofline(*, read_bytes: float, seconds: float, device: torch.device) -> dict[str, float]:
-    """perf/decode_roofline: the bytes that decoding must read, divided by those the GPU's memory can deliver meanwhile.
+    """perf/decode_roofline: the bytes that decoding must read, as a share of the memory bandwidth in that time.
 
     {} if the memory bandwidth is unknown or no bytes were counted.
     """
