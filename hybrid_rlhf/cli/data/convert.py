@@ -1,4 +1,4 @@
-"""`hybrid-rlhf data convert FILE --output OUT.jsonl`: a published format into rows of every step."""
+"""`hybrid-rlhf data convert FILE --output OUT.jsonl`: converts a published format into rows that every step reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN = 20
 
 
 def run(config: ConvertConfig) -> None:
-    """Convert; exit code 1 if a row cannot be converted and skip_bad is off."""
+    """Convert a source; exit code 1 if a row cannot be converted and skip_bad is off."""
     output = output_file(config.output, "--output", overwrite=config.overwrite)
     from hybrid_rlhf.data.preparation.conversion.converting import convert
 
@@ -39,6 +39,6 @@ def run(config: ConvertConfig) -> None:
 
 
 def problem_lines(texts: list[str], count: int, noun: str = "problem") -> list[str]:
-    """The first problems, and how many more there are."""
+    """The first problems, and the number of further ones."""
     more = [f"... and {count - SHOWN:,} more {noun}s"] if count > SHOWN else []
     return [*texts[:SHOWN], *more]

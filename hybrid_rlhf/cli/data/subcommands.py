@@ -1,4 +1,4 @@
-"""`hybrid-rlhf data check|convert|split|blend`: the module of a subcommand has a function `run` of its config."""
+"""`hybrid-rlhf data check|convert|split|blend`: each subcommand's module has a function `run` that takes its config."""
 
 from __future__ import annotations
 
