@@ -1,7 +1,7 @@
 """Rules for RL: pure functions of the curves. Each returns its evidence, or None if the curves are healthy.
 
-The sources name the sign and the reason, and rarely a number. The thresholds are this project's; those of KL, length,
-components and held-out scores are the ones of which docs/benchmarks/hacking.md measures hits and false alarms.
+The sources name the sign and the reason, and rarely a number. The thresholds are this project's; for those of KL,
+length, components and held-out scores, docs/benchmarks/hacking.md measures hits and false alarms.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def held_out_falls(curves: Curves) -> str | None:
 
 
 def entropy_collapse(curves: Curves) -> str | None:
-    """The entropy is below a tenth of that at the start."""
+    """The entropy is below a tenth of its initial value."""
     return _fell(curves, "policy/entropy", share=0.1)
 
 
@@ -98,7 +98,7 @@ def clip_fraction(curves: Curves) -> str | None:
 
 
 def explained_variance(curves: Curves) -> str | None:
-    """The critic explains less than a constant would."""
+    """The critic explains less variance than a constant would."""
     return held(curves, "val/explained_variance", lambda value: value < 0, 10)
 
 
@@ -108,7 +108,7 @@ def idle_critic(curves: Curves) -> str | None:
     values, updates = curves.last(name, _CRITIC_WINDOW), sum(value for _, value in curves.points("rollout/updates"))
     if updates < _CRITIC_UPDATES or len(values) < _CRITIC_WINDOW or max(map(abs, values)) > 0.05:
         return None
-    if explained_variance(curves):  # which says more
+    if explained_variance(curves):  # the more specific rule
         return None
     return f"{name} is {values[-1]:.3g} after {updates:.0f} updates, near 0 for {_CRITIC_WINDOW} rollouts in a row"
 
@@ -131,7 +131,7 @@ def still_policy(curves: Curves) -> str | None:
 
 
 def saturated_scores(curves: Curves) -> str | None:
-    """The scores of a rollout hardly differ any more."""
+    """The standard deviation of a rollout's scores is below a twentieth of its initial value."""
     return _fell(curves, "objective/scores_std", share=0.05)
 
 
@@ -162,13 +162,14 @@ def _difference_of_halves(values: Sequence[float]) -> float:
 
 
 def _noise_of_difference(values: Sequence[float]) -> float:
-    """Standard error of the difference of halves, from values and their successors: a slow trend does not count."""
+    """Standard error of the difference of halves, from differences of neighbours, so that a slow trend does not
+    count."""
     variance = fmean((after - before) ** 2 for before, after in pairwise(values)) / 2
     return sqrt(4 * variance / len(values))
 
 
 def _fell(curves: Curves, name: str, *, share: float) -> str | None:
-    """Evidence that a metric is below a share of what it was at the start."""
+    """Evidence that a metric is below a share of its initial value."""
     if curves.count(name) < _LEAST:
         return None
     start, now = fmean(curves.first(name, _START)), fmean(curves.last(name, _RECENT))
