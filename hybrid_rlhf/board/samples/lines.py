@@ -36,7 +36,7 @@ def prompt_key(messages: list[dict[str, Any]]) -> str:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, without upper case and accents."""
+    """The words of a text, in lower case and without accents."""
     text = text.casefold()
     if not text.isascii():
         text = _ACCENTS.sub("", unicodedata.normalize("NFKD", text))
