@@ -1,5 +1,5 @@
-"""What the settings of RL algorithms share: optional parts (KL penalty, score penalties, dynamic sampling, correction
-for the difference between sampler and trainer), and base classes of keys that several algorithms read.
+"""Shared settings of RL algorithms: optional parts (KL penalty, score penalties, dynamic sampling, correction for the
+difference between sampler and trainer), and base classes with keys that several algorithms read.
 
 The algorithms themselves are in configs/algorithms.py.
 """
@@ -119,21 +119,21 @@ class AlgorithmConfig(Settings):
     """What all RL algorithms read."""
 
     needs_critic: ClassVar[bool] = False
-    """Whether it trains a critic."""
+    """True if it trains a critic."""
     needs_reference: ClassVar[bool] = False
-    """Whether its loss needs the reference even without a KL penalty."""
+    """True if its loss needs the reference even without a KL penalty."""
     learns_pairs: ClassVar[bool] = False
-    """Whether it learns from pairs of completions."""
+    """True if it learns from pairs of completions."""
     selects: ClassVar[bool] = False
-    """Whether it learns from some completions of a prompt only."""
+    """True if it learns from only some completions of a prompt."""
     uses_sampler_policy: ClassVar[bool] = True
-    """Whether its gradient is one of the policy that sampled, so that training should route tokens as sampling did."""
+    """True if its gradient is that of the policy that sampled, so that training should route tokens as sampling did."""
     single_update: ClassVar[bool] = False
-    """Whether its paper makes one update per rollout; the clip of the others needs several to have an effect."""
+    """True if its paper makes one update per rollout; the clip of other algorithms needs several to have an effect."""
     fewest_completions: ClassVar[int] = 1
-    """Fewest completions per prompt that it can learn from."""
+    """Smallest number of completions per prompt that it can learn from."""
     takes_sequences: ClassVar[bool] = True
-    """Whether a prompt may have any number of completions, as episodes of a program have any number of sequences."""
+    """True if a prompt may have any number of completions, like the sequences of a program's episodes."""
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {}
     """Defaults that it changes in other sections, by dotted key."""
 
@@ -157,33 +157,34 @@ class AlgorithmConfig(Settings):
 
     @property
     def updates_once(self) -> bool:
-        """Whether a rollout makes one update, before which the actor is still the one that sampled."""
+        """True if a rollout makes one update, before which the actor still has the weights that sampled."""
         return self.epochs * self.mini_batches == 1
 
     @property
     def clip_is_idle(self) -> bool:
-        """Whether the algorithm clips ratios, and one update per rollout leaves all of them at 1."""
+        """True if the algorithm clips ratios, but one update per rollout leaves all of them at 1."""
         return self.updates_once and not self.single_update
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """Whether the actor scores a rollout before training on it: for several updates, or to count kept tokens."""
+        """True if the actor scores a rollout before training on it: for several updates, or to count kept tokens."""
         return not self.updates_once
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the reference's log-probs are needed."""
+        """True if the reference's log-probs are needed."""
         return self.kl is not None or self.needs_reference
 
     def actor_scores_rollout(self, *, other_sampler: bool) -> bool:
-        """Whether the actor reads a rollout before training on it: also where a KL to the reference is taken and older
-        weights or other arithmetic than that of training sampled, whose log-probs would enter the KL.
+        """Return True if the actor reads a rollout before training on it. Besides `reads_old_logprobs`, it does if a KL
+        to the reference would use log-probs from older weights or from other arithmetic than training's.
         """
         return self.reads_old_logprobs or (self.uses_reference and other_sampler)
 
     @property
     def allows_other_sampler(self) -> bool:
-        """Whether older or rounded weights may sample: the loss is corrected, or does not depend on who sampled."""
+        """True if older or rounded weights may sample: the loss is corrected, or does not depend on the sampling
+        policy."""
         return self.learns_pairs
 
 
@@ -200,12 +201,12 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """True where several updates, or the count of kept tokens, need the actor's scores of a rollout."""
+        """True if the actor must score a rollout before training: for several updates, or to count kept tokens."""
         return not self.updates_once or not (self.correction is None or self.correction.count_masked)
 
     @property
     def allows_other_sampler(self) -> bool:
-        """True where the loss is corrected for older or rounded weights that sample."""
+        """True if the loss is corrected for older or rounded weights that sample."""
         return self.correction is not None
 
 
@@ -243,7 +244,7 @@ class ClippedConfig(PolicyGradientConfig):
 
     @property
     def whitens(self) -> bool:
-        """True where something is whitened."""
+        """True if advantages are whitened."""
         return self.whiten_advantages
 
 
