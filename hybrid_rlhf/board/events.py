@@ -23,9 +23,9 @@ from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, METRICS_
 POLL_SECONDS = 0.5
 _SCAN_SECONDS = 2.0
 _ALIVE_SECONDS = 15.0
-"""Between two comments on a silent stream, so that proxies keep it."""
+"""Time between two comments on a silent stream, so that proxies keep it open."""
 _MOST_WAITING = 1000
-"""Events that wait for a page; one that does not read them is disconnected and asks again."""
+"""Number of events that wait for a page; a page that does not read them is disconnected, and connects again."""
 logger = logging.getLogger("hybrid_rlhf")
 
 

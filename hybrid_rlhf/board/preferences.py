@@ -28,7 +28,7 @@ from hybrid_rlhf.runtime.files.atomic import write_whole
 
 PREFERENCES_FILE = "preferences.jsonl"
 _MOST_OPEN = 1000
-"""Pairs that were shown and not judged; the oldest are forgotten."""
+"""Number of pairs that were shown and not judged; the oldest are dropped."""
 _TRIES = 40
 _PROMPTS = "SELECT key FROM prompts JOIN samples USING (prompt) GROUP BY prompt HAVING count(*) >= ?"
 

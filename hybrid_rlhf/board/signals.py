@@ -20,18 +20,18 @@ from hybrid_rlhf.loop.advice.rules import RULES
 
 Floats = NDArray[np.float64]
 EQUAL_GROUPS = 0.5
-"""Part of the groups with equal scores; these teach nothing, so half of the rollout is lost. One step alone is
-noise: with eight groups, half of them are equal by chance now and then."""
+"""Fraction of the groups with equal scores, which give no gradient, so that half of the rollout is lost. A single step
+is noise: with eight groups, half of them are occasionally equal by chance."""
 REPEATED_NOW, REPEATED_MORE = 0.2, 0.1
-"""Part of repeated 4-grams, and its growth; text of people repeats about a twentieth."""
+"""Fraction of repeated 4-grams, and its growth; in human text it is about a twentieth."""
 SAME_NOW, SAME_MORE = 0.5, 0.25
-"""Part of the completions of a step that are one and the same, over all prompts, and its growth."""
+"""Fraction of a step's completions with the same text, over all prompts, and its growth."""
 COPIED_NOW, COPIED_MORE = 0.5, 0.25
-"""Part of the word pairs of a completion that are in its prompt, and its growth."""
+"""Fraction of a completion's word pairs that are in its prompt, and its growth."""
 _GRAM, _PAIR = 4, 2
 _FEWEST_PROMPTS = 4
 _MOST_LOOKS = 200
-"""Windows of a run that are looked at."""
+"""Number of steps at which a run is examined."""
 
 
 @dataclass(frozen=True)

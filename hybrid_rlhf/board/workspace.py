@@ -34,9 +34,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 
 _MOST_OPEN = 16
-"""Runs whose curves and samples are kept in memory."""
+"""Number of runs whose curves and samples are kept in memory."""
 _SIGNAL_STEPS, _SIGNAL_TEXTS = 12, 64
-"""Steps whose samples are looked at, and completions of a step that are read."""
+"""Number of steps whose samples are examined, and of completions of a step that are read."""
 OpenT = TypeVar("OpenT")
 
 

@@ -42,7 +42,7 @@ COMMANDS = {
     "env": ("machine.env", "Print versions, devices and optional packages, and problems with them"),
     "completion": ("machine.completion", "Print a shell completion script for bash, zsh or fish"),
 }
-"""Subcommands: the module below this package that has a function `main`, and a line of help."""
+"""Subcommands: the module of this package with the function `main`, and a line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -25,7 +25,7 @@ from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, run_once_per_host
 
 _MANY_ROWS = 20_000
-"""From here on writing takes seconds, and the log announces it."""
+"""Number of rows from which writing takes seconds, so that the log announces it."""
 logger = logging.getLogger(LOGGER_NAME)
 
 

@@ -20,7 +20,7 @@ from hybrid_rlhf.data.row_views import RowSequence, column_array
 
 BATCH_SIZE_KEY = "train.global_batch_size"
 FEW_UPDATES = 10
-"""An epoch with fewer updates is a warning."""
+"""Number of updates per epoch below which a warning is logged."""
 
 
 def shard_batch(
@@ -114,7 +114,7 @@ class GlobalBatchSampler:
         self.steps_per_epoch = rows // global_batch_size if drop_last else -(-rows // global_batch_size)
         self.epoch = 0
         self.position = 0
-        """Batches of this epoch that have been yielded."""
+        """Number of batches of this epoch that have been yielded."""
 
     def iterate(self, max_epochs: int | None = None) -> Iterator[list[int]]:
         """Yield batches from the current position to the end of the last epoch, endlessly if that is None."""
@@ -153,7 +153,7 @@ class RowStream:
         self._rows, self._seed, self._all = rows, seed, rows * epochs
         self._order: tuple[int, list[int]] = (-1, [])
         self.taken = 0
-        """Rows taken so far, over all epochs."""
+        """Number of rows taken so far, over all epochs."""
 
     @property
     def left(self) -> int:

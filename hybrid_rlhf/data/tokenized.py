@@ -43,7 +43,7 @@ from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 logger = logging.getLogger(LOGGER_NAME)
 STEP_INDICES = {"sft": 0, "reward": 1, "preference": 1, "rl": 2}
-"""The place of each step in data.split."""
+"""Index of each step in data.split."""
 Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
 
 

@@ -29,7 +29,7 @@ from hybrid_rlhf.runtime.run import Run
 
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 _SETTINGS = ("algorithm", "objective", "train", "optimizer", "lora", "actor", "critic", "rollout", "distill", "seed")
-"""Keys of a config that describe the training, and sections whose keys do."""
+"""Keys and sections of a config that describe the training."""
 _NOT_SHOWN = re.compile(r"(^|\.)(path|resume|cache_dir|save_\w+|keep_\w+|teacher|placement.*)(\.|$)")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 _LEAST_BYTES = 2**16
-"""Smaller tensors are not moved: that would cost more than it frees."""
+"""Smaller tensors are not moved, as moving them would cost more than it saves."""
 _Kept = Tensor | tuple[torch.device, Any]
 
 

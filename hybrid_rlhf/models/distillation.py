@@ -18,9 +18,9 @@ from hybrid_rlhf.functional.distillation import DistillationRule, OutputHead, di
 from hybrid_rlhf.models.policy import HeadLogprobs, Policy, hidden_before
 
 CHUNK_TOKENS = 256
-"""Tokens whose logits, of both models, are held at a time."""
+"""Number of tokens for which the logits of both models are in memory at a time."""
 CHUNK_LOGITS = 14
-"""Most float32 tensors [chunk, V] alive at once (jensen_shannon; forward needs 9)."""
+"""Largest number of float32 tensors [chunk, V] alive at once (jensen_shannon; forward needs 9)."""
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,16 @@ from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.structure import backbone_of
 
 PROBE_TOKENS = 20
-"""More than a block of the KV cache."""
+"""More tokens than a block of the KV cache has."""
 _PREFIX_TOKENS = 10
-"""Tokens of the padded row with which padding, or packing, is checked."""
+"""Number of tokens of the padded row that checks padding, or packing."""
 FLOAT32_TOLERANCE = 2e-3
 """Largest difference of the probe's log-probs in float32, in nats."""
 _LOW_PRECISION_TOLERANCE = 0.25
 """Mean difference of the probe's log-probs in nats, for a model that rounds its logits to bfloat16 or float16."""
 _ROUNDING_STEPS = 2.0
-"""Allowed mean difference in rounding steps of the dtype at the magnitude of the logits. For tiny models, two orders of
-summation differ by 0.2 to 0.9 steps."""
+"""Allowed mean difference in rounding steps of the dtype at the magnitude of the logits. In tiny models, different
+orders of summation give differences of 0.2 to 0.9 steps."""
 
 
 @dataclass(frozen=True)

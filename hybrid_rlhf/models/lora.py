@@ -34,7 +34,7 @@ from hybrid_rlhf.runtime.files.durable import flush
 
 _ADAPTER = "default"
 _SPECIAL_LINEAR = re.compile("Router|Grouped")
-"""Class names of linear layers whose forward is no plain product."""
+"""Class names of linear layers whose forward is not a plain product."""
 
 
 def choose_trained(

@@ -28,7 +28,7 @@ from hybrid_rlhf.models.routers.replay import RouterReplay
 from hybrid_rlhf.models.structure import backbone_of
 
 HEAD_CHUNK_TOKENS = 512
-"""Tokens whose logits are held at a time: the fewest for which the products are still fast."""
+"""Number of tokens whose logits are in memory at a time: the smallest for which products are fast."""
 
 
 class HeadLogprobs(nn.Module):
@@ -76,11 +76,11 @@ class Policy(nn.Module):
         self.lm = lm
         self.head = HeadLogprobs(lm)
         self.router_loss: RouterLoss | None = None
-        """Set to compute the losses of the routers in each forward with gradient."""
+        """Set it to compute the losses of the routers in each forward with gradient."""
         self.router_losses: RouterLosses | None = None
-        """Those of the last forward."""
+        """Router losses of the last forward."""
         self.replay: RouterReplay | None = None
-        """Set to compare the experts of a forward with recorded ones, or to use these."""
+        """Set it to compare the experts of a forward with recorded ones, or to use the recorded ones."""
 
     def hidden(
         self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, routes: Tensor | None = None

@@ -38,7 +38,7 @@ _SHOWN_METRICS = (
     "eval/",
 )
 _EVAL_STEP = 2**32
-"""Key of the evaluation's random streams, apart from those of training steps: every evaluation samples alike."""
+"""Key of the evaluation's random streams, distinct from training steps; the same at every evaluation."""
 
 
 class RLTrainer(Trainer):
@@ -73,7 +73,7 @@ class RLTrainer(Trainer):
             enabled=run.world.is_main,
         )
         self._interrupted: tuple[Batch, Progress] | None = None
-        """A resumed step whose updates were not all made."""
+        """A resumed step with updates that have not been made yet."""
 
     def step(self, step: int) -> dict[str, float]:
         """Sample, score, estimate, update."""

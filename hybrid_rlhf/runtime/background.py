@@ -147,7 +147,7 @@ class BackgroundQueue(Generic[T]):
 
 
 FIRST_DELAY_SECONDS = 0.5
-"""Before the first retry; it doubles with each further one."""
+"""Delay before the first retry; doubled before each further one."""
 MAX_DELAY_SECONDS = 30.0
 
 

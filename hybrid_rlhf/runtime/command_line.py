@@ -29,8 +29,8 @@ from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 ConfigT = TypeVar("ConfigT")
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 ERROR_FILE = "HYBRID_RLHF_ERROR_FILE"
-"""Environment variable with a file that a process writes a user's mistake to, for a command that started it: a launcher
-in between may end with another exit code."""
+"""Environment variable with the file to which a process writes a user's mistake, for the command that started it: a
+launcher in between may end with another exit code."""
 
 
 def parse_config(

@@ -19,7 +19,7 @@ from hybrid_rlhf.configs.credentials import redacted
 
 JSON_OPTION = "--json"
 _documents: TextIO | None = None
-"""Where documents go; None: the command prints text."""
+"""Stream of the documents; None if the command prints text."""
 _has_result = False
 """True if a document other than progress has been printed."""
 

@@ -14,10 +14,10 @@ from hybrid_rlhf.configs.sections.rules import nearest_hint, require
 from hybrid_rlhf.configs.sections.training import frozen_zero
 
 CRITIC_COPY = "critic_copy"
-"""The role of inference weights of the critic, which compute its values on ranks that do not train it."""
+"""Role of the critic's inference weights, which compute its values on ranks that do not train it."""
 
 READS_ACTOR = "  the reference is the actor without its adapters, on the actor's ranks"
-"""Line of the tables for a reference that is no model of its own."""
+"""Line of the tables for a reference that is not a separate model."""
 
 
 @dataclass(frozen=True)

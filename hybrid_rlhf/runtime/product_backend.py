@@ -31,13 +31,13 @@ from hybrid_rlhf.runtime.world import World
 
 VARIABLE = "HYBRID_RLHF_PRODUCTS"
 RECORD = "products.json"
-"""In a run folder and in the cache: the choice for each machine, by `machine_key`."""
+"""File in a run folder and in the cache: the choice for each machine, by `machine_key`."""
 _DETERMINISTIC: Backend = "onednn"
 _SHAPES = ((512, 576, 1536), (512, 1536, 576))
-"""Tokens, inputs and outputs."""
+"""Numbers of tokens, inputs and outputs."""
 _ROUNDS = 6
 _LIMIT_SECONDS = 0.3
-"""No round begins later than this."""
+"""Time after which no further round begins."""
 logger = logging.getLogger(LOGGER_NAME)
 
 

@@ -55,9 +55,9 @@ from hybrid_rlhf.runtime.world import (
 )
 
 DATA_FILE = "data.json"
-"""What became of the rows of the sources."""
+"""Counts of the rows of the sources."""
 _START_FILES = (CONFIG_FILE, LOG_FILE, PRODUCTS_FILE, DATA_FILE)
-"""What a start may write before its loop."""
+"""Files that a start may write before its loop."""
 _RESUME_MODES = ("never", "auto")
 """The values of `resume` that do not name a folder."""
 Callback = Callable[[int, Mapping[str, float]], object]

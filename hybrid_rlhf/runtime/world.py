@@ -33,7 +33,7 @@ from hybrid_rlhf.runtime.openmp import threads_per_rank
 T = TypeVar("T")
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Variables of torch's allocator: the name that every version reads, and the newer one."""
+"""Variables of torch's allocator: the name in all versions, and the newer one."""
 _SOLO_ENVIRONMENT = {
     "RANK": "0",
     "WORLD_SIZE": "1",
@@ -43,8 +43,8 @@ _SOLO_ENVIRONMENT = {
     "MASTER_PORT": "",
     "HYBRID_RLHF_SOLO": "",
 }
-"""The variables a launcher would set for a single rank; DeepSpeed reads them too. The last names the process that set
-them."""
+"""The variables that a launcher would set for a single rank; DeepSpeed reads them too. The last one has the id of the
+process that set them."""
 
 
 @dataclass(frozen=True)
@@ -199,9 +199,9 @@ class World:
 
 
 _inside = threading.local()
-"""The World whose `as_default` this thread is in."""
+"""The World whose `as_default` this thread has entered."""
 _GROUPS: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
-"""Groups by their ranks, and whether they are those of another thread; none: this process is none of them."""
+"""Groups by their ranks and `own`; None if this process is not a member."""
 
 
 def create_groups(parts: Iterable[Sequence[int]]) -> None:

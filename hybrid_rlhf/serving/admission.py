@@ -13,9 +13,9 @@ from hybrid_rlhf.serving.access import AccessRules
 from hybrid_rlhf.serving.metrics import ServerMetrics
 
 CLIENT_CLOSED = 499
-"""Status that is counted for a client that disconnects; it receives none."""
+"""Status to count for a client that has disconnected, which receives no status."""
 _OPEN_PATHS = ("/health", "/metrics")
-"""Those that need no key and have no texts."""
+"""Paths that need no key, as they contain no texts."""
 _RETRY_SECONDS = 5
 """Time after which a client may repeat a request to a stopping server, or to its successor."""
 

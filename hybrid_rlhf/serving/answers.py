@@ -20,7 +20,7 @@ from hybrid_rlhf.serving.text_stream import ReplyStream, TextStream
 from hybrid_rlhf.serving.token_text import TokenText
 
 _ABORTED = "abort"
-"""The finish reason of a completion that the server ends because it stops (vLLM's name)."""
+"""Finish reason of a completion that ends because the server stops (vLLM's name)."""
 
 
 @dataclass

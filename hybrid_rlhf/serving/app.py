@@ -46,7 +46,7 @@ _STATUSES: dict[type[Exception], tuple[int, str, str | None]] = {
     BatchFailed: (503, "server_error", "failed"),
     RequestFailed: (500, "server_error", "request_failed"),
 }
-"""HTTP status, and OpenAI's type and code, of what a request may raise."""
+"""HTTP status, and OpenAI's type and code, for the errors of a request."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from hybrid_rlhf.serving.addresses import bound_socket, url_of
 
 _CLOSING_SECONDS = 1
-"""For requests that still run at the end."""
+"""Time for running requests at the end."""
 
 
 @contextlib.contextmanager

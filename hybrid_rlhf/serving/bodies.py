@@ -33,19 +33,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "auto", "none"),
     "modalities": (None, ["text"]),
 }
-"""Keys that other servers read, with the values that this one accepts."""
+"""Keys of other servers, with the values that this server accepts."""
 _SUBJECT = re.compile("^(Input|List|String) should ")
-"""With which pydantic's messages begin."""
+"""Beginning of pydantic's messages."""
 _IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("reasoning_effort", "verbosity"),
 )
-"""Keys that ask for nothing that could change an answer here."""
+"""Keys without an effect on an answer of this server."""
 _MOST_BODY_BYTES = 32 * 2**20
 _MOST_VALUES = 2**20
-"""Values of a body: parsing more of them holds the interpreter for too long, on any thread."""
+"""Largest number of values in a body: parsing more blocks the interpreter for too long, on any thread."""
 _MOST_SAMPLES = 128
-"""OpenAI's limit on `n`."""
+"""Limit of OpenAI on `n`."""
 _MOST_PROMPTS, _MOST_MESSAGES, _MOST_TOOLS = 4096, 8192, 1024
 _MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 64, 1000, 128
 _MOST_INTEGER = 2**31 - 1

@@ -59,7 +59,7 @@ class SavedScorer:
         lm, _ = load_model(path, "scorer", config=settings, dtype=dtype, heads=None)
         self.name, self.tokenizer, self.device = name, tokenizer, device
         self.heads = stored_heads(config)
-        """Names of its scores; empty for a single one."""
+        """Names of its scores; empty for a single score."""
         self.model = Scorer(lm.to(device).eval())  # type: ignore[arg-type]
         self._limit: int | None = getattr(lm.config, "max_position_embeddings", None)
         self._is_wanted: Callable[[], bool] = _always

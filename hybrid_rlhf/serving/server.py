@@ -28,11 +28,11 @@ from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Service
 
 FAILED_EXIT_CODE = 70
-"""As of a run that its watchdog ends: EX_SOFTWARE of sysexits.h."""
+"""Exit code of a failed server, the same as of a run that its watchdog ends: EX_SOFTWARE of sysexits.h."""
 _CPU_MEMORY_SHARE = 1 / 8
-"""Largest share of a host's free memory that the KV cache takes; the memory of a GPU is the server's alone."""
+"""Largest share of a host's free memory for the KV cache; a GPU's memory is available to the server alone."""
 _LAST_SECONDS = 5.0
-"""For last events to reach clients that read them."""
+"""Time for clients to receive the last events."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class StoppingServer(uvicorn.Server):
         self._activity, self._seconds = activity, seconds
         self._failed, self._started, self._close = failed, started, close
         self._end: float | None = None
-        """When requests that still run are ended."""
+        """Time at which running requests are ended."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse further requests; a second signal ends the running ones."""

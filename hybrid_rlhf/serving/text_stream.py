@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # it imports torch, which the board does not need
     from hybrid_rlhf.generation.sampling import FinishReason
 
 _INCOMPLETE = "\ufffd"
-"""What decoding writes for the bytes of a character that has not ended."""
+"""Replacement character that decoding writes for the bytes of an incomplete character."""
 
 
 class TextStream:
@@ -35,7 +35,7 @@ class TextStream:
         self._tokens: list[int] = []
         """Tokens of the last piece, and those after it."""
         self._shown = 0
-        """How many of these are in pieces."""
+        """Number of these tokens whose text has been returned."""
         self._held = ""
         """Text that may be the beginning of a stop string."""
 

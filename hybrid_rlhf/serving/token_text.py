@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\ufffd"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A byte in vocabularies of SentencePiece."""
+"""A token for a byte in SentencePiece's vocabularies."""
 
 
 def _letters_of_bytes() -> dict[str, int]:

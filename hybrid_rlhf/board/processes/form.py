@@ -36,10 +36,10 @@ from hybrid_rlhf.configs.parsing.yaml_text import yaml_value
 from hybrid_rlhf.configs.sections.rules import marks_of
 
 PROCESSES = "launcher.num_processes"
-"""A field beside the keys of the config."""
+"""A field of the form besides the keys of the config."""
 _TYPES = {bool: "bool", int: "int", float: "float"}
 _REQUIRED = ("model.path", "data.sources", "reward.components", "output_dir")
-"""Fields that a form begins with, of those that the command has."""
+"""Fields at the beginning of a form, if the command has them."""
 
 
 @dataclass(frozen=True)

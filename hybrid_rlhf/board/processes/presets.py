@@ -27,7 +27,7 @@ from hybrid_rlhf.runtime.files.reading import read_text
 
 _RECIPES = Path("recipes")
 _NOT_COPIED = ("output_dir", "resume")
-"""Keys of an earlier run that are not those of another."""
+"""Keys of an earlier run that a new run does not take over."""
 
 
 class Presets:

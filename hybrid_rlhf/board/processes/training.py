@@ -30,7 +30,7 @@ from hybrid_rlhf.runtime.files.names import CHECKPOINTS, CONFIG_FILE, MANIFEST
 from hybrid_rlhf.runtime.openmp import shared_cores
 
 _LAUNCH = "board.json"
-"""On how many processes the board started a run."""
+"""File with the number of processes of a run that the board started."""
 
 
 class Training:

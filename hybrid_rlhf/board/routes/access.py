@@ -20,7 +20,7 @@ from hybrid_rlhf.serving.access import AccessRules, Refusal
 
 COOKIE = "board_token"
 MOST_BODY_BYTES = 4 * 2**20
-"""A completion of a hundred thousand tokens is a tenth of it."""
+"""Limit of a body; a completion of a hundred thousand tokens is a tenth of it."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",

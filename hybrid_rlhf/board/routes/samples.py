@@ -13,7 +13,7 @@ from hybrid_rlhf.board.samples.rows import UnknownSample
 from hybrid_rlhf.board.workspace import BoardWorkspace
 
 _MOST_OF_PROMPT = 500
-"""Samples of a prompt over all runs."""
+"""Largest number of samples of a prompt, over all runs."""
 
 
 class DistributionsQuery(BaseModel):

@@ -17,12 +17,12 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.names import CHECKPOINTS, CONFIG_FILE, METRICS_FILE
 
 BOARD_CONFIG = "board.yaml"
-"""Settings of a run that the board started; it is the first file of its folder."""
+"""Settings of a run that the board started; the first file in its folder."""
 _DEEPEST = 6
 _MOST_RUNS = 5000
 _LONGEST_SHOWN = 200
 _NOT_ENTERED = {CHECKPOINTS, "tensorboard", "tokens", "stacks", "nonfinite", "profile", "logs"}
-"""Folders of a run in which no other run lies."""
+"""Folders of a run that contain no other runs."""
 
 
 class UnknownRun(UserError):

@@ -27,7 +27,7 @@ _NOT_PHASES = (
     "time/hidden_weight_sync_seconds",
     "time/weight_wait_seconds",
 )
-"""The sum of the phases, work that runs beside them, and a part of one."""
+"""Metrics that are not phases: the sum of the phases, concurrent work, and a part of a phase."""
 
 
 class MetricsFile:

@@ -22,7 +22,7 @@ from hybrid_rlhf.runtime.files.reading import read_json_object
 
 Kind = Literal["chat", "reward"]
 _SYSTEM_ROWS = 20
-"""Recorded prompts that must have the same system prompt, if it is that of the training."""
+"""Number of recorded prompts that must share the system prompt, so that it is the one of the training."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 
 CHUNK_BYTES = 2**20
 LONGEST_LINE = 64 * 2**20
-"""In bytes. A rollout's text is a thousandth of it; beyond, a file is no JSON Lines file."""
+"""Limit in bytes: a thousand times a rollout's text; a file with a longer line is not a JSON Lines file."""
 _LONGEST_CONFIG = 2**20
 
 

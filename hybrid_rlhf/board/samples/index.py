@@ -64,7 +64,7 @@ _READ_BYTES = 4 * 2**20
 """Bytes of samples.jsonl in one transaction."""
 _MOST_COMPONENTS = 64
 _WAIT_SECONDS = 0.1
-"""Longest wait for another thread or board that writes."""
+"""Longest wait for another thread or board that is writing."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class SampleIndex:
             folder = Path(self._temporary.name)
         self._file = folder / f"{run.id}_{_FORMAT}.sqlite"
         self._columns: tuple[str, dict[str, NDArray[np.float64]]] = ("", {})
-        """A generation, and its columns that were read."""
+        """A generation, and its columns that have been read."""
 
     def update(self, seconds: float) -> bool:
         """Index new lines for about `seconds`; return True if there may be more.

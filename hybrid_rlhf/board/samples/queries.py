@@ -15,7 +15,7 @@ from hybrid_rlhf.board.samples.index import Rows, SampleView, search_words
 from hybrid_rlhf.configs.errors import UserError
 
 MOST_ROWS = 500
-"""Rows of one answer."""
+"""Largest number of rows in an answer."""
 PROMPT_KEY = r"^[0-9a-f]{16}$"
 
 

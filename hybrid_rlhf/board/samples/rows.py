@@ -17,7 +17,7 @@ from hybrid_rlhf.board.samples.queries import PromptQuery, SampleQuery, find
 from hybrid_rlhf.configs.errors import UserError
 
 _CATCH_UP_SECONDS = 0.2
-"""How long a request waits for lines that are not indexed yet; the watcher indexes the rest."""
+"""Time for which a request indexes new lines; the watcher indexes the rest."""
 
 
 _BINS = 20

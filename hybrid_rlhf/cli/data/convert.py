@@ -9,7 +9,7 @@ from hybrid_rlhf.runtime.files.atomic import output_file
 from hybrid_rlhf.runtime.output import print_result
 
 SHOWN = 20
-"""Problems that are printed for people; JSON has more."""
+"""Number of problems to print as text; JSON has more."""
 
 
 def run(config: ConvertConfig) -> None:

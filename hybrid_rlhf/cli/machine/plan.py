@@ -51,7 +51,7 @@ _PLANNED = (
     "rollout.offload_states",
     "train.micro_batch_tokens",
 )
-"""Settings that a plan of placements chooses itself."""
+"""Settings that a plan of placements determines."""
 _STEPS: dict[str, type] = {
     "sft": SFTConfig,
     "reward": RewardConfig,

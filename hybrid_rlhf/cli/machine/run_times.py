@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NEW_TOKENS = 32
 _PROMPT = "{:032}"
 _STEPS, _COLD_STEPS = 8, 2
-"""Steps of a run, and the first of them, which warm up."""
+"""Number of steps of a run, and of its first steps, which are a warm-up."""
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 

@@ -38,7 +38,7 @@ HELP = """\
 /help             list the commands
 /quit             quit (also Ctrl-D); Ctrl-C stops a reply"""
 Replies = Mapping[str, Generator[str, None, None]]
-"""Pieces of the reply of each model, by its name."""
+"""Pieces of each model's reply, by its name."""
 
 
 class ChatView(Protocol):

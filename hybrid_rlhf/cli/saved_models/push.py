@@ -33,7 +33,7 @@ MODEL_FILES = (
     "additional_chat_templates/*",
     "adapter_config.json",
 )
-"""Patterns of what belongs to a model."""
+"""Patterns of a model's files."""
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:

@@ -29,7 +29,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.reading import user_path
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters with which a model could send commands to the terminal; tab and newline are not among them."""
+"""Characters with which a model could send commands to the terminal, except tab and newline."""
 _TAKE_MODELS, _TAKE_FILES = ("/compare", "/score"), ("/save",)
 
 

@@ -21,7 +21,7 @@ _TAGGED = re.compile(rf"{_TAG}(.*?)</tool_call>", re.DOTALL)
 _BETWEEN = re.compile(r"(?:\[TOOL_CALLS\]|<\|python_tag\|>|[;,\s])*")
 _NAME = re.compile(r"([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
 _OPENINGS = ("{", "[", "<|python_tag|>")
-"""What a completion that is nothing but calls begins with."""
+"""Beginnings of a completion that consists of calls only."""
 _DECODER = json.JSONDecoder()
 
 

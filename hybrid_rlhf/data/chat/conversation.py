@@ -25,7 +25,7 @@ from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools, is_le
 from hybrid_rlhf.data.chat.template import ChatTemplate, leading_bos, render, token_ids
 
 RULES_VERSION = 6
-"""Part of the cache key of tokenised rows: increase it whenever tokenisation changes."""
+"""Part of the cache key of tokenised rows; increase it when tokenisation changes."""
 _OPEN, _CLOSE = "<think>", "</think>"
 _THINKING_MARK = re.compile(f"{_OPEN}|{_CLOSE}")
 _Spans = list[tuple[int, int]]

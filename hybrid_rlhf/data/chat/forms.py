@@ -9,7 +9,7 @@ from typing import Any
 from hybrid_rlhf.data.chat.messages import Message
 
 MISSING = object()
-"""As the value of `empty_content`: the key `content` is omitted."""
+"""Value of `empty_content` to omit the key `content`."""
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ _NEAREST = {
     "ipython": ("ipython", "tool"),
     "observation": ("observation", "tool"),
 }
-"""For each role, those to use if the template supports them, in this order; otherwise user."""
+"""Replacements of each role, in order of preference, if the template supports them; otherwise user."""
 _THINKING_OFF = " (thinking is off)"
-"""Follows the key of reasoning that is not rendered because the generation prompt closes the thinking block."""
+"""Suffix of the key of reasoning that is not rendered because the generation prompt closes the thinking block."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _PROBE, _ROLE_PROBE = "q7saidq7", "q7toldq7"

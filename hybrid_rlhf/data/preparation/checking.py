@@ -79,8 +79,8 @@ FORMS: dict[CheckedTask, tuple[RowForm, ...]] = {
     ),
     "rl": tuple(RowForm(columns, read_prompt_row, encode_prompt_row) for columns in (("prompt",), ("messages",))),
 }
-"""The forms of each step's rows, in the order in which its reader prefers them. The order of the steps is that in which
-a step is guessed: a row with fewer columns fits the later ones too."""
+"""The forms of each step's rows, in the reader's order of preference. Steps are in the order in which they are guessed,
+because a row with more columns also fits later steps."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from hybrid_rlhf.data.row_views import column_array
 
 _TOLERATED = 10
-"""At most a tenth of the rows may be too long without a warning."""
+"""One in this number of rows may be too long without a warning."""
 
 
 @dataclass(frozen=True)

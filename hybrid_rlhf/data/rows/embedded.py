@@ -18,7 +18,7 @@ import yaml
 from hybrid_rlhf.configs.errors import UserError
 
 SYSTEM_PROMPT = "Answer briefly."
-"""First turn of every conversation; shorter, and so cheaper to train on, than the default of the model's template."""
+"""First turn of every conversation; shorter than the default of the model's template, so that training is cheaper."""
 _PACKAGE = "chatterbot_corpus"
 
 

@@ -25,7 +25,7 @@ from hybrid_rlhf.runtime.files.reading import NotJSON, not_text, parse_json
 Row = dict[str, Any]
 LocatedRows = Iterator[tuple[str, Row]]
 OnBadLine = Callable[[UserError], None]
-"""Receives the error of a line that is not a row; what it raises ends the reading."""
+"""Receives the error of a line that is not a row; an exception that it raises ends the reading."""
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
 TYPES_TEXT = ".jsonl, .json, .csv or .parquet"
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hybrid_rlhf.configs.errors import UserError
 
 KEPT = 1000
-"""Problems whose text is kept; a file in another format has one per row."""
+"""Number of problems whose text is kept; a file in another format has one per row."""
 
 
 class RowProblems:

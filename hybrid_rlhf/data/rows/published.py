@@ -9,7 +9,7 @@ from hybrid_rlhf.configs.commands.data import FormatName
 from hybrid_rlhf.data.rows.files import Row
 
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
-"""What begins a turn of a dialogue that is written as text."""
+"""Beginning of a turn in a dialogue that is written as text."""
 _OPEN = re.compile(r"\n\nAssistant:\s*\Z")
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Columns of OpenAI's format that may have messages."""

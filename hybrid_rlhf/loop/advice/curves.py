@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 RESERVED = ("step", "time_seconds")
-"""Entries of a line of metrics.jsonl that are no metrics."""
+"""Entries of a line of metrics.jsonl that are not metrics."""
 
 
 class Curves:
@@ -17,7 +17,7 @@ class Curves:
         self.step = 0
         """The last step."""
         self.not_finite: tuple[str, ...] = ()
-        """Metrics of the last step that are NaN or infinite; they are in no curve."""
+        """Metrics of the last step that are NaN or infinite; curves exclude them."""
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step."""

@@ -14,15 +14,15 @@ from statistics import correlation, fmean
 from hybrid_rlhf.loop.advice.curves import Curves
 
 _START, _RECENT, _LEAST = 5, 5, 15
-"""Values that are compared at the start and at the end of a curve, and how many it must have."""
+"""Number of values to compare at the start and at the end of a curve, and smallest number that it must have."""
 _STILL_ROLLOUTS, _STILL_NATS = 10, 0.1
-"""Rollouts after which a policy should have moved, and the KL of one that has not: by Pinsker's inequality a tenth of a
-nat moves the mean of scores in [0, 1] by 0.22 at most."""
+"""Number of rollouts after which a policy should have moved, and the KL of one that has not: by Pinsker's inequality a
+tenth of a nat moves the mean of scores in [0, 1] by at most 0.22."""
 _TREND, _CLEAR_TREND = 20, 0.6
-"""Rollouts that a trend is read from: fewer are noise of the prompts, more hide what happens now; and the correlation
-of value and step of a clear one, which one in 200 windows of independent values reaches by chance."""
+"""Number of rollouts for a trend: fewer are noisy, as prompts differ, more hide recent changes; and the correlation of
+value and step in a clear trend, which one in 200 windows of independent values reaches by chance."""
 _CRITIC_UPDATES, _CRITIC_WINDOW = 50, 10
-"""Updates after which a critic should explain something, and rollouts without it."""
+"""Number of updates after which a critic should explain some variance, and of rollouts in which it must not."""
 
 
 def kl_explosion(curves: Curves) -> str | None:

@@ -29,7 +29,7 @@ _MAIN = (
     "grad_norm",
     "lr",
 )
-"""Curves that are shown first; the others are folded away by prefix."""
+"""Curves to show first; the others are collapsed by prefix."""
 Points = Sequence[tuple[int, float]]
 
 

@@ -23,7 +23,7 @@ ROLES = frozenset(
     shared_gate shared_up shared_gate_up shared_down shared_router
     """.split()
 )
-"""What a row names; the roles of recurrent layers begin with `recurrent_`."""
+"""Keys of `names`; the roles of recurrent layers begin with `recurrent_`."""
 
 
 @dataclass(frozen=True)

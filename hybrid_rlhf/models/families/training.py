@@ -25,5 +25,5 @@ WITHOUT_ADAPTERS = {"reformer": "its reversible layers pass no gradient to them"
 """Model types that cannot learn adapters, with the reason."""
 
 WITHOUT_ROUTER_LOSSES = frozenset(["doge", "gemma4_text"])
-"""Model types whose router has no logit per expert: Doge's has keys, of which an expert is a pair; Gemma 4's gives
-probabilities."""
+"""Model types whose router has no logit per expert: in Doge an expert is a pair of the router's keys; Gemma 4's router
+returns probabilities."""

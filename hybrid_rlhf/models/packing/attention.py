@@ -22,7 +22,7 @@ from hybrid_rlhf.models.packing.rows import groups_of, is_packed
 from hybrid_rlhf.models.packing.varlen import varlen_attention
 
 PACKED_ATTENTION = "hybrid_rlhf_packed"
-"""Name of our function among transformers' attention implementations."""
+"""Name of this module's function among transformers' attention implementations."""
 
 
 def packed_attention(

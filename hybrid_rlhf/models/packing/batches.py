@@ -21,12 +21,12 @@ from hybrid_rlhf.models.packing.rows import ends, places
 from hybrid_rlhf.models.packing.varlen import head_size, varlen_attention
 
 _MIN_LENGTH_RATIO = 0.75
-"""Shortest row of a group, as a share of its longest."""
+"""Smallest ratio of a group's shortest row to its longest."""
 _MOST_GROUPS = 4
 _MIN_SAVING = {"cpu": 2**12, "cuda": 2**22}
-"""Attention scores per head that another group must save, since it costs another attention call."""
+"""Number of attention scores per head that a further group must save, as it costs another attention call."""
 _LAYER_KINDS = ("full_attention", "chunked_attention", "linear_attention", "conv")
-"""Kinds of layers for which transformers makes a mask each, in models with mixers."""
+"""Kinds of layers for which transformers makes separate masks, in models with mixers."""
 
 
 def use_packing(lm: PreTrainedModel) -> None:

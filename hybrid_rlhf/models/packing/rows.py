@@ -20,7 +20,7 @@ from torch import Tensor
 from hybrid_rlhf.models.packing.varlen import boundaries
 
 _GROUP = 2**32
-"""Factor of the group in the values of a mask; the rest is the row."""
+"""Multiplier of the group in the values of a mask; the remainder is the row."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _BEYOND_FACTORS = (
     "alora_invocation_tokens",
     "layer_replication",
 )
-"""Settings of LoRA with which an adapter is more than factors of weights, added for every token."""
+"""Settings of LoRA with which an adapter is more than an addition of factors to weights."""
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 EMBEDDED_MODEL = "embedded"
 _READER = 3
-"""Part of the name of a dequantised model: increase it whenever files are read in another way."""
+"""Part of the name of a dequantised model; increase it when the reading of files changes."""
 _HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
 
 

@@ -35,7 +35,7 @@ from hybrid_rlhf.models.routers.modules import router_modules
 
 ROUTER_METRICS = ("router_aux_loss", "router_z_loss", "router_max_share")
 ROUTER_TOTAL = "router_loss"
-"""Stat of a loss: what these losses add to it."""
+"""Stat of a loss: the sum that router losses add to it."""
 _AUX_COEFS = ("router_aux_loss_coef", "aux_loss_coef")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 

@@ -39,8 +39,8 @@ class RouterReplay:
         self._compares = False
         self._would_choose: list[Tensor] | None = None
         self.agreement: Tensor | None = None
-        """[2] float64, of the last forward with recorded choices: how many of them the routers used, and how many there
-        are; none: the last forward had none."""
+        """[2] float64, for the last forward: number of recorded choices that the routers used, and number of recorded
+        choices; None if it had no recorded choices."""
         for place, router in enumerate(router_modules(lm)):
             vars(router)["forward"] = self._routed(place, router)
 
@@ -105,7 +105,7 @@ class _Choice(TorchFunctionMode):
         super().__init__()
         self._recorded, self._experts = recorded, experts
         self.own: Tensor | None = None
-        """What the top-k chose [N, k]."""
+        """Experts [N, k] that the top-k chose."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None

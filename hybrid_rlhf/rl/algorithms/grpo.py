@@ -28,7 +28,7 @@ from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
 from hybrid_rlhf.rl.batch import Rollout
 
 _EPSILON = 1e-4
-"""TRL's."""
+"""The value of TRL."""
 
 
 class GRPO(Algorithm):

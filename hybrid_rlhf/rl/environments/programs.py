@@ -45,9 +45,9 @@ from hybrid_rlhf.serving.service import Service, UnknownEpisode
 
 logger = logging.getLogger(LOGGER_NAME)
 MODEL = "actor"
-"""Name of the model that programs are given."""
+"""Name of the model in a program's requests."""
 Program = Callable[..., Any]
-"""Takes base_url, api_key, model, row and the options by name; returns a reward or none."""
+"""Function with the parameters base_url, api_key, model, row and the options; returns a reward or None."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hybrid_rlhf.rl.replay.rescoring import SampleScore, completed, score_comple
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 
 _BRANCH_STEP = 2**33
-"""Key of the random streams of branches, apart from those of steps and evaluations: a branch is repeated bit for
+"""Key of the random streams of branches, distinct from steps and evaluations, so that a branch is reproduced bit for
 bit."""
 
 

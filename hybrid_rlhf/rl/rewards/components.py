@@ -30,7 +30,7 @@ from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.world import World
 
 RESERVED = ("prompts", "completions")
-"""Arguments of a reward function that are no columns."""
+"""Arguments of a reward function that are not columns."""
 
 
 @dataclass(frozen=True)

@@ -126,9 +126,9 @@ class PartialRollouts:
         self._groups, self._group, self._total_steps = groups, group, total_steps
         self._carried = CarriedPrompts()
         self._in_flight: dict[int, PromptInFlight] = {}
-        """By place, of which prompts have different ones over the whole run."""
+        """Prompts in flight by place, which is unique over the whole run."""
         self._loads = [0] * groups
-        """Prompts of each group in flight after all rollouts that have begun."""
+        """Number of prompts of each group in flight after all rollouts that have begun."""
         self._tensors: dict[str, Tensor] = {}
 
     @classmethod

@@ -39,7 +39,7 @@ Samples = list[list[Completion]] | list[list[Episode]]
 _Sampled = tuple[Sequence[AssignedPrompt], Samples]
 """Prompts with their samples."""
 _CLOSING_SECONDS = 10.0
-"""Longer than a decoding step takes."""
+"""Time for the threads to end; longer than a decoding step."""
 
 
 @dataclass(frozen=True)

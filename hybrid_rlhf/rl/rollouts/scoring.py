@@ -32,7 +32,7 @@ from hybrid_rlhf.runtime.world import World
 
 _Reader = ModelEngine | InferenceReader
 _Batches = Callable[[_Reader | CriticCopy], list[tuple[list[int | None], Rollout]]]
-"""A rank's micro-batches for a role: rows of the rollout, and these rows."""
+"""A rank's micro-batches for a role: row indices of the rollout, and these rows."""
 
 
 class RolloutScorer:

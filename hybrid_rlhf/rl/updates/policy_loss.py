@@ -19,7 +19,7 @@ from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Batch, Rollout
 
 ROUTES_USED = ("routes_used", "routes_recorded")
-"""Stats of a loss on completions with recorded experts: those that the routers used, and all."""
+"""Stats of a loss on completions with recorded experts: number of experts that the routers used, and of all."""
 
 
 @dataclass(frozen=True)

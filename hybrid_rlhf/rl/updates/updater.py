@@ -111,7 +111,7 @@ class Progress:
         self.sent: TransferTimes | None = None
         """Times of sending the actor's weights after its last update; None if they are sent at the next rollout."""
         self.last: LastLogprobs | None = None
-        """Log-probs of the updates so far, where an algorithm or a report needs them."""
+        """Log-probs of the updates so far, if an algorithm or a report needs them."""
 
     def record_skipped(self, role: str, micro_batches: list[list[int | None]], losses: list[torch.Tensor]) -> None:
         """Record the rows that may have caused a skipped update."""

@@ -31,7 +31,7 @@ _FAULTS = {
 _OF_FILES_ALONE = (errno.EACCES, errno.EPERM)
 DISK_ERRNOS = frozenset(_FAULTS)
 _PROBE_BYTES = 2**20
-"""More than the free space of a disk on which a write has failed."""
+"""Size of a test write: more than the free space of a disk on which a write has failed."""
 
 
 def disk_fault(error: OSError) -> str | None:

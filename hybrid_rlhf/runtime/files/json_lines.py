@@ -18,7 +18,7 @@ from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 MAX_PENDING_BYTES = 64 * 2**20
-"""Limit of the lines held in memory; beyond it the oldest are discarded."""
+"""Limit of the pending lines; beyond it the oldest are discarded."""
 logger = logging.getLogger(LOGGER_NAME)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from hybrid_rlhf.configs.errors import UserError
 
 CACHE = "~/.cache/hybrid_rlhf"
-"""Folder of what is computed or downloaded once per machine: tokenized rows, dequantised models, measured choices."""
+"""Folder of results that are computed or downloaded once per machine: tokenized rows, models, measured choices."""
 _MAGIC = {
     b"\x1f\x8b": "is compressed with gzip: gunzip it",
     b"PK\x03\x04": "is a zip archive: unzip it",

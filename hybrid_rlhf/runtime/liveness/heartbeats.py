@@ -25,10 +25,10 @@ _CONNECT_SECONDS = 30.0
 _SEND_SECONDS = 1.0
 _MAX_HANDSHAKE_BYTES = 512
 _READY = b"+"
-"""Sent to every rank once all are connected. No rank sends anything but its handshake before it has received this."""
+"""Sent to every rank once all are connected. Until a rank has received it, it sends only its handshake."""
 _MAX_LINE_BYTES = 2**16
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
-"""Linux names: seconds, seconds, tries, milliseconds. Other systems keep their defaults for those they lack."""
+"""Names on Linux: seconds, seconds, tries, milliseconds. Other systems keep their defaults for missing ones."""
 
 Message = dict[str, Any]
 _open: weakref.WeakSet[HeartbeatChannel] = weakref.WeakSet()

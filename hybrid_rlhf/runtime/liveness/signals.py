@@ -25,7 +25,7 @@ STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 _stopping = threading.Event()
 """Set once the loop of this process has received SIGTERM or SIGINT."""
 _SAME_KEY_SECONDS = 1.0
-"""A rank receives one Ctrl-C from the terminal and again from torchrun, which forwards its own."""
+"""Time within which a second SIGINT is the same Ctrl-C, which a rank receives from the terminal and from torchrun."""
 
 
 class SignalRequests:
@@ -34,7 +34,7 @@ class SignalRequests:
     def __init__(self) -> None:
         self.stop = False
         self.saves = 0
-        """How many checkpoints have been requested."""
+        """Number of checkpoints requested."""
         self._interrupted_at: float | None = None
 
     def catch(self) -> AbstractContextManager[None]:

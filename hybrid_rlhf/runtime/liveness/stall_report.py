@@ -26,7 +26,7 @@ _WRAPPERS = tuple(
     f"{_PACKAGE}/runtime/{name}.py"
     for name in ("world", "observability/timers", "liveness/watchdog", "liveness/stall_report")
 )
-"""Their frames do not show what a rank is doing."""
+"""Files whose frames do not show what a rank is doing."""
 _OUTSIDE = " (not in a collective)"
 _MAX_NAME_CHARACTERS = 200
 

@@ -29,16 +29,16 @@ EXIT_CODE = 70
 sysexits.h."""
 _POLL_SECONDS = 1.0
 _REPORT_SECONDS = 5.0
-"""How long rank 0 waits for the reports of the other ranks."""
+"""Time for which rank 0 waits for the reports of the other ranks."""
 _DIAGNOSIS_SECONDS = 8.0
-"""How long the other ranks then wait for the diagnosis of rank 0."""
+"""Time for which the other ranks then wait for the diagnosis of rank 0."""
 _MARGIN_SECONDS = 12.0
-"""Past the limit, how long this thread may be unable to run before the C thread ends the process."""
+"""Time after the limit for which this thread may be unable to run before the C thread ends the process."""
 _GRACE_SECONDS = 2.0
-"""How long a rank continues after another has failed: it usually meets the same error and reports it itself."""
+"""Time for which a rank continues after another has failed: it usually has the same error and reports it itself."""
 _EXIT_NOTICE_SECONDS = 5.0
 _ON_END_SECONDS = 10.0
-"""For the report and the last message of a run that ends here."""
+"""Time for the report and the last message of a run that ends here."""
 
 
 class Watchdog:
@@ -67,7 +67,7 @@ class Watchdog:
         self._stalled_since: float | None = None
         self._reports: dict[int, RankReport] = {}
         self._failure: tuple[float, str, int] | None = None
-        """When to end because another rank has failed, its error and the exit code."""
+        """Time at which to end because another rank has failed, its error and the exit code."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._stacks = (self._folder / f"rank_{world.rank:05}.txt").open("w")
         self._channel = HeartbeatChannel(world)

@@ -20,9 +20,9 @@ from hybrid_rlhf.runtime.observability.sinks.sink import EndState
 from hybrid_rlhf.runtime.urls import expanded_url, shown_url
 
 REQUEST_SECONDS = 5.0
-"""Longest request, and longest wait for the last message when the run ends."""
+"""Time limit of a request, and of the wait for the last message at the end of the run."""
 _LONGEST_TEXT = 1000
-"""Characters; Discord takes 2000."""
+"""Number of characters; Discord's limit is 2000."""
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it logs complete URLs
 logger = logging.getLogger(LOGGER_NAME)
 

@@ -27,7 +27,7 @@ SINKS: dict[SinkName, type[MetricsSink]] = {
     "mlflow": MlflowSink,
     "trackio": TrackioSink,
 }
-"""By their names in the config."""
+"""Sinks by their names in the config."""
 
 
 class MetricsWriter:

@@ -16,12 +16,12 @@ from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 T = TypeVar("T")
 FIRST_SECONDS = 5.0
-"""Until the first line, and shortest interval between lines."""
+"""Time until the first line, and shortest interval between lines."""
 STEP_SECONDS = 30.0
-"""The same for work that every step repeats."""
+"""The same for work that every step of a loop repeats."""
 _MAX_SECONDS = 30.0
 _GROWTH = 0.1
-"""Between these limits, the interval is this share of the time since the start."""
+"""Between these limits, the interval is this fraction of the time since the start."""
 logger = logging.getLogger(LOGGER_NAME)
 
 

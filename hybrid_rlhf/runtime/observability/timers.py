@@ -24,7 +24,7 @@ class Timers:
         self._device, self._on_phase = device, on_phase
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._open: list[str] = []
-        """Blocks that have begun, the innermost last."""
+        """Open blocks, the innermost last."""
         self._peaks: dict[str, int] = {}
 
     @contextlib.contextmanager
@@ -81,7 +81,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 _EARLIER_PEAKS: defaultdict[torch.device, int] = defaultdict(int)
-"""Bytes; peaks before torch's statistics were reset."""
+"""Peaks in bytes before torch's statistics were reset."""
 
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:

@@ -22,9 +22,9 @@ TOKENS = "tokens"
 COLUMN = "columns."
 """Prefix of the names of columns."""
 DETAILS = "details"
-"""The only key of the metadata, because several are written in any order."""
+"""The only key of the metadata, because the order of several keys is arbitrary."""
 ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "HYBRID_RLHF_PRODUCTS")
-"""Variables that decide in which order numbers are summed."""
+"""Variables that determine in which order numbers are summed."""
 _FILE = re.compile(r"step_(\d+)\.safetensors")
 
 

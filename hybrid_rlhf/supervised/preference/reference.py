@@ -37,7 +37,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 BatchT = TypeVar("BatchT", PreferenceBatch, PreferenceLabelBatch)
 EngineContext = Callable[[], AbstractContextManager[ModelEngine]]
-"""Returns a context that gives the reference, ready for forwards."""
+"""Returns a context that yields the reference, ready for forwards."""
 
 
 def completion_logprobs(engine: ModelEngine, batch: PreferenceBatch | PreferenceLabelBatch) -> Tensor:

@@ -27,7 +27,7 @@ from hybrid_rlhf.serving.service import Service
 
 _NAME = "model"
 _ROWS = 32
-"""Completions that are decoded together, and requests that Inspect sends at once."""
+"""Number of completions decoded together, and of concurrent requests from Inspect."""
 
 
 def inspect_tasks(config: EvaluateConfig, place: Place) -> Measurement:

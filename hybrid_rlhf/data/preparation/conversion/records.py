@@ -45,7 +45,7 @@ class RankedCompletions:
 
 Record = Row | RankedCompletions
 Conversion = Callable[[Iterable[LocatedRow], RankedAs, RowProblems], Iterator[tuple[str, Record]]]
-"""From the rows of a source to records with their location; rows that cannot be converted are noted as problems."""
+"""From the rows of a source to records with their location; rows that cannot be converted are recorded as problems."""
 
 
 def row_by_row(convert: Callable[[str, Row], Record]) -> Conversion:

@@ -66,7 +66,7 @@ FAMILIES = {
     "gemma2": GGUFFamily("gemma2", norm_offset=1.0, slides=True, scalings=()),
     "gemma3_text": GGUFFamily("gemma3", norm_offset=1.0, slides=True, scalings=("linear",)),
 }
-"""By model_type."""
+"""Families by model_type."""
 _OPTIONAL = {
     "attn_logit_softcapping": "add_attn_logit_softcapping",
     "final_logit_softcapping": "add_final_logit_softcapping",
@@ -75,7 +75,7 @@ _OPTIONAL = {
     "moe_intermediate_size": "add_expert_feed_forward_length",
     "shared_expert_intermediate_size": "add_expert_shared_feed_forward_length",
 }
-"""Settings that some families have, and the writer's methods for them."""
+"""Settings that only some families have, with the writer's methods for them."""
 
 
 def gguf_family(lm: PreTrainedModel) -> GGUFFamily:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-"""Tensors of factors."""
+"""Names of the tensors of factors."""
 _TYPE, _FACTOR, _CONTEXT = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
 _ATTENTION = "rope.scaling.attn_factor"
 _BETAS = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}

@@ -36,7 +36,7 @@ _LEFT_OUT = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
-"""Settings that transformers does not read for every family that has them."""
+"""Settings that transformers does not read for all families that have them."""
 
 
 def read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

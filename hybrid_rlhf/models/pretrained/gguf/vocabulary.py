@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 _CANONICAL = ("llama-bpe", "qwen2", "tekken", "gpt-4o")
-"""Names that llama.cpp gives first to ways of splitting that have several."""
+"""Preferred names for ways of splitting to which llama.cpp gives several names."""
 _FIX = "set --format safetensors"
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
 _PLAIN: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}
-"""Types that numpy has; others are bytes."""
+"""Types that numpy has; other types are stored as bytes."""
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 _WEIGHT_TOLERANCE = {"f32": 1e-6, "f16": 1e-3, "bf16": 8e-3, "q8_0": 8e-3}
 """Largest change of a weight, relative to the largest weight of its tensor: the rounding of the type."""
@@ -70,10 +70,10 @@ _NOT_COMPARED = {
     "transformers_version",
     "use_cache",
 }
-"""Keys of a config that do not change what a causal LM computes, that the tokenizer has, or that are compared by what
-they compute."""
+"""Keys of a config that do not affect the computation of a causal LM, that the tokenizer has, or whose effect is
+compared."""
 _ROUTERS = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
-"""Weights that llama.cpp always has in float32, besides vectors."""
+"""Weights besides vectors that llama.cpp always stores in float32."""
 
 
 def write_gguf(

@@ -24,11 +24,11 @@ from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 EndState = Literal["finished", "stopped", "failed", "stalled"]
-"""How a run ends; stopped: by a signal, and to be resumed."""
+"""How a run ended; a stopped run was ended by a signal, and can be resumed."""
 IDS_FILE = "sinks.json"
-"""Ids of the run in its trackers, by sink: a resumed run continues them."""
+"""Ids of the run in its trackers, by sink, with which a resumed run continues them."""
 CLOSE_SECONDS = 30.0
-"""How long the end of a run waits for a sink."""
+"""Time for which the end of a run waits for a sink."""
 logger = logging.getLogger(LOGGER_NAME)
 _ids_lock = threading.Lock()
 
