@@ -67,18 +67,18 @@ PlacementConfig = AutoPlacement | RolePlacements
 """The key `placement`, told apart by `style`."""
 
 
-def read_placement(value: str | dict[str, Any] | None) -> PlacementConfig | None:
+def read_placement(given: str | dict[str, Any] | None) -> PlacementConfig | None:
     """The placement from the value in a file or on the command line: a style, or roles with an optional style.
 
     Raises:
         UserError: for an unknown style, or a role whose keys or ranks cannot be read.
     """
-    if value is None:
+    if given is None:
         return None
-    content = {"style": value} if isinstance(value, str) else {str(name): keys for name, keys in value.items()}
+    content = {"style": given} if isinstance(given, str) else {str(name): keys for name, keys in given.items()}
     style: Any = content.pop("style", "separation" if "sampler" in content else "flattening")
     styles = (*STYLES, "auto")
-    key, roles_too = ("placement", " or a mapping of roles") if isinstance(value, str) else ("placement.style", "")
+    key, roles_too = ("placement", " or a mapping of roles") if isinstance(given, str) else ("placement.style", "")
     require(
         style in styles,
         f"{key} must be one of {', '.join(styles)}{roles_too}, got {style}: "

@@ -108,13 +108,13 @@ class _Choice(TorchFunctionMode):
         """Experts [N, k] that the top-k chose."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
         """Call `func`; replace the result of the top-k over all experts."""
-        result = func(*args, **(named or {}))
+        result = func(*arguments, **(named or {}))
         if func not in (torch.topk, torch.Tensor.topk):
             return result
-        scores: Tensor = args[0]
+        scores: Tensor = arguments[0]
         if scores.shape[-1] != self._experts or result.indices.shape != self._recorded.shape:
             return result
         self.own = result.indices
