@@ -127,7 +127,7 @@ class ServeConfig(InferenceConfig):
     shutdown_seconds: Count = setting(30, advanced=True)
     """Time for requests to finish after SIGTERM or SIGINT."""
     sampling: SamplingParams = setting(default_factory=lambda: SamplingParams(max_new_tokens=512), keys=_SERVE_KEYS)
-    """For what a request does not name."""
+    """Sampling parameters of requests that do not set their own."""
 
     def _check(self) -> None:
         super()._check()

@@ -17,7 +17,7 @@ from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLossConfig(Settings):
-    """What all preference losses read."""
+    """Settings of all preference losses."""
 
     needs_reference: ClassVar[bool] = True
     """True if the loss needs a reference's log-probs."""

@@ -1,7 +1,7 @@
 """Tokenised data of each step: reads sources, encodes rows, splits them, holds rows out and blends sources.
 
 Rows are split between the steps, and held out, by their index in the source and before any are dropped. Two steps, or
-training and evaluation, therefore never share a row, whatever their length limits drop.
+training and evaluation, therefore never share a row, independently of the rows that their length limits drop.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class RowEncoding:
-    """How a step encodes the rows of its sources."""
+    """Encoding of the rows of a step's sources."""
 
     name: str
     encode: Encode

@@ -84,10 +84,10 @@ class RL(Step[RLConfig]):
         """Take the settings.
 
         Args:
-            config: settings that the keywords override, or the model; none: the defaults.
+            config: settings that the keywords override, or the model; None: the defaults.
             reward: one or several components: functions `f(prompts, completions, **columns)` that return a score per
                 completion, paths of reward models, or settings of a component.
-            environment: a class with `reset` and `step`, or the section `environment`; none: a completion is one turn.
+            environment: a class with `reset` and `step`, or the section `environment`; None: a completion is one turn.
             algorithm_class: a custom algorithm; it reads the settings of the section `algorithm`.
             settings: model, data, callbacks, and the other keys and sections of the config.
 

@@ -90,7 +90,7 @@ def config_type(command: str) -> type:
     """The config of a training command.
 
     Raises:
-        UserError: if there is none of that name.
+        UserError: if there is no such command.
     """
     if command not in COMMANDS:
         raise UserError(f"command must be one of {', '.join(COMMANDS)}, got {command[:40]!r}: choose one")

@@ -121,7 +121,7 @@ def planned_phases(
 
 
 def _single(name: str, words: Sequence[str], *, prog: str | None) -> tuple[PlanConfig, dict[str, Any]]:
-    """The plan of one step from its own line, which may have options of the plan too."""
+    """The plan of one step from its command line, which may also have options of the plan."""
     plan_words: list[str] = []
     rest: list[str] = []
     place = rest
@@ -136,7 +136,7 @@ def _single(name: str, words: Sequence[str], *, prog: str | None) -> tuple[PlanC
 
 
 def _step_of_files(words: Sequence[str]) -> str | None:
-    """The step whose settings the config files of a line hold; none: those of `train`.
+    """The step whose settings the config files of a command line have; None for settings of `train`.
 
     Raises:
         UserError: when several steps have all their keys.
@@ -242,7 +242,7 @@ class _Placements:
         return configured_plan(self._job(rl), self._curves, self._cluster, placement, **self._memory)
 
     def _placement(self, rl: RLConfig) -> Placement | None:
-        """As configured; none: the planner places the roles."""
+        """The configured placement; None if the planner places the roles."""
         if is_automatic(rl.placement):
             return None
         return resolve_placement(rl.placement, placed_roles(rl), ranks=self._cluster.ranks)

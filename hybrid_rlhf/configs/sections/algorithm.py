@@ -116,7 +116,7 @@ class CorrectionConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Settings):
-    """What all RL algorithms read."""
+    """Settings of all RL algorithms."""
 
     needs_critic: ClassVar[bool] = False
     """True if it trains a critic."""
@@ -190,7 +190,7 @@ class AlgorithmConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientConfig(AlgorithmConfig):
-    """What algorithms with a loss per token read."""
+    """Settings of algorithms with a loss per token."""
 
     mask_truncated: bool = False
     """Exclude completions that do not end with EOS from the loss (DAPO, section 3.4)."""
@@ -212,7 +212,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedConfig(PolicyGradientConfig):
-    """What algorithms that clip the policy ratio read."""
+    """Settings of algorithms that clip the policy ratio."""
 
     clip: tuple[float, float] = (0.2, 0.2)
     """The policy ratio is clipped to [1 - low, 1 + high] (0.2: PPO, arXiv 1707.06347)."""
@@ -250,7 +250,7 @@ class ClippedConfig(PolicyGradientConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SurrogateConfig(ClippedConfig):
-    """What algorithms with PPO's clipped surrogate read."""
+    """Settings of algorithms with PPO's clipped surrogate."""
 
     dual_clip: Annotated[float, "above 1"] | None = setting(None, advanced=True)
     """Bound of the loss for negative advantages, as a multiple of the advantage (arXiv 1912.09729: 3); null: none."""
@@ -258,9 +258,9 @@ class SurrogateConfig(ClippedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupConfig(AlgorithmConfig):
-    """What algorithms with advantages relative to a prompt's completions read.
+    """Settings of algorithms with advantages relative to a prompt's completions.
 
-    No penalty of a missing EOS: the answers are mostly checked by a program, and one that does not end is wrong.
+    By default there is no penalty of a missing EOS: a program usually checks the answers, and rejects truncated ones.
     """
 
     fewest_completions = 2
@@ -273,7 +273,7 @@ class GroupConfig(AlgorithmConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SingleUpdateConfig(AlgorithmConfig):
-    """What algorithms whose paper makes one update per rollout read."""
+    """Settings of algorithms whose paper makes one update per rollout."""
 
     single_update = True
 

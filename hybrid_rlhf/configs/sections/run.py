@@ -76,7 +76,7 @@ class FaultsConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What every training step has; the step itself adds `data`."""
+    """Settings of every training step; the step itself adds `data`."""
 
     output_dir: str = setting("output", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""

@@ -231,7 +231,7 @@ def _turn(
 
 
 def _text_end(generated: str, suffix: str | None, content: str, special: re.Pattern[str]) -> int:
-    """Where the text of an assistant turn ends: before the template's suffix, or before the last special token.
+    """Position at which the text of an assistant turn ends: before the template's suffix, or the last special token.
 
     Tool calls may have another suffix than text, and a template may change the text.
     """

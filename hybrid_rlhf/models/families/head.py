@@ -21,7 +21,7 @@ class HeadConvention:
 
 
 def head_convention(config: PreTrainedConfig) -> HeadConvention:
-    """How a causal LM's head turns hidden states into logits.
+    """The scale and soft cap with which a causal LM's head computes logits.
 
     Gemma 2/3 and RecurrentGemma cap the logits (`final_logit_softcapping`, `logits_soft_cap`), Cohere and Falcon-H1
     multiply them (`logit_scale`, `lm_head_multiplier`), Granite divides them by `logits_scaling`, and HyperCLOVA X

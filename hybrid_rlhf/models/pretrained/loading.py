@@ -120,7 +120,7 @@ def load_model(
     finally:
         if partitioning is not None:
             unset_hf_deepspeed_config()  # this config is global, and the next model may not be partitioned
-    if dequantised:  # saving would give weights the names that they had in MXFP4; none: the family's names
+    if dequantised:  # otherwise saving would use the names of MXFP4; None selects the family's names
         vars(model)["_weight_conversions"] = None
     missing = set(info["missing_keys"])
     _require_weights(path, model, architecture, missing)

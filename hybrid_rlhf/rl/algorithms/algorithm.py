@@ -1,4 +1,4 @@
-"""What an RL algorithm adds to the trainer that all of them share.
+"""Base class of RL algorithms: the parts that differ between algorithms.
 
 The trainer samples, scores, computes log-probs and updates. An algorithm chooses the completions to learn from, turns
 rewards into advantages, and has a loss. It sees tensors only.

@@ -4,9 +4,9 @@ Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 to 7.
 
     s_i = (p(y_i) / p_old(y_i))^(1 / |y_i|),  loss = -1/G sum_i min(s_i A_i, clip(s_i) A_i)
 
-Advantages are GRPO's. Each token carries its own part of the gradient, by s_it = sg[s_i] p_it / sg[p_it] (section 4.3;
-verl's compute_policy_loss_gspo): the same loss and gradient where all tokens of a sequence weigh alike, and none for a
-token of weight 0 (algorithm.correction.method mask), which the mean log-ratio in s_i still counts.
+Advantages are GRPO's. Each token contributes separately to the gradient, through s_it = sg[s_i] p_it / sg[p_it]
+(section 4.3; verl's compute_policy_loss_gspo). Loss and gradient are the same if all tokens of a sequence have equal
+weights; a token of weight 0 (algorithm.correction.method mask) has no gradient, but counts in the mean log-ratio in s_i.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ algorithm.select_above drops those that score no higher than it.
 
     loss = -mean_t log p_t
 
-Deviations: the actor that samples is the one that the last step left, so it iterates with every rollout. A prompt whose
-completions all score alike is skipped: none of them is the best, and all may be wrong.
+Deviations: each rollout is sampled by the actor after the last step. A prompt whose completions have equal scores is
+skipped, as none of them is the best, and all may be wrong.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The tensors of an RL step, whole on every rank: a `Rollout`, and the `Batch` learned from it.
+"""The tensors of an RL step, complete on every rank: a `Rollout`, and the `Batch` to learn from.
 
-A rollout is small next to a model (a few floats per token). Holding all of it on every rank makes whitening,
-mini-batches and the balance of lengths independent of the number of ranks. Recorded experts are apart from the other
-tensors: they take a byte per mixture and expert, 384 for a token of Qwen3-30B-A3B. They lie in host memory without
-padding, for those completions that have them; the device gets those of a micro-batch.
+A rollout is small compared to a model (a few floats per token). Keeping all of it on every rank makes whitening,
+mini-batches and the balance of lengths independent of the number of ranks. Recorded experts are stored separately from
+the other tensors: they take a byte per mixture and expert, 384 for a token of Qwen3-30B-A3B. They are in host memory
+without padding, for the completions that have them; the device receives those of a micro-batch.
 
 Shapes: N completions of the rollout over all ranks, T time, right-padded; E mixtures of experts, k experts per token.
 A tensor describes the token at its own position: logprobs[n, t] of token t, values[n, t] of the state in which token t
@@ -189,24 +189,24 @@ class Rollout:
     response_mask: Tensor
     """[N, T] bool, true on what the actor sampled, stop tokens included; false on observations between its turns."""
     sampled_logprobs: Tensor
-    """[N, T] float32, of the actor's whole distribution, as reported by the generation engine."""
+    """[N, T] float32, log-probs under the actor's full distribution, as reported by the generation engine."""
     drawn_logprobs: Tensor
-    """[N, T] float32, of the distribution sampled from; differs from sampled_logprobs where top_p or top_k cut it."""
+    """[N, T] float32, log-probs under the distribution sampled from, which top_p or top_k may truncate."""
     stopped: Tensor
     """[N] bool, true if the completion ended by itself."""
     weight_versions: Tensor
     """[N, T] int64, number of updates of the weights that sampled the token; 0 where nothing was sampled."""
     turn_rewards: Tensor | None = None
-    """[N, T] float32, reward of an environment for each turn, at its last token; none without an environment."""
+    """[N, T] float32, reward of an environment for each turn, at its last token; None without an environment."""
     groups: Tensor | None = None
     """[N] int64, place of the prompt in the step; completions of one prompt form a group."""
     samples: Tensor | None = None
-    """[N] int64, number of the episode among those of its prompt, where one may have several sequences; none: each row
-    is an episode."""
+    """[N] int64, index of the episode among those of its prompt, where an episode may have several sequences; None if
+    each row is an episode."""
     prompt_rows: Tensor | None = None
     """[N] int64, row of the prompt in the data set."""
     scores: Tensor | None = None
-    """[N] float32, of the reward, without penalties."""
+    """[N] float32, scores of the reward, without penalties."""
     penalties: Tensor | None = None
     """[N] float32, subtracted from the scores."""
     greedy_scores: Tensor | None = None
@@ -214,16 +214,17 @@ class Rollout:
     greedy_penalties: Tensor | None = None
     """[N] float32, penalties of that greedy completion."""
     old_logprobs: Tensor | None = None
-    """[N, T] float32, of the actor before the updates: by the training forward, or, where a rollout makes one update
-    and that forward is still to come, by the generation engine."""
+    """[N, T] float32, log-probs of the actor before the updates: from the training forward, or from the generation
+    engine, if a rollout makes one update whose forward has not run yet."""
     ref_logprobs: Tensor | None = None
-    """[N, T] float32, of the reference; none where nothing reads it."""
+    """[N, T] float32, log-probs of the reference; None if they are not needed."""
     entropy: Tensor | None = None
-    """[N, T] float32, nats, of the actor's distribution before the updates; none where it does not read the rollout."""
+    """[N, T] float32, entropy in nats of the actor's distribution before the updates; None if the actor does not read
+    the rollout."""
     old_values: Tensor | None = None
-    """[N, T] float32, of the critic before the updates; none without a critic."""
+    """[N, T] float32, values of the critic before the updates; None without a critic."""
     routes: RolloutRoutes | None = None
-    """The experts that computed the tokens while sampling; none where they are not recorded, or not needed any more."""
+    """The experts that computed the tokens while sampling; None if not recorded, or no longer needed."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """[N] float32 by name, scores of the reward components before their weights; NaN where one does not apply."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -273,7 +274,7 @@ class Rollout:
 
     @property
     def padded_routes(self) -> Tensor | None:
-        """[N, T, mixtures, experts per token] recorded experts, -1 where there are none; none without any."""
+        """[N, T, mixtures, experts per token] recorded experts, -1 where none is recorded; None without records."""
         if self.routes is None:
             return None
         return self.routes.padded(self.input_ids.shape[1], self.input_ids.device)
@@ -286,7 +287,7 @@ class Rollout:
 
     @property
     def kl(self) -> Tensor | None:
-        """[N] KL to the reference of each completion, in nats (k1); none without a reference."""
+        """[N] KL to the reference of each completion, in nats (k1); None without a reference."""
         if self.ref_logprobs is None or self.old_logprobs is None:
             return None
         return masked_sum(self.old_logprobs - self.ref_logprobs, mask=self.response_mask, dim=1)
@@ -372,7 +373,7 @@ class Batch:
     advantages: Tensor
     """[N, T] float32."""
     returns: Tensor | None = None
-    """[N, T] float32, targets of the critic; none without a critic."""
+    """[N, T] float32, targets of the critic; None without a critic."""
     clipped: Tensor | None = None
     """[N] bool, true if the score was clipped; None where scores are not clipped."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -383,7 +384,7 @@ class Batch:
 
     @property
     def explained_variance(self) -> float | None:
-        """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for a constant one; none: no critic."""
+        """1 - var(returns - values) / var(returns), 1 for a perfect critic, 0 for a constant one; None without it."""
         values = self.rollout.old_values
         if values is None or self.returns is None:
             return None
@@ -411,7 +412,7 @@ class Batch:
 
 
 def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with a prefix to their names, to be stored beside others in a checkpoint."""
+    """Tensors with prefixed names, to be stored with others in a checkpoint."""
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 

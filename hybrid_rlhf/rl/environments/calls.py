@@ -82,7 +82,7 @@ class EnvironmentCalls:
             return self._late if limit.expired() else CallFailure(describe_error(error))
 
     def _await(self, future: Future[Any], loop: asyncio.AbstractEventLoop) -> Any:
-        abandoned = loop is not self._loop  # its other calls have already waited for a whole time-out
+        abandoned = loop is not self._loop  # another call of the loop has already waited for a whole time-out
         try:
             return future.result(0.0 if abandoned else self._timeout_seconds + _CANCELLED_SECONDS)
         except TimeoutError:

@@ -165,7 +165,7 @@ class ProgramRunner(EpisodeRunner):
     def _play(
         self, shared: Service, played: Sequence[_Played], on_completed: Callable[[int], None] | None
     ) -> list[Any]:
-        """What the program returned for each episode, or a CallFailure."""
+        """Run the programs; the result of each episode, or a CallFailure."""
         counting = threading.Lock()
 
         def count() -> None:

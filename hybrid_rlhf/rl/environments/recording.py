@@ -178,7 +178,8 @@ class EpisodeService(Service):
         return [_Prompt(token_ids(text, self.tokenizer), text, len(messages), names)]
 
     def _after(self, turn: _Turn, messages: Sequence[Message], tools: Tools | None) -> str | None:
-        """What the template writes after a turn in a later conversation; none if that does not continue it."""
+        """Text that the template writes after a turn in a later conversation; None if that does not continue the
+        turn."""
         place = turn.messages
         if turn.text is None or not 0 < place < len(messages):
             return None

@@ -172,7 +172,7 @@ class EnvironmentRunner(EpisodeRunner):
         return together.all_gather_objects(results)[0]
 
     def _read_opening(self, opening: object, row: Mapping[str, Any]) -> list[int] | None | CallFailure:
-        """Token ids of the prompt that reset returned; none: the row's own prompt."""
+        """Token ids of the prompt that reset returned; None for the row's prompt."""
         if opening is None:
             return None
         messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening

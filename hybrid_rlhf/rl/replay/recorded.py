@@ -64,7 +64,7 @@ class RecordedStep:
         """The row of a sample.
 
         Raises:
-            UserError: if there is none.
+            UserError: if there is no such sample.
         """
         require(
             index < len(self.rows),
@@ -73,7 +73,7 @@ class RecordedStep:
         return self.rows[index]
 
     def tokens(self, index: int) -> TokenRecord | None:
-        """The tokens of a sample; none where the step has no token record."""
+        """The tokens of a sample; None without a token record of the step."""
         return None if self._details is None else TokenRecords(self.folder).read(self.step, index)
 
     @property

@@ -112,7 +112,7 @@ class FunctionReward(RewardComponent):
 
 
 def _explanation(error: BaseException) -> str:
-    """Why a function failed that expects conversations, as TRL passes for conversational data."""
+    """A hint for functions that fail because they expect conversations, as TRL passes for conversational data."""
     is_indexed = isinstance(error, TypeError) and "string indices must be integers" in str(error)
     return "; a completion is its text, not a list of messages: use it without [0]['content']" if is_indexed else ""
 

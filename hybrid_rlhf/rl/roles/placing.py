@@ -38,7 +38,7 @@ def log_placement(config: RLConfig, placement: Placement, world: World) -> None:
 
 
 def residency_of(config: RLConfig, placement: Placement, world: World) -> dict[str, RoleResidency]:
-    """Where the memory of each role is."""
+    """The residency of each role's memory."""
     return ResidencyRules.of(config, cuda=world.device.type == "cuda").roles(placement)
 
 

@@ -71,7 +71,7 @@ class CarriedPrompts:
 
 @dataclass(frozen=True)
 class RolloutPart:
-    """What this rank's group contributes to a rollout."""
+    """The share of this rank's group in a rollout."""
 
     carried: CarriedPrompts
     first: int
@@ -211,7 +211,7 @@ class PartialRollouts:
         tensors: Mapping[str, Tensor],
         assigned: Callable[[int, PromptInFlight], AssignedPrompt],
     ) -> None:
-        """Restore the state of a checkpoint; prompts are distributed anew if the number of groups has changed.
+        """Restore the state of a checkpoint; prompts are redistributed if the number of groups has changed.
 
         Args:
             state: result of `state_dict`.

@@ -144,7 +144,7 @@ class RolloutScorer:
         outputs = torch.zeros(4, *rollout.input_ids.shape, device=self._world.device)
         with self._timers("scoring"):
             if roles.critic_copy is not None:
-                roles.critic_copy.sync()  # first, so that the critic's ranks may read for the actor meanwhile
+                roles.critic_copy.sync()  # first, so that the critic's ranks are free for the actor in the meantime
             if reads_ref:
                 self._read_reference(batches, outputs[0])
             if reads_old:

@@ -101,7 +101,7 @@ class PolicyLoss:
         return rollout.response_mask if correction is None else rollout.response_mask & (correction > 0)
 
     def _correction(self, rollout: Rollout) -> Tensor | None:
-        """[n, t] weights of tokens for the difference between sampler and actor; none without a correction."""
+        """[n, t] weights of tokens for the difference between sampler and actor; None without a correction."""
         config = self._algorithm.correction
         if config is None:
             return None

@@ -61,7 +61,7 @@ class _Peer:
 
 
 class HeartbeatChannel:
-    """The connections of this rank: to all other ranks on rank 0, to rank 0 elsewhere; none with a single rank."""
+    """The connections of this rank: on rank 0 to all other ranks, on other ranks to rank 0."""
 
     def __init__(self, world: World) -> None:
         """Connect; every rank calls.

@@ -29,7 +29,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 @dataclass(frozen=True)
 class Ending:
-    """How and why a run ends."""
+    """State and reason of the end of a run."""
 
     end_state: EndState
     reason: str = ""
