@@ -142,7 +142,7 @@ class Watcher:
                 self._hub.publish("samples", {"run": run.id, "step": line["step"]})
 
     def _look_for_states(self, changed: bool) -> bool:
-        """Publish runs that have started, stopped or ended; return True if the list of runs has changed."""
+        """Update the states of all runs; return True if one has started, stopped or ended, or if `changed` is true."""
         for run in self._folders.all():
             before = self._states.get(run.id)
             has_ended = file_size(run.folder / FINISHED_FILE) >= 0

@@ -6,7 +6,7 @@ Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 to 7.
 
 Advantages are GRPO's. Each token contributes separately to the gradient, through s_it = sg[s_i] p_it / sg[p_it]
 (section 4.3; verl's compute_policy_loss_gspo). Loss and gradient are the same if all tokens of a sequence have equal
-weights; a token of weight 0 (algorithm.correction.method mask) has no gradient, but counts in the mean log-ratio in s_i.
+weights; a token of weight 0 (algorithm.correction.method mask) has no gradient, but counts in the log-ratio of s_i.
 """
 
 from __future__ import annotations
