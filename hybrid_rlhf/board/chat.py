@@ -1,7 +1,7 @@
-"""Chat with saved models, in this process: torch is imported and a model is loaded when someone asks it.
+"""Chat with saved models in this process: torch is imported and a model loaded at the first message.
 
-Two models at most are in memory, and one reward model, which scores the answers as it does in training: at the end of
-the conversation in its own tokens.
+At most two models and one reward model are in memory. The reward model scores answers as in training: at the end of the
+conversation in its own tokens.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class ChatModel:
     batch: OpenBatch
 
     def close(self) -> None:
-        """Free its memory; answers under way end."""
+        """Free its memory, and end its running answers."""
         self.batch.close()
         self.engine.close()
 
 
 class Chats:
-    """The models that are loaded."""
+    """The loaded models."""
 
     def __init__(self, load: Load) -> None:
-        """Take what loads the engine and the tokenizer of a model."""
+        """Take the function that loads the engine and the tokenizer of a model."""
         self._load = load
         self._models: OrderedDict[str, ChatModel] = OrderedDict()
         self._scorer: tuple[str, Score] | None = None
@@ -63,7 +63,7 @@ class Chats:
     async def answers(
         self, paths: Sequence[str], messages: Messages, sampling: SamplingParams, reward: str | None
     ) -> AsyncIterator[dict[str, Any]]:
-        """Events of one answer per model, as they are sampled; all are loaded and have the prompt when this returns.
+        """Events of one answer per model, as they are sampled; all models are loaded and have the prompt on return.
 
         Raises:
             UserError: if a model cannot be loaded, or the conversation is too long or refused by its template.
@@ -83,10 +83,10 @@ class Chats:
 
                 submissions.append((model, model.batch.submit([prompt], sampling, deliver)))
         except (UserError, RuntimeError) as error:
-            _cancel(submissions)  # nobody waits for the answers of the models before this one
+            _cancel(submissions)  # the answers of the other models are not needed
             if isinstance(error, UserError):
                 raise
-            path = paths[len(submissions)]  # another chat has taken its place
+            path = paths[len(submissions)]  # another chat has replaced this model
             raise UserError(f"{path} is not loaded any more ({error}): ask again") from error
         tasks = [
             asyncio.create_task(_answer(number, model, tokens, events, sampling, read, score))
@@ -95,7 +95,7 @@ class Chats:
         return _events(events, tasks, submissions)
 
     def _loaded(self, paths: Sequence[str], reward: str | None) -> tuple[dict[str, ChatModel], Score | None]:
-        """The models of paths and the reward model, loaded if they are not."""
+        """The models of paths and the reward model; loads those that are missing."""
         with self._lock:
             for path in list(self._models):
                 if path not in paths and len(self._models.keys() | set(paths)) > _MOST_MODELS:
@@ -108,7 +108,7 @@ class Chats:
             if reward is None:
                 return models, None
             if self._scorer is None or self._scorer[0] != reward:
-                self._scorer = None  # its memory is free before another is loaded
+                self._scorer = None  # free its memory before another is loaded
                 self._scorer = (reward, load_scorer(reward))
             return models, self._scorer[1]
 
@@ -133,10 +133,10 @@ def _cancel(submissions: Sequence[tuple[ChatModel, Submission]]) -> None:
 
 
 def load_scorer(path: str) -> Score:
-    """What scores a completion of a conversation by a reward model.
+    """A function that scores a completion of a conversation by a reward model.
 
     Raises:
-        UserError: if it is none.
+        UserError: if the model is not a reward model.
     """
     from hybrid_rlhf.configs.sections.model import ModelConfig
     from hybrid_rlhf.models.pretrained.loading import training_dtype
@@ -202,5 +202,5 @@ async def _events(
             yield event
     finally:
         _cancel(submissions)
-        for task in tasks:  # those of a client that has left wait for tokens that do not come
+        for task in tasks:  # if the client has left, they would wait for tokens forever
             task.cancel()

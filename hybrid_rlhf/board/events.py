@@ -1,6 +1,6 @@
-"""What changes in the run folders, sent to all pages as server-sent events.
+"""Sends changes in the run folders to all pages as server-sent events.
 
-Files are looked at every half second: notifications of the kernel do not exist on network file systems, where clusters
+Files are polled every half second, because the kernel sends no notifications for network file systems, where clusters
 have their run folders.
 """
 
@@ -23,14 +23,14 @@ from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, METRICS_
 POLL_SECONDS = 0.5
 _SCAN_SECONDS = 2.0
 _ALIVE_SECONDS = 15.0
-"""Between two comments on a silent stream, so that proxies keep it."""
+"""Time between two comments on a silent stream, so that proxies keep it open."""
 _MOST_WAITING = 1000
-"""Events that wait for a page; one that does not read them is disconnected and asks again."""
+"""Number of events that wait for a page; a page that does not read them is disconnected, and connects again."""
 logger = logging.getLogger("hybrid_rlhf")
 
 
 class EventHub:
-    """Sends events of any thread to all streams."""
+    """Sends events from any thread to all streams."""
 
     def __init__(self) -> None:
         self._queues: set[asyncio.Queue[str | None]] = set()
@@ -38,7 +38,7 @@ class EventHub:
         self._closed = False
 
     def open(self) -> None:
-        """Begin; called on the loop of the server."""
+        """Start; called on the event loop of the server."""
         self._loop = asyncio.get_running_loop()
 
     def publish(self, event: str, content: dict[str, Any]) -> None:
@@ -78,18 +78,19 @@ class EventHub:
 
 
 class Watcher:
-    """A thread that looks at the files of all runs."""
+    """A thread that polls the files of all runs."""
 
     def __init__(
         self, folders: RunFolders, hub: EventHub, index_on: Callable[[], bool], is_alive: Callable[[str], bool]
     ) -> None:
-        """Take what is watched.
+        """Take the folders to watch.
 
         Args:
             folders: the runs.
-            hub: where events go.
-            index_on: indexes new samples for a moment and says whether there are more.
-            is_alive: whether a process that the board started for a run lives; it outlives its lock by a moment.
+            hub: hub that sends the events.
+            index_on: indexes new samples for a short time, and returns true if there are more.
+            is_alive: returns true while a process that the board started for a run is alive, which may be a moment
+                longer than its lock is held.
         """
         self._folders, self._hub, self._index_on, self._is_alive = folders, hub, index_on, is_alive
         self._sizes: dict[str, tuple[int, int]] = {}
@@ -98,11 +99,11 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name="board-watcher", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start to watch."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop."""
+        """Stop to watch, and wait for the thread."""
         self._ended.set()
         self._thread.join(timeout=5)
 
@@ -119,12 +120,12 @@ class Watcher:
                 for run in self._folders.all():
                     self._look_at(run)
                 has_more = self._index_on()
-            except Exception:  # the board goes on; the folders may be gone for a moment
+            except Exception:  # the board continues; the folders may be missing temporarily
                 logger.exception("the board could not look at its folders")
             self._ended.wait(0.0 if has_more else max(0.0, POLL_SECONDS - (time.monotonic() - start)))
 
     def _look_at(self, run: RunFolder) -> None:
-        """Publish what was appended."""
+        """Publish the lines that were appended to a run's files."""
         before = self._sizes.get(run.id)
         now = (file_size(run.folder / METRICS_FILE), file_size(run.folder / SAMPLES_FILE))
         self._sizes[run.id] = now
@@ -141,7 +142,7 @@ class Watcher:
                 self._hub.publish("samples", {"run": run.id, "step": line["step"]})
 
     def _look_for_states(self, changed: bool) -> bool:
-        """Whether the list of runs changed: which there are, which have ended, begun or stopped."""
+        """Update the states of all runs; return True if one has started, stopped or ended, or if `changed` is true."""
         for run in self._folders.all():
             before = self._states.get(run.id)
             has_ended = file_size(run.folder / FINISHED_FILE) >= 0

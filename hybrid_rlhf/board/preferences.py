@@ -1,7 +1,7 @@
-"""Judgements of people: two completions of a prompt, blind and in random order; which is better.
+"""Judgements of people, who choose the better of two completions of a prompt, blind and in random order.
 
-They are appended to `preferences.jsonl` in the board's first folder, with what was shown. They tell how often the
-reward prefers what people prefer, and are data for `hybrid-rlhf reward`.
+They are appended to `preferences.jsonl` in the board's first folder, with the shown pair. They measure how often reward
+and people agree, and are training data for `hybrid-rlhf reward`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hybrid_rlhf.runtime.files.atomic import write_whole
 
 PREFERENCES_FILE = "preferences.jsonl"
 _MOST_OPEN = 1000
-"""Pairs that were shown and not judged; the oldest are forgotten."""
+"""Number of pairs that were shown and not judged; the oldest are dropped."""
 _TRIES = 40
 _PROMPTS = "SELECT key FROM prompts JOIN samples USING (prompt) GROUP BY prompt HAVING count(*) >= ?"
 
@@ -64,7 +64,7 @@ class Preferences:
         self._random, self._lock = random.Random(secrets.randbits(64)), threading.Lock()  # nosec B311
 
     def next(self, sources: Sequence[Samples]) -> dict[str, Any]:
-        """A pair to judge: of one run, or one side of each of two; without one where no prompt has two completions."""
+        """A pair to judge, of one run or of two runs; without a pair if no prompt has two completions."""
         judged = {_places(row) for row in self.read()}
         prompts = _prompts_to_judge(sources)
         for _ in range(_TRIES if prompts else 0):
@@ -85,10 +85,10 @@ class Preferences:
         return {"pair": None}
 
     def judge(self, name: str, choice: str, who: str) -> int:
-        """Append a judgement; how many there are.
+        """Append a judgement; return the number of judgements.
 
         Raises:
-            UserError: if the pair was not shown by this board, or is judged already.
+            UserError: if this board has not shown the pair, or if it is already judged.
             OSError: if it cannot be written.
         """
         with self._lock:
@@ -111,12 +111,12 @@ class Preferences:
             }
             line = json.dumps(row, allow_nan=False).encode() + b"\n"
             with self.file.open("ab", buffering=0) as file:
-                file.write(line)  # one write: two boards may append
+                file.write(line)  # one write, as another board may also append
                 os.fsync(file.fileno())
         return len(self.read())
 
     def read(self) -> list[dict[str, Any]]:
-        """All judgements; lines that are none are left out."""
+        """All judgements; invalid lines are left out."""
         try:
             with open_regular(self.file) as file:
                 lines = [line for chunk in complete_lines(file, 0) for _, line in chunk]
@@ -133,7 +133,7 @@ class Preferences:
         return rows
 
     def summary(self) -> dict[str, Any]:
-        """GET /api/preferences/summary; agreement leaves out ties and equal scores."""
+        """GET /api/preferences/summary; agreement excludes ties and equal scores."""
         rows = self.read()
         agrees = []
         for row in rows:
@@ -148,10 +148,10 @@ class Preferences:
         }
 
     def write_pairs(self, file: Path) -> int:
-        """Write the judgements that are no ties as rows of a preference data set; how many there are.
+        """Write the judgements that are not ties as rows of a preference data set; return their number.
 
         Raises:
-            UserError: if there are none.
+            UserError: if there is no such judgement.
         """
         rows = [
             {"prompt": row["prompt"], "chosen": row["chosen"], "rejected": row["rejected"]}
@@ -164,7 +164,7 @@ class Preferences:
         return len(rows)
 
     def _draw(self, sources: Sequence[Samples], key: str) -> ShownPair:
-        """Two random completions of a prompt, of each source one, in random order."""
+        """Two random completions of a prompt, in random order; one from each source if there are two."""
         sides, messages = list[ShownCompletion](), list[dict[str, Any]]()
         for source in sources:
             with source.index.view() as view:
@@ -185,7 +185,7 @@ class Preferences:
 
 
 def _prompts_to_judge(sources: Sequence[Samples]) -> list[str]:
-    """The keys of the prompts that have two completions, of two sources one in each."""
+    """The keys of prompts with two completions in a source, or with one in each of two sources."""
     keys = []
     for source in sources:
         with source.view() as view:

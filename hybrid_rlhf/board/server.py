@@ -1,4 +1,4 @@
-"""The process of the board: its socket, signals, and the end."""
+"""The process of the board: its socket, signals, and shutdown."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _SHUTDOWN_SECONDS = 3
 
 
 class BoardServer(uvicorn.Server):
-    """Says when it listens, and at its end closes the streams of events first, which would never end by themselves."""
+    """Reports when it listens, and at shutdown first closes the event streams, which would never end by themselves."""
 
     def __init__(self, config: uvicorn.Config, hub: EventHub, report: Callable[[], None]) -> None:
         super().__init__(config)
         self._hub, self._report = hub, report
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
+        """Start to listen, and report it."""
         await super().startup(sockets)
         if self.started:
             self._report()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See uvicorn."""
+        """Close the event streams, and shut down."""
         self._hub.close()
         super().handle_exit(sig, frame)
 
@@ -45,11 +45,11 @@ def run_board(config: BoardConfig, load: Load, report: Callable[[int, str], None
 
     Args:
         config: the settings.
-        load: gives engine and tokenizer of a model, when someone chats with it.
+        load: returns engine and tokenizer of a model; called at its first chat.
         report: receives the number of runs and the URL when connections are accepted.
 
     Raises:
-        UserError: if a folder is missing or the address cannot be taken.
+        UserError: if a folder is missing or the address cannot be bound.
     """
     workspace = BoardWorkspace(config, load)
     listener = bound_socket(config.host, config.port)

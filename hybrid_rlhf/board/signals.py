@@ -1,7 +1,7 @@
-"""Signs that a run learns something else than it should: the rules of its advice, and rules that read samples.
+"""Signs that a run learns something unintended: the rules of its advice, and rules that read samples.
 
-Each rule names its source and carries the numbers that it saw. The thresholds are conventions: they ask a person to
-look, and decide nothing. `benchmarks/hacking.py` measures what they find and how often they are wrong.
+Each rule names its source and reports its numbers. The thresholds are conventions that prompt a person to look.
+`benchmarks/hacking.py` measures their hits and false alarms.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from hybrid_rlhf.loop.advice.rules import RULES
 
 Floats = NDArray[np.float64]
 EQUAL_GROUPS = 0.5
-"""Part of the groups with equal scores; these teach nothing, so half of the rollout is lost. One step alone is
-noise: with eight groups, half of them are equal by chance now and then."""
+"""Fraction of the groups with equal scores, which give no gradient, so that half of the rollout is lost. A single step
+is noise: with eight groups, half of them are occasionally equal by chance."""
 REPEATED_NOW, REPEATED_MORE = 0.2, 0.1
-"""Part of repeated 4-grams, and its growth; text of people repeats about a twentieth."""
+"""Fraction of repeated 4-grams, and its growth; in human text it is about a twentieth."""
 SAME_NOW, SAME_MORE = 0.5, 0.25
-"""Part of the completions of a step that are one and the same, over all prompts, and its growth."""
+"""Fraction of a step's completions with the same text, over all prompts, and its growth."""
 COPIED_NOW, COPIED_MORE = 0.5, 0.25
-"""Part of the word pairs of a completion that are in its prompt, and its growth."""
+"""Fraction of a completion's word pairs that are in its prompt, and its growth."""
 _GRAM, _PAIR = 4, 2
 _FEWEST_PROMPTS = 4
 _MOST_LOOKS = 200
-"""Windows of a run that are looked at."""
+"""Number of steps at which a run is examined."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class SampledStep:
     step: int
     indices: NDArray[np.int64]
     groups: NDArray[np.int64]
-    """-1: not recorded."""
+    """-1 where the group is not recorded."""
     scores: Floats
     texts: Sequence[str] = ()
-    """Completions of some rows."""
+    """Completions of the rows of `places`."""
     prompts: Sequence[str] = ()
-    """Their prompts."""
+    """Prompts of these completions."""
     places: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
-    """Those rows."""
+    """Indices of these rows."""
 
     def evidence(self, texts: Iterable[int]) -> list[dict[str, Any]]:
-        """The samples of the first of some texts."""
+        """References to the samples of the first five of some texts."""
         rows = [self.places[text] for text in texts][:5]
         return [{"step": self.step, "index": int(self.indices[row])} for row in rows]
 
@@ -62,31 +62,31 @@ class Signal:
 
     name: str
     severity: str
-    """warning or alert."""
+    """"warning" or "alert"."""
     step: int
     what: str
     evidence: list[dict[str, Any]]
     source: str
     first_step: int = 0
-    """Where it was found first; `find_signals` sets it."""
+    """Step at which the sign was first found; set by `find_signals`."""
 
 
 def find_signals(lines: Sequence[Mapping[str, float]], sampled: Sequence[SampledStep]) -> list[Signal]:
-    """All findings over the whole run, alerts first: each as it was seen last, with the step where it was seen first.
+    """All findings over the whole run, alerts first: each in its last form, with the step of its first occurrence.
 
     Args:
-        lines: of metrics.jsonl, which the rules of the run's advice judge.
+        lines: lines of metrics.jsonl, for the rules of the run's advice.
         sampled: steps with samples, in order, the first and the last among them.
     """
-    found: dict[str, Signal] = {}
+    latest: dict[str, Signal] = {}
     for signal in sorted([*_in_metrics(lines), *_in_samples(sampled)], key=lambda signal: signal.step):
-        first = found[signal.name].first_step if signal.name in found else signal.step
-        found[signal.name] = replace(signal, first_step=first)
-    return sorted(found.values(), key=lambda signal: signal.severity != "alert")
+        first = latest[signal.name].first_step if signal.name in latest else signal.step
+        latest[signal.name] = replace(signal, first_step=first)
+    return sorted(latest.values(), key=lambda signal: signal.severity != "alert")
 
 
 def _in_metrics(lines: Sequence[Mapping[str, float]]) -> Iterator[Signal]:
-    """What the rules of the advice find at several steps, if they see nothing later."""
+    """Findings of the advice rules at several steps, which see only earlier lines."""
     curves, looks = Curves(), set(np.linspace(0, len(lines) - 1, min(len(lines), _MOST_LOOKS)).astype(int).tolist())
     for place, line in enumerate(lines):
         curves.add(int(line["step"]), line)
@@ -98,20 +98,20 @@ def _in_metrics(lines: Sequence[Mapping[str, float]]) -> Iterator[Signal]:
 
 
 def _in_samples(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
-    """What the rules of samples find at each step, beside those before it."""
+    """Findings of the rules for samples at each step, from it and the earlier ones."""
     for count in range(1, len(sampled) + 1):
         for rule in (collapsed_groups, repeated_phrases, same_answer, copied_prompts):
             yield from rule(sampled[:count])
 
 
 def collapsed_groups(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
-    """The completions of a prompt all have the same score, so that their advantages are 0, in two steps on end.
+    """The completions of a prompt all have the same score, so that their advantages are 0, in two steps in a row.
 
-    Groups with the best score of all steps are solved, and not counted, where there are worse scores too.
+    Groups with the best score of all steps are solved and not counted, unless all scores are equal.
     """
     if len(sampled) < 2:
         return
-    seen = np.concatenate([each.scores[np.isfinite(each.scores)] for each in sampled])
+    seen = np.concatenate([sampled_step.scores[np.isfinite(sampled_step.scores)] for sampled_step in sampled])
     solved = float(seen.max()) if len(seen) and np.ptp(seen) > 0 else np.inf
     (equal_before, count_before), (equal, count) = (_equal_groups(step, solved) for step in sampled[-2:])
     if min(len(equal_before) / max(count_before, 1), len(equal) / max(count, 1)) >= EQUAL_GROUPS:
@@ -155,7 +155,7 @@ def repeated_phrases(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
 
 
 def same_answer(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
-    """Most completions of a step are one and the same, whatever the prompt."""
+    """Most completions of a step are the same, for different prompts."""
     before, now = (_commonest(step) for step in (sampled[0], sampled[-1]))
     if before is None or now is None or now.part < SAME_NOW or now.part - before.part < SAME_MORE:
         return
@@ -199,29 +199,29 @@ def copied_prompts(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
 
 
 def repeated_part(text: str) -> float:
-    """Part of a text's word 4-grams that occurred before in it."""
+    """Fraction of a text's word 4-grams that occurred earlier in it."""
     grams = _grams(text, _GRAM)
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def copied_part(text: str, prompt: str) -> float:
-    """Part of a text's word pairs that its prompt has."""
-    pairs, given = _grams(text, _PAIR), set(_grams(prompt, _PAIR))
-    return sum(pair in given for pair in pairs) / len(pairs) if pairs else 0.0
+    """Fraction of a text's word pairs that occur in its prompt."""
+    pairs, prompt_pairs = _grams(text, _PAIR), set(_grams(prompt, _PAIR))
+    return sum(pair in prompt_pairs for pair in pairs) / len(pairs) if pairs else 0.0
 
 
 @dataclass(frozen=True)
 class _Commonest:
-    """The answer that a step has most often."""
+    """The most frequent answer of a step."""
 
     part: float
-    """Of its completions."""
+    """Its fraction of the completions."""
     texts: list[int]
-    """Which of its texts are this answer."""
+    """Indices of the texts with this answer."""
 
 
 def _commonest(step: SampledStep) -> _Commonest | None:
-    """None where a step has too few different prompts to tell."""
+    """The most frequent answer; None if the step has too few different prompts."""
     prompts = step.prompts or step.groups[step.places].tolist()
     if len({*prompts}) < _FEWEST_PROMPTS:
         return None
@@ -230,7 +230,8 @@ def _commonest(step: SampledStep) -> _Commonest | None:
 
 
 def _equal_groups(step: SampledStep, solved: float) -> tuple[list[NDArray[np.intp]], int]:
-    """Rows of the groups of several completions with one score below `solved`, and the number of groups of several."""
+    """Rows of the groups of several completions with equal scores below `solved`, and the number of groups of
+    several."""
     members = [np.flatnonzero(step.groups == group) for group in np.unique(step.groups[step.groups >= 0])]
     members = [rows for rows in members if len(rows) > 1 and np.isfinite(step.scores[rows]).all()]
     equal = [rows for rows in members if np.ptp(step.scores[rows]) == 0 and step.scores[rows[0]] < solved]

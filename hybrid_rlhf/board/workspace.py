@@ -1,4 +1,4 @@
-"""What one board has open: its runs with their curves and samples, jobs, preferences, chats."""
+"""The open resources of a board: its runs with their curves and samples, jobs, preferences, chats."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 
 _MOST_OPEN = 16
-"""Runs whose curves and samples are kept in memory."""
+"""Number of runs whose curves and samples are kept in memory."""
 _SIGNAL_STEPS, _SIGNAL_TEXTS = 12, 64
-"""Steps whose samples are looked at, and completions of a step that are read."""
+"""Number of steps whose samples are examined, and of completions of a step that are read."""
 OpenT = TypeVar("OpenT")
 
 
@@ -44,7 +44,7 @@ class BoardWorkspace:
     """The state of a board; may be used by several threads."""
 
     def __init__(self, config: BoardConfig, load: Load) -> None:
-        """Take the settings, and what loads a model for a chat.
+        """Take the settings, and the function that loads a model for a chat.
 
         Raises:
             UserError: if a folder is missing.
@@ -64,12 +64,12 @@ class BoardWorkspace:
         self._watcher = Watcher(self.folders, self.hub, self._index_on, self.training.is_alive)
 
     def open(self) -> None:
-        """Begin to watch; called on the loop of the server."""
+        """Start to watch; called on the event loop of the server."""
         self.hub.open()
         self._watcher.start()
 
     def close(self) -> None:
-        """Stop what runs."""
+        """Stop all threads and processes, except runs."""
         self._watcher.close()
         self._planner.shutdown(wait=False, cancel_futures=True)
         self.estimates.close()
@@ -77,7 +77,7 @@ class BoardWorkspace:
         self.chats.close()
 
     def metrics(self, run: RunFolder) -> MetricsFile:
-        """The curves of a run, up to date."""
+        """The curves of a run, updated."""
         metrics = self._kept(self._metrics, run, lambda: MetricsFile(run.folder / METRICS_FILE))
         metrics.update()
         return metrics
@@ -86,7 +86,7 @@ class BoardWorkspace:
         """The samples of a run.
 
         Raises:
-            UserError: if their file is a link or something else that the board does not open.
+            UserError: if their file is a link or another file that the board does not open.
         """
         if (problem := file_problem(run.folder / SAMPLES_FILE)) is not None:
             raise UserError(f"{run.name}: {problem}")
@@ -95,7 +95,7 @@ class BoardWorkspace:
         )
 
     def memory_plan(self, run: RunFolder) -> dict[str, float] | None:
-        """GiB of each phase as planned; None until the plan is made, and where it cannot be."""
+        """Planned GiB of each phase; None until the plan is made, or if it cannot be made."""
         with self._lock:
             if run.id not in self._plans:
                 self._plans[run.id] = None
@@ -107,12 +107,12 @@ class BoardWorkspace:
         if summary["command"] is None or summary["model"] is None:
             return
         with contextlib.suppress(UserError):  # a model that is no longer here
-            found = self.estimates.plan(summary["command"], {**config, "resume": "never"}, world_size(run.folder))
-            self._plans[run.id] = {phase["phase"]: phase["gib"] for phase in found["memory"]}
+            plan = self.estimates.plan(summary["command"], {**config, "resume": "never"}, world_size(run.folder))
+            self._plans[run.id] = {phase["phase"]: phase["gib"] for phase in plan["memory"]}
             self.hub.publish("runs", {})
 
     def signals(self, run: RunFolder) -> list[Signal]:
-        """What should be looked at in a run."""
+        """The signs of a run that a person should look at."""
         metrics = self.metrics(run)
         steps, _, columns = metrics.columns(metrics.names())
         lines = (
@@ -134,7 +134,7 @@ class BoardWorkspace:
             steps = np.unique(view.column("step"))
             for place in np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _SIGNAL_STEPS)).astype(int)):
                 rows = np.flatnonzero(view.column("step") == steps[place])
-                # spread over the step, whose first rows may be of few prompts
+                # spread over the step, as its first rows may belong to few prompts
                 read = np.linspace(0, len(rows) - 1, min(len(rows), _SIGNAL_TEXTS)).astype(int)
                 lines = view.lines(rows[read])
                 texts = [str(line["completion"]) for line in lines]
@@ -160,13 +160,13 @@ class BoardWorkspace:
             return opened[run.id]
 
     def _index_on(self) -> bool:
-        """Index new samples of the runs that someone has looked at."""
+        """Index new samples of the runs that a client has opened."""
         with self._lock:
             opened = list(self._samples.values())
         return any([samples.index.update(0.3) for samples in opened])
 
     def _tokenizer_files(self, run: RunFolder) -> list[Path]:
-        """Where the tokenizer of a run may lie."""
+        """Possible files of a run's tokenizer."""
         config: dict[str, Any] = self.summaries.config(run)[0]
         model = config.get("model")
         path = model.get("path") if isinstance(model, dict) else None

@@ -1,6 +1,6 @@
 """`hybrid-rlhf demo`: all steps on the embedded model and the embedded conversations, sized for two CPU cores.
 
-The same as `train` without a model, except that the embedded model is downloaded if it is not installed.
+It is `train` without a model, but downloads the embedded model if it is not installed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The console script `hybrid-rlhf COMMAND`: one subcommand per module of this package.
 
-Only the module of the chosen command is imported, so that `--help` and `--version` need no torch. `--json` belongs to
-every command: it is taken out of the line here, and `runtime/output.py` prints results and errors accordingly.
+Only the module of the chosen command is imported, so that `--help` and `--version` need no torch. Every command has
+`--json`: this module removes it from the words, and `runtime/output.py` prints results and errors accordingly.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMMANDS = {
     "env": ("machine.env", "Print versions, devices and optional packages, and problems with them"),
     "completion": ("machine.completion", "Print a shell completion script for bash, zsh or fish"),
 }
-"""Subcommands: the module below this package that has a function `main`, and a line of help."""
+"""Subcommands: the module of this package with the function `main`, and a line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -67,21 +67,21 @@ def _run(words: list[str]) -> None:
 
 
 def chosen_name(word: str, names: Iterable[str], prog: str) -> str:
-    """A word of the line, if it is one of the names.
+    """Return a word of the command line if it is one of the names.
 
     Raises:
-        UserError: with the nearest name, if it is not.
+        UserError: with the nearest name, if it is none of them.
     """
     known = list(names)
     if word not in known:
-        found = nearest(word, known)
-        near = "" if found is None else f"the nearest is {found}; "
+        nearest_name = nearest(word, known)
+        near = "" if nearest_name is None else f"the nearest is {nearest_name}; "
         raise UserError(f"unknown command {word!r}: {near}{prog} --help lists all")
     return word
 
 
 def usage(prog: str, about: Mapping[str, str], *, what: str) -> str:
-    """The usage of a command with others below it, with a line for each."""
+    """The usage of a command with subcommands, with a line for each."""
     width = max(map(len, about))
     return "\n".join(
         [

@@ -1,8 +1,7 @@
 """`hybrid-rlhf train` or `python train.py`: all steps, or those of `--steps sft,reward` or `--steps sft,preference`.
 
-Each step runs in processes of its own, so that its memory is freed; its output is shown and appended to
-OUTPUT_DIR/logs. Without --base_model and without a model of a step this is the demo: an embedded model and embedded
-conversations.
+Each step runs in separate processes, so that its memory is freed; its output is shown and appended to OUTPUT_DIR/logs.
+Without --base_model and without a model of a step this is the demo: an embedded model and embedded conversations.
 """
 
 from __future__ import annotations
@@ -93,13 +92,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 
 
 def print_run(folder: str) -> None:
-    """Print, with --json, where the run of a step is and its last metrics; on the main rank."""
+    """With --json, print the folder of a step's run and its last metrics; on the main rank."""
     if wants_json() and os.environ.get("RANK", "0") == "0":
         print_document(run_document(folder))
 
 
 def run_document(folder: str) -> dict[str, Any]:
-    """The folder of a run, with the last value of each metric."""
+    """The folder of a run, with the last value of each metric, as a document."""
     from hybrid_rlhf.runtime.observability.metrics import read_metrics
 
     return {
@@ -112,10 +111,10 @@ def run_document(folder: str) -> dict[str, Any]:
 def pipeline(
     config_type: type[PipelineT], argv: Sequence[str] | None, *, prog: str | None = None
 ) -> tuple[PipelineT, dict[str, Any]]:
-    """The config of a line, and those of its steps, resolved and checked together.
+    """The config of a command line, and those of its steps, resolved and checked together.
 
     Raises:
-        UserError: for a wrong line, or steps that do not fit together.
+        UserError: for a wrong command line, or steps that do not fit together.
     """
     config = parse_config(config_type, argv, prog=prog)
     if config.is_demo:
@@ -141,7 +140,7 @@ def demo_config(config_type: type[PipelineT], argv: Sequence[str] | None, *, pro
 
 
 def check_seeds(steps: dict[str, Any]) -> None:
-    """Steps that share a split need one seed: the split is disjoint only if every step shuffles the rows alike."""
+    """Check that steps that share a split have one seed: splits are disjoint only if every step shuffles rows alike."""
     seeds = {name: step.seed for name, step in steps.items() if step.data.split is not None}
     if len(set(seeds.values())) > 1:
         raise UserError(f"steps that share data.split need one seed, got {seeds}: give --seed")
@@ -175,9 +174,10 @@ def check_ranks(config: PipelineConfig) -> None:
 
 
 def check_placement(steps: dict[str, Any], config: PipelineConfig) -> None:
-    """Check, before the first step, that the ranks that will start have the placement of RL.
+    """Check, before the first step, that the ranks to start fit the placement of RL.
 
-    The planner's is not known yet, and what a run resumes from may have another reference: both are checked at start.
+    A planned placement is not known yet, and a resumed run may have another reference: both are checked at the start of
+    the step.
     """
     rl = steps["rl"]
     is_new = rl.resume in ("never", "auto") and not (Path(rl.output_dir) / "config.yaml").exists()
@@ -193,7 +193,7 @@ def link_reports(config: PipelineConfig, steps: dict[str, Any]) -> None:
     folders = {name: Path(steps[name].output_dir) for name in config.step_names}
     try:
         page = write_pipeline_report(Path(config.output_dir), folders)
-    except OSError as error:  # the steps themselves say how they ended
+    except OSError as error:  # the steps have reported their ends
         print(f"== the reports of the steps are not linked ({error})", flush=True)
         return
     if page is not None:
@@ -260,9 +260,10 @@ def _fail(name: str, end: CommandEnd, command: Sequence[str], log: Path) -> NoRe
 
 
 def _resumes(folder: Path, resume: str) -> bool:
-    """Whether a step resumes from its newest checkpoint: its folder contains a run, and --resume names no other start.
+    """Return True if a step resumes from its newest checkpoint: its folder has a run, and `resume` names no other
+    start.
 
-    A checkpoint outside the folder that the run itself started from is no other start: the same command resumes.
+    A checkpoint outside the folder from which the run first started is no other start: the same command resumes.
     """
     if not (folder / "config.yaml").exists():
         return False
@@ -272,7 +273,7 @@ def _resumes(folder: Path, resume: str) -> bool:
 
 
 def _is_done(step: Any) -> bool:
-    """Whether a step is finished, and need not start.
+    """Return True if a step is finished and need not start.
 
     Raises:
         UserError: if its folder contains a run with other settings.
@@ -320,7 +321,7 @@ def _gpus() -> int:
 
 @dataclass(frozen=True)
 class CommandEnd:
-    """How a command ended."""
+    """The end of a command."""
 
     code: int
     tail: list[str]
@@ -328,7 +329,7 @@ class CommandEnd:
     first_error: str | None = None
     """The first line that begins with `error:`."""
     user_error: str | None = None
-    """The user's mistake that ended a process of this host."""
+    """The user's mistake that ended a process of this host, if any."""
 
 
 def tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
@@ -358,7 +359,7 @@ def _tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
             text=True,
             errors="replace",
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it
+            start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
         )
         assert process.stdout is not None
         with forward_signals(process) as asked:
@@ -373,14 +374,14 @@ def _tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
 
 
 def _pass_on(line: str, sinks: list[TextIO]) -> None:
-    """Write a line to the console and the log; a step continues without one that fails."""
+    """Write a line to the console and the log; a sink that fails is dropped."""
     for sink in list(sinks):
         try:
             sink.write(line)
             sink.flush()
         except OSError:
             sinks.remove(sink)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())  # the rest of its buffer must not fail at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())  # flushing its buffer at exit must not fail
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Settings of the RL algorithms: one dataclass per algorithm, with the keys that it reads and its own defaults.
 
-`algorithm.name` selects the dataclass, so a key that an algorithm does not read cannot be given. Class attributes say
-what an algorithm needs from the loop (a critic, a reference, several completions per prompt). The algorithms are in
-rl/algorithms/, one file each; docs/algorithms.md compares them.
+`algorithm.name` selects the dataclass, so a key that an algorithm does not read cannot be set. Class attributes declare
+the needs of an algorithm (a critic, a reference, several completions per prompt). The algorithms are in rl/algorithms/,
+one file each; docs/algorithms.md compares them.
 
-A new algorithm takes a dataclass in `RL_ALGORITHMS`, a file in rl/algorithms/ and a line in the registry there.
+A new algorithm needs a dataclass in `RL_ALGORITHMS`, a file in rl/algorithms/ and a line in the registry there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PPOConfig(SurrogateConfig):
 
     @property
     def whitens(self) -> bool:
-        """True where something is whitened."""
+        """True if advantages or rewards are whitened."""
         return self.whiten_advantages or self.whiten_rewards
 
 

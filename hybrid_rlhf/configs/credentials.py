@@ -1,7 +1,7 @@
-"""Passwords, keys and URLs in settings: a config is written to disk and shown, so it may not carry a secret.
+"""Passwords, keys and URLs in settings: a config is written to disk and shown, so it must not contain a secret.
 
-A setting has `${NAME}` in its place. The name is stored and shown; the variable's value is read from the environment
-when it is used, and never written anywhere.
+A setting contains `${NAME}` instead. The name is stored and shown; the variable's value is read from the environment
+when it is used, and never written.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _WEBHOOK = re.compile(
     r"((?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks)/)"
     r"((?!\$\{)[^\s?#'\"]+)"
 )
-"""Addresses of Slack and Discord are themselves the key to a channel."""
+"""Webhook addresses of Slack and Discord, which give access to a channel by themselves."""
 _PLACEHOLDER_PORT = re.compile(r":\$\{\w+\}(?=[/?]|$)")
 
 
 def found_credential(text: str) -> str | None:
-    """What kind of credential a text carries, if any; `${NAME}`, which stands for a variable, is none."""
+    """The kind of credential in a text, or None; `${NAME}`, which refers to a variable, is no credential."""
     if _TOKEN.search(text):
         return "an access token"
     if any(not is_placeholder(match[2].rpartition(":")[2]) for match in _USER_AND_PASSWORD.finditer(text)):
@@ -49,10 +49,10 @@ def redacted(text: str) -> str:
 
 
 def expanded(text: str, *, key: str, rule: str = "must be") -> str:
-    """The text of a config's key with the values of its environment variables; never log it.
+    """The value of a key with its environment variables replaced; it must not be logged.
 
     Raises:
-        UserError: when one is not set, or is empty.
+        UserError: when a variable is not set, or is empty.
     """
 
     def value_of(match: re.Match[str]) -> str:
@@ -65,17 +65,17 @@ def expanded(text: str, *, key: str, rule: str = "must be") -> str:
 
 
 def is_placeholder(value: str) -> bool:
-    """Whether a text is one `${NAME}` and nothing else."""
+    """Return True if a text consists of a single `${NAME}`."""
     return _PLACEHOLDER.fullmatch(value) is not None
 
 
 def _is_secret(name: str) -> bool:
-    """By the last word of a name: api_key, X-Amz-Signature, accessToken."""
+    """Return True if the last word of a name denotes a secret: api_key, X-Amz-Signature, accessToken."""
     return _SECRET_NAME.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) is not None
 
 
 def is_own_host(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
+    """Return True if an address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -83,15 +83,15 @@ def is_own_host(host: str) -> bool:
 
 
 def check_url(url: str, *, key: str, remedy: str) -> None:
-    """Refuse what is not a URL, and a URL that would write a secret into config.yaml.
+    """Refuse an invalid URL, and a URL that would write a secret into config.yaml.
 
     Args:
-        url: with its placeholders.
-        key: the setting, for messages.
-        remedy: where the secret belongs.
+        url: URL with its placeholders.
+        key: name of the setting, for messages.
+        remedy: the right place for the secret, for messages.
 
     Raises:
-        UserError: for either.
+        UserError: when it is not a URL, or contains a secret.
     """
     if not is_url(_PLACEHOLDER_PORT.sub(":1", url)):
         raise UserError(f"{key}: a URL is http://HOST:PORT/PATH or https, got {redacted(url)}: write it out")
@@ -106,10 +106,10 @@ def host_of(url: str) -> str:
 
 
 def is_url(url: str) -> bool:
-    """True for http://HOST:PORT/PATH and https, without spaces and placeholders in the port."""
+    """Return True for http://HOST:PORT/PATH and https, without spaces, and without placeholders in the port."""
     try:
         parsed = urlsplit(url)
         whole = parsed.scheme in ("http", "https") and bool(parsed.hostname) and parsed.port != 0
-    except ValueError:  # brackets that do not close, a port that is no number
+    except ValueError:  # unclosed brackets, or a port that is not a number
         return False
     return whole and url.isprintable() and " " not in url

@@ -1,7 +1,7 @@
 """The exception for errors that a user can fix.
 
-Every floor above may raise it, and every command turns it into one line on stderr and exit code 2. A message states the
-rule, the value received and the fix. Any other exception is a bug of this project.
+Any module may raise it, and every command turns it into one line on stderr and exit code 2. A message states the rule,
+the value received and the fix. Any other exception is a bug of this project.
 """
 
 _LONGEST, _SHOWN = 1000, 400
@@ -20,4 +20,4 @@ class UserError(Exception):
 
 
 class RankError(UserError):
-    """An error that may concern this rank alone, such as a full disk; every rank that meets it reports it."""
+    """An error that may concern only this rank, such as a full disk; every rank that raises it reports it."""

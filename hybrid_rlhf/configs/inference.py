@@ -24,7 +24,7 @@ _GENERATING_KEYS = ("adapters", "reward_model", "max_batch_rows", "max_sequence_
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*]+")
 _CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
 _MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks", "inspect": "inspect_tasks"}  # nosec B105
-"""What a measure needs besides rows; those that are not listed need nothing."""
+"""The key that a measure needs besides rows; measures that are not listed need none."""
 
 
 def _chat_sampling() -> SamplingParams:
@@ -127,7 +127,7 @@ class ServeConfig(InferenceConfig):
     shutdown_seconds: Count = setting(30, advanced=True)
     """Time for requests to finish after SIGTERM or SIGINT."""
     sampling: SamplingParams = setting(default_factory=lambda: SamplingParams(max_new_tokens=512), keys=_SERVE_KEYS)
-    """For what a request does not name."""
+    """Sampling parameters of requests that do not set their own."""
 
     def _check(self) -> None:
         super()._check()
@@ -147,7 +147,7 @@ class ServeConfig(InferenceConfig):
         )
 
     def expanded_api_key(self) -> str | None:
-        """The API key with the values of its environment variables; never log it."""
+        """The API key with its environment variables replaced; it must not be logged."""
         return None if self.api_key is None else expanded(self.api_key, key="api_key")
 
     @property
@@ -156,7 +156,7 @@ class ServeConfig(InferenceConfig):
         return self.model_name or self.path.rstrip("/")
 
     def check_scores_alone(self) -> None:
-        """Raise UserError for keys that a reward model which is served alone does not read."""
+        """Raise UserError for keys that have no effect when a reward model is served alone."""
         plain = ServeConfig(path=self.path)
         for name in _GENERATING_KEYS:
             value = getattr(self, name)
@@ -246,14 +246,14 @@ class EvaluateConfig(InferenceConfig):
             bool(self.k) and all(1 <= k for k in self.k),
             f"k must be numbers of 1 or more, got {self.k}: give for example [1, 4]",
         )
-        given = {measure: bool(getattr(self, key)) for measure, key in _MEASURES.items()}
+        is_given = {measure: bool(getattr(self, key)) for measure, key in _MEASURES.items()}
         for measure, key in _MEASURES.items():
-            require(given[measure] or self.measure != measure, f"{measure} needs --{key}, got none: give it")
+            require(is_given[measure] or self.measure != measure, f"{measure} needs --{key}, got none: give it")
             require(
-                not given[measure] or self.measure in ("auto", measure),
+                not is_given[measure] or self.measure in ("auto", measure),
                 f"{key} goes with measure {measure}, got {self.measure}: leave one out",
             )
-        several = [key for measure, key in _MEASURES.items() if given[measure]]
+        several = [key for measure, key in _MEASURES.items() if is_given[measure]]
         require(len(several) <= 1, f"one measure at a time, got {' and '.join(several)}: leave out all but one")
         require(
             self.chosen == "win_rate" or self.judge == JudgeConfig(),
@@ -278,9 +278,9 @@ class EvaluateConfig(InferenceConfig):
 
     @property
     def chosen(self) -> str:
-        """The measure, by what else is given; auto: by the kind of model."""
-        given = (measure for measure, key in _MEASURES.items() if getattr(self, key))
-        return next(given, "auto") if self.measure == "auto" else self.measure
+        """The measure that the other keys imply; auto if it depends on the kind of model."""
+        implied = (measure for measure, key in _MEASURES.items() if getattr(self, key))
+        return next(implied, "auto") if self.measure == "auto" else self.measure
 
 
 @dataclass(frozen=True, kw_only=True)

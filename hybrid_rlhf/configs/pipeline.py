@@ -1,4 +1,4 @@
-"""Settings of train.py, several steps on one data set, one after the other; and of plan and calibrate."""
+"""Settings of train.py, which runs several steps on one data set; and of plan and calibrate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ StepName = Literal["sft", "reward", "preference", "rl"]
 STEP_NAMES: tuple[StepName, ...] = ("sft", "reward", "preference", "rl")
 FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "preference": "preference", "rl": "step3_ppo"}
 _OUTPUT = "{output_dir}/"
-"""Begins a step's output_dir that lies in the pipeline's; no name that a user means is taken for the default."""
+"""Placeholder in a step's default output_dir for the pipeline's; not a name that a user would choose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,19 +106,19 @@ class PipelineConfig(Settings):
 
     @property
     def is_demo(self) -> bool:
-        """Whether nothing names a model to start from."""
+        """True if no setting names a model to start from."""
         return self.base_model is None and not any(start_of(getattr(self, name)) for name in self.step_names)
 
     def folder(self, name: str) -> str:
         """The folder of a step."""
-        given = str(getattr(self, name).output_dir)
-        inside = given.removeprefix(_OUTPUT)
-        return given if inside == given else str(Path(self.output_dir) / inside)
+        folder = str(getattr(self, name).output_dir)
+        inside = folder.removeprefix(_OUTPUT)
+        return folder if inside == folder else str(Path(self.output_dir) / inside)
 
     def start(self, name: str) -> str | None:
-        """The model that a step starts from if it names none.
+        """The default model that a step starts from.
 
-        InstructGPT's reward model starts from the SFT model, as the actor does; so do ours where there is one.
+        As in InstructGPT, reward model and actor start from the SFT model, if there is one.
         """
         sft = self.folder("sft")
         return sft if name != "sft" and ("sft" in self.step_names or has_model(sft)) else self.base_model
@@ -187,7 +187,7 @@ class CalibrateConfig(Settings):
 
 
 def step_config(name: str, config: PipelineConfig) -> Any:
-    """The config of a step, with the paths and data of the pipeline where the step names none."""
+    """The config of a step, completed with the paths and data of the pipeline."""
     step: Any = getattr(config, name)
     data = step.data
     if not data.sources:
@@ -201,17 +201,17 @@ def step_config(name: str, config: PipelineConfig) -> Any:
     step = replace(step, output_dir=config.folder(name), data=data, seed=seed)
     start = start_of(step) or config.start(name)
     step = replace(step, model=replace(step.model, path=start))
-    # With an environment, which has rewards of its own, a reward model is used only if this pipeline trains one.
+    # An environment has its own rewards: a reward model is used besides it only if this pipeline trains one.
     if name == "rl" and not step.reward.components and (step.environment is None or "reward" in config.step_names):
         step = replace(step, reward=replace(step.reward, components=[config.folder("reward")]))
     return step
 
 
 def start_of(step: SFTConfig | RewardConfig | PreferenceStepConfig | RLConfig) -> str | None:
-    """The model that a step names to start from."""
+    """The model that a step's config names to start from; None without one."""
     return step.model.path
 
 
 def has_model(folder: str) -> bool:
-    """Whether a step left its model there."""
+    """Return True if a folder has the model of a step."""
     return (Path(folder) / "config.json").is_file()

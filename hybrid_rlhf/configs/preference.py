@@ -17,12 +17,12 @@ from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLossConfig(Settings):
-    """What all preference losses read."""
+    """Settings of all preference losses."""
 
     needs_reference: ClassVar[bool] = True
-    """Whether the loss needs a reference's log-probs."""
+    """True if the loss needs a reference's log-probs."""
     learns_labels: ClassVar[bool] = False
-    """Whether it learns from single completions labelled good or bad; otherwise from pairs."""
+    """True if it learns from single completions labelled good or bad, false if from pairs."""
 
     name: str = field(default="", init=False)
     """Preference loss; it selects the keys of this section and their defaults (docs/algorithms.md)."""
@@ -142,7 +142,7 @@ class PreferenceStepConfig(StepConfig):
 
     @property
     def holds_reference(self) -> bool:
-        """Whether a second model stays in memory while the actor learns."""
+        """True if a second model stays in memory while the actor learns."""
         if self.reference is None or self.reference.logprobs != "live":
             return False
         return self.lora is None or self.reference.path not in (None, self.model.path)

@@ -31,7 +31,7 @@ from hybrid_rlhf.configs.sections.run import FaultsConfig, StepConfig
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
 
 _FEWEST_PROMPTS = 64
-"""In a rollout with several completions per prompt, unless the user sets rollout.prompts_per_step."""
+"""Smallest default of prompts per rollout, with several completions per prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +115,16 @@ class RewardSumConfig:
 
     @property
     def named(self) -> list[RewardComponentConfig]:
-        """The components; a plain string is a reward model's path."""
+        """The components; a plain string becomes a component with this reward model."""
         alone = "model" if len(self.components) == 1 else None
         return [
-            RewardComponentConfig(name=alone, model=each) if isinstance(each, str) else each for each in self.components
+            RewardComponentConfig(name=alone, model=component) if isinstance(component, str) else component
+            for component in self.components
         ]
 
     @property
     def first_model(self) -> str | None:
-        """The reward model that a critic starts from: the component, if it is the only one and a path."""
+        """The reward model that a critic starts from: the only component, if it is a path; otherwise None."""
         first = self.components[0] if len(self.components) == 1 else None
         return first if isinstance(first, str) else None
 
@@ -214,7 +215,7 @@ class RLConfig(StepConfig):
                     f"{name} without: give another, or leave out rollout.async_sampling, rollout.partial and "
                     "rollout.quantization"
                 )
-            # by default by truncation
+            # the default correction truncates
             object.__setattr__(self, "algorithm", replace(self.algorithm, correction=CorrectionConfig()))
         require(
             not self.rollout.policy_lag or alone or self.rollout.tensor_parallel == 1,
@@ -255,25 +256,26 @@ class RLConfig(StepConfig):
 
     @staticmethod
     def following(values: Mapping[str, Any], settled: set[str]) -> dict[str, int]:
-        """Defaults that follow from the size of a rollout: its prompts, and the mini-batches it divides into.
+        """Defaults that follow from the size of a rollout: its number of prompts, and the mini-batches it is divided
+        into.
 
         Args:
-            values: dotted keys, as far as they are known.
-            settled: keys that are given.
+            values: known values by dotted key.
+            settled: keys that are set.
         """
         prompts, n = whole_number(values["rollout.prompts_per_step"]), whole_number(values["rollout.sampling.n"])
-        found = {}
+        defaults = {}
         if n > 1 and "rollout.prompts_per_step" not in settled:
-            prompts = found["rollout.prompts_per_step"] = max(_FEWEST_PROMPTS, prompts // n)
+            prompts = defaults["rollout.prompts_per_step"] = max(_FEWEST_PROMPTS, prompts // n)
         if "algorithm.mini_batches" not in settled:
             rows, most = prompts * n, whole_number(values["algorithm.mini_batches"])
             unit = whole_number(values["train.micro_batch_size"]) or 1
             divisors = [count for count in range(1, most + 1) if rows and rows % (count * unit) == 0]
-            found["algorithm.mini_batches"] = max(divisors, default=1)
-        return found
+            defaults["algorithm.mini_batches"] = max(divisors, default=1)
+        return defaults
 
     def _check_program(self, name: str, environment: EnvironmentConfig) -> None:
-        """Rules of programs, of the run or outside of it."""
+        """Check the rules for programs, inside and outside of the run."""
         rollout, endpoint = self.rollout, self.rollout.endpoint
         require(
             environment.program is not None or endpoint is not None,
@@ -304,12 +306,12 @@ class RLConfig(StepConfig):
 
     @property
     def critic_zero(self) -> ZeroConfig:
-        """How the critic and reward models shard: as the critic's section says, or as the actor."""
+        """Sharding of the critic and the reward models: that of the critic's section, or the actor's."""
         return self.actor.zero if self.critic is None or self.critic.zero is None else self.critic.zero
 
     @property
     def critic_lora(self) -> LoraConfig | None:
-        """Adapters of the critic: of its section, or the actor's; none: it trains all weights."""
+        """Adapters of the critic, from its section or the actor's; None if all its weights are trained."""
         lora: LoraConfig | None = None if self.critic is None else self.critic.lora
         if lora is None:
             return self.actor.lora
@@ -317,22 +319,22 @@ class RLConfig(StepConfig):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the reference's log-probs are needed."""
+        """True if the reference's log-probs are needed."""
         return self.algorithm.uses_reference
 
     @property
     def learned_per_prompt(self) -> int:
-        """Completions per prompt that are trained on, at most."""
+        """Maximum number of completions per prompt that are trained on."""
         selected = getattr(self.algorithm, "selected_per_prompt", None)
         return self.rollout.sampling.n if selected is None else int(selected)
 
     def reads_without_adapters(self, reference_path: str | None, actor_path: str | None) -> bool:
-        """Whether the actor without its adapters is the reference, which must not follow the actor then."""
+        """Return True if the reference is the actor without its adapters; it must then not follow the actor."""
         return self.actor.lora is not None and reference_path == actor_path and not self.reference.refresh_every
 
     @property
     def critic_start(self) -> str | None:
-        """The model that the critic starts from; none: the actor's start."""
+        """The model that the critic starts from; None if it starts like the actor."""
         if self.critic is None or self.critic.share_base:
             return None
         return self.critic.path or self.reward.first_model

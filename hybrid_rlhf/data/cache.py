@@ -25,7 +25,7 @@ from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, run_once_per_host
 
 _MANY_ROWS = 20_000
-"""From here on writing takes seconds, and the log announces it."""
+"""Number of rows from which writing takes seconds, so that the log announces it."""
 logger = logging.getLogger(LOGGER_NAME)
 
 
@@ -67,7 +67,7 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _write(folder: Path, make: Callable[[], Iterator[dict[str, Any]]]) -> str | None:
-    """Create an entry unless it exists; returns the text of a user's error, or None."""
+    """Create an entry unless it exists; return the text of a user's error, or None."""
     if folder.exists():
         return None
     partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -80,13 +80,13 @@ def _write(folder: Path, make: Callable[[], Iterator[dict[str, Any]]]) -> str | 
         partial.parent.mkdir(parents=True, exist_ok=True)
         datasets.Dataset.from_list(rows).save_to_disk(str(partial))
         for file in partial.iterdir():
-            file.chmod(0o444)  # runs map these files: truncating one would end them with SIGBUS
+            file.chmod(0o444)  # runs map these files: truncating one would kill them with SIGBUS
         os.rename(partial, folder)
     except UserError as error:
         return str(error)
     except OSError as error:
         if folder.exists():
-            return None  # another run has created it meanwhile
+            return None  # another run has created it in the meantime
         return (
             f"data.cache_dir must be a writable folder, {folder.parent} is not ({error.strerror or error}): set another"
         )

@@ -143,7 +143,7 @@ def collate_preferences(rows: Sequence[Mapping[str, Any] | None], pad_token_id: 
 
 def collate_reward_labels(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> RewardLabelBatch:
     """Collate rows with `responses` and `labels`: one label per sequence, at its last token, or, with a column `ends`,
-    one label per listed token of the only sequence. None as in `collate_preferences`."""
+    one label per listed token of the only sequence. None becomes a sequence of one token without labels."""
     sequences = _SequenceBuilder(pad_token_id)
     labelled_tokens: list[tuple[int, int]] = []
     labels: list[float] = []
@@ -164,7 +164,7 @@ def collate_reward_labels(rows: Sequence[Mapping[str, Any] | None], pad_token_id
 
 def collate_preference_labels(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> PreferenceLabelBatch:
     """Collate rows with `responses`, `masks` and `labels`; responses beyond the labels are mismatched completions. None
-    as in `collate_preferences`."""
+    becomes a sequence of one token without a label."""
     sequences = _SequenceBuilder(pad_token_id)
     labelled: list[int] = []
     mismatched: list[int] = []
@@ -172,9 +172,9 @@ def collate_preference_labels(rows: Sequence[Mapping[str, Any] | None], pad_toke
     for row in rows:
         first = sequences.add(row)
         if row is not None:
-            others = first + len(row["labels"])
-            labelled += range(first, others)
-            mismatched += range(others, first + len(row["responses"]))
+            first_mismatched = first + len(row["labels"])
+            labelled += range(first, first_mismatched)
+            mismatched += range(first_mismatched, first + len(row["responses"]))
             desirable += row["labels"]
     ids, attention = sequences.tensors()
     return PreferenceLabelBatch(
@@ -201,7 +201,7 @@ class _SequenceBuilder:
         self._count = 0
 
     def add(self, row: Mapping[str, Any] | None) -> int:
-        """Add the sequences of a row; returns the index of the first."""
+        """Add the sequences of a row; return the index of the first."""
         first = len(self._ids)
         ids = [[self._pad_token_id]] if row is None else row["responses"]
         self._ids += ids

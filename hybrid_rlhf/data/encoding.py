@@ -1,7 +1,7 @@
 """Encodes rows as columns of tokens, truncated to a length limit; one encoder per row format.
 
-All encoders return the columns `length`, in tokens, `full_length`, that before truncation, `cut`, whether the row was
-truncated, `usable`, whether the rest can be trained on, and `ignored`, what the chat template does not render.
+All encoders return the columns `length` (tokens), `full_length` (tokens before truncation), `cut` (true if the row was
+truncated), `usable` (true if the rest can be trained on) and `ignored` (keys that the chat template does not render).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def encode_conversation_row(
             "cut": len(row.input_ids) > limit,
             # The first token has no predecessor and cannot carry loss.
             "usable": any(row.loss_mask[1:limit]),
-            # It describes the whole conversation, so only its first row has it.
+            # The column describes the whole conversation, so only its first row has a value.
             "ignored": _ignored(record.messages, tokenizer, record.tools) if number == 0 else "",
         }
         for number, row in enumerate(encoded)
@@ -143,15 +143,15 @@ def encode_prompt_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBas
 
 
 def require_rendered(location: str, row: Row, ignored: str) -> None:
-    """Refuse a row with a message key that the chat template does not render, but which may hold text.
+    """Refuse a row with a message key that the chat template does not render, but which may contain text.
 
     Args:
-        location: of the row.
-        row: as read from its source.
-        ignored: the column of its encoding.
+        location: location of the row.
+        row: row as read from its source.
+        ignored: column `ignored` of its encoding.
 
     Raises:
-        UserError: naming the column and the key.
+        UserError: with the names of the column and the key.
     """
     lost = next(filter(refused, ignored.split(",")), "") if ignored else ""
     if lost:
@@ -163,14 +163,15 @@ def require_rendered(location: str, row: Row, ignored: str) -> None:
 
 
 def _has_key(value: Any, key: str) -> bool:
-    """Whether a column has a message with a key."""
+    """Return True if a column has a message with a key."""
     if isinstance(value, list):
         return any(_has_key(item, key) for item in value)
     return isinstance(value, dict) and bool(value.get(key))
 
 
 def _ignored(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Tools | None) -> str:
-    """What the chat template does not render, one entry per message, comma-separated: Arrow columns have one type."""
+    """Keys that the chat template does not render, one entry per message, comma-separated: Arrow columns have one
+    type."""
     return ",".join(unrendered(messages, tokenizer, tools))
 
 

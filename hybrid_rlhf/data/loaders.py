@@ -20,7 +20,7 @@ from hybrid_rlhf.data.row_views import RowSequence, column_array
 
 BATCH_SIZE_KEY = "train.global_batch_size"
 FEW_UPDATES = 10
-"""An epoch with fewer updates is a warning."""
+"""Number of updates per epoch below which a warning is logged."""
 
 
 def shard_batch(
@@ -32,7 +32,7 @@ def shard_batch(
         rows: row indices of the global batch.
         lengths: tokens of each row.
         rank: the rank.
-        ranks: number of ranks. All get the same number of micro-batches; one without rows contains None, an empty row.
+        ranks: number of ranks. All have the same number of micro-batches; one without rows contains None, an empty row.
         micro_batches: size of the micro-batches.
     """
     order = sorted(range(len(rows)), key=lambda i: (-lengths[i], i))
@@ -86,7 +86,7 @@ def require_batch(rows: int, global_batch_size: int, size_key: str = BATCH_SIZE_
     Args:
         rows: training rows.
         global_batch_size: rows of an update.
-        size_key: the setting that decides it.
+        size_key: the setting that determines the number of rows of an update.
     """
     if rows < global_batch_size:
         raise UserError(
@@ -114,7 +114,7 @@ class GlobalBatchSampler:
         self.steps_per_epoch = rows // global_batch_size if drop_last else -(-rows // global_batch_size)
         self.epoch = 0
         self.position = 0
-        """Batches of this epoch that have been yielded."""
+        """Number of batches of this epoch that have been yielded."""
 
     def iterate(self, max_epochs: int | None = None) -> Iterator[list[int]]:
         """Yield batches from the current position to the end of the last epoch, endlessly if that is None."""
@@ -130,12 +130,12 @@ class GlobalBatchSampler:
 
     def upcoming(self, batches: int) -> list[int]:
         """The distinct rows of the next `batches` batches, in the order of their first use."""
-        lookahead, found = copy(self), dict[int, None]()
+        lookahead, upcoming = copy(self), dict[int, None]()
         for rows in islice(lookahead.iterate(), batches):
-            found |= dict.fromkeys(rows)
-            if len(found) == self._rows:
+            upcoming |= dict.fromkeys(rows)
+            if len(upcoming) == self._rows:
                 break
-        return list(found)
+        return list(upcoming)
 
     def state_dict(self) -> dict[str, int]:
         """The position, for a checkpoint."""
@@ -153,11 +153,11 @@ class RowStream:
         self._rows, self._seed, self._all = rows, seed, rows * epochs
         self._order: tuple[int, list[int]] = (-1, [])
         self.taken = 0
-        """Rows taken so far, over all epochs."""
+        """Number of rows taken so far, over all epochs."""
 
     @property
     def left(self) -> int:
-        """Rows not taken yet."""
+        """Number of rows not taken yet."""
         return self._all - self.taken
 
     def take(self, count: int) -> list[int]:
@@ -210,7 +210,7 @@ class BatchLoader:
             seed: seed of the order.
             shuffle: use a new order in each epoch.
             drop_last: omit an incomplete last batch; otherwise it is padded with None rows.
-            size_key: the setting that decides the size of a batch.
+            size_key: the setting that determines the size of a batch.
 
         Raises:
             UserError: if there is no complete batch.
@@ -231,12 +231,12 @@ class BatchLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches per epoch."""
+        """Number of global batches per epoch."""
         return self.batches.steps_per_epoch
 
     def few_updates_text(self) -> str:
-        """That an epoch has fewer updates than most data sets need, and the batch size that gives more; empty: it has
-        enough."""
+        """A warning that an epoch has fewer updates than most data sets need, with the batch size that gives more;
+        empty if it has enough."""
         steps, rows, size = self.steps_per_epoch, len(self._lengths), self._global_batch_size
         if steps >= FEW_UPDATES or size == 1:
             return ""

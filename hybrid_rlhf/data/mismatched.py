@@ -16,10 +16,10 @@ from hybrid_rlhf.data.row_views import AugmentedRows
 
 
 def with_mismatched_completions(rows: Dataset, *, max_length: int) -> AugmentedRows:
-    """Append to the `responses` and `masks` of each row as many again: its prompt with completions of the next row.
+    """Double the `responses` and `masks` of each row: append its prompt with completions of the next row.
 
     A pair takes the chosen and the rejected completion of the next pair, so that both count equally, as in TRL's
-    unpaired data (kto_trainer.py). A row with one completion takes one of the next row, selected by its own index.
+    unpaired data (kto_trainer.py). A row with one completion takes one of the next row, selected by the row's index.
 
     The beginning of a prompt is truncated where it is too long together with the completion.
     """
@@ -29,9 +29,9 @@ def with_mismatched_completions(rows: Dataset, *, max_length: int) -> AugmentedR
         begin, count = row["masks"][0].index(True), len(following["responses"])
         responses, masks = list(row["responses"]), list(row["masks"])
         for number in range(len(row["responses"])):
-            other = (index + number) % count
-            end = following["masks"][other].index(True)
-            completion, mask = following["responses"][other][end:], following["masks"][other][end:]
+            mismatched = (index + number) % count
+            end = following["masks"][mismatched].index(True)
+            completion, mask = following["responses"][mismatched][end:], following["masks"][mismatched][end:]
             completion, mask = completion[: max_length - 1], mask[: max_length - 1]
             prompt = row["responses"][0][:begin][max(0, begin + len(completion) - max_length) :]
             responses.append(prompt + completion)
@@ -41,8 +41,8 @@ def with_mismatched_completions(rows: Dataset, *, max_length: int) -> AugmentedR
     # Upper bound of the tokens with the mismatched completions, for the size of micro-batches.
     lengths, counts = list(rows["length"]), [len(labels) for labels in rows["labels"]]
     added_tokens = [
-        count * min(max_length, own + following)
-        for count, own, following in zip(counts, lengths, lengths[1:] + lengths[:1], strict=True)
+        count * min(max_length, length + following)
+        for count, length, following in zip(counts, lengths, lengths[1:] + lengths[:1], strict=True)
     ]
-    tokens = [own + added for own, added in zip(rows["tokens"], added_tokens, strict=True)]
+    tokens = [row_tokens + added for row_tokens, added in zip(rows["tokens"], added_tokens, strict=True)]
     return AugmentedRows(rows, add, columns={"tokens": tokens})

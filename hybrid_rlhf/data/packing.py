@@ -1,8 +1,8 @@
 """Packs several short conversations into one row by best-fit decreasing, so that rows have similar lengths.
 
 Batch sizes are counted in rows, so rows of very different lengths make updates of very different sizes. A packed row
-contains its conversations as separate sequences. Collation gives each its own row of the tensor, so that none attends
-to another and positions start at 0, for any model.
+contains its conversations as separate sequences. Collation puts each in a separate row of the tensor, so that none
+attends to another and positions start at 0, for any model.
 
 Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830), section 2.2. Deviation:
 conversations longer than a row have been truncated or dropped earlier, instead of being split.
@@ -85,7 +85,7 @@ class PackedRows:
 
 
 def pack_rows(rows: RowSequence, *, capacity: int, seed: int, log: bool = False) -> PackedRows:
-    """Pack rows into as few rows of at most `capacity` tokens as best-fit finds; `log`: log how full they are."""
+    """Pack rows into as few rows of at most `capacity` tokens as best-fit finds; `log` logs how full they are."""
     lengths = column_array(rows, "length").tolist()
     bins = best_fit(lengths, capacity=capacity, seed=seed)
     if log:

@@ -24,14 +24,14 @@ class RowSequence(Protocol):
 
 
 def column_array(rows: RowSequence, name: str) -> np.ndarray:
-    """A column of numbers; that of a data set is read as Arrow, without a Python object per row."""
+    """A column of numbers; a column of a data set is read as Arrow, without a Python object per row."""
     if isinstance(rows, datasets.Dataset):
         return np.asarray(rows.select_columns([name]).with_format("arrow")[:][name])
     return np.asarray(rows[name])
 
 
 class RowSubset:
-    """Some rows of a data set, given by their indices and in that order."""
+    """Some rows of a data set, in the order of their indices."""
 
     def __init__(self, rows: RowSequence, indices: Sequence[int]) -> None:
         self._rows, self._indices = rows, indices

@@ -1,7 +1,7 @@
 """Tokenised data of each step: reads sources, encodes rows, splits them, holds rows out and blends sources.
 
 Rows are split between the steps, and held out, by their index in the source and before any are dropped. Two steps, or
-training and evaluation, therefore never share a row, whatever their length limits drop.
+training and evaluation, therefore never share a row, independently of the rows that their length limits drop.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 logger = logging.getLogger(LOGGER_NAME)
 STEP_INDICES = {"sft": 0, "reward": 1, "preference": 1, "rl": 2}
-"""The place of each step in data.split."""
+"""Index of each step in data.split."""
 Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class RowEncoding:
-    """How a step encodes the rows of its sources."""
+    """Encoding of the rows of a step's sources."""
 
     name: str
     encode: Encode
@@ -57,7 +57,7 @@ class RowEncoding:
     step_index: int
     """Index of the step in data.split."""
     limit_key: str = "data.max_length"
-    """The setting of the length limit."""
+    """Name of the setting of the length limit."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings that the columns depend on."""
 
@@ -103,14 +103,14 @@ def load_preference_data(
     config: RowDataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
 ) -> TokenizedData:
     """Columns `responses` (token ids of prompt and completion), `masks` (true on the completion), `pairs`, `margins`,
-    `length` (of the longest), `tokens` (of all together)."""
+    `length` (tokens of the longest response), `tokens` (tokens of all responses)."""
     return _load(RowEncoding("preference", encode_preference_row, 1), config, tokenizer, config.max_length, seed, world)
 
 
 def load_labelled_data(
     config: RowDataConfig, *, tokenizer: PreTrainedTokenizerBase, seed: int, world: World
 ) -> TokenizedData:
-    """Columns of `load_preference_data` with `labels`, whether each completion is desirable, instead of `pairs` and
+    """Columns of `load_preference_data` with `labels` (true if the completion is desirable) instead of `pairs` and
     `margins`."""
     return _load(RowEncoding("labelled", encode_labelled_row, 1), config, tokenizer, config.max_length, seed, world)
 
@@ -162,13 +162,13 @@ def load_prompt_data(
 
 
 def most_rows(step: str, config: DataConfig, counts: Sequence[int], seed: int) -> int:
-    """The rows that a step trains on, from the rows of each source, if none is dropped."""
-    found = 0
+    """Number of rows that a step trains on if none is dropped, from the number of rows of each source."""
+    total = 0
     for rows, source in zip(counts, config.sources, strict=True):
         mine = len(_split_rows(rows, config, STEP_INDICES[step], seed)[0])
         copies, rest = divmod(source.weight if isinstance(source, DataSource) else 1.0, 1.0)
-        found += int(copies) * mine + round(rest * mine)
-    return found
+        total += int(copies) * mine + round(rest * mine)
+    return total
 
 
 def load_ptx_data(
@@ -191,9 +191,9 @@ def _load(
     train, held_out = [], []
     for part in parts:
         source_rows = column_array(part, "source_row")
-        mine, held = _split_rows(int(source_rows[-1]) + 1, config, encoding.step_index, seed)
+        mine, evaluated_rows = _split_rows(int(source_rows[-1]) + 1, config, encoding.step_index, seed)
         train.append(part.select(_encoded_rows(mine, source_rows)))
-        held_out.append(part.select(_encoded_rows(held, source_rows)))
+        held_out.append(part.select(_encoded_rows(evaluated_rows, source_rows)))
     if config.eval_sources:
         held_out = [_tokenize(encoding, source, config, tokenizer, limit, world) for source in config.eval_sources]
         parts = parts + held_out
@@ -204,7 +204,7 @@ def _load(
 
 
 def _split_rows(rows: int, config: DataConfig, step_index: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The indices in a source of the rows that a step trains on, and of those it holds out."""
+    """The indices in a source of the rows that a step trains on, and of the rows that it holds out."""
     mine = _step_rows(rows, config.split, step_index, seed)
     count = 0 if config.eval_sources else _held_out_count(len(mine), config)
     return mine[count:], mine[:count]
@@ -214,7 +214,7 @@ def _encoded_rows(indices: np.ndarray, source_rows: np.ndarray) -> np.ndarray:
     """The indices of the rows encoded from some rows of the source, in their order.
 
     Args:
-        indices: of the rows in the source.
+        indices: indices of the rows in the source.
         source_rows: the index in the source of each encoded row, ascending.
     """
     first, last = (np.searchsorted(source_rows, indices, side=side) for side in ("left", "right"))
@@ -242,7 +242,7 @@ def _held_out_count(rows: int, config: DataConfig) -> int:
 
 
 def _blend(parts: list[datasets.Dataset], sources: list[str | DataSource], seed: int) -> datasets.Dataset:
-    """Concatenate the sources, each repeated by its weight: full copies and a seeded part of another."""
+    """Concatenate the sources, each repeated by its weight: full copies and a seeded part of one more."""
     blended = []
     for number, (part, source) in enumerate(zip(parts, sources, strict=True)):
         part = _usable(part)
@@ -343,7 +343,7 @@ def _report(
 
 
 def _report_templates(parts: list[datasets.Dataset]) -> None:
-    """Log how the chat template has affected conversations: turns in separate rows, keys that it does not render."""
+    """Log the effects of the chat template on conversations: turns in separate rows, keys that it does not render."""
     encoded = sum(map(len, parts))
     sources = sum(len(np.unique(column_array(part, "source_row"))) for part in parts)
     if encoded > sources:

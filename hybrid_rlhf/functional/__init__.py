@@ -1,4 +1,4 @@
-"""Pure tensor functions, which import torch only, so that they can be tested without a model, a rank or a GPU.
+"""Pure tensor functions that import only torch and can be tested without a model, a process group or a GPU.
 
 Read `masking.py` first (sums and means over ragged rows), then `logprobs.py`, `losses.py` and `reward_losses.py`,
 `divergences.py` and `advantages.py` (RL), `groups.py` and `aggregation.py` (group statistics, token weights),

@@ -24,25 +24,25 @@ def shaped_rewards(
     score_clip: float | None = None,
     earned: Tensor | None = None,
 ) -> Tensor:
-    """-kl_coef * kl on each completion token, plus the part of the score that the token earned.
+    """Rewards: -kl_coef * kl on each completion token, plus the part of the score that the token earned.
 
-    The last token earns what other tokens did not. Clipping multiplies all parts of a score by clip / |score|, so that
-    they keep their signs and proportions and sum to the clipped score. A score within the clip is not changed, however
-    large its parts are.
+    The last token earns the rest of the score. Clipping multiplies all parts of a score by clip / |score|, so that they
+    keep their signs and proportions and sum to the clipped score. A score within the clip is not changed, however large
+    its parts are.
 
     Args:
-        scores: [B], of whole completions.
-        kl: [B, T], per token.
+        scores: [B], scores of whole completions.
+        kl: [B, T], KL per token.
         mask: [B, T], 1 on completion tokens.
         kl_coef: weight of the penalty.
-        score_clip: scores are clipped to [-score_clip, score_clip]; none: no clip.
-        earned: [B, T], the part of the score that each token earned; none: the last token earns all of it.
+        score_clip: scores are clipped to [-score_clip, score_clip]; None: not clipped.
+        earned: [B, T], the part of the score that each token earned; None: the last token earns all of it.
 
     Returns:
         rewards [B, T] in float32 or better, 0 outside the mask. A row without completion tokens has no reward.
 
     Raises:
-        ValueError: scores, kl and mask do not have the same rows.
+        ValueError: if scores, kl and mask do not have the same rows.
     """
     if scores.shape != kl.shape[:1]:
         raise ValueError(f"scores need one entry per row of kl: scores {tuple(scores.shape)} for kl {tuple(kl.shape)}")
@@ -60,7 +60,7 @@ def gae(rewards: Tensor, *, values: Tensor, mask: Tensor, gamma: float, lam: flo
     """Generalised advantage estimation: advantages, not whitened, and returns.
 
     Args:
-        rewards: [B, T].
+        rewards: [B, T], rewards per token.
         values: [B, T], V of the state in which token t is chosen.
         mask: [B, T]; tokens outside it are skipped, as if the row were compacted.
         gamma: discount per token.

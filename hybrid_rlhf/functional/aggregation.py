@@ -36,10 +36,10 @@ def length_weights(
         normalization: token, equal weight per token; sequence, equal weight per sequence; fixed, equal weight per token
             and the sum divided by max_tokens per sequence.
         tokens: completion tokens of the mini-batch, over all ranks.
-        sequences: of the mini-batch, over all ranks.
-        max_tokens: longest completion allowed.
-        kept: [B, T], 1 on the completion tokens that the mean is over; none: all of them.
-        kept_tokens: of the mini-batch, over all ranks; required with kept.
+        sequences: completions of the mini-batch, over all ranks.
+        max_tokens: maximum length of a completion.
+        kept: [B, T], 1 on the completion tokens that the mean is over; None: all of them.
+        kept_tokens: kept tokens of the mini-batch, over all ranks; required with kept.
     """
     lengths = (mask.bool() if kept is None else kept.bool() & mask.bool()).sum(dim=1, keepdim=True).float()
     if normalization == "token":
@@ -62,12 +62,12 @@ def correction_weights(
     Source: truncated importance sampling, fengyao.notion.site/off-policy-rl (2025); masked, IcePop of the same year.
 
     Args:
-        old_logprobs: [B, T], by the training forward with the weights that sampled.
-        sampler_logprobs: [B, T], under the distribution that was sampled from.
+        old_logprobs: [B, T], log-probs of the training forward with the weights that sampled.
+        sampler_logprobs: [B, T], log-probs under the distribution that was sampled from.
         mask: [B, T], 1 on completion tokens.
-        how: truncate, at most clip; mask, 0 outside [low, clip].
-        clip: 1 or more.
-        low: lower bound of mask, in (0, 1]; none: 1 / clip.
+        how: truncate limits weights to clip; mask sets those outside [low, clip] to 0.
+        clip: upper bound, 1 or more.
+        low: lower bound of mask, in (0, 1]; None: 1 / clip.
     """
     ratio = (keep(old_logprobs.detach(), mask) - keep(sampler_logprobs, mask)).exp()
     if how == "truncate":

@@ -1,8 +1,8 @@
 """Calibration error of a reward model's probabilities, and the temperature that calibrates them.
 
-A lead is the margin of a correct judgement: the score of the chosen completion minus that of the rejected one, or the
-score of a good completion, or minus the score of a bad one. sigmoid(lead / temperature) is the predicted probability
-of the label.
+A lead is a margin that is positive for a correct judgement: the score of the chosen completion minus that of the
+rejected one, the score of a good completion, or the negated score of a bad one. sigmoid(lead / temperature) is the
+predicted probability of the label.
 
 Source: Guo et al. 2017 (arXiv 1706.04599), sections 2 and 4.2. Shapes: E leads.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 TEMPERATURES = (1e-3, 1e3)
-"""Range of the search: leads that are all right, or mostly wrong, have no finite optimum."""
+"""Range of the search: leads that are all positive, or mostly negative, have no finite optimum."""
 
 
 def fit_temperature(leads: Tensor) -> float:
@@ -24,7 +24,7 @@ def fit_temperature(leads: Tensor) -> float:
     low, high = (math.log(1 / limit) for limit in reversed(TEMPERATURES))
     for _ in range(60):
         middle = (low + high) / 2
-        rising = float((leads * torch.sigmoid(-leads * math.exp(middle))).sum()) >= 0  # 0 where all are right
+        rising = float((leads * torch.sigmoid(-leads * math.exp(middle))).sum()) >= 0  # 0 if all leads are positive
         low, high = (middle, high) if rising else (low, middle)
     return math.exp(-(low + high) / 2)
 
@@ -34,7 +34,7 @@ def calibration_error(leads: Tensor, *, temperature: float = 1.0, bins: int = 10
 
     Args:
         leads: [E], at least one; a lead of 0 counts as wrong.
-        temperature: leads are divided by it.
+        temperature: divisor of the leads.
         bins: number of bins.
     """
     leads = leads.double()

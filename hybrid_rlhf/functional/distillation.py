@@ -1,8 +1,8 @@
 """Divergence of a student's distribution from a teacher's, over the whole vocabulary, straight from hidden states.
 
-Why here: the logits of two models, [N, V] each, would be the largest tensors of distillation. They are computed in
-chunks of tokens, together with the gradient of each chunk (as in Liger's fused losses, arXiv 2410.10989). Backward only
-scales that gradient, so the teacher's head is needed in forward only, and ZeRO-3 does not gather it twice.
+The logits of two models, [N, V] each, would be the largest tensors of distillation. They are computed in chunks of
+tokens, together with the gradient of each chunk (as in Liger's fused losses, arXiv 2410.10989). Backward only scales
+that gradient, so the teacher's head is needed only in forward, and ZeRO-3 does not gather it twice.
 
 Sources: Hinton et al. 2015 (arXiv 1503.02531), whose factor T^2 keeps the size of gradients at any temperature; MiniLLM
 (arXiv 2306.08543) for the reverse divergence; GKD (arXiv 2306.13649), eq. 1, for the generalised Jensen-Shannon
@@ -38,10 +38,10 @@ class OutputHead:
     """[V]"""
     softcap: float | None = None
     float32_logits: bool = True
-    """Accumulate and keep logits in float32; false rounds them to the dtype of the weights."""
+    """Accumulate and store logits in float32; false rounds them to the dtype of the weights."""
 
     def logits(self, hidden: Tensor, rows: int) -> Tensor:
-        """Logits [n, rows] before the soft cap, of the first rows of the vocabulary; in float32 or better."""
+        """Logits [n, rows] before the soft cap, for the first rows of the vocabulary, in float32 or better."""
         bias = None if self.bias is None else self.bias[:rows]
         if self.float32_logits and hidden.dtype in (torch.bfloat16, torch.float16):
             return wide_linear(hidden, self.weight[:rows], bias)
@@ -60,7 +60,7 @@ class DistillationRule:
     beta: float = 0.5
     """Weight of the teacher in the mixture of jensen_shannon."""
     temperature: float = 1.0
-    """Both models' logits are divided by it in the divergence."""
+    """Divisor of both models' logits in the divergence."""
     sft_coef: float = 0.0
 
 
@@ -71,7 +71,7 @@ def divergence(student: Tensor, *, teacher: Tensor, kind: DivergenceName, beta: 
         student: log-probs, with gradient.
         teacher: log-probs.
         kind: forward is KL(teacher || student), which is mean-seeking; reverse is KL(student || teacher), which is
-            mode-seeking; jensen_shannon is between the two.
+            mode-seeking; jensen_shannon interpolates between them.
         beta: weight of the teacher in the mixture of jensen_shannon, in (0, 1).
     """
     if kind == "forward":
@@ -98,23 +98,23 @@ def divergence_from_hidden(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of a student on tokens, without the full logits of either model in memory.
 
-    Where one vocabulary has more rows than the other (some models pad theirs), both are truncated to the smaller.
+    If one vocabulary has more rows than the other (some models pad theirs), both are truncated to the smaller.
 
     Args:
-        hidden: [N, H] of the student.
-        head: the student's; its weight and bias may have a gradient.
-        teacher_hidden: [N, H'] of the teacher, at the same tokens.
-        teacher_head: the teacher's; used during this call only.
+        hidden: [N, H], hidden states of the student.
+        head: head of the student; its weight and bias may require a gradient.
+        teacher_hidden: [N, H'], hidden states of the teacher, at the same tokens.
+        teacher_head: head of the teacher; used only during this call.
         labels: [N] int64, the next tokens of the text.
-        rule: the loss.
-        chunk_tokens: tokens whose logits are held at a time.
+        rule: definition of the loss.
+        chunk_tokens: number of tokens whose logits are in memory at a time.
 
     Returns:
         the loss, differentiable in hidden, weight and bias; the divergence; -log p(labels). Scalar sums over tokens,
         in float32 or better, the latter two without gradient.
 
     Raises:
-        ValueError: teacher and labels do not have the student's tokens.
+        ValueError: if teacher or labels do not have the student's tokens.
     """
     if not len(hidden) == len(teacher_hidden) == len(labels):
         raise ValueError(
@@ -128,7 +128,7 @@ def divergence_from_hidden(
 
 
 class _ChunkedDivergence(torch.autograd.Function):
-    """Computes the gradient with the loss, and saves those of hidden [N, H], weight [V, H] and bias [V]."""
+    """Computes the gradients with the loss, and saves those of hidden [N, H], weight [V, H] and bias [V]."""
 
     @staticmethod
     def forward(
@@ -190,7 +190,8 @@ def _chunk_losses(logits: Tensor, target: Tensor, labels: Tensor, rule: Distilla
 
 
 def _add_gradients(grads: list[Tensor | None], grad: Tensor, hidden: Tensor, weight: Tensor, part: slice) -> None:
-    """Add the gradients of a chunk, given that of its logits [n, rows]; products are in the dtype of the weights."""
+    """Add the gradients of a chunk, from the gradient of its logits [n, rows]; products use the dtype of the
+    weights."""
     of_hidden, of_weight, of_bias = grads
     low, rows = grad.to(hidden.dtype), grad.shape[1]
     if of_hidden is not None:

@@ -25,7 +25,7 @@ K3_MAX = 10.0
 
 
 def kl_k1(logprobs: Tensor, *, ref_logprobs: Tensor) -> Tensor:
-    """log-ratio: unbiased, high variance, may be negative. The penalty of InstructGPT."""
+    """Log-ratio: unbiased, high variance, may be negative; the penalty of InstructGPT."""
     return at_least_float32(logprobs) - at_least_float32(ref_logprobs)
 
 
@@ -56,10 +56,10 @@ def kl_loss(logprobs: Tensor, *, old_logprobs: Tensor, ref_logprobs: Tensor, est
     the gradient continues to grow with the log-ratio, so that a token far from the reference is still pulled back.
 
     Args:
-        logprobs: [B, T] of the current policy, with gradient.
-        old_logprobs: [B, T] of the policy that sampled; the ratio is at most exp(MAX_LOG_RATIO).
-        ref_logprobs: [B, T] of the reference.
-        estimator: that the value is computed with.
+        logprobs: [B, T], log-probs of the current policy, with gradient.
+        old_logprobs: [B, T], log-probs of the policy that sampled; the ratio is at most exp(MAX_LOG_RATIO).
+        ref_logprobs: [B, T], log-probs of the reference.
+        estimator: estimator of the value.
 
     Returns:
         [B, T] in float32 or better; its value is sg[policy / old] times the estimator's.

@@ -1,8 +1,8 @@
 """RMS norm and rotary positions on a CPU, with fewer passes over memory in forward and backward.
 
-Why: the hidden states of a batch do not fit in the caches, so each elementwise operation costs a pass over memory and a
-start of all threads. Composed of autograd's operations, a norm takes 19 of them forward and backward, here 9; rotary
-positions take 17 per tensor, here 6.
+The hidden states of a batch do not fit in the caches, so each elementwise operation costs a pass over memory and the
+start of a parallel region. A norm composed of autograd's operations takes 19 passes forward and backward, here 9;
+rotary positions take 17 per tensor, here 6.
 
 Shapes: T tokens, H hidden, A heads, D head size.
 """
@@ -28,9 +28,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions: x cos + rotate_half(x) sin, differentiable once in x.
 
     Args:
-        x: [B, A, T, D], in any memory format, which the result has too.
+        x: [B, A, T, D], in any memory format; the result has the same format.
         cos: [B or 1, 1, T, D].
-        sin: as cos.
+        sin: [B or 1, 1, T, D].
 
     Returns:
         [B, A, T, D].

@@ -1,10 +1,10 @@
 """Statistics over the completions of each prompt, whose number may differ between prompts.
 
-Equal values of a group have exactly that value as their mean, so that differences from it and their standard deviation
-are exactly 0: `differs_in_group` and the statistics agree on which groups are equal.
+If all values of a group are equal, their mean is exactly that value, so that deviations are exactly 0:
+`differs_in_group` and the statistics agree on which groups are equal.
 
-Shapes: N completions; groups [N] identifies the prompt of each by any integer. Results are float32 or better; they are
-not meant to be differentiated.
+Shapes: N completions; groups [N] identifies each completion's prompt by any integer. Results are float32 or better;
+they are not meant to be differentiated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def leave_one_out(values: Tensor, *, groups: Tensor) -> Tensor:
 
 
 def differs_in_group(values: Tensor, *, groups: Tensor) -> Tensor:
-    """Whether the values of each completion's group are not all equal, [N] bool."""
+    """True where the values of a completion's group are not all equal, [N] bool."""
     return _of_group(values, groups, "amax") > _of_group(values, groups, "amin")
 
 
@@ -67,7 +67,7 @@ def rank_in_group(values: Tensor, *, groups: Tensor) -> Tensor:
 
 
 def _of_group(values: Tensor, groups: Tensor, extreme: Literal["amin", "amax"]) -> Tensor:
-    """The least or the largest value [N] of each completion's group."""
+    """The smallest or largest value [N] in each completion's group."""
     order, member = groups.unique(return_inverse=True)
     empty = torch.zeros(len(order), dtype=values.dtype, device=values.device)
     return empty.scatter_reduce(0, member, values, extreme, include_self=False)[member]

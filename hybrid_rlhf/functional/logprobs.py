@@ -1,7 +1,7 @@
 """Log-probs and entropy of tokens, from logits or straight from hidden states.
 
-Why here: the logits of a batch, [B, T, V], are the largest tensor of language-model training. `logprobs_from_hidden`
-computes them in chunks of tokens, in forward and again in backward.
+The logits of a batch, [B, T, V], are the largest tensor of language-model training. `logprobs_from_hidden` computes
+them in chunks of tokens, in forward and again in backward.
 
 Shapes: B batch, T time, N tokens, H hidden, V vocabulary.
 """
@@ -47,15 +47,15 @@ def logprobs_from_hidden(
 
     Args:
         hidden: [..., H].
-        weight: [V, H] of the head, in hidden's dtype. ZeRO-3 may release and gather its memory between forward and
-            backward.
+        weight: [V, H], weight of the head, in hidden's dtype. ZeRO-3 may release and gather its memory between forward
+            and backward.
         labels: [...] int64.
-        temperature: logits are divided by it.
-        chunk_tokens: tokens whose logits are held at a time.
-        bias: [V] or none.
+        temperature: divisor of the logits.
+        chunk_tokens: number of tokens whose logits are in memory at a time.
+        bias: [V], or None.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2), before the temperature.
-        float32_logits: accumulate and keep logits in float32; false rounds them to the dtype of hidden. The gradient of
-            the logits is rounded to that dtype in either case, before its matrix products. No difference in float32.
+        float32_logits: accumulate and store logits in float32; false rounds them to the dtype of hidden. The gradient
+            of the logits is rounded to that dtype in either case, before its matrix products. No difference in float32.
 
     Returns:
         logprobs and entropy (nats), [...] float32 or better, differentiable in hidden, weight and bias.
@@ -118,7 +118,7 @@ class _ChunkedHead(torch.autograd.Function):
         memory = _ChunkMemory(hidden, weight, chunk_tokens, float32_logits)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits, other = memory.logits(hidden[part], weight, bias, temperature, softcap)
+            logits, buffer = memory.logits(hidden[part], weight, bias, temperature, softcap)
             # 1 - tanh^2, before the gradient overwrites the logits
             slope = None if softcap is None else (logits * (temperature / softcap)).square_().neg_().add_(1)
             grad = _logits_gradient(
@@ -128,7 +128,7 @@ class _ChunkedHead(torch.autograd.Function):
                 entropy[part],
                 None if grad_logprobs is None else grad_logprobs[part],
                 None if grad_entropy is None else grad_entropy[part],
-                other,
+                buffer,
             )
             if slope is not None:
                 grad.mul_(slope)
@@ -154,20 +154,20 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 class _ChunkMemory:
-    """Buffers [n, V] that all chunks reuse, since each new allocation would be paged in again."""
+    """Buffers [n, V] that all chunks reuse, as the pages of a new allocation would have to be mapped again."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int, float32_logits: bool) -> None:
         self._wide = float32_logits
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         self._other = torch.empty(min(chunk_tokens, len(hidden)), len(weight), dtype=dtype, device=hidden.device)
-        is_new = dtype == hidden.dtype and hidden.device.type == "cpu"  # oneDNN's products make their output
+        is_new = dtype == hidden.dtype and hidden.device.type == "cpu"  # oneDNN's products allocate their output
         self._logits = None if is_new else torch.empty_like(self._other)
 
     def logits(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         """Logits [n, V] of a chunk, soft-capped and divided by the temperature, and a buffer of the same shape."""
-        other = self._other[: len(hidden)]
+        buffer = self._other[: len(hidden)]
         if self._logits is None:
             out = linear(hidden, weight, bias)
         else:
@@ -176,7 +176,7 @@ class _ChunkMemory:
             out.div_(softcap).tanh_().mul_(softcap)
         if temperature != 1.0:
             out.div_(temperature)
-        return out, other
+        return out, buffer
 
     def _product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         if self._wide and out.dtype != hidden.dtype:
@@ -191,7 +191,7 @@ class _ChunkMemory:
 
 
 def _check_labels(labels: Tensor, states: Tensor) -> None:
-    """gather() would silently ignore states without a label."""
+    """Raise ValueError for states without a label, which gather() would silently ignore."""
     if labels.shape != states.shape[:-1]:
         raise ValueError(f"labels need one entry per token: labels {tuple(labels.shape)} for {tuple(states.shape)}")
 
@@ -203,14 +203,14 @@ def _logits_gradient(
     entropy: Tensor,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
-    other: Tensor,
+    buffer: Tensor,
 ) -> Tensor:
-    """The gradient of a chunk's tempered logits [n, V]; overwrites the logits and `other`, a buffer of their shape.
+    """The gradient of a chunk's tempered logits [n, V]; overwrites the logits and `buffer`, which has their shape.
 
     With p = softmax(logits): d logprob = onehot - p, d entropy = -p * (log p + entropy).
     """
     logprobs = logits.sub_(normaliser[:, None])
-    probs = torch.exp(logprobs, out=other)
+    probs = torch.exp(logprobs, out=buffer)
     if grad_entropy is None:
         grad = probs if grad_logprobs is None else probs.mul_(-grad_logprobs[:, None])
         grad = grad.zero_() if grad_logprobs is None else grad

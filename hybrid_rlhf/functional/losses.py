@@ -1,7 +1,7 @@
 """Losses of SFT, reward model, policy and value function, as sums with the count to divide them by.
 
-Why sums: a mean over a micro-batch or a rank gives its rows a weight that depends on the split. The caller adds the
-counts of all micro-batches and ranks and divides once, so that gradients do not depend on the split.
+A mean over a micro-batch or a rank would give its rows a weight that depends on the split. The caller adds the counts
+of all micro-batches and ranks and divides once, so that gradients do not depend on the split.
 
 Each loss states its source and deviations.
 
@@ -25,7 +25,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss before its division."""
+    """A loss before its division by the count."""
 
     total: Tensor
     """Scalar sum, with gradient."""
@@ -55,13 +55,13 @@ def pairwise_reward_loss(
 
     Args:
         chosen: [N] scores of the chosen completions.
-        rejected: [N] scores of the rejected ones.
-        margin: [N], by which chosen should exceed rejected; none: 0.
-        mask: [N], 0 on padding; none: all pairs count.
+        rejected: [N] scores of the rejected completions.
+        margin: [N], margin by which chosen should exceed rejected; None: 0.
+        mask: [N], 0 on padding; None: all pairs count.
         centering_coef: weight of (chosen + rejected)^2.
 
     Returns:
-        stats: accuracy, where a tie counts 0; margin, chosen - rejected; chosen_score; rejected_score.
+        the loss, with stats: accuracy, where a tie counts 0; margin, chosen - rejected; chosen_score; rejected_score.
     """
     if mask is None:
         mask = torch.ones_like(chosen, dtype=torch.bool)
@@ -96,17 +96,17 @@ def ppo_policy_loss(
     arXiv 1912.09729, eq. 5. Deviation: ratios are at most exp(MAX_LOG_RATIO), as in verl.
 
     Args:
-        logprobs: [B, T] under the current actor.
-        old_logprobs: [B, T] under the actor that sampled.
-        advantages: [B, T].
+        logprobs: [B, T], log-probs under the current actor.
+        old_logprobs: [B, T], log-probs under the actor that sampled.
+        advantages: [B, T], advantage of each token.
         mask: [B, T], 1 on completion tokens.
         clip_low: the ratio is clipped below 1 - clip_low.
         clip_high: the ratio is clipped above 1 + clip_high.
-        dual_clip: bound of the loss for negative advantages, as a multiple of their size; above 1, or none.
-        weights: [B, T] or [B, 1], multiplied with the loss of each token (aggregation.py); none: 1.
+        dual_clip: bound of the loss for negative advantages, as a multiple of their size; above 1, or None.
+        weights: [B, T] or [B, 1], factor of each token's loss (aggregation.py); None: 1.
 
     Returns:
-        stats: ratio; approxkl, 0.5 * (log-ratio)^2 (as in TRL); clipfrac, tokens whose ratio is clipped.
+        the loss, with stats: ratio; approxkl, 0.5 * (log-ratio)^2 (as in TRL); clipfrac, tokens whose ratio is clipped.
 
     Raises:
         ValueError: when dual_clip is 1 or less, which would bound the surrogate itself.
@@ -133,7 +133,7 @@ def clipped_surrogate(
     dual_clip: float | None = None,
     weights: Tensor | None = None,
 ) -> LossSum:
-    """`ppo_policy_loss` of given log-ratios [B, T]: of the token, or of its sequence (GSPO)."""
+    """`ppo_policy_loss` from log-ratios [B, T] of each token, or of its sequence (GSPO)."""
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip must be above 1 or none, got {dual_clip}")
     advantages = keep(advantages, mask)
@@ -157,14 +157,14 @@ def policy_sum(
     """The sum of an actor's losses [B, T] per token, with the statistics that every policy loss logs.
 
     Args:
-        loss: [B, T].
-        log_ratio: [B, T] of the current actor to the one that sampled.
+        loss: [B, T], loss of each token.
+        log_ratio: [B, T], log-ratio of the current actor to the one that sampled.
         mask: [B, T], 1 on completion tokens.
-        clipped: [B, T] bool, true where the loss is clipped; none: nowhere.
-        weights: [B, T] or [B, 1], multiplied with the loss of each token; none: 1.
+        clipped: [B, T] bool, true where the loss is clipped; None: nowhere.
+        weights: [B, T] or [B, 1], factor of each token's loss; None: 1.
 
     Returns:
-        stats: see ppo_policy_loss.
+        the loss, with the stats of ppo_policy_loss.
     """
     if weights is not None:
         loss = loss * keep(weights.expand_as(loss), mask)
@@ -178,19 +178,20 @@ def policy_sum(
 
 
 def ppo_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> LossSum:
-    """Half the squared error, or that of values clipped around the old ones if larger; summed over tokens.
+    """Half the squared error of values, or of values clipped around the old ones if that is larger; summed over tokens.
 
     Source: N details, no. 19.
 
     Args:
-        values: [B, T] of the current critic.
-        old_values: [B, T] of the critic at sampling time.
+        values: [B, T], values of the current critic.
+        old_values: [B, T], values of the critic at sampling time.
         returns: [B, T] targets.
         mask: [B, T], 1 on completion tokens.
-        clip: largest change from old_values; none or 0: no clip.
+        clip: largest change from old_values; None or 0: not clipped.
 
     Returns:
-        stats: clipfrac, tokens where the clipped error is larger; squared_error, (returns - values)^2 without clip.
+        the loss, with stats: clipfrac, tokens where the clipped error is larger; squared_error, (returns - values)^2
+            without clip.
     """
     values, old_values, returns = keep(values, mask), keep(old_values, mask), keep(returns, mask)
     error = (values - returns).square()

@@ -1,7 +1,7 @@
 """Sums, means and whitening over the entries where a mask is 1.
 
-Why here: every loss and statistic of RLHF is over ragged rows. A value under a zero mask, NaN included, changes neither
-result nor gradient: it is replaced before any arithmetic. Results are float32, or float64 for float64 values.
+Losses and statistics of RLHF are over ragged rows. A value under a zero mask, NaN included, changes neither result nor
+gradient: it is replaced before any arithmetic. Results are float32, or float64 for float64 values.
 
 Source: Huang, Liu, von Werra, "The N Implementation Details of RLHF with PPO" (2023), no. 3 and 18. Deviation:
 whitening is over the global batch, by default with the unbiased variance.
@@ -18,35 +18,35 @@ from torch import distributed as dist
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Values in float32; float64 values stay as they are."""
+    """Values in float32; float64 values are unchanged."""
     return values if values.dtype is torch.float64 else values.float()
 
 
 def keep(values: Tensor, mask: Tensor) -> Tensor:
-    """Values where the mask is 1, else 0, in float32 or better; gradients flow where the mask is 1 only."""
+    """Values where the mask is 1, else 0, in float32 or better; gradients flow only where the mask is 1."""
     if mask.shape != values.shape:
         raise ValueError(f"a mask must have the shape of its values: {tuple(mask.shape)} for {tuple(values.shape)}")
     return torch.where(mask.bool(), at_least_float32(values), 0.0)
 
 
 def row_sums(values: Tensor) -> Tensor:
-    """Sums [B] of rows [B, T], accumulated in float64: rows with the same values in other places have equal sums."""
+    """Sums [B] of rows [B, T], accumulated in float64, so that rows with permuted values have equal sums."""
     return values.sum(dim=1, dtype=torch.float64).to(values.dtype)
 
 
 def spread(values: Tensor) -> float:
-    """Standard deviation of all values, by their count; exactly 0 where all are equal."""
+    """Standard deviation of all values, dividing by their count; exactly 0 if all are equal."""
     return float((values - values.min()).std(correction=0))
 
 
 def masked_sum(values: Tensor, *, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of the values where the mask is 1, over all entries or one dimension."""
-    kept = keep(values, mask)
-    return kept.sum() if dim is None else kept.sum(dim)
+    masked = keep(values, mask)
+    return masked.sum() if dim is None else masked.sum(dim)
 
 
 def masked_mean(values: Tensor, *, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of the values where the mask is 1; 0 where it never is."""
+    """Mean of the values where the mask is 1; 0 if the mask is 0 everywhere."""
     total = masked_sum(values, mask=mask, dim=dim)
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return total / count.clamp(min=1)
@@ -55,8 +55,8 @@ def masked_mean(values: Tensor, *, mask: Tensor, dim: int | None = None) -> Tens
 def masked_var(values: Tensor, *, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance of the values where the mask is 1; unbiased divides by the count minus 1."""
     count = mask.bool().sum()
-    kept = keep(values, mask)
-    deviation = keep(kept - masked_mean(kept, mask=mask), mask)
+    masked = keep(values, mask)
+    deviation = keep(masked - masked_mean(masked, mask=mask), mask)
     return deviation.square().sum() / (count - int(unbiased)).clamp(min=1)
 
 
@@ -73,22 +73,22 @@ def masked_whiten(
     The statistics carry no gradient, and are accumulated in float64: equal float32 values have a deviation of 0.
 
     Args:
-        values: any shape.
-        mask: same shape.
+        values: tensor of any shape.
+        mask: mask of the same shape.
         shift_mean: false keeps the mean, as for rewards.
         unbiased: use the unbiased variance, as TRL and verl do; OpenAI's code of 2019 uses the biased one.
-        group: ranks whose values form one batch; each must call.
+        group: process group whose values form one batch; each rank must call.
 
     Returns:
-        the shape of values, in float32 or better.
+        tensor with the shape of values, in float32 or better.
     """
-    kept = keep(values, mask)
-    sums = torch.stack([kept.detach().sum(dtype=torch.float64), mask.bool().sum().double()])
+    masked = keep(values, mask)
+    sums = torch.stack([masked.detach().sum(dtype=torch.float64), mask.bool().sum().double()])
     sums = _all_reduce(sums, group)
-    mean = (sums[0] / sums[1].clamp(min=1)).to(kept.dtype)
-    squares = _all_reduce(keep(kept.detach() - mean, mask).square().sum(dtype=torch.float64), group)
-    variance = (squares / (sums[1] - int(unbiased)).clamp(min=1)).to(kept.dtype)
-    whitened = (kept - mean) * torch.rsqrt(variance + 1e-8)
+    mean = (sums[0] / sums[1].clamp(min=1)).to(masked.dtype)
+    squares = _all_reduce(keep(masked.detach() - mean, mask).square().sum(dtype=torch.float64), group)
+    variance = (squares / (sums[1] - int(unbiased)).clamp(min=1)).to(masked.dtype)
+    whitened = (masked - mean) * torch.rsqrt(variance + 1e-8)
     return keep(whitened if shift_mean else whitened + mean, mask)
 
 
@@ -99,7 +99,7 @@ def last_index(mask: Tensor) -> Tensor:
 
 
 def position_ids(mask: Tensor) -> Tensor:
-    """Positions [B, T] that count real tokens from 0, wherever the padding is (N details, no. 3)."""
+    """Positions [B, T] that count real tokens from 0, for any position of the padding (N details, no. 3)."""
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 

@@ -1,8 +1,8 @@
 """Matrix products: float32 linear layers on a CPU by oneDNN or torch, and low-precision factors with float32 results.
 
-Why: torch calls MKL, which does not use AVX-512 on AMD processors, where oneDNN takes half the time. On Intel
-processors MKL is faster. The choice is process-wide; `runtime/product_backend.py` measures and sets it. Products in
-another dtype or on another device, and small ones, are always computed by torch.
+torch calls MKL, which does not use AVX-512 on AMD processors, where oneDNN takes half the time. On Intel processors MKL
+is faster. The choice is process-wide; `runtime/product_backend.py` measures and sets it. Products in another dtype or
+on another device, and small ones, are always computed by torch.
 
 `wide_linear` multiplies bfloat16 or float16 matrices and returns float32: torch rounds a product to the dtype of its
 factors, which changes log-probs in bfloat16 by 0.02 nats per token on average, while GSPO clips at 3e-4. MiniMax-M1
@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _LEAST_PRODUCTS = 2**22
-"""Products with fewer multiplications are computed by torch, since the choice makes no difference."""
+"""torch computes products with fewer multiplications, since the choice makes no difference."""
 Backend = Literal["onednn", "torch"]
 BACKENDS: tuple[Backend, ...] = ("onednn", "torch")
 _backend: Backend = "onednn"
 
 
 def use_backend(name: Backend) -> None:
-    """Choose what computes the products of this process from now on; a backward uses the backend of its forward."""
+    """Select the backend of this process's products from now on; a backward uses the backend of its forward."""
     global _backend
     _backend = name
 
@@ -50,12 +50,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same by oneDNN, for a plain weight or one packed into oneDNN's blocked format; without gradient."""
+    """`linear` by oneDNN, for a plain weight or one packed into oneDNN's blocked format; without gradient."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 class _Linear(torch.autograd.Function):
-    """Each gradient is a product of the same kind: dx = g (W^T)^T, dW = g^T (x^T)^T."""
+    """oneDNN's linear layer; each gradient is also a linear product: dx = g (W^T)^T, dW = g^T (x^T)^T."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -95,10 +95,10 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: T
     """x W^T + b, [T, N] float32, of x [T, K], weight [N, K] and bias [N] of one dtype; float64 for float64.
 
     Args:
-        x: rows.
-        weight: of the layer.
-        bias: of the layer, or none.
-        out: [T, N] to write into; none: a new tensor.
+        x: [T, K].
+        weight: [N, K].
+        bias: [N], or None.
+        out: [T, N], tensor to write into; None allocates a new one.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     if out is None:
@@ -116,9 +116,9 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: T
 
 
 def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [N, K] += left [N, T] @ right [T, K], of factors of a lower dtype, or total's own.
+    """total [N, K] += left [N, T] @ right [T, K], with factors of a lower dtype or of total's.
 
-    On a GPU nothing is rounded and no temporary product is allocated; elsewhere a product of a lower dtype is rounded
+    On a GPU nothing is rounded and no temporary product is allocated; elsewhere a product in a lower dtype is rounded
     to that dtype before it is added.
     """
     if total.dtype == left.dtype:
@@ -130,5 +130,5 @@ def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _has_float32_output(factor: Tensor) -> bool:
-    """Whether torch.mm supports an out_dtype of float32 on the device."""
+    """Return True if torch.mm supports an out_dtype of float32 on the device."""
     return factor.device.type == "cuda" and torch.version.hip is None

@@ -1,6 +1,6 @@
-"""Losses of reward models on ranked lists, and on completions or steps with labels of their own.
+"""Losses of reward models on ranked lists, and on labelled completions or steps.
 
-Sums with their counts, as in losses.py, which has the loss of pairs.
+They are sums with their counts, as in losses.py, which has the loss of pairs.
 
 Shapes: N scores.
 """
@@ -16,14 +16,14 @@ from hybrid_rlhf.functional.masking import at_least_float32, masked_sum
 
 
 def listwise_reward_loss(scores: Tensor, *, worse: Tensor, lists: int) -> LossSum:
-    """Plackett-Luce: each completion is chosen among itself and all that are ranked below it; summed over completions.
+    """Plackett-Luce: -log probability of choosing each completion among itself and those ranked below it, summed.
 
     Source: the K-wise likelihood of Zhu et al. 2023 (arXiv 2301.11270, section 4), divided by the number of lists; for
     two completions it is Bradley-Terry. Deviation: lists may have ties, whose completions are not compared.
 
     Args:
-        scores: [N] of all completions of some lists.
-        worse: [N, N] bool, whether completion j is in i's list and ranked below i.
+        scores: [N], scores of all completions of some lists.
+        worse: [N, N] bool, true if completion j is in i's list and ranked below i.
         lists: number of lists, the count of the sum.
 
     Raises:
@@ -46,11 +46,11 @@ def labelled_reward_loss(scores: Tensor, *, labels: Tensor) -> LossSum:
 
     Args:
         scores: [N].
-        labels: [N] in [0, 1]; 1 is good.
+        labels: [N], in [0, 1]; 1 is good.
 
     Returns:
-        stats: accuracy, where a score of 0 predicts bad and a label of 0.5 counts as good; good, the number of good
-        labels; chosen_score and rejected_score, sums of the scores with good and bad labels.
+        the loss, with stats: accuracy, where a score of 0 predicts bad and a label of 0.5 counts as good; good, the
+            number of good labels; chosen_score and rejected_score, sums of the scores with good and bad labels.
 
     Raises:
         ValueError: when labels and scores differ in shape.

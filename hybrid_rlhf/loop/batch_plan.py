@@ -1,4 +1,4 @@
-"""Batch arithmetic: the user gives global sizes, this derives micro-batches and accumulation. Pure numbers."""
+"""Batch arithmetic: derives micro-batches and accumulation from the global sizes of the user. Numbers only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hybrid_rlhf.configs.sections.training import MicroBatches
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the rows of one optimizer update are shared out."""
+    """Division of the rows of an optimizer update over ranks and micro-batches."""
 
     global_batch_size: int
-    """Rows in one update."""
+    """Number of rows in one update."""
     ranks: int
     micro_batches: MicroBatches
 
@@ -36,8 +36,8 @@ def plan_batch(
 
     Args:
         global_batch_size: rows of one update, over all ranks.
-        ranks: that train together.
-        micro_batches: with rows, they must divide the update.
+        ranks: number of ranks that train together.
+        micro_batches: size of the micro-batches; a number of rows must divide the update.
         key: the config key to name in an error.
 
     Raises:

@@ -1,4 +1,4 @@
-"""When a training loop writes checkpoints, and how it resumes from one.
+"""Writes checkpoints of a training loop when they are due, and resumes from one.
 
 Checkpoints are written every so many steps or minutes, and on a signal: SIGUSR1 saves, SIGTERM and SIGINT save and
 stop.
@@ -32,7 +32,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 @dataclass(frozen=True)
 class _Requests:
-    """What at least one rank requests; the same on every rank."""
+    """Requests of at least one rank; the same on every rank."""
 
     stop: bool
     save: bool
@@ -67,19 +67,19 @@ class CheckpointManager:
             self._writer.finish()
 
     def resume(self) -> LoopState | None:
-        """Restore the engines from the run's checkpoint and return the state of the loop; none for a new run."""
+        """Restore the engines from the run's checkpoint and return the state of the loop; None for a new run."""
         checkpoint = self._run.checkpoint
         if checkpoint is None:
             return None
         states = self._states
         manifest = read_manifest(checkpoint)
-        if "reference" not in manifest["engines"]:  # it never changed
+        if "reference" not in manifest["engines"]:  # checkpoints omit a reference that never changes
             states = {role: state for role, state in states.items() if role != "reference"}
         loop = load_checkpoint(checkpoint, states=states, world=self._world)
         if self._world.is_main:
             ranks, before = self._world.size, manifest["world_size"]
-            other = f" on {ranks} ranks instead of {before}" if ranks != before else ""
-            logger.info("resumes from %s%s", checkpoint, other)
+            change_of_ranks = f" on {ranks} ranks instead of {before}" if ranks != before else ""
+            logger.info("resumes from %s%s", checkpoint, change_of_ranks)
             if changed := changed_keys(type(self._run.config), manifest["config"], read_config(self._run.config)):
                 logger.warning("settings differ from those of the checkpoint: %s", ", ".join(changed))
         return loop
@@ -141,7 +141,7 @@ class CheckpointManager:
         self._run.watchdog.beat(f"save after step {state.step}")
         self._run.flush()
         self._writer.save(state, figures=metrics, config=read_config(self._run.checkpoint_config))
-        # A signal that arrives meanwhile, because every rank is sent one, requests no second checkpoint.
+        # Every rank receives the signal: one that arrives in the meantime requests no second checkpoint.
         self._handled_saves, self._saved_at = self._interrupts.saves, time.monotonic()
         self._run.watchdog.beat(phase)
 
@@ -156,5 +156,5 @@ class CheckpointManager:
 
 
 def due(step: int, every: int) -> bool:
-    """Whether an action that runs every so many steps runs after this one; 0: never."""
+    """Return True if an action that runs every `every` steps runs after this one; 0 means never."""
     return every > 0 and step % every == 0

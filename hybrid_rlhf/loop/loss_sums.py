@@ -27,7 +27,7 @@ class RunningSums:
             self._sums[name] += value.detach()
 
     def total(self, name: str) -> Tensor:
-        """A sum so far on this rank, as a float64 copy."""
+        """A float64 copy of a sum so far on this rank."""
         return self._sums[name].clone()
 
     def state_dict(self) -> dict[str, float]:
@@ -40,9 +40,9 @@ class RunningSums:
             self._sums[name] = torch.tensor(value, dtype=torch.float64, device=self._device)
 
     def means(self, world: World) -> dict[str, float]:
-        """Each sum over all ranks divided by the count over all ranks, the total as "loss"; and the "count".
+        """Each sum divided by the count, both over all ranks, with the total as "loss"; and the "count".
 
-        Every rank calls, with the same names added.
+        Every rank calls, with the same names of sums.
         """
         names = sorted(self._sums)
         summed = torch.stack([self._sums[name] for name in names]) if names else torch.zeros(0, device=self._device)

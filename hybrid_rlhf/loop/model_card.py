@@ -1,6 +1,6 @@
-"""The model card of a trained model: what it is, its held-out metrics, the settings and versions of its training.
+"""The model card of a trained model: its description, held-out metrics, and the settings and versions of its training.
 
-Paths of this machine are left out: a card is published with the model.
+Paths of this machine are omitted, as a card is published with the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybrid_rlhf.runtime.run import Run
 
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 _SETTINGS = ("algorithm", "objective", "train", "optimizer", "lora", "actor", "critic", "rollout", "distill", "seed")
-"""Keys of a config that describe the training, and sections whose keys do."""
+"""Keys and sections of a config that describe the training."""
 _NOT_SHOWN = re.compile(r"(^|\.)(path|resume|cache_dir|save_\w+|keep_\w+|teacher|placement.*)(\.|$)")
 
 
@@ -37,9 +37,9 @@ def model_card(run: Run, name: str, *, generates: bool) -> str:
     """The card of a model of a run.
 
     Args:
-        run: its run; metrics.jsonl must be on disk.
-        name: the model's folder in the run's; "" is the run's folder itself.
-        generates: whether it is a causal LM; else it gives scores.
+        run: run of the model; metrics.jsonl must be on disk.
+        name: the model's subfolder in the run folder; "" is the run folder itself.
+        generates: true for a causal LM, false for a model that gives scores.
     """
     config, role = run.config, name.partition("_")[0]
     method, tag = _method(config)
@@ -61,14 +61,14 @@ def model_card(run: Run, name: str, *, generates: bool) -> str:
         f"{what}, trained {start} by {method} with hybrid_rlhf.",
         _metrics(run.folder),
         f"## Training\n\n```yaml\n{yaml.safe_dump(_settings(config), sort_keys=False)}```",
-        f"Versions: {', '.join(f'{package} {found}' for package, found in versions().items())}; "
+        f"Versions: {', '.join(f'{package} {version}' for package, version in versions().items())}; "
         f"{run.world.size} {'process' if run.world.size == 1 else 'processes'}.",
     ]
     return render_card(metadata, "\n\n".join(part for part in text if part))
 
 
 def _method(config: StepConfig) -> tuple[str, str]:
-    """How a step trains, in words and as a tag."""
+    """Method of training of a step, in words and as a tag."""
     if isinstance(config, RLConfig | PreferenceStepConfig):
         return config.algorithm.name.upper(), config.algorithm.name
     if isinstance(config, RewardConfig):
@@ -82,7 +82,7 @@ def _hub_model(path: str) -> str | None:
 
 
 def _hub_data(config: StepConfig) -> list[str]:
-    """Names of data sets of the hub."""
+    """Names of the data sets that are on the hub."""
     sources = [s.path if isinstance(s, DataSource) else s for s in config.data.sources]
     return [s for s in sources if _HUB_NAME.fullmatch(s) and not os.path.exists(s)]
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 
 class NonFiniteError(Exception):
-    """A rollout with values that are not finite; raised on every rank alike."""
+    """A rollout has values that are not finite; raised on every rank."""
 
     def __init__(self, what: Sequence[str]) -> None:
         super().__init__(", ".join(what))
@@ -31,16 +31,17 @@ class NonFiniteError(Exception):
 
 
 def non_finite_rows(tensors: Mapping[str, Tensor], *, mask: Tensor) -> dict[str, list[int]]:
-    """Rows by name of the tensors, [N] or [N, T], with a value under the mask that is not finite; none: no entry."""
-    found = {}
+    """Rows with a value under the mask that is not finite, by name of tensors [N] or [N, T]; only for faulty
+    tensors."""
+    faulty_rows = {}
     for name, values in tensors.items():
         faulty = ~values.isfinite()
         if values.dim() == 2:
             faulty = (faulty & mask).any(dim=1)
         rows: list[int] = faulty.nonzero().flatten().tolist()
         if rows:
-            found[name] = rows
-    return found
+            faulty_rows[name] = rows
+    return faulty_rows
 
 
 def rows_with_non_finite_loss(micro_batches: Sequence[Sequence[Row | None]], losses: Sequence[Tensor]) -> list[Row]:
@@ -50,7 +51,7 @@ def rows_with_non_finite_loss(micro_batches: Sequence[Sequence[Row | None]], los
 
 
 def json_number(value: Tensor) -> float | None:
-    """A value as a rounded JSON number; none if it is not finite."""
+    """A value as a rounded JSON number; None if it is not finite."""
     return round(float(value), 4) if value.isfinite() else None
 
 
@@ -75,7 +76,7 @@ class SkippedUpdates:
 
         Args:
             step: number of the step.
-            what: names of what is not finite; empty: the step is not skipped.
+            what: names of the values that are not finite; empty if the step is not skipped.
 
         Returns:
             metrics; {} while no step of the run has been skipped.

@@ -1,4 +1,4 @@
-"""Saving the models of a run at its end."""
+"""Saves the models of a run at its end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def save_engine(run: Run, name: str, engine: ModelEngine | AbsentEngine, tokeniz
     if engine.world.is_main:
         folder.mkdir(exist_ok=True)
     if engine.lm.can_generate() and (settings := engine.lm.generation_config) is not None:
-        # Generation from the folder stops at the same tokens as rollouts.
+        # Generation with the saved model must stop at the same tokens as rollouts.
         settings.eos_token_id = list(stop_token_ids(tokenizer, settings.eos_token_id))
     run.flush()  # the card shows the last metrics
     with disk_errors_translated(run.folder):
@@ -66,7 +66,7 @@ def save_adapter(folder: Path, engine: ModelEngine) -> None:
 
 
 def finish(run: Run, folders: Mapping[str, ModelEngine | AbsentEngine], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save the models of a run by subfolder, then mark the run as finished; every rank calls."""
+    """Save the models of a run by subfolder, then mark the run as finished. Every rank calls."""
     for name, engine in folders.items():
         save_engine(run, name, engine, tokenizer)
     run.world.barrier()

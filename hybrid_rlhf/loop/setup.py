@@ -40,7 +40,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 @contextlib.contextmanager
 def open_step(config: AnyStep, callbacks: Sequence[Callback] = ()) -> Iterator[Run]:
-    """The run of a step, which explains out-of-memory errors and ends with a report; see start_run."""
+    """Context of a run that explains out-of-memory errors and ends with a report; see start_run."""
     with start_run(config, callbacks) as run:
         run.at_end.append(write_report)
         with explain_out_of_memory(config, run.world, lambda: run.watchdog.phase):
@@ -78,7 +78,7 @@ def start_step(
 
 
 def warm_start_folder(run: Run, role: str) -> str | None:
-    """Folder of a role's model in the warm start of a run; none: it has none, or the run is not a warm start."""
+    """Folder of a role's model in the warm start of a run; None if it has none, or without a warm start."""
     if run.warm_start is None:
         return None
     folders = [run.warm_start / role] + [run.warm_start] * (role == "actor")
@@ -86,7 +86,7 @@ def warm_start_folder(run: Run, role: str) -> str | None:
 
 
 def resolve(config: StepConfig, run: Run, path: str | None, *, key: str) -> str:
-    """A model's name as a path that can be loaded; raises UserError if there is none."""
+    """Resolve a model's name to a path that can be loaded; raise UserError if there is none."""
     if path is None:
         raise UserError(f"{key} must name a model, got none: set --{key} to a folder, a hub name or a .gguf file")
     return resolve_model(path, world=run.world, cache_dir=config.data.cache_dir)
@@ -99,7 +99,7 @@ def log_plan(plan: BatchPlan, run: Run) -> None:
 
 
 def record_data(counts: RowCounts, run: Run) -> None:
-    """Write what became of the rows of the sources to the run's folder, for the report."""
+    """Write the counts of the sources' rows to the run's folder, for the report."""
     if run.world.is_main:
         write_whole(run.folder / DATA_FILE, json.dumps(asdict(counts), indent=2, ensure_ascii=False) + "\n")
 
@@ -130,7 +130,7 @@ def build_frozen_engine(config: SFTConfig | PreferenceStepConfig, run: Run, role
 
 
 def require_positions(engine: ModelEngine, tokens: int, *, key: str) -> None:
-    """Raise UserError unless a model has positions for rows of so many tokens, as a key sets."""
+    """Raise UserError unless a model has positions for rows of `tokens` tokens, the value of `key`."""
     limit = position_limit(engine.lm)
     if limit is not None and tokens > limit:
         raise UserError(f"{key} must be at most the {limit} positions of the model, got {tokens}: set it to {limit}")
@@ -140,14 +140,14 @@ def require_same_tokens(
     role: str, path: str, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, learner: str = "actor"
 ) -> None:
     """Raise UserError unless the model at a path has the vocabulary of the trained model."""
-    other = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
-    if other.get_vocab() != tokenizer.get_vocab():
+    their_tokenizer = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
+    if their_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"the {role} must share the {learner}'s tokens, {path} has a different vocabulary "
-            f"({len(other)} against {len(tokenizer)} tokens): use a model of the {learner}'s family"
+            f"({len(their_tokenizer)} against {len(tokenizer)} tokens): use a model of the {learner}'s family"
         )
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Token id of padding; masks mark it."""
+    """Token id of padding; masks distinguish it from real tokens."""
     return int(tokenizer.pad_token_id)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
     result = SFT(model="embedded", data=[{"prompt": "2 + 2 =", "completion": "4"}], train={"max_steps": 10}).train()
 
-Settings are those of the command line: each keyword is a section or a key of the step's config.
+The settings are the same as on the command line: each keyword is a section or a key of the step's config.
 """
 
 from __future__ import annotations
@@ -72,10 +72,9 @@ class Step(ABC, Generic[ConfigT]):
         """Take the settings.
 
         Args:
-            config: settings that the keywords override, or the model; none: the defaults.
-            model: model.path, or a model of transformers, which is written to the cache folder. Its weights are those
-                at this moment.
-            tokenizer: of a model object.
+            config: settings that the keywords override, or the model; None: the defaults.
+            model: model.path, or a model of transformers, whose current weights are written to the cache folder.
+            tokenizer: tokenizer of a model object.
             data: a path, a list of rows, a data set, or a `DatasetDict` of train and test (or validation); or the
                 section `data`, whose `sources` and `eval_sources` may be any of the first three. Rows in memory are
                 written to a file in the cache folder.
@@ -135,7 +134,7 @@ def _nested(value: Any) -> Any:
 
 
 def _data_section(data: Rows | Mapping[str, Any]) -> dict[str, Any]:
-    """The section `data` of what a caller gave.
+    """The section `data`, from the argument of a caller.
 
     Raises:
         UserError: when a DatasetDict has no training split, or one whose use is not clear.
@@ -152,7 +151,7 @@ def _data_section(data: Rows | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_path(model: ModelSource, tokenizer: PreTrainedTokenizerBase | None, cache_dir: str | None) -> str:
-    """The path of a model; an object becomes a folder that is named by its content.
+    """The path of a model; a model object is written to a folder named by its content.
 
     Raises:
         UserError: for anything else, and for a model object without its tokenizer.
@@ -180,7 +179,7 @@ def _model_path(model: ModelSource, tokenizer: PreTrainedTokenizerBase | None, c
         try:
             os.rename(beside, named)
         except OSError:
-            if not named.is_dir():  # otherwise another rank, or an earlier run, has written it
+            if not named.is_dir():  # unless another rank, or an earlier run, has written it
                 raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -188,7 +187,7 @@ def _model_path(model: ModelSource, tokenizer: PreTrainedTokenizerBase | None, c
 
 
 def _sources(data: Rows, cache_dir: str | None) -> list[Any]:
-    """The paths of a data set; rows in memory become a file that is named by its content."""
+    """The paths of a data set; rows in memory are written to a file named by its content."""
     if isinstance(data, (str, os.PathLike)):
         return [os.fspath(data)]
     rows = data.to_list() if isinstance(data, Dataset) else list(data)
@@ -201,7 +200,7 @@ def _sources(data: Rows, cache_dir: str | None) -> list[Any]:
     file = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        # every rank may write it: each under a name of its own, renamed when complete
+        # every rank may write it, under a unique name that is renamed when complete
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, suffix=".partial", delete=False) as beside:
             beside.write(text)
         os.replace(beside.name, file)

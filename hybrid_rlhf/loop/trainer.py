@@ -1,6 +1,6 @@
 """The training loop that supervised and RL trainers share: steps, evaluations, metrics, advice, checkpoints.
 
-Subclasses define the computation of a step, the evaluation, and the state that checkpoints hold besides the engines.
+Subclasses define the computation of a step, the evaluation, and the state in checkpoints besides the engines.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Trainer(ABC):
 
     @abstractmethod
     def state(self, step: int) -> LoopState:
-        """State of the loop after a step, for a checkpoint."""
+        """Return the state of the loop after a step, for a checkpoint."""
 
     @abstractmethod
     def resume(self) -> int | None:
-        """Restore the run's checkpoint; the last finished step, none for a new run."""
+        """Restore the run's checkpoint and return the last finished step; None for a new run."""
 
     @property
     def has_next(self) -> bool:
-        """Whether there is data for another step."""
+        """True if there is data for another step."""
         return True
 
     def running(self) -> contextlib.AbstractContextManager[None]:
@@ -90,19 +90,19 @@ class Trainer(ABC):
                 self._checkpoints.after_step(step, partial(self.state, step), metrics)
 
     def _shown(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of the console, in the order of their prefixes."""
+        """The metrics to show on the console, in the order of their prefixes."""
         return {
             name: value for prefix in self._shown_metrics for name, value in metrics.items() if name.startswith(prefix)
         }
 
     def _read_history(self) -> None:
-        """Let the advice know the steps before a resumption; what fired then is not repeated."""
+        """Feed the steps before a resumption to the advisor, so that earlier advice is not repeated."""
         if self._world.is_main:
             for line in read_metrics(self._run.folder):
                 self._advisor.watch(line["step"], line)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step, and warn of what they show."""
+        """Write the metrics of a step, and log warnings of the advisor."""
         self._run.log(step, metrics)
         if self._world.is_main:
             for finding in self._advisor.watch(step, metrics):

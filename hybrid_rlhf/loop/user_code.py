@@ -19,15 +19,15 @@ _registered: dict[str, Any] = {}
 def register(function: Any) -> str:
     """A name under which `import_named` finds an object of this process, such as a function of a script or a notebook.
 
-    A lambda has the name of its line, a callable object that of its class, so that a script that runs again resumes.
-    A function or class of a module replaces an earlier one of its name: the cell of a notebook has run again. Other
+    A lambda is named by its line and a callable object by its class, so that a script that runs again can resume. A
+    function or class at module level replaces an earlier one of its name, as when a notebook's cell runs again. Other
     objects of the same name are numbered.
     """
-    own = getattr(function, "__name__", type(function).__name__)
-    if not own.isidentifier():
-        own = f"lambda_{function.__code__.co_firstlineno}"
-    first = name = f"{function.__module__}:{own}"
-    is_of_module = getattr(function, "__qualname__", None) == own
+    base_name = getattr(function, "__name__", type(function).__name__)
+    if not base_name.isidentifier():
+        base_name = f"lambda_{function.__code__.co_firstlineno}"
+    first = name = f"{function.__module__}:{base_name}"
+    is_of_module = getattr(function, "__qualname__", None) == base_name
     number = 0
     while not is_of_module and _registered.get(name, function) is not function:
         number += 1

@@ -1,8 +1,8 @@
 """Activations in host memory between forward and backward.
 
-Why not torch's `save_on_cpu`: it moves all that autograd saves, weights included, and weights that ZeRO-3 has gathered
-for a layer would stay in memory as copies. Here weights are not moved. With gradient checkpointing, only the input of
-each layer is moved. Copies run in the stream of the computation and do not overlap with it.
+torch's `save_on_cpu` moves every tensor that autograd saves, weights included, so weights that ZeRO-3 has gathered for
+a layer would stay in memory as copies. Here weights are not moved. With gradient checkpointing, only the input of each
+layer is moved. Copies run in the stream of the computation and do not overlap with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 _LEAST_BYTES = 2**16
-"""Smaller tensors are not moved: that would cost more than it frees."""
+"""Smaller tensors are not moved, as moving them would cost more than it saves."""
 _Kept = Tensor | tuple[torch.device, Any]
 
 
@@ -32,8 +32,8 @@ class ActivationOffload(saved_tensors_hooks):
         self.moved_bytes += tensor.nbytes
         return tensor.device, self._to_host(tensor)
 
-    def _unpack(self, kept: _Kept) -> Tensor:
-        return kept if isinstance(kept, Tensor) else self._to_device(kept[1], kept[0])
+    def _unpack(self, packed: _Kept) -> Tensor:
+        return packed if isinstance(packed, Tensor) else self._to_device(packed[1], packed[0])
 
     def _to_host(self, tensor: Tensor) -> Any:
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")

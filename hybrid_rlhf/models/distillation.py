@@ -1,7 +1,7 @@
 """Student and teacher: a policy whose head also computes the distillation loss, and a model that returns hidden states.
 
-Why modules: under ZeRO-3 the weight of a head is gathered only around the forward of its module, and a DeepSpeed engine
-wraps one module.
+They are modules because under ZeRO-3 the weight of a head is gathered only around the forward of its module, and a
+DeepSpeed engine wraps one module.
 
 Shapes: B batch, T time, N trained tokens, H hidden.
 """
@@ -18,9 +18,9 @@ from hybrid_rlhf.functional.distillation import DistillationRule, OutputHead, di
 from hybrid_rlhf.models.policy import HeadLogprobs, Policy, hidden_before
 
 CHUNK_TOKENS = 256
-"""Tokens whose logits, of both models, are held at a time."""
+"""Number of tokens for which the logits of both models are in memory at a time."""
 CHUNK_LOGITS = 14
-"""Most float32 tensors [chunk, V] alive at once (jensen_shannon; forward needs 9)."""
+"""Largest number of float32 tensors [chunk, V] alive at once (jensen_shannon; forward needs 9)."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TeacherTargets:
     hidden: Tensor
     """[N, H], hidden states before the tokens."""
     head: HeadLogprobs
-    """Its head, gathered."""
+    """The teacher's head, with gathered weights."""
     rule: DistillationRule
 
 
@@ -51,7 +51,8 @@ class StudentHead(HeadLogprobs):
     """A head that also computes the distillation loss."""
 
     def forward(self, hidden: Tensor, labels: Tensor, temperature: float, targets: TeacherTargets | None = None) -> Any:
-        """Without targets as HeadLogprobs; with targets, loss, divergence and -log p(labels), scalar sums."""
+        """Log-probs as HeadLogprobs without targets; with targets the sums of loss, divergence and -log p(labels),
+        scalars."""
         if targets is None:
             return super().forward(hidden, labels, temperature)
         states, head = _scaled(self, hidden)
@@ -84,7 +85,8 @@ class Student(Policy):
         *,
         routes: Tensor | None = None,
     ) -> Any:
-        """Without targets as Policy; with targets, loss, divergence and -log p of the tokens, scalar sums."""
+        """Log-probs as Policy without targets; with targets the sums of loss, divergence and -log p of the tokens,
+        scalars."""
         if targets is None:
             return super().forward(input_ids, attention_mask, token_mask, temperature, routes=routes)
         hidden, wanted = self.hidden(input_ids, attention_mask, token_mask, routes)
@@ -92,6 +94,6 @@ class Student(Policy):
 
 
 def _scaled(head: HeadLogprobs, hidden: Tensor) -> tuple[Tensor, OutputHead]:
-    """Hidden states and head with the family's logit scale applied."""
+    """Hidden states and head, scaled by the family's logit scale."""
     states, bias = head.scaled(hidden)
     return states, OutputHead(head.weight, bias, head.convention.softcap, head.float32_logits)

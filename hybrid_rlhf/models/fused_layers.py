@@ -1,8 +1,8 @@
 """Replaces a model's RMS norms and rotary positions with those of `functional/fused.py`, on a CPU in float32.
 
-Why: fewer passes over memory and fewer starts of all threads than transformers' modules need, which saves 2 to 3% of a
-layer (docs/benchmarks/training.md). Other dtypes and devices use transformers' code. A module keeps its weights, names
-and base classes; only the modules of this model change, not transformers' classes.
+They need fewer passes over memory and fewer parallel regions than transformers' modules, which saves 2 to 3% of a layer
+(docs/benchmarks/training.md). Other dtypes and devices use transformers' code. A module keeps its weights, names and
+base classes; only the modules of this model change, not transformers' classes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fuse_layers(model: nn.Module) -> None:
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Queries and keys [B, A, T, D] at their positions, cos and sin [B, T, D]; with transformers' signature."""
+    """Rotate queries and keys [B, A, T, D] by cos and sin [B, T, D]; with transformers' signature."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return rotate(q, cos, sin), rotate(k, cos, sin)
 
@@ -52,22 +52,24 @@ def _norm(kind: Any) -> Any:
 
 @functools.cache
 def _attention(kind: Any) -> Any:
-    """A forward with the same code, in which the name of transformers' rotary function refers to ours."""
-    own: Any = kind.forward
-    theirs = own.__globals__[_ROTARY]
+    """A class whose forward has the same code, with the name of transformers' rotary function bound to ours."""
+    original: Any = kind.forward
+    theirs = original.__globals__[_ROTARY]
 
     def either(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         whole = q.shape[-1] == k.shape[-1] == cos.shape[-1]
         rotation = rotary if whole and all(map(_fits, (q, k, cos, sin))) else theirs
         return rotation(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
-    forward = FunctionType(own.__code__, {**own.__globals__, _ROTARY: either}, own.__name__, own.__defaults__)
-    forward.__kwdefaults__ = own.__kwdefaults__
+    forward = FunctionType(
+        original.__code__, {**original.__globals__, _ROTARY: either}, original.__name__, original.__defaults__
+    )
+    forward.__kwdefaults__ = original.__kwdefaults__
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def _rotates(kind: type[nn.Module]) -> bool:
-    """Whether a module's forward is a plain function that calls transformers' rotary function."""
+    """Return True if a module's forward is a plain function that calls transformers' rotary function."""
     forward: Any = kind.forward
     return isinstance(forward, FunctionType) and not forward.__closure__ and _ROTARY in forward.__code__.co_names
 

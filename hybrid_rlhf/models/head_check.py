@@ -1,7 +1,7 @@
-"""Checks, when a model is loaded, that log-probs from its last hidden states agree with its own logits.
+"""Checks, when a model is loaded, that log-probs computed from its last hidden states agree with its logits.
 
-Why: the head runs separately from the model (policy.py), with the conventions that families/head.py reads from the
-config. A family with another convention would silently be trained on another distribution than it samples from.
+The head runs separately from the model (policy.py), with the conventions that families/head.py reads from the config.
+Without the check, a family with another convention would be trained on another distribution than it samples from.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.structure import backbone_of
 
 PROBE_TOKENS = 20
-"""More than a block of the KV cache."""
+"""More tokens than a block of the KV cache has."""
 _PREFIX_TOKENS = 10
-"""Tokens of the padded row with which padding, or packing, is checked."""
+"""Number of tokens of the padded row that checks padding, or packing."""
 FLOAT32_TOLERANCE = 2e-3
 """Largest difference of the probe's log-probs in float32, in nats."""
 _LOW_PRECISION_TOLERANCE = 0.25
 """Mean difference of the probe's log-probs in nats, for a model that rounds its logits to bfloat16 or float16."""
 _ROUNDING_STEPS = 2.0
-"""Allowed mean difference in rounding steps of the dtype at the magnitude of the logits. For tiny models, two orders of
-summation differ by 0.2 to 0.9 steps."""
+"""Allowed mean difference in rounding steps of the dtype at the magnitude of the logits. In tiny models, different
+orders of summation give differences of 0.2 to 0.9 steps."""
 
 
 @dataclass(frozen=True)
@@ -41,23 +41,23 @@ class LogitAgreement:
 
     @property
     def holds(self) -> bool:
-        """Whether the difference is within the tolerance; NaN is not."""
+        """True if the difference is within the tolerance; False for NaN."""
         return self.measured <= self.tolerance
 
 
 def agreement(
-    found: Tensor, expected: Tensor, dtype: torch.dtype, *, low_precision: float, magnitude: float = 0.0
+    logprobs: Tensor, expected: Tensor, dtype: torch.dtype, *, low_precision: float, magnitude: float = 0.0
 ) -> LogitAgreement:
     """Compare log-probs with the expected ones.
 
     Args:
-        found: [P - 1].
-        expected: [P - 1].
-        dtype: of the computation.
+        logprobs: [P - 1] log-probs to check.
+        expected: [P - 1] log-probs of the reference.
+        dtype: dtype of the computation.
         low_precision: allowed mean difference in nats for dtypes other than float32.
-        magnitude: of the logits; the tolerance is at least two rounding steps of the dtype at it.
+        magnitude: magnitude of the logits; the tolerance is at least two rounding steps of the dtype at it.
     """
-    difference = (found - expected.to(found)).abs()
+    difference = (logprobs - expected.to(logprobs)).abs()
     if dtype == torch.float32:
         return LogitAgreement(float(difference.max()), FLOAT32_TOLERANCE)
     return LogitAgreement(
@@ -72,7 +72,7 @@ def probe_tokens(vocab_size: int, count: int = PROBE_TOKENS) -> list[int]:
 
 @torch.no_grad()
 def module_logprobs(lm: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
-    """Log-probs [P - 1] of all tokens except the first, by a Hugging Face model's own forward."""
+    """Log-probs [P - 1] of all tokens except the first, by the forward of a Hugging Face model."""
     ids = torch.tensor([tokens], device=lm.device)
     return token_logprobs(lm(input_ids=ids, use_cache=False).logits[:, :-1], labels=ids[:, 1:])[0]
 
@@ -91,11 +91,11 @@ def require_own_logits(lm: PreTrainedModel) -> None:
     expected = module_logprobs(lm, tokens)
     ids = torch.tensor([tokens, tokens], device=lm.device)
     real = torch.ones_like(ids, dtype=torch.bool)
-    real[1, _PREFIX_TOKENS:] = False  # the beginning of the same row, padded: a causal model has the same log-probs
+    real[1, _PREFIX_TOKENS:] = False  # a padded prefix of the same row: a causal model has the same log-probs
     whole, prefix = Policy(lm)(ids.where(real, 0), real, real)[0]
-    found = torch.cat([whole[1:], prefix[1:_PREFIX_TOKENS]])
+    logprobs = torch.cat([whole[1:], prefix[1:_PREFIX_TOKENS]])
     expected = torch.cat([expected, expected[: _PREFIX_TOKENS - 1]])
-    result = agreement(found, expected, lm.dtype, low_precision=_LOW_PRECISION_TOLERANCE)
+    result = agreement(logprobs, expected, lm.dtype, low_precision=_LOW_PRECISION_TOLERANCE)
     if not result.holds:
         raise UserError(
             f"log-probs of padded rows must agree with the logits of {name} to {result.tolerance} nats, they differ "

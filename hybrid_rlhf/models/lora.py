@@ -34,7 +34,7 @@ from hybrid_rlhf.runtime.files.durable import flush
 
 _ADAPTER = "default"
 _SPECIAL_LINEAR = re.compile("Router|Grouped")
-"""Class names of linear layers whose forward is no plain product."""
+"""Class names of linear layers whose forward is not a plain product."""
 
 
 def choose_trained(
@@ -66,7 +66,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
     task = TaskType.CAUSAL_LM if architecture == "causal_lm" else TaskType.SEQ_CLS
     head = _head(model, architecture)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # same initial adapters however the model was loaded
+        torch.manual_seed(seed)  # the same initial adapters, however the model was loaded
         with reading(f"lora.target_modules {config.target_modules} does not fit", "name linear layers of the model"):
             everything = config.target_modules == "all-linear"
             inject_adapter_in_model(
@@ -104,15 +104,15 @@ def _head(model: PreTrainedModel, architecture: Architecture) -> nn.Module:
 
 
 def linear_layers(model: PreTrainedModel, head: nn.Module) -> list[str]:
-    """Names of the layers that "all-linear" adapts: all that compute a plain product, except the head.
+    """Names of the layers that "all-linear" adapts: those that compute a plain product, except the head.
 
-    Left out: routers, products in groups, and projections whose weight Mamba's mixers read without calling the layer,
-    which would leave an adapter unused.
+    Routers and products in groups are excluded, and projections whose weight Mamba's mixers read without calling the
+    layer, as an adapter would have no effect.
     """
     names = []
     for name, module in model.named_modules():
-        owner, _, own = name.rpartition(".")
-        bypassed = own in ("dt_proj", "out_proj") and hasattr(model.get_submodule(owner), "ssm_state_size")
+        owner, _, attribute = name.rpartition(".")
+        bypassed = attribute in ("dt_proj", "out_proj") and hasattr(model.get_submodule(owner), "ssm_state_size")
         special = _SPECIAL_LINEAR.search(type(module).__name__)
         if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not special and not bypassed:
             names.append(name)
@@ -120,7 +120,7 @@ def linear_layers(model: PreTrainedModel, head: nn.Module) -> list[str]:
 
 
 def stacked_experts(model: PreTrainedModel) -> list[str]:
-    """Names of the weights that stack a projection of all experts of a layer; their biases are left out."""
+    """Names of the weights that stack a projection of all experts of a layer; their biases are excluded."""
     return [
         name
         for name, _ in model.named_parameters()
@@ -129,13 +129,13 @@ def stacked_experts(model: PreTrainedModel) -> list[str]:
 
 
 def has_lora(module: nn.Module) -> bool:
-    """Whether a module has adapters."""
+    """Return True if a module has adapters."""
     return any(isinstance(layer, BaseTunerLayer) for layer in module.modules())
 
 
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Compute with the base model, without adapters.
+    """Context in which the base model computes, without adapters.
 
     Sets peft's flag directly: its public method also changes requires_grad, which must not change once a ZeRO engine
     has grouped its parameters.
@@ -158,13 +158,13 @@ def lora_layers(module: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def base_weight(layer: LoraLayer) -> nn.Parameter:
-    """The weight that a layer adapts; a mixture of experts has all experts of a projection in one."""
+    """The weight that a layer adapts; in a mixture of experts it contains a projection of all experts."""
     weight: nn.Parameter = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
     return weight
 
 
 def plain_name(name: str) -> str:
-    """A weight's name in the model without adapters; a module with two adapted weights has the prefix twice."""
+    """Name of a weight in the model without adapters; a module with two adapted weights has the prefix twice."""
     return name.replace(".base_layer", "")
 
 
@@ -174,12 +174,12 @@ def weights_of(layer: LoraLayer) -> list[nn.Parameter]:
 
 
 def write_adapter(folder: Path, tensors: Iterable[tuple[str, Tensor | None]], *, lm: PreTrainedModel) -> None:
-    """Write the adapters of a model as peft does, for `PeftModel.from_pretrained`; the folder appears when complete.
+    """Write the adapters of a model as peft does, for `PeftModel.from_pretrained`; the folder appears once complete.
 
     Args:
-        folder: replaced if it exists.
+        folder: folder to write; replaced if it exists.
         tensors: names in the model and weights, also of a trained head; see `engines.partition.adapter_tensors`.
-        lm: with the adapters.
+        lm: model with the adapters.
     """
     weights = {f"base_model.model.{name.replace(f'.{_ADAPTER}', '')}": x for name, x in tensors if x is not None}
     heads = sorted({name.split(".")[-2] for name in weights if ".lora_" not in name})
@@ -204,19 +204,19 @@ def write_adapter(folder: Path, tensors: Iterable[tuple[str, Tensor | None]], *,
 
 @dataclass(frozen=True)
 class Adapter:
-    """How the factors of an adapter change a weight, apart from the layer: they may be on another rank."""
+    """How the factors of an adapter change a weight, independently of the layer, which may be on another rank."""
 
     scale: float
     transposed: bool = False
-    """The weight is stored [in, out]."""
+    """True if the weight is stored as [in, out]."""
     experts: int = 1
-    """Experts in the weight, [experts, out, in]."""
+    """Number of experts in the weight, [experts, out, in]."""
     inputs_first: bool = False
-    """It is [experts, in, out] instead."""
+    """True if the weight is stored as [experts, in, out] instead."""
 
     @classmethod
     def of(cls, layer: LoraLayer) -> Adapter:
-        """That of a layer."""
+        """The adapter of a layer."""
         scale = float(layer.scaling[_ADAPTER])
         if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
             return cls(scale, experts=layer.num_experts, inputs_first=not layer._did_swap_in_out_features)
@@ -224,16 +224,16 @@ class Adapter:
 
     @torch.no_grad()
     def merged(self, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """base + scale * B @ A as a new tensor, in the shape and dtype of the base weight; bit for bit what peft
-        merges.
+        """base + scale * B @ A as a new tensor, in the shape and dtype of the base weight; bit for bit the result of
+        peft's merge.
 
         Args:
-            base: the weight.
+            base: the base weight.
             a: [experts * rank, in].
-            b: [out, rank * experts], where the experts alternate.
+            b: [out, rank * experts]; the experts alternate in the last dimension.
         """
         if self.experts == 1:
-            # peft computes in float32 on a CPU, where products of 16 bits may be slow
+            # like peft, use float32 on a CPU, where 16-bit products may be slow
             wide = base.device.type == "cpu" and b.dtype in (torch.float16, torch.bfloat16)
             product = b.float() @ a.float() if wide else b @ a
             change = (product.t() if self.transposed else product) * self.scale
@@ -244,14 +244,14 @@ class Adapter:
 
     @torch.no_grad()
     def merged_elements(self, base: Tensor, a: Tensor, b: Tensor, *, places: Tensor, shape: Sequence[int]) -> Tensor:
-        """Some elements [E] of `merged`, each computed by itself.
+        """Some elements [E] of `merged`, each computed separately.
 
         Args:
-            base: [E] those of the weight.
+            base: [E] elements of the base weight.
             a: as in `merged`.
             b: as in `merged`.
-            places: [E] in the flattened weight.
-            shape: of the weight.
+            places: [E] indices in the flattened weight.
+            shape: shape of the weight.
         """
         expert, row, column = torch.zeros_like(places), places // shape[-1], places % shape[-1]
         if self.experts > 1:
@@ -263,23 +263,23 @@ class Adapter:
 
 
 def merged_weight(layer: LoraLayer) -> Tensor:
-    """See Adapter.merged."""
+    """The merged weight of a layer, from its base weight and adapter."""
     return Adapter.of(layer).merged(*(weight.detach() for weight in weights_of(layer)))
 
 
 @contextlib.contextmanager
 def lora_merged(module: nn.Module) -> Iterator[None]:
-    """Compute with merged weights: inside, the base layers use merged copies in place of their own weights.
+    """Context in which the base layers use merged copies in place of their weights.
 
     All weights must be gathered.
     """
     layers = [layer for _, layer in lora_layers(module)]
-    kept = [base_weight(layer).data for layer in layers]
+    base_data = [base_weight(layer).data for layer in layers]
     for layer in layers:
         base_weight(layer).data = merged_weight(layer)
     try:
         with adapters_off(module):
             yield
     finally:
-        for layer, data in zip(layers, kept, strict=True):
+        for layer, data in zip(layers, base_data, strict=True):
             base_weight(layer).data = data

@@ -1,8 +1,8 @@
 """A causal LM that returns log-probs of given tokens, and a classifier that returns a value per token.
 
-Both are thin modules around the Hugging Face model, so that a DeepSpeed engine wraps one forward that does everything.
-Padding is removed before the model (packing.py), and the head runs on the tokens that count only, in chunks, so that
-`[B, T, V]` is never held. All outputs are aligned with tokens: entry t belongs to token t.
+Both are thin modules around the Hugging Face model, so that a DeepSpeed engine wraps one complete forward. Padding is
+removed before the model (packing/), and the head runs in chunks, on the tokens of a mask only, so that `[B, T, V]` is
+never in memory. All outputs are aligned with tokens: entry t belongs to token t.
 
 Shapes: B batch, T time, N real tokens of a batch, H hidden, V vocabulary, E mixtures of experts, k experts per token.
 """
@@ -28,11 +28,12 @@ from hybrid_rlhf.models.routers.replay import RouterReplay
 from hybrid_rlhf.models.structure import backbone_of
 
 HEAD_CHUNK_TOKENS = 512
-"""Tokens whose logits are held at a time: the fewest for which the products are still fast."""
+"""Number of tokens whose logits are in memory at a time: the smallest for which products are fast."""
 
 
 class HeadLogprobs(nn.Module):
-    """The LM head, returning log-probs. It has the head's parameters, so ZeRO-3 gathers them around its forward."""
+    """The LM head, which returns log-probs. It owns the head's parameters, so ZeRO-3 gathers them around its
+    forward."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
@@ -75,19 +76,19 @@ class Policy(nn.Module):
         self.lm = lm
         self.head = HeadLogprobs(lm)
         self.router_loss: RouterLoss | None = None
-        """Set to compute the losses of the routers in each forward with gradient."""
+        """Set it to compute the losses of the routers in each forward with gradient."""
         self.router_losses: RouterLosses | None = None
-        """Those of the last forward."""
+        """Router losses of the last forward."""
         self.replay: RouterReplay | None = None
-        """Set to compare the experts of a forward with recorded ones, or to use these."""
+        """Set it to compare the experts of a forward with recorded ones, or to use the recorded ones."""
 
     def hidden(
         self, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, routes: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`hidden_before`, with router losses."""
+        """`hidden_before` of this model; also computes router losses where gradients are needed."""
         self.router_losses = None
         logits: list[Tensor] | None = [] if self.router_loss is not None and torch.is_grad_enabled() else None
-        found = hidden_before(
+        hidden_and_mask = hidden_before(
             self.lm,
             input_ids,
             attention_mask,
@@ -98,7 +99,7 @@ class Policy(nn.Module):
         )
         if self.router_loss is not None and logits is not None:
             self.router_losses = self.router_loss(logits, attention_mask.bool())
-        return found
+        return hidden_and_mask
 
     def forward(
         self,
@@ -115,8 +116,8 @@ class Policy(nn.Module):
             input_ids: [B, T] int64.
             attention_mask: [B, T], true on real tokens.
             token_mask: [B, T], true on tokens whose log-prob is needed; the first token of a row has none and stays 0.
-            temperature: logits are divided by it.
-            routes: [B, T, E, k], recorded experts of each token, -1 where there are none; read if `replay` is set.
+            temperature: divisor of the logits.
+            routes: [B, T, E, k], recorded experts of each token, -1 where there are none; used if `replay` is set.
 
         Returns:
             logprobs and entropy, [B, T] float32, 0 outside token_mask.
@@ -141,9 +142,9 @@ class Scorer(nn.Module):
 
 @contextlib.contextmanager
 def wide_logits(lm: PreTrainedModel) -> Iterator[None]:
-    """Let a Hugging Face model's own forward compute its logits in float32, if `has_float32_logits`.
+    """Context in which the forward of a Hugging Face model computes float32 logits, if `has_float32_logits`.
 
-    For generation through the module; the head has no gradient.
+    It is used by generation through the module; the head has no gradient.
     """
     head = lm.get_output_embeddings()
     if not has_float32_logits(lm) or not isinstance(head, nn.Linear) or head.weight.dtype == torch.float32:
@@ -161,13 +162,12 @@ def wide_logits(lm: PreTrainedModel) -> Iterator[None]:
 
 
 def scores_at_end(outputs: Tensor, attention_mask: Tensor) -> Tensor:
-    """Score [B], or scores [B, heads], of each row: the output at its last real token, found by mask and not by token
-    id."""
+    """Score [B], or scores [B, heads], of each row: the output at its last real token by the mask, not by token id."""
     return outputs[torch.arange(len(outputs), device=outputs.device), last_index(attention_mask)]
 
 
 def of_heads(outputs: Tensor, heads: Tensor) -> Tensor:
-    """Outputs [B, T] of the head that `heads` [B] gives for each row; those of a single head are unchanged."""
+    """Outputs [B, T] of the head that `heads` [B] selects for each row; outputs of a single head are unchanged."""
     if outputs.dim() == 2:
         return outputs
     return outputs.gather(2, heads[:, None, None].expand(*outputs.shape[:2], 1)).squeeze(2)
@@ -196,7 +196,7 @@ def hidden_before(
 
 
 def places_before(real: Tensor, token_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the tokens before those of a mask are among the real tokens [B, T], row by row: [n]; and the mask without
+    """Indices [n], among the real tokens row by row, of the tokens before those of a mask [B, T]; and the mask without
     first tokens."""
     place = real.flatten().cumsum(dim=0).view(real.shape) - 1
     wanted = token_mask.bool() & real & (position_ids(real) > 0)
@@ -214,8 +214,13 @@ def backbone_hidden(
 ) -> Tensor:
     """Last hidden states [N, H] of the real tokens of [B, T], row by row; packed if the model uses packed rows.
 
-    The list, if given, receives the router logits [N, experts] of each mixture; the replay gets the routes
-    [B, T, E, k], or none.
+    Args:
+        lm: the causal LM or classifier.
+        input_ids: [B, T] int64.
+        real: [B, T] bool, true on real tokens.
+        router_logits: list that receives the router logits [N, experts] of each mixture.
+        replay: replays or compares `routes`.
+        routes: [B, T, E, k], recorded experts of each token.
     """
     backbone = backbone_of(lm)
     options: dict[str, Any] = {"use_cache": False}

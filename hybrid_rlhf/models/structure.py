@@ -1,4 +1,4 @@
-"""Parts of a Hugging Face model that every family has, found without knowing the family."""
+"""Parts that a Hugging Face model of any family has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 
 def backbone_of(lm: PreTrainedModel) -> PreTrainedModel:
-    """The model below the head; the causal LM itself where there is none.
+    """The model below the head; the causal LM itself if there is none.
 
     `base_model` does not find it where the class names the attribute of a vision-language model instead (Llama 4).
     """
@@ -16,8 +16,8 @@ def backbone_of(lm: PreTrainedModel) -> PreTrainedModel:
 
 
 def language_model_of(lm: PreTrainedModel) -> tuple[str, PreTrainedModel] | None:
-    """The part that reads text of a model that has others beside it, such as towers for images and sound, and its name;
-    none for a model that is all text."""
+    """Name and module of the language model inside a model that also has towers for images and sound; None for a model
+    of text only."""
     text = lm.config.get_text_config()
     if text is lm.config:
         return None
@@ -26,19 +26,19 @@ def language_model_of(lm: PreTrainedModel) -> tuple[str, PreTrainedModel] | None
 
 
 def text_model_of(lm: PreTrainedModel) -> PreTrainedModel:
-    """The model below the head, without what a model for images and sound has beside it."""
+    """The model below the head, without towers for images and sound."""
     language = language_model_of(lm)
     return backbone_of(lm) if language is None else language[1]
 
 
 def layer_list(lm: PreTrainedModel) -> nn.ModuleList | None:
-    """The list of a model's layers; none where there is no list of that length."""
+    """The list of a model's layers; None if there is no list of that length."""
     layers: int = lm.config.get_text_config().num_hidden_layers
     lists = (module for module in text_model_of(lm).modules() if isinstance(module, nn.ModuleList))
     return next((module for module in lists if len(module) == layers), None)
 
 
 def listed_mixtures(lm: nn.Module) -> list[nn.Module]:
-    """Mixtures of experts whose experts are modules of their own, as in models with remote code; transformers' own
-    stack their weights."""
+    """Mixtures of experts whose experts are separate modules, as in models with remote code; transformers' own
+    mixtures stack their weights."""
     return [block for block in lm.modules() if isinstance(getattr(block, "experts", None), nn.ModuleList)]

@@ -84,10 +84,10 @@ class RL(Step[RLConfig]):
         """Take the settings.
 
         Args:
-            config: settings that the keywords override, or the model; none: the defaults.
+            config: settings that the keywords override, or the model; None: the defaults.
             reward: one or several components: functions `f(prompts, completions, **columns)` that return a score per
                 completion, paths of reward models, or settings of a component.
-            environment: a class with `reset` and `step`, or the section `environment`; none: a completion is one turn.
+            environment: a class with `reset` and `step`, or the section `environment`; None: a completion is one turn.
             algorithm_class: a custom algorithm; it reads the settings of the section `algorithm`.
             settings: model, data, callbacks, and the other keys and sections of the config.
 
@@ -96,7 +96,9 @@ class RL(Step[RLConfig]):
         """
         if reward is not None:
             rewards = [reward] if callable(reward) or isinstance(reward, (str, Mapping)) else list(reward)
-            components = [{"function": register(each)} if callable(each) else each for each in rewards]
+            components = [
+                {"function": register(component)} if callable(component) else component for component in rewards
+            ]
             settings["reward"] = {"components": components}
         if environment is not None:
             settings["environment"] = {"path": register(environment)} if isinstance(environment, type) else environment
@@ -202,7 +204,7 @@ def rl_session(
 
 
 def _read_data(config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenizedData, Dataset | None]:
-    """Prompts and texts of PTX."""
+    """Tokenized prompts, and the texts of PTX if configured."""
     prompts = load_prompt_data(
         config.data,
         tokenizer=tokenizer,
@@ -217,7 +219,8 @@ def _read_data(config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -
 
 
 def total_steps(config: RLConfig, stream: RowStream) -> int:
-    """Upper bound on the steps of the run; dynamic sampling may need more prompts per step, and uses the last few too.
+    """Upper bound on the steps of the run; dynamic sampling may need more prompts per step, and also uses a last part
+    that is smaller than a step.
 
     Raises:
         UserError: when the data has too few prompts for one step.
@@ -229,8 +232,8 @@ def total_steps(config: RLConfig, stream: RowStream) -> int:
 
 
 def few_updates_text(config: RLConfig, prompts: int) -> str:
-    """That an epoch has fewer updates than most data sets need, and the rollout size that gives more; empty: it has
-    enough."""
+    """A warning that an epoch has fewer updates than most data sets need, with the rollout size that gives more; empty
+    if it has enough."""
     size, per_rollout = config.rollout.prompts_per_step, config.algorithm.epochs * config.algorithm.mini_batches
     updates = prompts // size * per_rollout
     smaller = max(1, prompts // -(-FEW_UPDATES // per_rollout))

@@ -59,7 +59,8 @@ def episode_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def _equal_groups(rollout: Rollout, scores: Tensor) -> dict[str, float]:
-    """The share of groups whose scores are all equal, so that they have no advantages; {} without groups of several."""
+    """The share of groups whose scores are all equal, and so have no advantages; {} if no group has several
+    completions."""
     if rollout.groups is None:
         return {}
     sizes = group_size(rollout.groups)
@@ -97,12 +98,12 @@ def speed_metrics(
     Args:
         roles: the models.
         sampled: number of tokens of the completions.
-        trained_tokens: see UpdateReport.
-        seconds: of generation, training, other timed parts, and the whole step.
-        work: what decoding did on the first rank that samples.
+        trained_tokens: tokens of the mini-batches of all updates, as in UpdateReport.
+        seconds: time of generation, training, other timed parts, and the whole step.
+        work: bytes read and steps made by decoding on the first rank that samples.
         hidden: seconds of generation during the training of earlier steps.
     """
-    generation = seconds.get("generation", 0.0) + hidden  # none where a checkpoint had the completions
+    generation = seconds.get("generation", 0.0) + hidden  # 0 if a checkpoint had the completions
     device, parts = roles.world.device, {name: taken for name, taken in seconds.items() if name != "step"}
     generating = (
         {}

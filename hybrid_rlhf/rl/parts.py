@@ -67,7 +67,7 @@ class RLParts:
             micro_batches: the micro-batch limits.
             average: moving average of the actor's weights.
             ptx_batches: pretraining text mixed into the updates.
-            ptx_coef: weight of its loss.
+            ptx_coef: weight of the pretraining loss.
         """
         scaling = ScoreScaling(algorithm.config.score_scaling)
         planner = MiniBatchPlanner(replace(micro_batches, padded=not roles.packs), seed=sampler.seed)
@@ -96,7 +96,7 @@ class RLParts:
         )
 
     def estimate(self, rollout: Rollout, *, kl_coef: float) -> Batch:
-        """The batch that a scored rollout becomes; see estimate_advantages."""
+        """Estimate advantages of a scored rollout; see estimate_advantages."""
         return estimate_advantages(rollout, self.algorithm, scaling=self.scaling, kl_coef=kl_coef)
 
 

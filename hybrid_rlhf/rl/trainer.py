@@ -38,7 +38,7 @@ _SHOWN_METRICS = (
     "eval/",
 )
 _EVAL_STEP = 2**32
-"""Key of the evaluation's random streams, apart from those of training steps: every evaluation samples alike."""
+"""Key of the evaluation's random streams, distinct from training steps; the same at every evaluation."""
 
 
 class RLTrainer(Trainer):
@@ -73,7 +73,7 @@ class RLTrainer(Trainer):
             enabled=run.world.is_main,
         )
         self._interrupted: tuple[Batch, Progress] | None = None
-        """A resumed step whose updates were not all made."""
+        """A resumed step with updates that have not been made yet."""
 
     def step(self, step: int) -> dict[str, float]:
         """Sample, score, estimate, update."""
@@ -83,11 +83,11 @@ class RLTrainer(Trainer):
                 (batch, progress), start, self._interrupted = self._interrupted, None, None
             else:
                 batch, progress = self.batch(step), None
-        except NothingToLearn as found:
-            return self._without_update(step, found)
-        except NonFiniteError as found:
+        except NothingToLearn as error:
+            return self._without_update(step, error)
+        except NonFiniteError as error:
             self._run.timers.take()
-            return self._skipped.record(step, found.what)
+            return self._skipped.record(step, error.what)
         with self._run.timers("training"):
             report = self._updater.update(
                 batch,
@@ -109,7 +109,8 @@ class RLTrainer(Trainer):
         return metrics | self._skipped.record(step, [f"a gradient of the {role}" for role in report.skipped])
 
     def batch(self, step: int) -> Batch:
-        """What a step learns from: its rollout with rewards and advantages. Every rank calls, in the order of steps.
+        """The training data of a step: its rollout with rewards and advantages. Every rank calls, in the order of
+        steps.
 
         Raises:
             NothingToLearn: on every rank, when there is no completion to learn from.
@@ -124,11 +125,11 @@ class RLTrainer(Trainer):
         self._run.timers.take()  # writing a checkpoint may have waited for completions
         return time.perf_counter()
 
-    def _without_update(self, step: int, found: NothingToLearn) -> dict[str, float]:
+    def _without_update(self, step: int, nothing: NothingToLearn) -> dict[str, float]:
         self._run.timers.take()
         if self._world.is_main:
-            logger.warning("step %d learns nothing: %s", step, found)
-        return found.metrics
+            logger.warning("step %d learns nothing: %s", step, nothing)
+        return nothing.metrics
 
     def _require_finite(self, step: int, rollout: Rollout) -> None:
         """Write out the rows with a value that is not finite, and raise NonFiniteError; on every rank."""
@@ -150,10 +151,10 @@ class RLTrainer(Trainer):
 
     def _require_own_samples(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise UserError if current weights sampled tokens with other log-probs than training gives them."""
-        found, limit = metrics["rollout/logprob_abs_diff_mean"], self._max_logprob_diff
+        diff, limit = metrics["rollout/logprob_abs_diff_mean"], self._max_logprob_diff
         require(
-            found <= limit or bool(metrics.get("rollout/stale_updates")),
-            f"sampler and training must agree to {limit:.3g} nats per token in the mean, they differ by {found:.3g} in "
+            diff <= limit or bool(metrics.get("rollout/stale_updates")),
+            f"sampler and training must agree to {limit:.3g} nats per token in the mean, they differ by {diff:.3g} in "
             f"the rollout of step {step}, while the weights agree: set rollout.backend to module and report the model, "
             "or raise faults.max_logprob_diff",
         )
@@ -199,15 +200,15 @@ class RLTrainer(Trainer):
 
     @property
     def has_next(self) -> bool:
-        """See Trainer."""
+        """True if an interrupted step or prompts for another step are left."""
         return self._interrupted is not None or self._ahead.has_next
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """See Trainer."""
+        """Context around the training loop: cancels pending rollouts at its end."""
         return self._ahead.running()
 
     def state(self, step: int) -> LoopState:
-        """See Trainer."""
+        """Return the state of the run after a step, for a checkpoint. Every rank calls."""
         self._samples.flush()
         content: dict[str, Any] = {
             "prompts": self._ahead.stream.state_dict(),
@@ -220,8 +221,8 @@ class RLTrainer(Trainer):
         if (carried := self._ahead.carried_state(self._world)) is not None:
             content["carried"] = carried
         if self._rl.ptx is not None:  # only ranks with the actor have the position
-            own = None if self._updater.ptx is None else self._updater.ptx.state_dict()
-            content["ptx"] = next(state for state in self._world.all_gather_objects(own) if state is not None)
+            ptx_state = None if self._updater.ptx is None else self._updater.ptx.state_dict()
+            content["ptx"] = next(state for state in self._world.all_gather_objects(ptx_state) if state is not None)
         return LoopState(step, content, tensors=self._ahead.tensors())
 
     def _checkpoint_within(self, step: int, batch: Batch) -> Callable[[Progress], None]:
@@ -240,7 +241,7 @@ class RLTrainer(Trainer):
         return LoopState(state.step, {**state.content, "partial_step": partial_step}, progress.updates, tensors)
 
     def resume(self) -> int | None:
-        """See Trainer."""
+        """Restore the newest checkpoint and return its step; None without a checkpoint."""
         state = self._checkpoints.resume()
         if state is not None:
             self._restore(state)

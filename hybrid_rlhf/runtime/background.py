@@ -32,14 +32,14 @@ class BackgroundCall(Generic[T]):
         self._thread.start()
 
     def result(self, timeout_seconds: float | None = None) -> T:
-        """What the call returned.
+        """Wait for the call, and return its result.
 
         Args:
             timeout_seconds: time limit since the start of the call; None: unlimited.
 
         Raises:
             CallTimeout: if the call has not ended by then. It keeps running: Python cannot stop a thread.
-            BaseException: whatever the call raised.
+            BaseException: the exception that the call raised.
         """
         self._thread.join(None if timeout_seconds is None else self.seconds_left(timeout_seconds))
         if self._thread.is_alive():
@@ -49,11 +49,11 @@ class BackgroundCall(Generic[T]):
         return self._value
 
     def seconds_left(self, timeout_seconds: float) -> float:
-        """Time until a time limit since the start of the call; 0 beyond it."""
+        """Seconds until a time limit since the start of the call; 0 after it."""
         return max(0.0, self._start + timeout_seconds - time.monotonic())
 
     def has_ended(self, within_seconds: float | None = 0.0) -> bool:
-        """Whether the call has ended, after waiting for it for at most this long; None: until it has."""
+        """Return True if the call has ended, after waiting at most this long; None waits for its end."""
         self._thread.join(within_seconds)
         return not self._thread.is_alive()
 
@@ -67,9 +67,9 @@ class BackgroundCall(Generic[T]):
 
 
 class SideStream:
-    """A CUDA stream for the work of a thread beside the main one; nothing on a CPU.
+    """A CUDA stream for the work of a thread besides the main one; no effect on a CPU.
 
-    One for all calls of an owner, because freed memory is reused only in its own stream.
+    An owner uses one stream for all calls, because freed memory is reused only in the stream that allocated it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,12 +77,12 @@ class SideStream:
         self._stream: torch.cuda.Stream | None = None
 
     def position(self) -> torch.cuda.Event | None:
-        """Event after which all work is done that is queued now; none on a CPU."""
+        """An event after the work that is queued now; None on a CPU."""
         return torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
 
     @contextlib.contextmanager
     def after(self, position: torch.cuda.Event | None) -> Iterator[None]:
-        """Queue the work of the block in the stream, behind a position, and wait for it at the end."""
+        """Queue the work of the block in the stream, after a position, and wait for it at the end."""
         if position is None:
             yield
             return
@@ -96,7 +96,7 @@ class SideStream:
 
 
 class BackgroundQueue(Generic[T]):
-    """Handles items in a thread, one after another; whoever adds one does not wait."""
+    """Handles items in a thread, one after another; `put` does not wait."""
 
     def __init__(
         self, handle: Callable[[T], None], *, name: str, on_error: Callable[[Exception], None], limit: int = 10_000
@@ -105,9 +105,9 @@ class BackgroundQueue(Generic[T]):
 
         Args:
             handle: called with each item.
-            name: of the thread.
+            name: name of the thread.
             on_error: called in the thread with the first error of `handle`; later items are discarded.
-            limit: items that may wait; further ones are discarded.
+            limit: number of items that may wait; further ones are discarded.
         """
         self._handle, self._on_error = handle, on_error
         self._items: queue.Queue[T | None] = queue.Queue(limit)
@@ -124,7 +124,8 @@ class BackgroundQueue(Generic[T]):
             self._discarded += 1
 
     def close(self, within_seconds: float) -> int:
-        """Wait until all items are handled, for a limited time; return how many are not, which are discarded."""
+        """Wait until all items are handled, for a limited time; return the number of unhandled items, which are
+        discarded."""
         until = time.monotonic() + within_seconds
         with contextlib.suppress(queue.Full):
             self._items.put(None, timeout=within_seconds)
@@ -140,13 +141,13 @@ class BackgroundQueue(Generic[T]):
                 continue
             try:
                 self._handle(item)
-            except Exception as error:  # noqa: BLE001 - whatever fails beside the run must not end it
+            except Exception as error:  # noqa: BLE001 - an error outside of the run must not end it
                 self._is_broken = True
                 self._on_error(error)
 
 
 FIRST_DELAY_SECONDS = 0.5
-"""Before the first retry; it doubles with each further one."""
+"""Delay before the first retry; doubled before each further one."""
 MAX_DELAY_SECONDS = 30.0
 
 

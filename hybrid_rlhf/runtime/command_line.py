@@ -1,5 +1,5 @@
-"""How a command begins and ends: its config from the line and the files that the line names, and the one line on stderr
-with exit code 2 for a user's mistake.
+"""Begin and end of a command: its config from the command line and the files that it names, and one line on stderr with
+exit code 2 for a user's mistake.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 ConfigT = TypeVar("ConfigT")
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 ERROR_FILE = "HYBRID_RLHF_ERROR_FILE"
-"""Environment variable with a file that a process writes a user's mistake to, for a command that started it: a launcher
-in between may end with another exit code."""
+"""Environment variable with the file to which a process writes a user's mistake, for the command that started it: a
+launcher in between may end with another exit code."""
 
 
 def parse_config(
@@ -45,11 +45,11 @@ def parse_config(
 
     Args:
         config_type: a dataclass of configs/.
-        argv: the words of the line; none: the process's own.
+        argv: the words of the command line; None: those of the process.
         prog: the name that --help shows.
-        defaults: a YAML file that lies under the user's files.
-        positional: keys whose values the first words of the line may give without their names; a list takes all words
-            up to the first option.
+        defaults: a YAML file whose values the user's files override.
+        positional: keys whose values the first words may give without their names; a list takes all words up to the
+            first option.
 
     Raises:
         UserError: for an unknown key, a wrong value, a file that cannot be read, or a rule of the config.
@@ -87,9 +87,9 @@ def save_config(config: Any, path: Path) -> None:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn a user's mistake, or a disk's fault, into one line on stderr, or JSON on stdout, and exit code 2; Ctrl-C
-    into the line "stopped" and the exit code that shells give it."""
-    file = os.environ.pop(ERROR_FILE, None)  # not for the processes that this one starts
+    """Context that turns a user's mistake or a disk's fault into one line on stderr, or JSON on stdout, and exit code
+    2, and Ctrl-C into the line "stopped" and a shell's exit code for it."""
+    file = os.environ.pop(ERROR_FILE, None)  # child processes must not write it
     try:
         yield
     except UserError as error:
@@ -108,7 +108,7 @@ def user_errors() -> Iterator[None]:
 
 
 def _stop(message: str, file: str | None, *, every_rank: bool) -> NoReturn:
-    # Every rank meets the same mistake, and one per host reports it.
+    # Every rank has the same error, and one rank per host reports it.
     if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
         rank = f"rank {os.environ.get('RANK')}: " if every_rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
         line = f"{rank}{redacted(message)}"
@@ -123,5 +123,5 @@ def _stop(message: str, file: str | None, *, every_rank: bool) -> NoReturn:
 
 
 def _read_file(file: str) -> dict[str, Any]:
-    """The content of a config file; refuses one that is missing or is not YAML."""
+    """The content of a config file; raise UserError if it is missing or not YAML."""
     return parse_yaml(read_text(file, "--config must name a file"), file)

@@ -1,6 +1,6 @@
 """Makes glibc's malloc keep and reuse freed memory in a process that computes on a CPU.
 
-By default glibc returns large freed blocks to the system and requests new ones a moment later. The kernel then clears
+By default glibc returns large freed blocks to the system and requests new ones shortly after. The kernel then clears
 and maps each page again at its first access, which takes a considerable part of a forward pass. Before glibc 2.38,
 moreover, a freed aligned block of torch cannot hold the next one of its size while the small remainder beside it stays
 in malloc's per-thread cache: the memory of a step grows to twice that of its live tensors (glibc bug 14581).
@@ -15,7 +15,7 @@ import sys
 MALLOC_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 """Lets small remainders merge with their neighbours; glibc reads it only when a process starts."""
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_MAX = 1, -1, -4
-"""From malloc.h."""
+"""Constants of malloc.h."""
 
 
 def keep_freed_memory() -> None:

@@ -10,7 +10,7 @@ from hybrid_rlhf.runtime.files.reading import read_text
 
 
 def process_count(launcher: LauncherConfig) -> tuple[int | None, str]:
-    """Number of processes of all machines, None for one per GPU of this machine, and the words for what says it."""
+    """Number of processes on all machines, None for one per GPU of this machine; and the setting that determines it."""
     if launcher.hostfile is None:
         return launcher.num_processes, f"launcher.num_processes {launcher.num_processes}"
     hosts = hosts_of(launcher.hostfile)
@@ -19,7 +19,7 @@ def process_count(launcher: LauncherConfig) -> tuple[int | None, str]:
 
 
 def hosts_of(path: str) -> dict[str, int]:
-    """Slots by host, as DeepSpeed reads them: `HOST slots=N` a line, each host once.
+    """Slots by host, in DeepSpeed's format: `HOST slots=N` per line, each host once.
 
     Raises:
         UserError: for a file that is missing or has another form.

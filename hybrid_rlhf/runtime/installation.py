@@ -1,8 +1,8 @@
-"""What is installed here, next to what the package asks for: versions, optional packages, devices.
+"""Compares the installation with the package's requirements: versions, optional packages, devices.
 
-Requirements are those of the installed package's metadata, which setup.cfg becomes. A required package that is missing
-or has another version is a fault; so is an optional one of another version. Optional packages that are missing are no
-fault: their commands name them.
+Requirements come from the metadata of the installed package (setup.cfg). A required package that is missing or has
+another version is a fault; so is an optional one of another version. A missing optional package is no fault: the
+commands that need it name it.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ compatibility)."""
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is wrong with the installation."""
+    """A fault of the installation."""
 
     problem: str
     fix: str
-    """A command, or what to do."""
+    """A command, or an instruction."""
 
 
 @dataclass(frozen=True)
 class PackageState:
-    """A package that is required, or optional, and what is installed."""
+    """A required or optional package, and its installed version."""
 
     name: str
     required: str
-    """Versions that fit, such as ">=2.6"; empty: any."""
+    """Accepted versions, such as ">=2.6"; empty accepts any."""
     installed: str | None
-    """None: it is not installed."""
+    """None if it is not installed."""
     extra: str | None = None
-    """The extra that it belongs to; None: it is always required."""
+    """The extra that it belongs to; None if it is always required."""
     fits: bool = True
-    """Whether the installed version is one of those."""
+    """True if the installed version is accepted."""
 
     def fault(self) -> Fault | None:
-        """What is wrong with it."""
+        """The fault of the package; None if there is none."""
         if self.fits and (self.installed is not None or self.extra is not None):
             return None
-        found = "it is not installed" if self.installed is None else f"{self.installed} is installed"
-        return Fault(f"{self.name}{self.required} is required, {found}", f"pip install '{self.name}{self.required}'")
+        state = "it is not installed" if self.installed is None else f"{self.installed} is installed"
+        return Fault(f"{self.name}{self.required} is required, {state}", f"pip install '{self.name}{self.required}'")
 
 
 @dataclass
 class Installation:
-    """This machine and what is installed on it."""
+    """This machine and its installed packages."""
 
     versions: dict[str, str]
     packages: list[PackageState]
@@ -74,11 +74,11 @@ class Installation:
     devices: list[dict[str, Any]]
     faults: list[Fault] = field(default_factory=list)
     device: str = ""
-    """What a run computes on."""
+    """The device of a run, in words."""
 
 
 def inspect_installation() -> Installation:
-    """Look at this installation; starts nothing and measures nothing."""
+    """Inspect this installation; starts nothing and measures nothing."""
     versions = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -86,8 +86,11 @@ def inspect_installation() -> Installation:
     }
     faults: list[Fault] = []
     try:
-        found = distribution(PACKAGE)
-        packages, extras = required_packages(found.requires or []), found.metadata.get_all("Provides-Extra") or []
+        this_package = distribution(PACKAGE)
+        packages, extras = (
+            required_packages(this_package.requires or []),
+            this_package.metadata.get_all("Provides-Extra") or [],
+        )
     except PackageNotFoundError:
         packages, extras = [], []
         problem = f"{PACKAGE} runs from a folder and is not installed: its requirements are not checked"
@@ -124,40 +127,40 @@ def required_packages(requirements: Sequence[str]) -> list[PackageState]:
 
 def _version(name: str) -> str | None:
     try:
-        found: Distribution = distribution(name)
+        package: Distribution = distribution(name)
     except PackageNotFoundError:
         return None
-    return found.version
+    return package.version
 
 
 def cuda_versions() -> dict[str, str]:
-    """Versions of CUDA, cuDNN, NCCL and the driver, of those that there are."""
-    found = {}
+    """Versions of CUDA, cuDNN, NCCL and the driver, where present."""
+    version_of = {}
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
+        version_of["cuda"] = torch.version.cuda
     if torch.cuda.is_available():
         if torch.backends.cudnn.is_available():
-            found["cudnn"] = str(torch.backends.cudnn.version())
+            version_of["cudnn"] = str(torch.backends.cudnn.version())
         if torch.distributed.is_nccl_available():
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            version_of["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     driver = re.search(r"\s(\d+\.\d[\d.]*)\s", _DRIVER.read_text()) if _DRIVER.is_file() else None
     if driver is not None:
-        found["driver"] = driver[1]
-    return found
+        version_of["driver"] = driver[1]
+    return version_of
 
 
 def _devices() -> list[dict[str, Any]]:
     """Name, memory and compute capability of each GPU."""
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
-        found.append({"name": properties.name, "memory_gib": properties.total_memory / 2**30, "capability": capability})
-    return found
+        gpus.append({"name": properties.name, "memory_gib": properties.total_memory / 2**30, "capability": capability})
+    return gpus
 
 
 def _processor() -> dict[str, Any]:
-    """Instruction set that torch uses, cores and memory of the host."""
+    """Instruction set that torch uses, number of cores and memory of the host."""
     return {
         "machine": platform.machine(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
@@ -169,7 +172,7 @@ def _processor() -> dict[str, Any]:
 
 
 def device_line(world: World) -> tuple[str, list[Fault]]:
-    """What a run computes on, and what is wrong with it: a GPU that it cannot use, or cannot compile kernels for."""
+    """The device of a run in words, and its faults: a GPU that it cannot use, or cannot compile kernels for."""
     faults = [fault for fault in (missing_gpu(),) if fault is not None] or _triton_faults()
     if world.device.type == "cpu":
         what = f"device: CPU, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
@@ -181,7 +184,7 @@ def device_line(world: World) -> tuple[str, list[Fault]]:
 
 
 def missing_gpu() -> Fault | None:
-    """Why torch finds no GPU on a machine that has an NVIDIA device; none: it has none, or torch finds it."""
+    """Why torch finds no GPU on a machine with an NVIDIA device; None if there is none, or torch finds it."""
     nodes, driver = any(_DEVICES.glob("nvidia[0-9]*")), cuda_versions().get("driver")
     if torch.cuda.is_available() or not (nodes or driver or shutil.which("nvidia-smi")):
         return None
@@ -211,7 +214,7 @@ def missing_gpu() -> Fault | None:
 
 
 def _triton_faults() -> list[Fault]:
-    """What is missing for Triton to compile kernels for a GPU that torch finds: it builds a Python extension in C."""
+    """What Triton lacks to compile kernels for the GPU: it builds a Python extension in C."""
     if not torch.cuda.is_available():
         return []
     faults, header = [], Path(sysconfig.get_paths()["include"]) / "Python.h"

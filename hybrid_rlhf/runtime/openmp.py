@@ -1,12 +1,11 @@
-"""The OpenMP threads of a rank, and of a thread that hands its work over to another.
+"""The number of OpenMP threads of a rank, and the release of a thread's OpenMP workers.
 
 The ranks of a host share its cores. Unless OMP_NUM_THREADS is set, torchrun gives each rank one thread and prints a
-banner about it; more are of use to work on a CPU, as is the optimizer of offloaded states.
+banner about it; work on a CPU, such as the optimizer of offloaded states, benefits from more.
 
-Why workers are released: libgomp keeps the workers of each thread that has ever run a parallel loop, and once a
-process has more of them than cores, workers sleep instead of spinning between two loops. A decoding step has hundreds
-of loops: a batch that decodes on a thread of its own was 9% slower while the thread that loaded the model kept its
-workers.
+libgomp keeps the workers of each thread that has ever run a parallel loop, and once a process has more workers than
+cores, they sleep instead of spinning between two loops. A decoding step has hundreds of loops: decoding in a separate
+thread was 9% slower while the thread that loaded the model kept its workers.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ def threads_per_rank(local_ranks: int) -> int:
 
 
 def shared_cores(local_ranks: int) -> dict[str, str]:
-    """Variables for a launcher of several ranks on this host; none where OMP_NUM_THREADS is set."""
+    """Variables for a launcher of several ranks on this host; {} if OMP_NUM_THREADS is set."""
     if local_ranks == 1 or "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(threads_per_rank(local_ranks))}
 
 
 def release_workers() -> None:
-    """End the workers of the calling thread; without effect where torch does not use libgomp."""
+    """End the workers of the calling thread; no effect if torch does not use libgomp."""
     try:
-        library = ctypes.CDLL("libgomp.so.1")  # the one that torch has loaded
+        library = ctypes.CDLL("libgomp.so.1")  # the library that torch has loaded
         pause = library.omp_pause_resource_all
-    except (OSError, AttributeError):  # another OpenMP, or one from before 5.0
+    except (OSError, AttributeError):  # another OpenMP library, or a version before 5.0
         return
     pause(_SOFT)

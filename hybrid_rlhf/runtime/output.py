@@ -1,10 +1,8 @@
-"""What a command prints: text for people, or with `--json` its result as JSON on standard output.
+"""Output of a command: text for people, or with `--json` its result as JSON on standard output.
 
 With `--json` everything else that a command prints (logs, progress, warnings of libraries) goes to standard error, so
-that standard output has JSON and nothing else: one document per line, the result last. An error is `{"error": "..."}`;
-the exit code is the same as without `--json`.
-
-Why here: a user's mistake may be found before anything but the line itself is read.
+that standard output has only JSON: one document per line, the result last. An error is `{"error": "..."}`; the exit
+code is the same as without `--json`.
 """
 
 from __future__ import annotations
@@ -21,16 +19,16 @@ from hybrid_rlhf.configs.credentials import redacted
 
 JSON_OPTION = "--json"
 _documents: TextIO | None = None
-"""Where documents go; None: the command prints text."""
+"""Stream of the documents; None if the command prints text."""
 _has_result = False
-"""Whether a document other than of progress has been printed."""
+"""True if a document other than progress has been printed."""
 
 
 @contextlib.contextmanager
 def json_output() -> Iterator[None]:
-    """Inside the block results and errors are JSON on standard output, and what is printed goes to standard error.
+    """Context with results and errors as JSON on standard output, and all other output on standard error.
 
-    A command that fails without a document of its own prints an error, also after an exception that is not a user's
+    A command that fails without printing a result prints an error, also after an exception that is not a user's
     mistake, which is raised.
     """
     global _documents, _has_result
@@ -51,7 +49,7 @@ def json_output() -> Iterator[None]:
 
 
 def wants_json() -> bool:
-    """Whether the command was asked for JSON."""
+    """Return True if the command prints JSON."""
     return _documents is not None
 
 

@@ -1,6 +1,6 @@
 """The placement of a run: the ranks and parallelism of every role, and their table.
 
-configs/sections/placement.py has what the user gives of it; the rest is filled in here.
+configs/sections/placement.py has the settings of the user; this module fills in the rest.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hybrid_rlhf.configs.sections.rules import nearest_hint, require
 from hybrid_rlhf.configs.sections.training import frozen_zero
 
 CRITIC_COPY = "critic_copy"
-"""The role of inference weights of the critic, which compute its values on ranks that do not train it."""
+"""Role of the critic's inference weights, which compute its values on ranks that do not train it."""
 
 READS_ACTOR = "  the reference is the actor without its adapters, on the actor's ranks"
-"""Line of the tables for a reference that is no model of its own."""
+"""Line of the tables for a reference that is not a separate model."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,21 @@ class RolePlacement:
     """Ranks and parallelism of a role."""
 
     ranks: tuple[int, ...]
-    """In the run, ascending."""
+    """Ranks in the run, ascending."""
     zero: ZeroStage = 0
     """ZeRO stage."""
     tensor_parallel: int = 1
-    """Ranks that share one model's inference weights."""
+    """Number of ranks that share one model's inference weights."""
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
-        """Its tensor-parallel groups."""
+        """The role's tensor-parallel groups."""
         size = self.tensor_parallel
         return [self.ranks[first : first + size] for first in range(0, len(self.ranks), size)]
 
     @property
     def parallelism(self) -> str:
-        """In words."""
+        """The parallelism in words."""
         parts = [f"ZeRO-{self.zero}"] * bool(self.zero)
         parts += [f"tensor parallel {self.tensor_parallel}"] * (self.tensor_parallel > 1)
         return ", ".join(parts) or "replicated" * (len(self.ranks) > 1) or "whole"
@@ -47,20 +47,20 @@ class RolePlacement:
 
 @dataclass(frozen=True)
 class PlacedRoles:
-    """What a step has to place."""
+    """The roles that a step has to place."""
 
     zero: Mapping[str, ZeroStage]
-    """ZeRO stages of the configs, by role: actor first, critic and reference where there are ones, and the names of
+    """ZeRO stages of the configs, by role: actor first, critic and reference if the step has them, and the names of
     reward models."""
     tensor_parallel: int = 1
-    """`rollout.tensor_parallel`."""
+    """The value of `rollout.tensor_parallel`."""
     policy_lag: int = 0
     shares_base: bool = False
-    """Whether the critic has its adapters on the actor's weights."""
+    """True if the critic has its adapters on the actor's weights."""
     reads_actor: bool = False
-    """Whether the reference is the actor without its adapters."""
+    """True if the reference is the actor without its adapters."""
     refreshes_reference: bool = False
-    """Whether the reference takes the actor's weights now and then."""
+    """True if the reference is refreshed from the actor's weights."""
 
     @property
     def rewards(self) -> tuple[str, ...]:
@@ -75,36 +75,36 @@ class PlacedRoles:
 
 @dataclass(frozen=True)
 class Placement:
-    """Every role's ranks. A sampler of its own has the role "sampler"; without one the actor's ranks sample."""
+    """The ranks of all roles. A separate sampler has the role "sampler"; without it the actor's ranks sample."""
 
     roles: Mapping[str, RolePlacement]
     style: str
     """flattening, interleaving, separation, or hybrid where the user names ranks."""
     with_actor: bool = False
-    """Whether the actor's ranks sample part of each rollout beside a sampler on ranks of its own."""
+    """True if the actor's ranks sample part of each rollout besides the ranks of a separate sampler."""
 
     def __getitem__(self, role: str) -> RolePlacement:
         return self.roles[role]
 
     @property
     def separate_sampler(self) -> bool:
-        """Whether the sampler has ranks of its own."""
+        """True if the sampler has ranks of its own."""
         return "sampler" in self.roles
 
     @property
     def sampler(self) -> RolePlacement:
-        """Where completions are sampled."""
+        """The placement of the role that samples."""
         return self.roles.get("sampler", self.roles["actor"])
 
     @property
     def sampler_shares_ranks(self) -> bool:
-        """Whether other roles compute on a rank of the sampler's own."""
-        others = (role.ranks for name, role in self.roles.items() if name != "sampler")
-        return any(not {*self.sampler.ranks}.isdisjoint(ranks) for ranks in others)
+        """True if other roles compute on a rank of the separate sampler."""
+        other_ranks = (role.ranks for name, role in self.roles.items() if name != "sampler")
+        return any(not {*self.sampler.ranks}.isdisjoint(ranks) for ranks in other_ranks)
 
     @property
     def reference_beside_rewards(self) -> bool:
-        """Whether the reference and reward models have no rank in common, and so read at the same time."""
+        """True if the reference and the reward models have no rank in common, and so read at the same time."""
         rewards = {rank for name, role in self.roles.items() if _is_reward(name) for rank in role.ranks}
         return "reference" in self.roles and bool(rewards) and rewards.isdisjoint(self["reference"].ranks)
 
@@ -115,7 +115,7 @@ class Placement:
         return [group for role in roles for group in role.groups]
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Ranks of the process groups that a run of this placement needs, without those of threads."""
+        """Ranks of the process groups that a run of this placement needs, except the groups of threads."""
         groups = [*(role.ranks for role in self.roles.values())]
         groups += [group for role in self.roles.values() if role.tensor_parallel > 1 for group in role.groups]
         return sorted(set(groups))
@@ -124,14 +124,16 @@ class Placement:
         """Lines that show each role's ranks and parallelism, and what each rank computes in each phase."""
         rows = [("role", "ranks", "parallelism")]
         rows += [(role_label(name), in_words(role.ranks), role.parallelism) for name, role in self.roles.items()]
-        held: dict[tuple[str, ...], list[int]] = {}
+        ranks_by_roles: dict[tuple[str, ...], list[int]] = {}
         for rank in sorted({rank for role in self.roles.values() for rank in role.ranks}):
-            held.setdefault(tuple(name for name, role in self.roles.items() if rank in role.ranks), []).append(rank)
+            ranks_by_roles.setdefault(
+                tuple(name for name, role in self.roles.items() if rank in role.ranks), []
+            ).append(rank)
         samplers = ("sampler",) + ("actor",) * self.with_actor if self.separate_sampler else ("actor",)
         trained = ("actor", "critic")
         valued = ("actor", CRITIC_COPY if CRITIC_COPY in self.roles else "critic")
         phases = [("ranks", "sampling", "scoring", "log-probs and values", "updates")]
-        for names, ranks in held.items():
+        for names, ranks in ranks_by_roles.items():
             mine = (
                 [name for name in names if name in samplers],
                 [name for name in names if name not in (*trained, CRITIC_COPY, "sampler")],
@@ -144,7 +146,7 @@ class Placement:
 
 
 def role_label(name: str) -> str:
-    """A role's name in tables, which says of a reward model that it is one."""
+    """A role's name in tables; the name of a reward model has a prefix."""
     return f"reward: {name}" if _is_reward(name) else name
 
 
@@ -172,7 +174,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def placed_roles(config: RLConfig, *, has_reference: bool | None = None) -> PlacedRoles:
-    """What a step has to place; `has_reference`: the reference is a model of its own (none: as model.path says)."""
+    """The roles that a step has to place. `has_reference` is true if the reference is a separate model; None derives it
+    from model.path."""
     if has_reference is None:
         path = config.reference.path or config.model.path
         has_reference = config.uses_reference and not config.reads_without_adapters(path, config.model.path)
@@ -191,20 +194,20 @@ def placed_roles(config: RLConfig, *, has_reference: bool | None = None) -> Plac
     )
 
 
-def resolve_placement(given: PlacementConfig | None, placed: PlacedRoles, *, ranks: int) -> Placement:
-    """The placement of a run: what is given, and the rest filled in.
+def resolve_placement(settings: PlacementConfig | None, placed: PlacedRoles, *, ranks: int) -> Placement:
+    """The placement of a run: the user's settings, completed.
 
     Args:
-        given: what the user gives; None: flattening.
+        settings: settings of the user; None: flattening.
         placed: the roles of the step.
-        ranks: of the run.
+        ranks: number of ranks of the run.
 
     Raises:
         UserError: for a role that the step does not have, ranks that do not exist or must not be shared, or tensor
             parallelism that does not divide.
     """
-    style = "flattening" if given is None else given.style
-    roles = dict(given.roles) if isinstance(given, RolePlacements) else {}
+    style = "flattening" if settings is None else settings.style
+    roles = dict(settings.roles) if isinstance(settings, RolePlacements) else {}
     if "reward" in roles and "reward" not in placed.zero:  # all reward models
         shared = roles.pop("reward")
         roles = {name: shared for name in placed.rewards} | roles
@@ -221,8 +224,8 @@ def resolve_placement(given: PlacementConfig | None, placed: PlacedRoles, *, ran
             f"placement.{name} must be a role of the step, which has {', '.join(names)}: "
             f"{nearest_hint(name, names, otherwise='give one of them')}",
         )
-    own = {name: role.ranks for name, role in roles.items() if role.ranks is not None}
-    for name, mine in own.items():
+    set_ranks = {name: role.ranks for name, role in roles.items() if role.ranks is not None}
+    for name, mine in set_ranks.items():
         require(
             mine[-1] < ranks,
             f"placement.{name}.ranks must be below the number of ranks, {ranks}, got {mine[-1]}: start more ranks or "
@@ -230,7 +233,7 @@ def resolve_placement(given: PlacementConfig | None, placed: PlacedRoles, *, ran
         )
     sampler = roles.get("sampler", RoleRanks())
     together = sampler.tensor_parallel or placed.tensor_parallel
-    filled = _filled(style, placed, own, ranks, together) | own
+    filled = _filled(style, placed, set_ranks, ranks, together) | set_ranks
     if CRITIC_COPY in roles and CRITIC_COPY not in filled:
         require("sampler" in filled, "placement.critic_copy needs ranks, got none and no sampler's: give it some")
         filled[CRITIC_COPY] = filled["sampler"]
@@ -241,7 +244,7 @@ def resolve_placement(given: PlacementConfig | None, placed: PlacedRoles, *, ran
             for name in names
             if name in filled
         },
-        "hybrid" if own else style,
+        "hybrid" if set_ranks else style,
         sampler.with_actor,
     )
     sampling = ["sampler"] * placement.separate_sampler + ["actor"] * (
@@ -253,27 +256,27 @@ def resolve_placement(given: PlacementConfig | None, placed: PlacedRoles, *, ran
     return placement
 
 
-def _role(given: RoleRanks, ranks: tuple[int, ...], zero: ZeroStage) -> RolePlacement:
-    """A role by what is given of it; `zero` is the stage of its config, which tensor parallelism takes the place of."""
-    together = given.tensor_parallel or 1
+def _role(settings: RoleRanks, ranks: tuple[int, ...], zero: ZeroStage) -> RolePlacement:
+    """The placement of a role by its settings; `zero` is its config's stage, which tensor parallelism replaces."""
+    together = settings.tensor_parallel or 1
     stage: ZeroStage = zero if together == 1 else 0
-    return RolePlacement(ranks, stage if given.zero is None else given.zero, together)
+    return RolePlacement(ranks, stage if settings.zero is None else settings.zero, together)
 
 
 def _filled(
-    style: str, placed: PlacedRoles, own: Mapping[str, tuple[int, ...]], ranks: int, together: int
+    style: str, placed: PlacedRoles, set_ranks: Mapping[str, tuple[int, ...]], ranks: int, together: int
 ) -> dict[str, tuple[int, ...]]:
-    """Ranks of the roles by a style, given those of some."""
+    """Ranks of all roles by a style, from the ranks that are set for some."""
     whole = tuple(range(ranks))
     require(
-        style == "flattening" or ranks > 1 or bool(own),
+        style == "flattening" or ranks > 1 or bool(set_ranks),
         f"placement {style} needs 2 ranks or more, got {ranks}: start more, or give flattening",
     )
-    sampler = own.get("sampler")
+    sampler = set_ranks.get("sampler")
     if style == "separation" and sampler is None:
         # a whole number of tensor-parallel groups, on half of the ranks at most
-        free = [rank for rank in whole if rank not in own.get("actor", ())]
-        count = len(free) if "actor" in own else ranks // 2 // together * together
+        free = [rank for rank in whole if rank not in set_ranks.get("actor", ())]
+        count = len(free) if "actor" in set_ranks else ranks // 2 // together * together
         require(
             0 < count < ranks and count % together == 0,
             f"placement separation needs {_ranks_in_words(together)} for a "
@@ -281,21 +284,21 @@ def _filled(
             "more, or name placement.sampler.ranks",
         )
         sampler = tuple(free[len(free) - count :])
-    found = {} if sampler is None else {"sampler": sampler}
-    training = own.get("actor", tuple(rank for rank in whole if rank not in (sampler or ())))
+    ranks_of = {} if sampler is None else {"sampler": sampler}
+    training = set_ranks.get("actor", tuple(rank for rank in whole if rank not in (sampler or ())))
     require(bool(training), f"placement.actor needs ranks, placement.sampler takes all {ranks}: leave it some")
-    found |= {name: training for name in placed.zero if name in ("actor", "critic")}
+    ranks_of |= {name: training for name in placed.zero if name in ("actor", "critic")}
     beside = whole if sampler is None else sampler
-    frozen = [name for name in placed.frozen if name not in own]
+    frozen = [name for name in placed.frozen if name not in set_ranks]
     parts = min(len(frozen), len(beside)) if style == "interleaving" else 1
     for place, name in enumerate(frozen):
         part = place % max(parts, 1)
-        found[name] = beside[part * len(beside) // parts : (part + 1) * len(beside) // parts]
-    return found
+        ranks_of[name] = beside[part * len(beside) // parts : (part + 1) * len(beside) // parts]
+    return ranks_of
 
 
-def _check_keys(given: Mapping[str, RoleRanks], placed: PlacedRoles) -> None:
-    for name, role in given.items():
+def _check_keys(role_settings: Mapping[str, RoleRanks], placed: PlacedRoles) -> None:
+    for name, role in role_settings.items():
         together = role.tensor_parallel or 1
         require(
             role.tensor_parallel is None or name not in ("actor", "critic"),

@@ -1,6 +1,6 @@
-"""Messages between two ranks, several at once, that travel while this rank goes on.
+"""Asynchronous messages between pairs of ranks.
 
-Why apart from collectives: most ranks exchange nothing with most others, and each pair another size.
+Collectives do not fit: most pairs of ranks exchange nothing, and the sizes differ between pairs.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from hybrid_rlhf.runtime.world import World
 
 
 class Exchange:
-    """Messages under way; their tensors must not change before `wait` has returned."""
+    """Messages in flight; their tensors must not change before `wait` has returned."""
 
     def __init__(self, world: World, *, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Begin to send and to receive contiguous tensors.
+        """Start to send and to receive contiguous tensors.
 
-        Messages from one rank to another arrive in the order in which both ranks began them, and have the same size on
-        both.
+        Messages from one rank to another arrive in the order in which both ranks start them, and must have the same
+        size on both.
 
         Args:
-            world: the ranks, by whose numbers the messages are.
-            sends: by the rank that receives them.
-            receives: filled, by the rank that sends them.
+            world: the ranks, which the keys of the messages refer to.
+            sends: tensors to send, by the rank that receives them.
+            receives: tensors to fill, by the rank that sends them.
         """
         self._tensors = [*sends.values(), *receives.values()]
         operations = [
@@ -36,7 +36,7 @@ class Exchange:
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
-        """Until all messages have arrived.
+        """Wait until all messages have arrived.
 
         Raises:
             RuntimeError: when another rank has died, or the time limit of a collective has passed.

@@ -31,13 +31,13 @@ from hybrid_rlhf.runtime.world import World
 
 VARIABLE = "HYBRID_RLHF_PRODUCTS"
 RECORD = "products.json"
-"""In a run folder and in the cache: the choice for each machine, by `machine_key`."""
+"""File in a run folder and in the cache: the choice for each machine, by `machine_key`."""
 _DETERMINISTIC: Backend = "onednn"
 _SHAPES = ((512, 576, 1536), (512, 1536, 576))
-"""Tokens, inputs and outputs."""
+"""Numbers of tokens, inputs and outputs."""
 _ROUNDS = 6
 _LIMIT_SECONDS = 0.3
-"""No round begins later than this."""
+"""Time after which no further round begins."""
 logger = logging.getLogger(LOGGER_NAME)
 
 
@@ -49,7 +49,7 @@ def choose_product_backend(
     Args:
         world: every rank calls; rank 0 chooses. Nothing changes on GPUs.
         folder: run folder.
-        checkpoint: the checkpoint that the run resumes from, in its own folder or that of another run; None: none.
+        checkpoint: the checkpoint that the run resumes from, in its own folder or in another run's; or None.
         deterministic: select oneDNN without measuring.
         cache: folder with the choice for this machine; None: ~/.cache/hybrid_rlhf.
 
@@ -77,7 +77,7 @@ def choose_product_backend(
 
 
 def recorded_backend(folder: Path) -> Backend | None:
-    """The choice that a run folder records for this machine; none: it has none."""
+    """The choice that a run folder records for this machine; None if there is none."""
     return next((name for name in BACKENDS if _read(folder).get(machine_key()) == name), None)
 
 
@@ -132,7 +132,7 @@ def _decided(forced: str | None, deterministic: bool) -> tuple[Backend, str] | N
 
 
 def _found(folder: Path, checkpoint: Path | None, cache: Path) -> tuple[Backend, str] | None:
-    """An earlier choice: that of the run being resumed, otherwise that of this machine."""
+    """An earlier choice: of the run being resumed, or else of this machine."""
     places: list[Path] = [] if checkpoint is None else [checkpoint.parent.parent, folder]
     for place in (*places, cache):
         if (name := recorded_backend(place)) is not None:
@@ -151,7 +151,7 @@ def _measured(cache: Path) -> tuple[Backend, str]:
 
 
 def _read(folder: Path) -> dict[str, str]:
-    """The choices recorded in a folder; none if the file is missing or invalid."""
+    """The choices recorded in a folder; {} if the file is missing or invalid."""
     try:
         content = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
@@ -164,7 +164,7 @@ def _write(folder: Path, choice: Backend) -> None:
 
 
 def _processor() -> str:
-    """Name, family, model and stepping: on virtual machines the name is often only that of the vendor."""
+    """Name, family, model and stepping of the processor: on virtual machines the name is often only the vendor's."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The current states."""
+    """The current states of all generators."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "python": random.getstate(),

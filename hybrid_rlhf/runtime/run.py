@@ -55,9 +55,9 @@ from hybrid_rlhf.runtime.world import (
 )
 
 DATA_FILE = "data.json"
-"""What became of the rows of the sources."""
+"""Counts of the rows of the sources."""
 _START_FILES = (CONFIG_FILE, LOG_FILE, PRODUCTS_FILE, DATA_FILE)
-"""What a start may write before its loop."""
+"""Files that a start may write before its loop."""
 _RESUME_MODES = ("never", "auto")
 """The values of `resume` that do not name a folder."""
 Callback = Callable[[int, Mapping[str, float]], object]
@@ -75,23 +75,23 @@ class Run:
     timers: Timers
     watchdog: Watchdog
     checkpoint: Path | None
-    """The complete checkpoint that the run resumes from; None: it starts from the beginning."""
+    """The complete checkpoint that the run resumes from; None if it starts from the beginning."""
     warm_start: Path | None = None
     """A model folder with the initial weights, in place of the configured models."""
     callbacks: Sequence[Callback] = ()
     """Called with each step and its metrics."""
     placed: tuple[StepConfig, Placement] | None = None
-    """Of RL: the config with what the planner chose, and where its roles live now."""
+    """In RL, the config completed by the planner, and the current placement of the roles."""
     peaks: Sequence[Mapping[str, float]] = ()
-    """GiB of each rank by timed phase, as last gathered."""
+    """Peak memory in GiB of each rank by timed phase, as last gathered."""
     initial_resume: str = "never"
     """The value of `resume` when the run was first started."""
     at_end: list[Callable[[Run, Ending], object]] = field(default_factory=list)
-    """Called on rank 0 when the run ends, however it does."""
+    """Called on rank 0 at the end of the run, normal or not."""
     in_loop: bool = False
-    """Whether the loop has begun: before it, a user's error leaves the folder's files as they were."""
+    """True if the loop has begun: a user's error before it leaves the folder's files unchanged."""
     started: float = field(default_factory=time.monotonic)
-    """When this process joined the run, on time.monotonic's clock."""
+    """Time at which this process joined the run, on time.monotonic's clock."""
     _metrics: MetricsWriter | None = None
     _alerts: Alerts | None = None
     _has_ended: bool = False
@@ -171,11 +171,11 @@ class Run:
 
     @property
     def _last_step(self) -> int:
-        """The last one that was logged."""
+        """The last logged step."""
         return max(self.watchdog.step - 1, 0)
 
     def end(self, ending: Ending) -> None:
-        """Close the metrics, call `at_end` and send the last message. Rank 0 does it, once; raises nothing."""
+        """Close the metrics, call `at_end` and send the last message. On rank 0, once; raises nothing."""
         if not self.world.is_main or self._has_ended:
             return
         self._has_ended = True
@@ -183,7 +183,7 @@ class Run:
         for call in self.at_end:
             try:
                 call(self, ending)
-            except Exception as error:  # noqa: BLE001 - the run's own ending is what counts
+            except Exception as error:  # noqa: BLE001 - an error of a hook must not replace the run's ending
                 logger.warning("after the end of the run: %s: %s", type(error).__name__, error)
         if self._alerts is not None:
             self._alerts.send(ending.end_state, ending.text, step=self._last_step)
@@ -192,7 +192,7 @@ class Run:
 
 @contextlib.contextmanager
 def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterator[Run]:
-    """Join the ranks, lock the folder and seed; undo the first two at the end.
+    """Context of a run: joins the ranks, locks the folder and seeds; leaves and unlocks at the end.
 
     Raises:
         UserError: on every rank, if the folder contains a run that may not be resumed.
@@ -250,7 +250,7 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
 
 
 def _log_device(log: logging.Logger, world: World) -> None:
-    """Say what rank 0 computes on; a GPU that it does not use, or cannot compile kernels for, is a warning."""
+    """Log the device of rank 0, and a warning for a GPU that it does not use, or cannot compile kernels for."""
     if world.is_main:
         line, faults = device_line(world)
         log.info("%s", line)
@@ -259,8 +259,10 @@ def _log_device(log: logging.Logger, world: World) -> None:
 
 
 def _check_logging(config: StepConfig, world: World) -> Alerts | None:
-    """Check that every sink is installed, and the webhook's variables are set, before models are loaded; every rank
-    calls. The alerts of rank 0, if there is a webhook.
+    """Check, before models are loaded, that sinks are installed and the webhook's variables set. Every rank calls.
+
+    Returns:
+        the alerts of rank 0, if there is a webhook; otherwise None.
 
     Raises:
         UserError: on every rank.
@@ -276,7 +278,7 @@ def _check_logging(config: StepConfig, world: World) -> Alerts | None:
 
 @contextlib.contextmanager
 def _ended(run: Run) -> Iterator[None]:
-    """End the run with the end_state of the block."""
+    """Context that ends the run with the ending of the block."""
     try:
         yield
     except BaseException as error:
@@ -286,7 +288,7 @@ def _ended(run: Run) -> Iterator[None]:
 
 
 def effective_resume(config: StepConfig, world: World) -> str:
-    """The mode in which a run resumes: `auto` if torchrun has restarted any of its ranks, otherwise the configured one.
+    """The value of `resume` to use: `auto` if torchrun has restarted any rank, otherwise the configured one.
 
     Every rank calls: torchrun counts restarts per host.
     """
@@ -295,7 +297,7 @@ def effective_resume(config: StepConfig, world: World) -> str:
 
 
 def _changed_if_finished(folder: Path, config: StepConfig) -> list[str] | None:
-    """The keys whose values differ from those of a finished run in the folder; None: there is no finished run."""
+    """The keys whose values differ from those of a finished run in the folder; None without a finished run."""
     if not (folder / FINISHED_FILE).exists():
         return None
     file = folder / CONFIG_FILE
@@ -311,8 +313,10 @@ def _claim(folder: Path, resume: str, lock: FolderLock, changed: list[str] | Non
             f"give for example {example}"
         )
     if changed is not None:
-        other = f" with other settings ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)})" if changed else ""
-        return f"output_dir {folder} contains a finished run{other}: set another output_dir, or remove the folder"
+        differences = (
+            f" with other settings ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)})" if changed else ""
+        )
+        return f"output_dir {folder} contains a finished run{differences}: set another output_dir, or remove the folder"
     if (failure := _make_writable(folder)) is not None:
         return failure
     if (owner := lock.acquire()) is not None:
@@ -327,7 +331,7 @@ def _claim(folder: Path, resume: str, lock: FolderLock, changed: list[str] | Non
 
 
 def _is_own(resume: str, folder: Path) -> bool:
-    """Whether `resume` is a checkpoint of the run in the folder."""
+    """Return True if `resume` is a checkpoint of the run in the folder."""
     return Path(resume).resolve().parent == (folder / CHECKPOINTS).resolve()
 
 
@@ -336,13 +340,13 @@ def _is_checkpoint(resume: str) -> bool:
 
 
 def _is_model(resume: str) -> bool:
-    """Whether it is a model folder of transformers, or one that contains the actor of an RL run."""
+    """Return True if `resume` is a model folder of transformers, or one that contains the actor of an RL run."""
     files = (Path(resume) / name / "config.json" for name in ("", "actor"))
     return resume not in _RESUME_MODES and any(file.is_file() for file in files)
 
 
 def _initial_resume(folder: Path, resume: str) -> str:
-    """The value of `resume` when the run was first started: that in config.yaml if this start resumes it."""
+    """The value of `resume` at the first start of the run: that in config.yaml if this start resumes it."""
     if resume != "auto" and not _is_own(resume, folder):
         return resume
     file = folder / CONFIG_FILE
@@ -381,7 +385,7 @@ def _warm_start(initial_resume: str, checkpoint: Path | None) -> Path | None:
 
 
 def _make_writable(folder: Path) -> str | None:
-    """Create the folder; return why it cannot be written, if so."""
+    """Create the folder; return why it cannot be written, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"

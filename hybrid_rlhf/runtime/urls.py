@@ -1,4 +1,4 @@
-"""URLs of settings as they are requested, with their secrets, and as they may be logged, without."""
+"""Expands URLs of settings for requests, and hides their secrets for logs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hybrid_rlhf.configs.errors import UserError
 
 
 def expanded_url(url: str, *, key: str) -> str:
-    """A URL as it is requested, `${NAME}` replaced by what the environment holds; never log this one.
+    """A URL for requests, with `${NAME}` replaced from the environment; it must not be logged.
 
     Raises:
-        UserError: when a variable is not set, or the URL is none with its value.
+        UserError: when a variable is not set, or the result is not a URL.
     """
     whole = expanded(url, key=key, rule="in a URL is")
     if not is_url(whole):
@@ -26,6 +26,6 @@ def expanded_url(url: str, *, key: str) -> str:
 
 
 def shown_url(url: str) -> str:
-    """A URL as it may be logged: without user, password and query; one that is a single placeholder as it is."""
+    """A URL for logs: without user, password and query; a single placeholder is unchanged."""
     parsed = urlsplit(url)
     return f"{parsed.scheme}://{host_of(url)}{parsed.path}" if parsed.scheme else url

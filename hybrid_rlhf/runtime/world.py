@@ -1,11 +1,11 @@
-"""The rank and device of this process, the collectives that the library uses, and groups of part of the ranks.
+"""The rank and device of this process, the collectives that the library uses, and groups of some ranks.
 
 Ranks come from torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), which the DeepSpeed
 launcher sets too. Without them the process is a single rank.
 
 A group is created once, by all ranks in the same order, and kept by its ranks. Libraries that use torch's default group
-(DeepSpeed, transformers) run inside `World.as_default`, where that group is the model's own: a collective of theirs
-cannot wait for ranks that do not have the model. A collective of a larger World raises there.
+(DeepSpeed, transformers) run inside `World.as_default`, where the default group is that of the model's ranks, so that
+their collectives do not wait for other ranks. A collective of a larger World raises there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hybrid_rlhf.runtime.openmp import threads_per_rank
 T = TypeVar("T")
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Variables of torch's allocator: the name that every version reads, and the newer one."""
+"""Variables of torch's allocator: the name in all versions, and the newer one."""
 _SOLO_ENVIRONMENT = {
     "RANK": "0",
     "WORLD_SIZE": "1",
@@ -43,8 +43,8 @@ _SOLO_ENVIRONMENT = {
     "MASTER_PORT": "",
     "HYBRID_RLHF_SOLO": "",
 }
-"""The variables a launcher would set for a single rank; DeepSpeed reads them too. The last names the process that set
-them."""
+"""The variables that a launcher would set for a single rank; DeepSpeed reads them too. The last one has the id of the
+process that set them."""
 
 
 @dataclass(frozen=True)
@@ -52,28 +52,28 @@ class World:
     """Ranks that compute together. All higher layers take a World and never use torch's default group."""
 
     rank: int
-    """Of this process among them; -1 where it is none of them."""
+    """Rank of this process among them; -1 if it is none of them."""
     size: int
     local_rank: int
     local_size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
     ranks: tuple[int, ...] = field(default=())
-    """Their ranks in the run; empty: all."""
+    """Their ranks in the run; empty for all."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank logs and writes for all ranks."""
+        """True if this rank logs and writes for all ranks."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this rank is the first of its host."""
+        """True if this rank is the first of its host."""
         return self.local_rank == 0
 
     @property
     def is_member(self) -> bool:
-        """Whether this process is one of the ranks."""
+        """True if this process is one of the ranks."""
         return self.rank >= 0
 
     @property
@@ -95,7 +95,7 @@ class World:
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
-        """Overwrite a tensor with that of one of the ranks, and return it."""
+        """Overwrite a tensor by that of one of the ranks, and return it."""
         self._require_reachable()
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=source)
@@ -120,7 +120,7 @@ class World:
         return gathered
 
     def merge_dicts(self, item: dict[str, T]) -> dict[str, T]:
-        """The entries of all ranks in one dict, picklable and small; of equal keys the last rank's."""
+        """The entries of all ranks in one dict, picklable and small; for equal keys the last rank's."""
         return {name: value for of_rank in self.all_gather_objects(item) for name, value in of_rank.items()}
 
     def broadcast_object(self, item: T, *, source: int = 0) -> T:
@@ -137,8 +137,8 @@ class World:
         `create_groups` has created the groups.
 
         Args:
-            size: of each group.
-            own: groups that nothing else uses, for the collectives of a thread beside the main one.
+            size: size of each group.
+            own: true for groups that nothing else uses, for the collectives of a thread besides the main one.
 
         Raises:
             ValueError: if the number of ranks is not a multiple of `size`.
@@ -174,7 +174,7 @@ class World:
 
     @contextlib.contextmanager
     def as_default(self) -> Iterator[None]:
-        """Let torch's default group be that of these ranks, in all threads; nothing where they are all."""
+        """Context in which torch's default group is that of these ranks, in all threads; no effect for all ranks."""
         whole = distributed_c10d._get_default_group() if self.group is not None else None
         if self.group is whole:
             yield
@@ -188,7 +188,7 @@ class World:
             _inside.world = outer
 
     def _require_reachable(self) -> None:
-        """Raise RuntimeError where a collective of these ranks could wait for ever."""
+        """Raise RuntimeError if a collective of these ranks could wait forever."""
         if not self.is_member:
             raise RuntimeError(f"a collective of ranks {list(self.members)} runs on a rank that is none of them")
         inside: World | None = getattr(_inside, "world", None)
@@ -199,13 +199,13 @@ class World:
 
 
 _inside = threading.local()
-"""The World whose `as_default` this thread is in."""
+"""The World whose `as_default` this thread has entered."""
 _GROUPS: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
-"""Groups by their ranks, and whether they are those of another thread; none: this process is none of them."""
+"""Groups by their ranks and `own`; None if this process is not a member."""
 
 
 def create_groups(parts: Iterable[Sequence[int]]) -> None:
-    """Create the groups of parts of the ranks that do not exist yet. Every rank of the run calls, with the same."""
+    """Create the missing groups for parts of the ranks. Every rank of the run calls, with the same parts."""
     for ranks in sorted({tuple(part) for part in parts}):
         if len(ranks) < dist.get_world_size():
             _group_of(ranks)
@@ -286,7 +286,7 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
 
 
 def restart_count() -> int:
-    """How often torchrun has restarted this process. With several hosts, each agent counts its own restarts."""
+    """Number of times that torchrun has restarted this process. Each host's agent counts its own restarts."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -299,9 +299,9 @@ def _store_after_restart(rank: int, size: int, timeout: datetime.timedelta) -> d
 def prepare_device(device: torch.device) -> None:
     """Set how torch uses a GPU: expandable segments of memory, and attention without cuDNN.
 
-    Training and generation take turns with tensors of other sizes: with segments of fixed sizes, memory that one has
-    left in parts is of no use to the other. A setting of the user remains, and one has no effect after the first use
-    of a GPU.
+    Training and generation alternate with tensors of different sizes: with segments of fixed sizes, neither can use the
+    fragmented memory of the other. A setting of the user is kept; the setting has no effect after the first use of a
+    GPU.
 
     With cuDNN 9.15 and later torch prefers its attention on Hopper. It builds an execution plan for every new input
     shape, and shapes change in every batch of training and prefill (0.4 s forward and 0.6 s backward on a B200, FunASR

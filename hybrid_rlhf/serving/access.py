@@ -1,8 +1,8 @@
-"""Who may ask a server: rules against pages of other sites, which `serve`, the endpoint of a run and the board share.
+"""Access rules of a server against pages of other sites, shared by `serve`, the endpoint of a run and the board.
 
-A page of another origin in the same browser can send requests to 127.0.0.1, and a name that an attacker's DNS moves to
-127.0.0.1 even makes it the same origin. So the Host must be an address or a name of this machine, an Origin, which only
-browsers send, must be that of the server or an allowed one, and a POST needs a content type that no form or image can
+A page of another origin in the same browser can send requests to 127.0.0.1, and if an attacker's DNS resolves its name
+to 127.0.0.1, it even has the same origin. So the Host must be an address or a name of this machine; an Origin, which
+only browsers send, must be the server's or an allowed one; and a POST needs a content type that no form or image can
 send.
 """
 
@@ -20,7 +20,7 @@ _HOST = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::\d{1,5
 
 
 class Refusal(NamedTuple):
-    """Why a request is refused."""
+    """Reason for refusing a request."""
 
     status: int
     message: str
@@ -30,19 +30,19 @@ class AccessRules:
     """The rules of one server."""
 
     def __init__(self, host: str, origins: Collection[str] = ()) -> None:
-        """Take the configured host, and the origins of pages on other sites that may ask."""
+        """Take the configured host, and the origins of other sites whose pages may send requests."""
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
         self._origins = frozenset(origins)
 
     def host_refusal(self, headers: Headers) -> Refusal | None:
-        """Why the Host is refused; none: it is an address, which no DNS gives, or a name of this machine."""
+        """Why the Host is refused; None if it is an address, which needs no DNS, or a name of this machine."""
         host = headers.get("host", "")
         if self._is_own(host):
             return None
         return Refusal(403, f"Host must be an address or a name of this machine, got {host[:100]!r}: ask it by that")
 
     def origin_refusal(self, headers: Headers) -> Refusal | None:
-        """Why the Origin is refused; none: the request has none, or it is the server's or an allowed one."""
+        """Why the Origin is refused; None without an Origin, or if it is the server's or an allowed one."""
         origin, host = headers.get("origin"), headers.get("host")
         if origin is None or origin in {*self._origins, f"http://{host}", f"https://{host}"}:
             return None
@@ -53,18 +53,18 @@ class AccessRules:
         )
 
     def content_refusal(self, method: str, headers: Headers) -> Refusal | None:
-        """Why the content type is refused; none: the request has no body, or it is JSON."""
-        given = headers.get("content-type", "")
-        if method != "POST" or given.partition(";")[0].strip().lower() == "application/json":
+        """Why the content type is refused; None if the request has no body, or JSON."""
+        content_type = headers.get("content-type", "")
+        if method != "POST" or content_type.partition(";")[0].strip().lower() == "application/json":
             return None
-        return Refusal(415, f"a POST needs Content-Type: application/json, got {given[:100]!r}: send it")
+        return Refusal(415, f"a POST needs Content-Type: application/json, got {content_type[:100]!r}: send it")
 
     def _is_own(self, host: str) -> bool:
-        found = _HOST.fullmatch(host)
-        if found is None:
+        match = _HOST.fullmatch(host)
+        if match is None:
             return False
         try:
-            ipaddress.ip_address(found["address"] or found["name"] or "")
+            ipaddress.ip_address(match["address"] or match["name"] or "")
         except ValueError:
-            return found["name"] is not None and found["name"].lower() in self._names
-        return found["address"] is None or ":" in found["address"]
+            return match["name"] is not None and match["name"].lower() in self._names
+        return match["address"] is None or ":" in match["address"]

@@ -13,10 +13,10 @@ def url_of(host: str, port: int) -> str:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket with the address, which does not listen yet: until the model is loaded, connections are refused.
+    """A socket bound to the address that does not listen yet: connections are refused until the model is loaded.
 
     Raises:
-        UserError: when the address cannot be taken.
+        UserError: when the address cannot be bound.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

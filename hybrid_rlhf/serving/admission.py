@@ -1,4 +1,4 @@
-"""Which requests a server takes: it counts all, and refuses some before any of their content is read."""
+"""Admission of requests: counts all, and refuses some before their content is read."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from hybrid_rlhf.serving.access import AccessRules
 from hybrid_rlhf.serving.metrics import ServerMetrics
 
 CLIENT_CLOSED = 499
-"""Status that is counted for a client that disconnects; it receives none."""
+"""Status to count for a client that has disconnected, which receives no status."""
 _OPEN_PATHS = ("/health", "/metrics")
-"""Those that need no key and have no texts."""
+"""Paths that need no key, as they contain no texts."""
 _RETRY_SECONDS = 5
-"""After which a client may ask a server that stops again, or the one that follows it."""
+"""Time after which a client may repeat a request to a stopping server, or to its successor."""
 
 
 class Activity:
-    """What a server does at present."""
+    """Current activity of a server."""
 
     def __init__(self) -> None:
         self.requests = 0
-        """That are being answered."""
+        """Number of requests that are being answered."""
         self.stops = False
-        """Whether further ones are refused."""
+        """True if further requests are refused."""
 
 
 class Admission:
-    """ASGI middleware: refuses what the rules of access refuse, requests without the API key, and all others while the
-    server stops."""
+    """ASGI middleware: refuses requests against the access rules, requests without the API key, and all requests while
+    the server stops."""
 
     def __init__(
         self, app: ASGIApp, metrics: ServerMetrics, api_key: str | None, rules: AccessRules, activity: Activity
@@ -58,15 +58,15 @@ class Admission:
         try:
             await (self._app if refusal is None else refusal)(scope, receive, counted)
         except asyncio.CancelledError:
-            if not self._activity.stops:  # else: the client has not taken its answer in time
+            if not self._activity.stops:  # otherwise the client has not read its answer in time
                 raise
         finally:
             self._activity.requests -= counts
-            path = getattr(scope.get("route"), "path", "other")  # a label has few values, whatever is asked for
+            path = getattr(scope.get("route"), "path", "other")  # few values of a label, whatever clients request
             self._metrics.requests.labels(path, str(status)).inc()
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
-        """Why a request is refused, as an answer; none: it is not.
+        """The answer that refuses a request; None if it is admitted.
 
         With a key, any Host is accepted: a page of another site does not have the key, and a proxy or a container has
         names that this machine does not know.
@@ -95,5 +95,5 @@ class Admission:
 def error_response(
     status: int, message: str, kind: str, code: str | None = None, *, param: str | None = None
 ) -> JSONResponse:
-    """OpenAI's error object; `param` is the key of the body that is wrong."""
+    """OpenAI's error object; `param` is the faulty key of the body."""
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)

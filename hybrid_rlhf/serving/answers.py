@@ -1,4 +1,4 @@
-"""OpenAI's objects for chat completions and completions, whole or streamed; with token ids as vLLM adds them."""
+"""OpenAI's objects for chat completions and completions, whole or streamed; with token ids like vLLM's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybrid_rlhf.serving.text_stream import ReplyStream, TextStream
 from hybrid_rlhf.serving.token_text import TokenText
 
 _ABORTED = "abort"
-"""The finish reason of a completion that the server ends because it stops (vLLM's name)."""
+"""Finish reason of a completion that ends because the server stops (vLLM's name)."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class AnswerPart:
 
     @property
     def finish_reason(self) -> str | None:
-        """Of the last token; tool_calls where the completion ends with calls."""
+        """Finish reason of the last token; tool_calls if the completion ends with calls."""
         reason = self.tokens[-1].finish_reason if self.tokens else None
         return "tool_calls" if self.calls and reason == "stop" else reason
 
@@ -44,11 +44,11 @@ class Answer:
     def __init__(
         self, body: GenerationBody, job: Job, tokenizer: PreTrainedTokenizerBase, token_text: TokenText
     ) -> None:
-        """Args: the request, its prompts and sampling, the tokenizer of the text, and its tokens."""
+        """Take the request, its prompts and sampling, the tokenizer of the text, and the text of single tokens."""
         self._body, self._job, self._tokenizer, self._token_text = body, job, tokenizer, token_text
         self._most_calls = 1 if isinstance(body, ChatBody) and body.parallel_tool_calls is False else None
         self._is_chat = isinstance(body, ChatBody)
-        # As completion_text in data/chat/conversation.py: without a template, a space follows the role's name.
+        # Like completion_text in data/chat/conversation.py: without a template, a space follows the role's name.
         drops_space = self._is_chat and tokenizer.chat_template is None
 
         names = function_names(body.used_tools) if isinstance(body, ChatBody) else frozenset[str]()
@@ -58,10 +58,10 @@ class Answer:
 
         self._streams = [stream() for _ in range(len(job.prompts) * job.sampling.n)]
         self._unfinished = dict.fromkeys(range(len(self._streams)))
-        """Places of streamed completions, in order."""
+        """Indices of the unfinished completions, in order."""
         self._offsets = [0] * len(self._streams)
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._streams]
-        """Of the bytes of tokens, for the places of tokens in the text."""
+        """Decoders of the tokens' bytes, for the positions of tokens in the text."""
         self._completion_tokens = 0
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -70,9 +70,9 @@ class Answer:
         }
 
     async def whole(self, stream: TokenStream) -> dict[str, Any]:
-        """The answer after the last token.
+        """The complete answer, after the last token.
 
-        Text is decoded at the end: between two steps it would keep the batch waiting, as Python runs one thread at a
+        Text is decoded at the end: decoding between two steps would delay the batch, as Python runs one thread at a
         time.
         """
         pieces = [AnswerPart() for _ in self._streams]
@@ -91,7 +91,7 @@ class Answer:
         return answer
 
     async def events(self, stream: TokenStream) -> AsyncIterator[str]:
-        """Server-sent events, the last one `[DONE]`."""
+        """Server-sent events; the last one is `[DONE]`."""
         options, wants_tokens = self._body.stream_options, self._body.wants_logprobs or self._body.return_token_ids
         usage = {"usage": None} if options is not None and options.include_usage else {}
         head = {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
@@ -120,7 +120,7 @@ class Answer:
         yield "data: [DONE]\n\n"
 
     def _index(self, token: StreamedToken) -> int:
-        """Of the token's choice."""
+        """Index of the token's choice."""
         return token.prompt * self._job.sampling.n + token.sample
 
     def _add(self, tokens: Sequence[StreamedToken]) -> tuple[str, Sequence[ToolCall]]:
@@ -175,13 +175,13 @@ class Answer:
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
     def _labelled(self, token: StreamedToken) -> dict[str, float]:
-        """The likely tokens by their labels; one whose label another token has is named by its id."""
-        found = {self._token_text.label(token.token_id): token.logprob}
-        for other, value in token.top:
-            if other != token.token_id:
-                label = self._token_text.label(other)
-                found[f"token_id:{other}" if label in found else label] = value
-        return found
+        """Log-probs of the likely tokens by label; a token whose label is already used is named by its id."""
+        logprobs = {self._token_text.label(token.token_id): token.logprob}
+        for candidate, value in token.top:
+            if candidate != token.token_id:
+                label = self._token_text.label(candidate)
+                logprobs[f"token_id:{candidate}" if label in logprobs else label] = value
+        return logprobs
 
     def _usage(self) -> dict[str, int]:
         prompt, completion = sum(map(len, self._job.prompts)), self._completion_tokens
@@ -192,8 +192,8 @@ class Answer:
 
 
 def _with_sampled(token: StreamedToken) -> Sequence[tuple[int, float]]:
-    """The likely tokens of a place, and the sampled one where it is none of them."""
-    if not token.top or any(other == token.token_id for other, _ in token.top):
+    """The likely tokens of a position, with the sampled one if it is not among them."""
+    if not token.top or any(candidate == token.token_id for candidate, _ in token.top):
         return token.top
     return [*token.top, (token.token_id, token.logprob)]
 

@@ -1,4 +1,4 @@
-"""Routes of the server: OpenAI's API, health and metrics; who may ask, and what an error looks like.
+"""Routes of the server: OpenAI's API, health and metrics; access and errors.
 
 A request that fails has OpenAI's error object. A client that disconnects cancels its request.
 """
@@ -46,19 +46,19 @@ _STATUSES: dict[type[Exception], tuple[int, str, str | None]] = {
     BatchFailed: (503, "server_error", "failed"),
     RequestFailed: (500, "server_error", "request_failed"),
 }
-"""HTTP status, and OpenAI's type and code, of what a request may raise."""
+"""HTTP status, and OpenAI's type and code, for the errors of a request."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask a server."""
+    """Settings of a server's access."""
 
     host: str = "127.0.0.1"
-    """That it listens on."""
+    """Address to listen on."""
     api_key: str | None = None
-    """What requests to the API must send as a bearer token; none: nothing."""
+    """Bearer token that requests to the API must send; None requires no token."""
     origins: Sequence[str] = ()
-    """Of pages on other sites that may ask."""
+    """Origins of other sites whose pages may send requests."""
 
 
 def build_app(
@@ -74,14 +74,14 @@ def build_app(
     """The application of a model that generates.
 
     Args:
-        service: of the model.
-        access: who may ask.
-        created: when the model was loaded, in seconds since 1970.
-        activity: counts requests, and says that the server stops; none: it never does.
-        episodes: gives the service of an episode by its name, whose API is then below /episodes/NAME/v1, or raises
-            UnknownEpisode; none: the API of `service` is below /v1.
-        queue: of the episodes that programs outside of this process play; none: there are none.
-        scores: of a reward model, at /score and /v1/score; none: those do not exist.
+        service: service of the model.
+        access: settings of access.
+        created: time at which the model was loaded, in seconds since 1970.
+        activity: counts requests, and tells that the server stops; None if it never stops.
+        episodes: returns the service of an episode by name, whose API is then at /episodes/NAME/v1, or raises
+            UnknownEpisode; None: the API of `service` is at /v1.
+        queue: episodes for programs outside of this process; None without such episodes.
+        scores: service of a reward model at /score and /v1/score; None without these routes.
     """
     app = _bare_app(service.metrics, access, activity, lambda: service.failed)
 
@@ -101,7 +101,7 @@ def build_scoring_app(
 ) -> FastAPI:
     """The application of a reward model alone; see `build_app`."""
     app = _bare_app(ServerMetrics(None), access, activity, lambda: False)
-    thread = ThreadPoolExecutor(1, "scores")  # the only one that uses the device
+    thread = ThreadPoolExecutor(1, "scores")  # the only thread that uses the device
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -124,16 +124,16 @@ def build_scoring_app(
 
 
 def _bare_app(metrics: ServerMetrics, access: Access, activity: Activity | None, failed: Callable[[], bool]) -> FastAPI:
-    """Errors, access, health and metrics."""
+    """An application with errors, access, health and metrics."""
     activity = activity or Activity()
     app = FastAPI(title="hybrid-rlhf serve", docs_url=None, redoc_url=None)
     for kind, (status, error_type, code) in _STATUSES.items():
         app.add_exception_handler(kind, _handler(status, error_type, code))
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _internal_error)  # it is logged too
+    app.add_exception_handler(Exception, _internal_error)  # the exception is also logged
     rules = AccessRules(access.host, access.origins)
     app.add_middleware(Admission, metrics=metrics, api_key=access.api_key, rules=rules, activity=activity)
-    if access.origins:  # outermost: errors have the headers too, and no preflight has a key
+    if access.origins:  # the outermost middleware: errors need its headers too, and preflights have no key
         app.add_middleware(
             CORSMiddleware, allow_origins=access.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
@@ -154,15 +154,18 @@ def _bare_app(metrics: ServerMetrics, access: Access, activity: Activity | None,
 
 
 def _api(asked: Callable[[Request], Service], created: int, scores: ScoreService | None) -> APIRouter:
-    """Routes of OpenAI's API, of the service that `asked` gives for a request."""
+    """Routes of OpenAI's API, for the service that `asked` returns for a request."""
     router = APIRouter()
 
     @router.get("/models")
     async def models(request: Request) -> dict[str, Any]:
         service = asked(request)
-        others = [] if scores is None else [_entry(scores.name, created)]
+        scoring_models = [] if scores is None else [_entry(scores.name, created)]
         served = [service, *service.adapters.values()]
-        return {"object": "list", "data": [*(_model(each, service, created) for each in served), *others]}
+        return {
+            "object": "list",
+            "data": [*(_model(served_model, service, created) for served_model in served), *scoring_models],
+        }
 
     @router.get("/models/{name:path}")
     async def model(request: Request, name: str) -> dict[str, Any]:
@@ -183,7 +186,7 @@ def _api(asked: Callable[[Request], Service], created: int, scores: ScoreService
 
 
 def _add_scores(app: FastAPI, scores: ScoreService, call: Callable[[Callable[[], Tensor]], Future[Tensor]]) -> None:
-    """Add the routes of scores; `call` has the thread that uses the device call a function."""
+    """Add the routes of scores; `call` runs a function on the thread that uses the device."""
 
     @app.post("/score")
     @app.post("/v1/score")
@@ -194,7 +197,7 @@ def _add_scores(app: FastAPI, scores: ScoreService, call: Callable[[Callable[[],
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; cancels the request when the client disconnects, also before its first token."""
+    """Server-sent events; cancels the request if the client disconnects, even before the first token."""
 
     def __init__(self, events: AsyncIterator[str], stream: TokenStream) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -211,7 +214,7 @@ class EventStream(StreamingResponse):
 async def _generate(asked: Service, request: Request, body: GenerationBody) -> Response:
     service = asked.of_model(body.model)
     job = await asyncio.to_thread(service.job, body)
-    answer = Answer(body, job, service.tokenizer, service.token_text)  # first: nothing cancels a stream if it fails
+    answer = Answer(body, job, service.tokenizer, service.token_text)  # first: an error must not leave a stream open
     stream = service.start(job, whole=not body.stream)
     if body.stream:
         return EventStream(_closed_by_errors(answer.events(stream)), stream)
@@ -219,10 +222,10 @@ async def _generate(asked: Service, request: Request, body: GenerationBody) -> R
     async def work() -> dict[str, Any]:
         whole = await answer.whole(stream)
         if body.prompt_logprobs is not None:
-            each = [await service.prompt_logprobs(prompt) for prompt in job.prompts]
+            prompt_logprobs = [await service.prompt_logprobs(prompt) for prompt in job.prompts]
             holders = [whole] if isinstance(body, ChatBody) else whole["choices"]
             for place, holder in enumerate(holders):
-                holder["prompt_logprobs"] = each[place // job.sampling.n]
+                holder["prompt_logprobs"] = prompt_logprobs[place // job.sampling.n]
         return whole
 
     try:
@@ -233,12 +236,12 @@ async def _generate(asked: Service, request: Request, body: GenerationBody) -> R
 
 
 def _whole(answer: dict[str, Any] | None) -> Response:
-    """An answer that is not streamed; none: the client has disconnected."""
+    """The response of an answer that is not streamed; None means that the client has disconnected."""
     return Response(status_code=CLIENT_CLOSED) if answer is None else JSONResponse(answer)
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of work, which is cancelled when the client disconnects; none then."""
+    """The result of work, which is cancelled when the client disconnects; then None."""
 
     async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -255,7 +258,7 @@ async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, Any]) ->
 
 
 async def _closed_by_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Events, and an error object in place of the rest if decoding fails."""
+    """The events; if decoding fails, an error object replaces the rest."""
     try:
         async for event in events:
             yield event

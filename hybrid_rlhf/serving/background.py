@@ -1,4 +1,4 @@
-"""A server in a thread of this process, for as long as something else runs in it."""
+"""A server in a thread of this process, for the duration of a block."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fastapi import FastAPI
 from hybrid_rlhf.serving.addresses import bound_socket, url_of
 
 _CLOSING_SECONDS = 1
-"""For requests that still run at the end."""
+"""Time for running requests at the end."""
 
 
 @contextlib.contextmanager
 def served_in_background(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Serve on an address; gives the URL. Port 0: any that is free.
+    """Context that serves on an address and yields its URL. Port 0 selects a free port.
 
     Raises:
-        UserError: when the address cannot be taken.
+        UserError: when the address cannot be bound.
     """
     listener = bound_socket(host, port)
     listener.listen(1024)  # connections wait until the server takes them

@@ -1,8 +1,8 @@
-"""Bodies of requests, checked: OpenAI's keys, and those that vLLM has beside them.
+"""Bodies of requests, checked: OpenAI's keys, and those that vLLM adds.
 
-A key that this server does not read is refused by name, unless its value asks for nothing (`_NEUTRAL`). All values have
-the type that OpenAI's reference gives them; nothing is converted. Numbers and counts are bounded here, before a text is
-tokenized or a tensor is made of them; a body is parsed on another thread than the one that answers.
+A key that this server does not read is refused by name, unless its value has no effect (`_NEUTRAL`). All values must
+have the type in OpenAI's reference; nothing is converted. Numbers and counts are bounded here, before a text is
+tokenized or a tensor allocated; a body is parsed on another thread than the server's event loop.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "auto", "none"),
     "modalities": (None, ["text"]),
 }
-"""Keys that other servers read, with the values that this one accepts."""
+"""Keys of other servers, with the values that this server accepts."""
 _SUBJECT = re.compile("^(Input|List|String) should ")
-"""With which pydantic's messages begin."""
+"""Beginning of pydantic's messages."""
 _IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("reasoning_effort", "verbosity"),
 )
-"""Keys that ask for nothing that could change an answer here."""
+"""Keys without an effect on an answer of this server."""
 _MOST_BODY_BYTES = 32 * 2**20
 _MOST_VALUES = 2**20
-"""Values of a body: parsing more of them holds the interpreter for too long, on any thread."""
+"""Largest number of values in a body: parsing more blocks the interpreter for too long, on any thread."""
 _MOST_SAMPLES = 128
-"""OpenAI's limit on `n`."""
+"""Limit of OpenAI on `n`."""
 _MOST_PROMPTS, _MOST_MESSAGES, _MOST_TOOLS = 4096, 8192, 1024
 _MOST_STOPS, _MOST_STOP_CHARACTERS, _MOST_STOP_TOKENS = 64, 1000, 128
 _MOST_INTEGER = 2**31 - 1
@@ -73,7 +73,7 @@ class KeyRejected(UserError):
 
 
 class ContextTooLong(KeyRejected):
-    """A prompt, alone or with its completion, that is longer than a sequence may be."""
+    """A prompt, alone or with its completion, is longer than a sequence may be."""
 
     code = "context_length_exceeded"
 
@@ -83,14 +83,14 @@ class _StrictBody(BaseModel):
 
 
 class StreamOptions(_StrictBody):
-    """Of a streamed answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class GenerationBody(_StrictBody):
-    """What chat completions and completions share."""
+    """Keys that chat completions and completions share."""
 
     model: str
     n: int = Field(1, ge=1, le=_MOST_SAMPLES)
@@ -107,7 +107,7 @@ class GenerationBody(_StrictBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
-    """0: log-probs of the prompt's tokens."""
+    """0 requests the log-probs of the prompt's tokens."""
     return_token_ids: bool = False
     """Add the token ids of prompts and completions to the answer."""
 
@@ -115,14 +115,14 @@ class GenerationBody(_StrictBody):
         """The sampling parameters.
 
         Args:
-            defaults: of what the request does not name.
-            longest: most tokens of a completion that names no limit.
+            defaults: values for the keys that the request lacks.
+            longest: largest number of tokens of a completion without a limit.
 
         Raises:
             KeyRejected: for a value outside of its range.
         """
         limit = self.limit
-        given: dict[str, Any] = {
+        requested: dict[str, Any] = {
             "max_new_tokens": max(1, min(defaults.max_new_tokens, longest)) if limit is None else limit,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -134,44 +134,44 @@ class GenerationBody(_StrictBody):
             "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
             "seed": None if self.seed is None else self.seed % 2**63,
         }
-        chosen = {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
+        chosen = {name: getattr(defaults, name) if value is None else value for name, value in requested.items()}
         try:
             return SamplingParams(n=self.n, **chosen)
-        except UserError as error:  # begins with the engine's name of the key
+        except UserError as error:  # the text begins with the engine's name of the key
             name, _, rest = str(error).partition(" ")
             raise KeyRejected(self.key_of(name), rest) from None
 
     def key_of(self, parameter: str) -> str:
-        """The key of this body that a sampling parameter is read from."""
+        """The key of this body from which a sampling parameter is read."""
         return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}.get(parameter, parameter)
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of a completion, where the request names it."""
+        """Largest number of tokens of a completion, if the request has a limit."""
         return self.max_tokens
 
     @property
     def prompt_key(self) -> str:
-        """The key that has the prompts."""
+        """The key of the prompts."""
         return "prompt"
 
     @property
     def completions(self) -> int:
-        """How many the answer has."""
+        """Number of completions in the answer."""
         return self.n
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer has the log-probs of its tokens."""
+        """True if the answer has the log-probs of its tokens."""
         return False
 
     @property
     def most_likely(self) -> int:
-        """How many of the most likely tokens the answer has with each token."""
+        """Number of most likely tokens in the answer for each token."""
         return 0
 
     def check(self) -> None:
-        """Raise UserError for keys that do not go together."""
+        """Raise UserError for keys that exclude each other."""
         if self.prompt_logprobs:
             raise KeyRejected(
                 "prompt_logprobs",
@@ -191,42 +191,42 @@ class ChatBody(GenerationBody):
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
     tool_choice: str | None = None
     parallel_tool_calls: bool | None = None
-    """False: the answer has one call at most."""
+    """False limits the answer to one call."""
     prompt_token_ids: _TokenIds | None = None
-    """Tokens of the prompt, used in place of rendered messages: an agent's turns are then never tokenised again."""
+    """Tokens of the prompt, used in place of rendered messages, so that an agent's turns are never tokenized again."""
 
     @property
     def prompt_key(self) -> str:
-        """See GenerationBody."""
+        """The key of the prompts: messages, or their token ids."""
         return "messages" if self.prompt_token_ids is None else "prompt_token_ids"
 
     @property
     def used_tools(self) -> list[dict[str, Any]] | None:
-        """Those that the template shows."""
+        """The tools that the template receives."""
         return None if self.tool_choice == "none" else self.tools or None
 
     @property
     def limit(self) -> int | None:
-        """See GenerationBody."""
+        """Largest number of tokens of a completion; max_completion_tokens has precedence."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def key_of(self, parameter: str) -> str:
-        """See GenerationBody."""
+        """The key of this body from which a sampling parameter is read."""
         key = super().key_of(parameter)
         return "max_completion_tokens" if key == "max_tokens" and self.max_completion_tokens is not None else key
 
     @property
     def wants_logprobs(self) -> bool:
-        """See GenerationBody."""
+        """True if `logprobs` is set."""
         return bool(self.logprobs)
 
     @property
     def most_likely(self) -> int:
-        """See GenerationBody."""
+        """The value of `top_logprobs`, or 0."""
         return self.top_logprobs or 0
 
     def check(self) -> None:
-        """See GenerationBody."""
+        """Raise UserError for keys that exclude each other."""
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise KeyRejected(
@@ -242,29 +242,29 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each of them, text or token ids.
+        """The prompts, text or token ids.
 
         Raises:
-            UserError: when there is none.
+            UserError: when there is no prompt.
         """
-        given: list[Any] = [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
-        if not given:
+        prompts: list[Any] = [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
+        if not prompts:
             raise KeyRejected("prompt", "must be text or token ids, got none: add one")
-        return [given] if isinstance(given[0], int) else given
+        return [prompts] if isinstance(prompts[0], int) else prompts
 
     @property
     def completions(self) -> int:
-        """See GenerationBody."""
+        """Number of completions of all prompts."""
         return self.n * len(self.prompts)
 
     @property
     def wants_logprobs(self) -> bool:
-        """See GenerationBody."""
+        """True if `logprobs` is given, even as 0."""
         return self.logprobs is not None
 
     @property
     def most_likely(self) -> int:
-        """See GenerationBody."""
+        """The value of `logprobs`, or 0."""
         return self.logprobs or 0
 
 
@@ -272,7 +272,7 @@ class RewardBody(_StrictBody):
     """POST /episodes/NAME/reward."""
 
     reward: float | None = Field(ge=-_MOST_REWARD, le=_MOST_REWARD)
-    """Of the whole episode; null: 0, where a reward component gives more."""
+    """Reward of the whole episode; null: 0, for episodes whose reward a component adds."""
 
 
 class ScoreBody(_StrictBody):
@@ -280,13 +280,13 @@ class ScoreBody(_StrictBody):
 
     model: str
     messages: _Objects | Annotated[list[_Conversation], Field(fail_fast=True, max_length=_MOST_PROMPTS)] | None = None
-    """A conversation that ends with the assistant's answer, or several."""
+    """A conversation that ends with the assistant's answer, or a list of them."""
     prompt: str | _Texts | None = None
     completion: str | _Texts | None = None
-    """Answers to the prompts, which are user turns."""
+    """Answers to the prompts, which become user turns."""
 
     def conversations(self) -> list[list[dict[str, Any]]]:
-        """Each of them.
+        """The conversations, each ending with an answer.
 
         Raises:
             UserError: when there are none, or prompts and completions do not match.
@@ -316,7 +316,7 @@ async def read_request(request: Request, kind: type[BodyT]) -> BodyT:
     content = bytearray()
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > _MOST_BODY_BYTES:
-        raise _too_long()  # before any of it is read
+        raise _too_long()  # before the body is read
     async for part in request.stream():
         content += part
         if len(content) > _MOST_BODY_BYTES:
@@ -334,7 +334,7 @@ def read_body(kind: type[BodyT], content: bytes) -> BodyT:
     Raises:
         UserError: with the rule, the value and the fix.
     """
-    most = sum(map(content.count, (b",", b"[", b"{")))  # text has them too: a bound that is found at once
+    most = sum(map(content.count, (b",", b"[", b"{")))  # an upper bound, as text has these characters too
     if most > _MOST_VALUES:
         raise UserError(
             f"a body must have at most {_MOST_VALUES} values, counted by commas and opening brackets, got {most}: "
@@ -364,7 +364,7 @@ def read_body(kind: type[BodyT], content: bytes) -> BodyT:
 
 def _rejected(kind: type[BaseModel], error: ValidationError) -> KeyRejected:
     """The first error of a body, with all rules of its key: pydantic reports each type of a union."""
-    first, *others = error.errors(include_url=False)
+    first, *further = error.errors(include_url=False)
     place = first["loc"]
     fields: Mapping[str, Any] = kind.model_fields if len(place) == 1 else StreamOptions.model_fields
     key = ".".join(str(part) for part in place if isinstance(part, int) or part in kind.model_fields or part in fields)
@@ -373,7 +373,10 @@ def _rejected(kind: type[BaseModel], error: ValidationError) -> KeyRejected:
         return KeyRejected(".".join(map(str, place)), f"is an unknown key: {hint}")
     if first["type"] == "missing":
         return KeyRejected(key, "is required, got none: add it")
-    rules = [first["msg"], *(other["msg"] for other in others if other["loc"][:1] == place[:1])]
+    rules = [
+        first["msg"],
+        *(further_error["msg"] for further_error in further if further_error["loc"][:1] == place[:1]),
+    ]
     rule = " or ".join(dict.fromkeys(_SUBJECT.sub("", rule) for rule in rules))
     return KeyRejected(key, f"must {rule}, got {_shown(first['input'])}: change it")
 

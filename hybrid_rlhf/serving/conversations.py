@@ -1,4 +1,4 @@
-"""Conversations of a request in the form that chat templates read, with errors that are about the request."""
+"""Conversations of a request in the form that chat templates read, with errors in terms of the request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hybrid_rlhf.serving.bodies import KeyRejected
 
 @contextmanager
 def request_errors(key: str) -> Iterator[None]:
-    """Name a key of the request in errors of readers whose advice is for rows of data, and which repeat a message."""
+    """Context that names the key of the request in errors of readers, which give advice for rows and repeat a
+    message."""
     try:
         yield
     except KeyRejected:
@@ -30,11 +31,11 @@ def read_conversation(name: str, conversation: Sequence[dict[str, Any]]) -> list
     """Messages in the form that chat templates read.
 
     Args:
-        name: of the conversation, in error messages.
+        name: name of the conversation in error messages.
         conversation: messages of a request.
 
     Raises:
-        UserError: for a message that is none.
+        UserError: for an invalid message.
     """
     check_text(json.dumps(conversation, ensure_ascii=False), name)
     return [_message(f"{name}.{place}", message) for place, message in enumerate(conversation)]
@@ -44,13 +45,13 @@ def _message(location: str, message: dict[str, Any]) -> Message:
     content = message.get("content")
     if message.get("role") in ("user", "assistant") and isinstance(content, str) and not content.strip():
         if not message.get("tool_calls"):
-            return {key: value for key, value in message.items() if value is not None}  # training refuses empty turns
+            return {key: value for key, value in message.items() if value is not None}  # empty turns are valid here
     with request_errors(location):
         return read_message(location, message)
 
 
 def check_text(text: str, name: str) -> None:
-    """Refuse halves of surrogate pairs, which JSON can write and no tokenizer reads."""
+    """Refuse lone surrogates, which JSON can write and no tokenizer reads."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,7 +1,7 @@
-"""Episodes that programs outside of this process take, play and report, over HTTP.
+"""Serves episodes to programs outside of this process, which take, play and report them over HTTP.
 
-Why taken by the program: a run need not know how many programs there are, or where. `POST /episodes` gives the next
-episode that nobody has; its `base_url` is what the program asks; `POST /episodes/NAME/reward` ends it.
+Programs take episodes, so that a run need not know their number and addresses. `POST /episodes` returns the next free
+episode, whose `base_url` is the API for the program; `POST /episodes/NAME/reward` ends it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _RETRY_SECONDS = 1
 
 
 class EpisodeQueue:
-    """Episodes that wait for a program, and those that are played."""
+    """Episodes that wait for a program, and those that are being played."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, Mapping[str, Any]]] = deque()
         self._rewards: dict[str, Future[float | None]] = {}
 
     async def play(self, name: str, content: Mapping[str, Any], end: Callable[[], None]) -> float | None:
-        """Offer an episode, and wait for its reward; `content` is what the program is told, and `end` is called as soon
-        as the episode has ended, before its report is answered.
+        """Offer an episode, and wait for its reward. `content` is sent to the program; `end` is called as soon as the
+        episode has ended, before its report is answered.
         """
         self._rewards[name] = reward = Future[float | None]()
         reward.add_done_callback(lambda _: end())
@@ -39,14 +39,14 @@ class EpisodeQueue:
         return await asyncio.wrap_future(reward)
 
     def take(self) -> tuple[str, Mapping[str, Any]] | None:
-        """The episode that waits longest; none: nobody is needed now."""
+        """The episode that has waited longest; None if none waits."""
         return self._waiting.popleft() if self._waiting else None
 
     def report(self, name: str, reward: float | None) -> None:
         """End an episode.
 
         Raises:
-            UnknownEpisode: when there is none of this name, or it has ended.
+            UnknownEpisode: when there is no such episode, or it has ended.
         """
         try:
             self._rewards[name].set_result(reward)
@@ -66,7 +66,7 @@ def episode_routes(queue: EpisodeQueue) -> APIRouter:
         if taken is None:
             return Response(status_code=204, headers={"Retry-After": str(_RETRY_SECONDS)})
         name, content = taken
-        # where the connection ends, not the Host header, which a client may invent
+        # the address of the connection, not the Host header, which a client can invent
         root = f"{url_of(*request.scope['server'])}/episodes/{name}"
         return JSONResponse({"base_url": f"{root}/v1", "reward_url": f"{root}/reward", **content})
 

@@ -10,10 +10,10 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class ServerMetrics:
-    """What /metrics shows."""
+    """Values of /metrics."""
 
     def __init__(self, batch: OpenBatch | None) -> None:
-        """Args: the batch, whose load is read when the metrics are; none: nothing is generated."""
+        """Take the batch, whose load is read with the metrics; None if nothing is generated."""
         self._registry = CollectorRegistry()
 
         def gauge(name: str, text: str) -> Gauge:
@@ -40,5 +40,5 @@ class ServerMetrics:
         self.request_seconds = histogram("request_seconds", "From a request to its last token")
 
     def text(self) -> bytes:
-        """The present values."""
+        """The current values as text."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""What serving needs installed, checked before a model is loaded; imports none of it."""
+"""Checks the packages that serving needs before a model is loaded; imports none of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def require_packages(what: str) -> None:
     """Check that the extra `serve` is installed.
 
     Args:
-        what: what needs it, at the beginning of the error message.
+        what: name of the feature that needs it, at the beginning of the error message.
 
     Raises:
-        UserError: when it is not.
+        UserError: when a package is missing.
     """
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:

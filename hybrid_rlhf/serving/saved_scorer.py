@@ -1,7 +1,7 @@
 """A saved reward model that scores conversations given as messages: for the server, `chat`, `evaluate` and the board.
 
-A conversation is rendered and tokenised as in the reward model's training, and its score is read at the last token, as
-RL does for a reward model with a tokenizer of its own (rl/rewards/models.py).
+A conversation is rendered and tokenized as in the reward model's training, and its score is read at the last token, as
+in RL for a reward model with a separate tokenizer (rl/rewards/models.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hybrid_rlhf.models.pretrained.loading import load_model, require_scorer, st
 from hybrid_rlhf.serving.token_text import characters, longest_token
 
 _MOST_BATCH_TOKENS = 8192
-"""Of one forward, unless one conversation alone is longer."""
+"""Largest number of tokens of a forward, unless a single conversation is longer."""
 
 
 class NotWanted(Exception):
-    """Nobody waits for the scores any more."""
+    """No caller waits for the scores any more."""
 
 
 def _always() -> bool:
@@ -48,10 +48,10 @@ class SavedScorer:
         dtype: torch.dtype,
         trust_remote_code: bool = False,
     ) -> None:
-        """Load it; `name` is what errors call it.
+        """Load the model; `name` is its name in errors.
 
         Raises:
-            UserError: when it is no reward model.
+            UserError: when it is not a reward model.
         """
         config = load_config(path, trust_remote_code=trust_remote_code)
         require_scorer(config, name)
@@ -59,7 +59,7 @@ class SavedScorer:
         lm, _ = load_model(path, "scorer", config=settings, dtype=dtype, heads=None)
         self.name, self.tokenizer, self.device = name, tokenizer, device
         self.heads = stored_heads(config)
-        """Names of its scores; empty for a single one."""
+        """Names of its scores; empty for a single score."""
         self.model = Scorer(lm.to(device).eval())  # type: ignore[arg-type]
         self._limit: int | None = getattr(lm.config, "max_position_embeddings", None)
         self._is_wanted: Callable[[], bool] = _always
@@ -70,15 +70,15 @@ class SavedScorer:
     def encode(
         self, prompt: list[Message], completion: list[Message], *, tools: Tools | None = None, shown: str
     ) -> list[int]:
-        """The tokens of a conversation, which errors call `shown`.
+        """The tokens of a conversation; `shown` is its name in errors.
 
         Raises:
             UserError: when it cannot be rendered, or is longer than the model reads.
         """
         if self._limit is not None:
-            given = characters([*prompt, *completion])
-            if given > self._limit * longest_token(self.tokenizer):
-                raise UserError(f"{shown} must have at most {self._limit} tokens, got {given} characters: shorten it")
+            count = characters([*prompt, *completion])
+            if count > self._limit * longest_token(self.tokenizer):
+                raise UserError(f"{shown} must have at most {self._limit} tokens, got {count} characters: shorten it")
         ids = encode_completion(prompt, completion, self.tokenizer, tools=tools).input_ids
         if self._limit is not None and len(ids) > self._limit:
             raise UserError(f"{shown} must have at most {self._limit} tokens, got {len(ids)}: shorten it")
@@ -86,11 +86,11 @@ class SavedScorer:
 
     @torch.no_grad()
     def scores(self, rows: Sequence[Sequence[int]], is_wanted: Callable[[], bool] = _always) -> Tensor:
-        """Scores [n] float32 of token rows in one forward, or [n, heads] of a model with several.
+        """Scores [n] float32 of token rows in one forward, or [n, heads] of a model with several heads.
 
         Args:
             rows: token ids.
-            is_wanted: asked before each layer, whose forward may take seconds on a CPU.
+            is_wanted: called before each layer, whose forward may take seconds on a CPU; false stops the forward.
 
         Raises:
             NotWanted: when they are not wanted any more.
@@ -120,16 +120,16 @@ class SavedScorer:
         ]
         scores: dict[int, list[float]] = {}
         for places in batches(rows):
-            found = self.scores([rows[place] for place in places])
-            scores |= zip(places, found.view(len(places), -1).tolist(), strict=True)
+            batch_scores = self.scores([rows[place] for place in places])
+            scores |= zip(places, batch_scores.view(len(places), -1).tolist(), strict=True)
         return [scores[place] for place in range(len(rows))]
 
 
 def batches(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Places of rows that are computed together: of similar lengths, and few tokens."""
-    found: list[list[int]] = []
+    """Indices of rows for each forward: rows of similar lengths, and few tokens."""
+    groups: list[list[int]] = []
     for place in sorted(range(len(rows)), key=lambda place: -len(rows[place])):
-        if not found or (len(found[-1]) + 1) * len(rows[found[-1][0]]) > _MOST_BATCH_TOKENS:
-            found.append([])
-        found[-1].append(place)
-    return found
+        if not groups or (len(groups[-1]) + 1) * len(rows[groups[-1][0]]) > _MOST_BATCH_TOKENS:
+            groups.append([])
+        groups[-1].append(place)
+    return groups

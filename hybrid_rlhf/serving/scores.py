@@ -22,17 +22,17 @@ class ScoreService:
     """One reward model."""
 
     def __init__(self, scorer: SavedScorer, *, max_queue: int, name: str | None = None) -> None:
-        """Take what scores.
+        """Take the reward model.
 
         Args:
             scorer: the model.
-            max_queue: most requests that wait for another one.
-            name: that requests give; none: that of the model.
+            max_queue: largest number of waiting requests.
+            name: name of the model in requests; None: the model's name.
         """
         self.name, self._scorer = name or scorer.name, scorer
         self._max_queue, self._unfinished = max_queue, 0
         self.closed = False
-        """Whether requests end without their scores, as the server stops."""
+        """True if requests end without their scores, as the server stops."""
 
     def check_name(self, name: str) -> None:
         """Raise UnknownModel unless this is the name of the reward model."""
@@ -44,12 +44,12 @@ class ScoreService:
 
         Args:
             body: the request.
-            call: has the thread that uses the device call a function.
+            call: runs a function on the thread that uses the device.
 
         Raises:
-            QueueFull: when too many wait.
+            QueueFull: when too many requests wait.
             BatchEnded: when the server stops.
-            UserError: for a conversation that is none, does not end with the assistant, or is too long.
+            UserError: for a conversation that is invalid, does not end with the assistant, or is too long.
         """
         if self._unfinished > self._max_queue:
             raise QueueFull(

@@ -1,8 +1,8 @@
-"""The process of a server: its socket, the batch, signals, and the end.
+"""The process of a server: its socket, the batch, signals, and shutdown.
 
-SIGTERM and SIGINT stop it: it refuses further requests, finishes those that run within a limit, ends the rest with a
-last event, and exits with code 0; a second signal ends the wait. When decoding fails for good it exits with code 70,
-after which a supervisor starts it again.
+SIGTERM and SIGINT stop it: it refuses further requests, finishes running ones within a time limit, ends the rest with a
+last event, and exits with code 0; a second signal ends the wait. If decoding fails permanently, it exits with code 70,
+so that a supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Service
 
 FAILED_EXIT_CODE = 70
-"""As of a run that its watchdog ends: EX_SOFTWARE of sysexits.h."""
+"""Exit code of a failed server, the same as of a run that its watchdog ends: EX_SOFTWARE of sysexits.h."""
 _CPU_MEMORY_SHARE = 1 / 8
-"""Largest share of a host's free memory that the KV cache takes; the memory of a GPU is the server's alone."""
+"""Largest share of a host's free memory for the KV cache; a GPU's memory is available to the server alone."""
 _LAST_SECONDS = 5.0
-"""For last events to reach clients that read them."""
+"""Time for clients to receive the last events."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Served:
-    """What a server serves: a model that generates, a reward model, or both."""
+    """The models of a server: one that generates, a reward model, or both."""
 
     model: LoadedModel | None
     scores: ScoreService | None
 
 
 class StoppingServer(uvicorn.Server):
-    """Answers while it stops: uvicorn itself closes its socket first, and cuts what still runs at the end."""
+    """Answers running requests while it stops; uvicorn closes its socket first, and cuts them off at the end."""
 
     def __init__(
         self,
@@ -65,34 +65,34 @@ class StoppingServer(uvicorn.Server):
         started: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
-        """Prepare.
+        """Prepare the server.
 
         Args:
-            config: of uvicorn.
-            activity: of the application.
-            seconds: for requests that run when a signal comes.
-            failed: whether nothing can be answered any more.
+            config: config of uvicorn.
+            activity: activity of the application.
+            seconds: time limit of requests that run when a signal arrives.
+            failed: returns true if nothing can be answered any more.
             started: called when connections are accepted.
-            close: ends what still runs.
+            close: ends the requests that still run.
         """
         super().__init__(config)
         self._activity, self._seconds = activity, seconds
         self._failed, self._started, self._close = failed, started, close
         self._end: float | None = None
-        """When requests that still run are ended."""
+        """Time at which running requests are ended."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop taking requests; a second signal ends those that run."""
+        """Refuse further requests; a second signal ends the running ones."""
         self._end = time.monotonic() + (0 if self._activity.stops else self._seconds)
         self._activity.stops = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
+        """Start to listen, and report it."""
         await super().startup(sockets)
         self._started()
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to exit; called ten times a second."""
+        """Return True to exit; called ten times per second."""
         if self._failed():
             self._activity.stops, self._end = True, time.monotonic()
         if self._end is not None and (not self._activity.requests or time.monotonic() >= self._end):
@@ -112,17 +112,17 @@ def serve(
     report: Callable[[str, str], None],
     progress: Callable[[str], None],
 ) -> bool:
-    """Serve models until a signal stops it; false if decoding has failed.
+    """Serve models until a signal; return False if decoding has failed.
 
     Args:
         config: the settings.
-        load: gives the models; called after the address was taken.
-        api_key: what requests must send; none: nothing.
+        load: returns the models; called after the address is bound.
+        api_key: key that requests must send; None requires none.
         report: receives the name of the model and the base URL of the API when the server accepts requests.
-        progress: receives what the start reserves.
+        progress: receives a text on the memory that the start reserves.
 
     Raises:
-        UserError: when the address cannot be taken, or one sequence of the longest kind does not fit in memory.
+        UserError: when the address cannot be bound, or a sequence of the maximum length does not fit in memory.
     """
     listener = bound_socket(config.host, config.port)
     served = load()
@@ -158,7 +158,7 @@ def serve(
         settings, activity, seconds=config.shutdown_seconds, failed=failed, started=started, close=close
     )
     gc.collect()
-    gc.freeze()  # a collection would look at all objects of torch and the model, which stay
+    gc.freeze()  # a collection would scan all objects of torch and the model, which stay alive
     try:
         server.run(sockets=[listener])
     finally:
@@ -169,7 +169,7 @@ def serve(
 
 
 def _service(config: ServeConfig, model: LoadedModel) -> Service:
-    """The service of a model, whose batch is open."""
+    """The service of a model, with an open batch."""
     return Service(
         model.engine.open(
             rows=config.max_batch_rows,

@@ -1,7 +1,7 @@
-"""From the body of a request to tokens: prompts are rendered and checked, admitted to the open batch, and streamed.
+"""From the body of a request to tokens: prompts are rendered, checked, admitted to the open batch, and streamed.
 
-A request becomes a job on a thread of its own, since tokenizing takes time; everything else runs on the server's event
-loop, to which the batch delivers tokens from its own thread.
+A request becomes a job on a separate thread, since tokenizing takes time; everything else runs on the server's event
+loop, to which the batch delivers tokens from its thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ResultT = TypeVar("ResultT")
 
 
 class QueueFull(Exception):
-    """As many requests wait as may wait."""
+    """The largest number of requests is waiting."""
 
 
 class UnknownModel(Exception):
@@ -43,7 +43,7 @@ class UnknownModel(Exception):
 
 
 class UnknownEpisode(Exception):
-    """A request names an episode that does not run."""
+    """A request names an episode that is not running."""
 
 
 class BatchEnded(Exception):
@@ -51,7 +51,7 @@ class BatchEnded(Exception):
 
 
 class BatchFailed(Exception):
-    """Decoding has failed, and the server with it."""
+    """Decoding has failed, and the server ends."""
 
 
 class RequestFailed(Exception):
@@ -65,18 +65,18 @@ class Job:
     prompts: list[list[int]]
     sampling: SamplingParams
     top_logprobs: int = 0
-    """How many of the most likely tokens are reported with each token."""
+    """Number of most likely tokens reported with each token."""
     seeds: Sequence[int] = ()
-    """One per prompt; empty: they follow from that of `sampling`."""
+    """Seed of each prompt; empty: derived from the seed of `sampling`."""
     record: Callable[[int, list[StreamedToken]], None] | None = None
-    """Called with the number of a prompt and the tokens of a completion, when it ends and before its last token is
-    given out."""
+    """Called with the index of a prompt and the tokens of a completion, when it ends and before its last token is
+    delivered."""
     adapter: str | None = None
-    """Of all prompts; none: the model itself."""
+    """Adapter of all prompts; None: the model itself."""
 
 
 class _Deliveries:
-    """Hands the tokens of all streams to the event loop, which is woken once per step and not once per stream: each
+    """Passes the tokens of all streams to the event loop, which is woken once per step and not once per stream: each
     wake-up would take the interpreter from the thread that decodes."""
 
     def __init__(self) -> None:
@@ -93,14 +93,14 @@ class _Deliveries:
             loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
-        self._woken = False  # first, so that what is added from now on wakes the loop again
+        self._woken = False  # first, so that tokens added from now on wake the loop again
         while self._pending:
             queue, tokens = self._pending.popleft()
             queue.put_nowait(tokens)
 
 
 class TokenStream:
-    """The tokens of a job; it is submitted at once and cancelled by `close`."""
+    """The tokens of a job, which is submitted at once and cancelled by `close`."""
 
     def __init__(
         self, batch: OpenBatch, job: Job, metrics: ServerMetrics, deliveries: _Deliveries, *, whole: bool
@@ -108,7 +108,7 @@ class TokenStream:
         self._batch, self._job, self._metrics, self._start = batch, job, metrics, time.perf_counter()
         self._steps: asyncio.Queue[list[StreamedToken]] = asyncio.Queue()
         self._kept: list[StreamedToken] = []
-        """Of a whole answer, until a completion ends: nothing is done with them before."""
+        """Tokens of a whole answer, until a completion ends: they are not needed earlier."""
         self._is_new = True
         self._unfinished = len(job.prompts) * job.sampling.n
         self._recorded: dict[tuple[int, int], list[StreamedToken]] = {}
@@ -126,17 +126,17 @@ class TokenStream:
                 tokens, self._kept = self._kept, []
             deliveries.add(loop, self._steps, tokens)
 
-        each = [replace(job.sampling, seed=seed) for seed in job.seeds]
+        seeded = [replace(job.sampling, seed=seed) for seed in job.seeds]
         try:
             self._submission = batch.submit(
-                job.prompts, each or job.sampling, deliver, top_logprobs=job.top_logprobs, adapter=job.adapter
+                job.prompts, seeded or job.sampling, deliver, top_logprobs=job.top_logprobs, adapter=job.adapter
             )
         except RuntimeError as error:
             raise _ended(batch) from error
         metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
 
     async def steps(self) -> AsyncIterator[list[StreamedToken]]:
-        """The new tokens of each step, to the last one; of a whole answer, of the steps until a completion ends.
+        """Yield the new tokens of each step; for a whole answer, the tokens of all steps until a completion ends.
 
         Raises:
             BatchEnded: when the batch is closed before.
@@ -154,7 +154,7 @@ class TokenStream:
         self._metrics.request_seconds.observe(time.perf_counter() - self._start)
 
     def close(self) -> None:
-        """Cancel what has not finished."""
+        """Cancel the unfinished completions."""
         self._batch.cancel(self._submission)
 
     def _record(self, tokens: Sequence[StreamedToken], record: Callable[[int, list[StreamedToken]], None]) -> None:
@@ -165,7 +165,7 @@ class TokenStream:
 
 
 class Service:
-    """One model."""
+    """The service of one model."""
 
     def __init__(
         self,
@@ -179,17 +179,17 @@ class Service:
         adapters: Sequence[str] = (),
         adapter: str | None = None,
     ) -> None:
-        """Take what serves.
+        """Take the batch and its settings.
 
         Args:
             batch: the model's open batch.
-            tokenizer: the model's.
-            name: that requests give.
-            sampling: for what a request does not name.
-            max_queue: most completions that wait.
-            metrics: that are counted; none: its own.
-            adapters: names of adapters that requests give in place of the model's.
-            adapter: that all completions have; none: the model itself.
+            tokenizer: tokenizer of the model.
+            name: name of the model in requests.
+            sampling: values for keys that a request lacks.
+            max_queue: largest number of waiting completions.
+            metrics: metrics to count; None creates new ones.
+            adapters: names of adapters that requests may give in place of the model's.
+            adapter: adapter of all completions; None: the model itself.
         """
         self.batch, self.tokenizer, self.name = batch, tokenizer, name
         self.metrics, self._adapter = ServerMetrics(batch) if metrics is None else metrics, adapter
@@ -202,22 +202,22 @@ class Service:
 
     @cached_property
     def token_text(self) -> TokenText:
-        """The tokens of the model as text."""
+        """The text of the model's single tokens."""
         return TokenText(self.tokenizer)
 
     def of_model(self, name: str) -> Service:
-        """The service of the model that a request names: this one, or that of an adapter.
+        """The service of the model that a request names: this one, or an adapter's.
 
         Raises:
-            UnknownModel: when there is none.
+            UnknownModel: when there is no such model.
         """
-        found = self.adapters.get(name, self)
-        found.check_name(name)
-        return found
+        service = self.adapters.get(name, self)
+        service.check_name(name)
+        return service
 
     @property
     def failed(self) -> bool:
-        """Whether the batch has failed."""
+        """True if the batch has failed."""
         return self.batch.failure is not None
 
     def job(self, body: GenerationBody) -> Job:
@@ -225,8 +225,8 @@ class Service:
 
         Raises:
             UnknownModel: when it names another model.
-            QueueFull: when too many wait.
-            UserError: when it cannot be completed.
+            QueueFull: when too many requests wait.
+            UserError: when the request cannot be completed.
         """
         self.check_name(body.model)
         wanted = body.completions
@@ -278,11 +278,11 @@ class Service:
 
         Args:
             job: the prompts.
-            whole: whether the answer is sent when it has ended, not token by token.
+            whole: true if the answer is sent at its end, not token by token.
 
         Raises:
-            QueueFull: when too many wait.
-            UserError: when it is longer than a sequence may be.
+            QueueFull: when too many requests wait.
+            UserError: when the job is longer than a sequence may be.
             BatchEnded: when the server stops.
         """
         self._check_queue(len(job.prompts) * job.sampling.n)
@@ -311,14 +311,14 @@ class Service:
             raise _ended(self.batch) from error
 
     async def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
-        """Log-probs of a prompt's tokens in vLLM's form; none for the first."""
+        """Log-probs of a prompt's tokens in vLLM's form; None for the first token."""
         try:
             future = self.batch.prompt_logprobs(prompt, adapter=self._adapter)
         except RuntimeError as error:
             raise _ended(self.batch) from error
-        found = await asyncio.wrap_future(future)
+        logprobs = await asyncio.wrap_future(future)
         shown: list[dict[str, Any] | None] = [None]
-        for token, logprob in zip(prompt[1:], found, strict=True):
+        for token, logprob in zip(prompt[1:], logprobs, strict=True):
             shown.append({str(token): {"logprob": logprob, "decoded_token": self.tokenizer.decode([token])}})
         return shown
 
@@ -333,7 +333,7 @@ class Service:
         return [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
 
     def messages(self, body: ChatBody) -> list[Message]:
-        """The conversation of a request, see `read_conversation`."""
+        """The conversation of a request, normalised by `read_conversation`."""
         self._check_characters("messages", characters(body.messages) + characters(body.tools))
         check_text(json.dumps(body.tools, ensure_ascii=False), "tools")
         return read_conversation("messages", body.messages)
@@ -346,7 +346,7 @@ class Service:
         return [*leading_bos(text, self.tokenizer, plain=True), *ids]
 
     def _check_characters(self, key: str, count: int) -> None:
-        """Refuse what is too long for any tokens, before it is tokenized."""
+        """Refuse a text that is too long for any tokenization, before it is tokenized."""
         if count > self._most_characters:
             raise ContextTooLong(
                 key,
@@ -356,7 +356,7 @@ class Service:
 
 
 def _ended(batch: OpenBatch, submission: Submission | None = None) -> Exception:
-    """Why no more tokens come."""
+    """The reason why no more tokens are delivered, as an exception."""
     if submission is not None and submission.error is not None:
         return RequestFailed(f"decoding has failed with this request ({submission.error!r:.200}): change it")
     if batch.failure is not None:

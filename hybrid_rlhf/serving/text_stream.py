@@ -1,7 +1,7 @@
 """The text of a completion while it is sampled.
 
-A piece ends at a character boundary and shows no part of a stop string. Only the tokens since the last piece and those
-of the piece before it are decoded again, since some tokenizers write a space only between two tokens.
+A piece ends at a character boundary and contains no part of a stop string. Only the tokens since the last piece and
+those of the piece before it are decoded again, since some tokenizers write a space only between two tokens.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from hybrid_rlhf.data.chat.calls import ToolCall, read_reply, shown_so_far
 
-if TYPE_CHECKING:  # it imports torch, which the board does without
+if TYPE_CHECKING:  # it imports torch, which the board does not need
     from hybrid_rlhf.generation.sampling import FinishReason
 
 _INCOMPLETE = "\ufffd"
-"""What decoding writes for the bytes of a character that has not ended."""
+"""Replacement character that decoding writes for the bytes of an incomplete character."""
 
 
 class TextStream:
@@ -24,23 +24,23 @@ class TextStream:
     def __init__(
         self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), *, drops_space: bool = False
     ) -> None:
-        """Begin.
+        """Begin an empty text.
 
         Args:
-            decode: text of tokens.
+            decode: returns the text of tokens.
             stop: strings that end the text and are not part of it.
-            drops_space: whether a space at the beginning is not part of it.
+            drops_space: true to drop a space at the beginning of the text.
         """
         self._decode, self._stop, self._drops_space = decode, tuple(stop), drops_space
         self._tokens: list[int] = []
-        """Those of the last piece, and those after it."""
+        """Tokens of the last piece, and those after it."""
         self._shown = 0
-        """How many of these are in pieces."""
+        """Number of these tokens whose text has been returned."""
         self._held = ""
         """Text that may be the beginning of a stop string."""
 
     def add(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> str:
-        """The text that further tokens complete; the rest of the text with the last one, which comes alone."""
+        """The text that further tokens complete. The last token comes alone and returns the rest of the text."""
         self._tokens += tokens
         before, through = self._decode(self._tokens[: self._shown]), self._decode(self._tokens)
         if finish_reason is None and (len(through) <= len(before) or through.endswith(_INCOMPLETE)):
@@ -58,22 +58,22 @@ class TextStream:
         return text[:end]
 
     def _possible_stop(self, text: str) -> int:
-        """Length of the longest end of a text with which a stop string begins."""
+        """Length of the longest suffix of a text that is a prefix of a stop string."""
         longest = max(map(len, self._stop), default=1) - 1
         lengths = range(min(longest, len(text)), 0, -1)
         return next((size for size in lengths if any(stop.startswith(text[-size:]) for stop in self._stop)), 0)
 
 
 class ReplyStream:
-    """Text and tool calls of a completion while it is sampled: what may be part of a call waits for the end."""
+    """Text and tool calls of a completion while it is sampled; text that may belong to a call is held until the end."""
 
     def __init__(self, text: TextStream, names: Collection[str]) -> None:
-        """Args: the text of the tokens, and the functions that may be called."""
+        """Take the text of the tokens, and the functions that may be called."""
         self._text, self._names = text, names
         self._whole, self._shown = "", 0
 
     def add(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> tuple[str, Sequence[ToolCall]]:
-        """What further tokens complete; the rest of the text, and the calls, with the last one, which comes alone."""
+        """Text and calls that further tokens complete. The last token comes alone and returns the rest."""
         piece = self._text.add(tokens, finish_reason)
         if not self._names:
             return piece, ()

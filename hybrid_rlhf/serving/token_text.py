@@ -1,4 +1,4 @@
-"""Single tokens as text and bytes, as a token may be a part of a character; and how many tokens a text has at least."""
+"""Single tokens as text and bytes, as a token may be a part of a character; and the length of the longest token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\ufffd"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A byte in vocabularies of SentencePiece."""
+"""A token for a byte in SentencePiece's vocabularies."""
 
 
 def _letters_of_bytes() -> dict[str, int]:
-    """The letter that byte-level BPE writes for each byte: the byte itself where it is visible (GPT-2)."""
+    """The byte that each letter of byte-level BPE stands for: a visible byte stands for itself (GPT-2)."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
@@ -24,7 +24,7 @@ _LETTERS = _letters_of_bytes()
 
 
 class TokenText:
-    """The tokens of one tokenizer."""
+    """Texts of the tokens of one tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -38,11 +38,11 @@ class TokenText:
         return self._of(token)[0]
 
     def content(self, token: int) -> bytes:
-        """The bytes of a token, which for a part of a character are no text."""
+        """The bytes of a token; the bytes of a part of a character are not text."""
         return self._of(token)[1]
 
     def label(self, token: int) -> str:
-        """The text of a token; of a part of a character, its bytes, as OpenAI's completions show them."""
+        """The text of a token; for a part of a character its bytes, as in OpenAI's completions."""
         text, content = self._of(token)
         if _INCOMPLETE not in text or content == text.encode():
             return text
@@ -69,14 +69,14 @@ class TokenText:
 
 @functools.lru_cache(maxsize=8)
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Characters of the longest token: a text of n characters has at least n divided by this tokens."""
+    """Number of characters of the longest token, by which a text's length divided is a lower bound of its tokens."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 def characters(value: Any) -> int:
-    """Of all texts in a value of JSON."""
+    """Number of characters of all texts in a JSON value."""
     count, waiting = 0, [value]
-    while waiting:  # without recursion: a client chooses how deep values are nested
+    while waiting:  # without recursion, as a client may nest values arbitrarily deep
         item = waiting.pop()
         if isinstance(item, dict):
             count += sum(map(len, item))

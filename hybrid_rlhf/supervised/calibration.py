@@ -51,13 +51,13 @@ def collect_calibration_data(
 ) -> CalibrationData:
     """Scores of a model on rows, gathered from all ranks. Every rank calls."""
     progress = run.progress("calibration", total=len(rows))
-    found = [
+    scored = [
         objective.calibration_data(engine, objective.collate(micro))
         for batches in one_pass(rows, plan, run.world, padded=not engine.packs, progress=progress)
         for micro in batches
     ]
     names = [field.name for field in fields(CalibrationData)]
-    mine = {name: torch.cat([getattr(part, name) for part in found]).cpu() for name in names}
+    mine = {name: torch.cat([getattr(part, name) for part in scored]).cpu() for name in names}
     gathered = run.world.all_gather_objects(mine)
     return CalibrationData(**{name: torch.cat([part[name] for part in gathered]) for name in names})
 

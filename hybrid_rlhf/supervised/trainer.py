@@ -1,7 +1,7 @@
 """Trainer of one model: one optimizer update per batch, and evaluation on held-out rows.
 
-What a batch teaches is an Objective. The loss of an update is divided once, by its count over all micro-batches and
-ranks.
+An Objective defines the loss of a batch. The loss of an update is divided once, by its count over all micro-batches
+and ranks.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ class Objective(ABC, Generic[BatchT]):
     name: str
     """Prefix of the training metrics."""
     packs = True
-    """Whether other models that it uses, such as a teacher, take rows without padding."""
+    """True if other models that it uses, such as a teacher, take rows without padding."""
 
     @abstractmethod
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> BatchT:
-        """Rows of the data as tensors on the device; None is an empty row."""
+        """Collate rows of the data as tensors on the device; None is an empty row."""
 
     def prepare(self, engine: ModelEngine, batches: Sequence[BatchT]) -> Sequence[BatchT]:
-        """The micro-batches of an update, with what must be computed from all of them first. Every rank calls."""
+        """Add values that are computed from all micro-batches of an update, before its losses. Every rank calls."""
         return batches
 
     def resample(self, engine: ModelEngine, batches: Sequence[BatchT], *, step: int) -> Sequence[BatchT]:
-        """The micro-batches of an update, where they are not those of the data. Every rank calls."""
+        """Replace the micro-batches of an update by sampled ones, if the objective samples. Every rank calls."""
         return batches
 
     @abstractmethod
     def count(self, batch: BatchT) -> int:
-        """Denominator of the loss of a batch: tokens, pairs or labels."""
+        """The denominator of the loss of a batch: its number of tokens, pairs or labels."""
 
     @abstractmethod
     def tokens(self, batch: BatchT) -> int:
-        """Tokens of a batch, without padding."""
+        """Number of tokens of a batch, without padding."""
 
     @abstractmethod
     def loss(self, engine: ModelEngine, batch: BatchT) -> LossSum:
-        """The loss of a batch."""
+        """Return the loss of a batch, summed over what `count` counts."""
 
     @abstractmethod
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
@@ -108,13 +108,13 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
         )
 
     def step(self, step: int) -> dict[str, float]:
-        """See Trainer."""
+        """Make one optimizer update, and return its metrics."""
         if self._batches is None:
             self._batches = self._loader.iterate(self._config.epochs)
         return self._update(step, next(self._batches))
 
     def resume(self) -> int | None:
-        """See Trainer."""
+        """Restore the newest checkpoint and return its step; None without a checkpoint."""
         state = self._checkpoints.resume()
         if state is None:
             return None
@@ -123,7 +123,7 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
         return state.step
 
     def state(self, step: int) -> LoopState:
-        """See Trainer."""
+        """Return the positions of the data loader and the skipped updates, for a checkpoint."""
         return LoopState(step, {"loader": self._loader.state_dict(), "skipped": self._skipped.state_dict()})
 
     def _update(self, step: int, micro_batches: Sequence[Sequence[Mapping[str, Any] | None]]) -> dict[str, float]:
@@ -193,7 +193,7 @@ def one_pass(
 ) -> Iterator[list[list[dict[str, Any] | None]]]:
     """This rank's micro-batches of one pass over all rows, in order; empty rows complete the last batch.
 
-    The progress counts rows and advances after each batch.
+    `progress` counts rows and advances after each batch.
     """
     size = plan.global_batch_size
     batches = BatchLoader(
@@ -212,6 +212,6 @@ def one_pass(
 
 
 def total_steps(loader: BatchLoader, config: TrainConfig) -> int:
-    """Optimizer updates of the run."""
+    """Number of optimizer updates of the run."""
     steps = loader.steps_per_epoch * config.epochs
     return steps if config.max_steps is None else min(steps, config.max_steps)

@@ -1,4 +1,4 @@
-"""How the board starts a command of this package: this interpreter, settings in a file, a process group of its own."""
+"""Starts commands of this package: with this interpreter, settings in a file, and a separate process group."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _KILL_SECONDS = 5.0
 
 
 def command_line(name: str, settings: Path, *words: str) -> list[str]:
-    """A command of this package with its settings."""
+    """The command line of a command of this package with its settings."""
     return [sys.executable, "-m", "hybrid_rlhf", name, "--config", str(settings), *words]
 
 
 def start_process(
     command: Sequence[str], variables: Mapping[str, str] | None = None, **streams: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a command; its signals are its own, so Ctrl-C of the board does not reach it.
+    """Start a command in a new session, so that Ctrl-C of the board does not reach it.
 
     `variables` are added to its environment.
     """
@@ -42,7 +42,7 @@ def start_process(
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
-    """End a command and what it started."""
+    """End a command and the processes that it has started."""
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGTERM)
     try:
@@ -62,7 +62,7 @@ def nested_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a form, by dotted key, as sections.
 
     Raises:
-        UserError: if a key is a value and a section too.
+        UserError: if a key is both a value and a section.
     """
     try:
         return nested(values)

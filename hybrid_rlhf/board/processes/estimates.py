@@ -1,7 +1,6 @@
-"""Memory and speed of a form's settings, by `hybrid-rlhf plan` in a process of its own: planning imports torch.
+"""Memory and speed of a form's settings, by `hybrid-rlhf plan` in a separate process, as planning imports torch.
 
-One plan is made at a time. A newer question ends the process of the one before it, which is of settings that the user
-has left behind.
+One plan is made at a time. A newer request ends the process of the previous one, whose settings the user has changed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _SECONDS = 180.0
 
 
 class Estimates:
-    """Plans of settings; those of the same settings are kept."""
+    """Plans of settings, cached."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -34,7 +33,7 @@ class Estimates:
         self._newest: object = None
 
     def of_form(self, command: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """POST /api/form/estimate: what is wrong with the values, or the plan."""
+        """POST /api/form/estimate: the error of the values, or their plan."""
         try:
             form = read_form(command, values)
             if form.config.model.path is None:
@@ -44,10 +43,10 @@ class Estimates:
             return {"problem": str(error), "memory": [], "step_seconds": None}
 
     def plan(self, command: str, settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
-        """Memory of each phase, and seconds of a step of RL where the machine was calibrated.
+        """Memory of each phase, and seconds per step of RL if the machine was calibrated.
 
         Raises:
-            UserError: if it cannot be planned, or a newer question came.
+            UserError: if the settings cannot be planned, or a newer request arrived.
         """
         key = json.dumps([command, settings, processes], sort_keys=True, default=str)
         me = self._newest = object()
@@ -59,15 +58,15 @@ class Estimates:
         with self._turn:
             if self._newest is not me:
                 raise UserError("the settings have changed: ask again")
-            found = _plan(self._run(command, settings, processes))
+            plan = _plan(self._run(command, settings, processes))
         with self._lock:
-            self._known[key] = found
+            self._known[key] = plan
             while len(self._known) > _MOST_KEPT:
                 self._known.popitem(last=False)
-        return found
+        return plan
 
     def close(self) -> None:
-        """End the present plan."""
+        """End the running plan."""
         self._newest = None
         with self._lock:
             if self._process is not None:
@@ -93,20 +92,20 @@ class Estimates:
         if process.returncode < 0:
             raise UserError("the settings have changed: ask again")
         try:
-            found = json.loads(output)
+            document = json.loads(output)
         except ValueError:
             lines = errors.decode(errors="replace").strip().splitlines()
             raise UserError((lines or ["the plan has no result"])[-1].removeprefix("error: ")) from None
-        if not isinstance(found, dict) or "memory" not in found:
-            raise UserError(str(found.get("error", found)) if isinstance(found, dict) else str(found))
-        return found
+        if not isinstance(document, dict) or "memory" not in document:
+            raise UserError(str(document.get("error", document)) if isinstance(document, dict) else str(document))
+        return document
 
 
-def _plan(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the board shows of a plan."""
+def _plan(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a plan that the board shows."""
     memory = [
-        {"phase": phase["phase"], "gib": phase["total"] / 2**30, "fits": phase["fits"]} for phase in found["memory"]
+        {"phase": phase["phase"], "gib": phase["total"] / 2**30, "fits": phase["fits"]} for phase in document["memory"]
     ]
-    plans = (found.get("rl") or {}).get("plans", [])
+    plans = (document.get("rl") or {}).get("plans", [])
     seconds = next((plan["step_seconds"] for plan in plans if plan.get("fits") and "step_seconds" in plan), None)
     return {"memory": memory, "step_seconds": seconds}

@@ -1,7 +1,7 @@
 """The settings of a training command as a form, and its values as a config and as a command.
 
-Keys, types, help and defaults are those of `--help`, so that a new setting is in the form at once. A list or a mapping
-is entered as YAML; an optional section is a switch.
+Keys, types, help and defaults are those of `--help`, so that the form always has all settings. A list or a mapping is
+entered as YAML; an optional section is a switch.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from hybrid_rlhf.configs.parsing.yaml_text import yaml_value
 from hybrid_rlhf.configs.sections.rules import marks_of
 
 PROCESSES = "launcher.num_processes"
-"""A field beside the keys of the config."""
+"""A field of the form besides the keys of the config."""
 _TYPES = {bool: "bool", int: "int", float: "float"}
 _REQUIRED = ("model.path", "data.sources", "reward.components", "output_dir")
-"""Fields that a form begins with, of those that the command has."""
+"""Fields at the beginning of a form, if the command has them."""
 
 
 @dataclass(frozen=True)
 class ReadForm:
-    """What a form's values are."""
+    """A form's values as a config."""
 
     config: Any
     processes: int
     values: dict[str, Any]
-    """By dotted key, texts of lists and mappings read."""
+    """Values by dotted key; texts of lists and mappings are parsed."""
 
 
 def form_fields(command: str, algorithm: str | None) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def form_fields(command: str, algorithm: str | None) -> list[dict[str, Any]]:
 
 
 def optional_sections(tree: Section) -> Iterator[tuple[str, bool]]:
-    """The dotted names of the sections that a config can be without, and whether they are used."""
+    """The dotted names of optional sections, and true for those that are used."""
     for section in tree.walk(off=True):
         for name, inner in section.sections.items():
             marks = marks_of(section.kind.__dataclass_fields__[name])  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def config_type(command: str) -> type:
     """The config of a training command.
 
     Raises:
-        UserError: if there is none of that name.
+        UserError: if there is no such command.
     """
     if command not in COMMANDS:
         raise UserError(f"command must be one of {', '.join(COMMANDS)}, got {command[:40]!r}: choose one")
@@ -114,11 +114,11 @@ def read_form(command: str, values: Mapping[str, Any]) -> ReadForm:
     for key, value in values.items():
         if isinstance(value, str) and key in hints:
             values[key] = _read_text(key, value, hints[key])
-    given = set(values)
+    given_keys = set(values)
     for switch, _ in optional_sections(tree):
-        inside = {key for key in given if key.startswith(f"{switch}.")}
+        inside = {key for key in given_keys if key.startswith(f"{switch}.")}
         if values.get(switch) is True and inside:
-            del values[switch]  # its keys say that it is used
+            del values[switch]  # its keys imply that it is used
     try:
         config: Any = build_config(kind, [Layer(copy.deepcopy(nested_values(values)))])  # the parser changes its input
     except RecursionError:
@@ -127,7 +127,7 @@ def read_form(command: str, values: Mapping[str, Any]) -> ReadForm:
 
 
 def check_form(command: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """POST /api/form/check: what is wrong with the values and in which field, what is missing, and the command."""
+    """POST /api/form/check: the error of the values and its field, missing fields, and the command."""
     try:
         form = read_form(command, values)
     except UserError as error:
@@ -136,14 +136,14 @@ def check_form(command: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key_of(command: str, error: str) -> str | None:
-    """The key that an error is about: it begins with it, or names it; None: it names none that every config has."""
+    """The key that an error is about, which it begins with or names; None if it names no key of every config."""
     known = {PROCESSES, "algorithm.name", *config_tree(config_type(command)).all_keys(off=True)}
     words = re.findall(r"\w+(?:\.\w+)*", error)
     return next((word for place, word in enumerate(words) if word in known and (not place or "." in word)), None)
 
 
 def form_command(command: str, form: ReadForm) -> list[str]:
-    """The lines of the command that a form's values are, for a shell: the first without options, then one each."""
+    """The lines of the shell command for a form's values: the command, then one option per line."""
     start = f"hybrid-rlhf {command}"
     if form.processes > 1:
         start = f"torchrun --standalone --nproc-per-node={form.processes} -m hybrid_rlhf {command}"
@@ -168,10 +168,10 @@ def _tree(command: str, algorithm: str | None) -> Section:
 
 
 def _read_text(key: str, text: str, hint: Any) -> Any:
-    """The value that is meant by the text of a field.
+    """The value of a field from its text.
 
     Raises:
-        UserError: if it is not YAML.
+        UserError: if the text is not YAML.
     """
     if is_list(hint):
         return _read_list(key, text)
@@ -181,19 +181,19 @@ def _read_text(key: str, text: str, hint: Any) -> Any:
 
 
 def _read_list(key: str, text: str) -> Any:
-    """A list as YAML, one mapping alone, or an item per line: a bare word or {KEY: VALUE}.
+    """A list from YAML, from a single mapping, or from an item per line: a bare word or {KEY: VALUE}.
 
     Raises:
-        UserError: if it is none of these.
+        UserError: if the text has none of these forms.
     """
     text = text.strip()
     if text == "null":
         return None
     if text.startswith(("[", "- ", "-\n")):
-        found = yaml_value(text, key)
-        if not isinstance(found, list):
+        items = yaml_value(text, key)
+        if not isinstance(items, list):
             raise UserError(f"{key} must be a list, got {text[:80]!r}: write an item per line")
-        return found
+        return items
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if any(re.match(r"\w+:(\s|$)", line) for line in lines):
         return [yaml_value(text, key)]
@@ -204,7 +204,7 @@ def _read_list(key: str, text: str) -> Any:
 
 
 def _is_structured(hint: Any) -> bool:
-    """Whether a value may be a list, a tuple or a mapping."""
+    """Return True if a value may be a list, a tuple or a mapping."""
     return any(typing.get_origin(option) in (list, dict, tuple) for option in options_of(hint)) or (
         section_type(hint) is not None
     )
@@ -235,7 +235,7 @@ def _field(
 
 
 def _kind(hint: Any) -> tuple[str, list[Any] | None]:
-    """The type of a field, and the choices of one with a few values."""
+    """The type of a field, and the choices if it has a few values."""
     if is_list(hint):
         return "list", None
     if _is_structured(hint):

@@ -1,6 +1,6 @@
-"""Short commands with a result, one at a time: each needs most of the machine.
+"""Short commands with a result, one at a time, as each needs most of the machine.
 
-A command prints JSON: `{"error": ...}` or its result on the last line of its standard output. The lines of its standard
+A command prints JSON on the last line of its standard output: `{"error": ...}` or its result. The lines of its standard
 error are its progress.
 """
 
@@ -30,12 +30,12 @@ _PROGRESS_SECONDS = 0.3
 
 
 class UnknownJob(UserError):
-    """There is no job of that id."""
+    """There is no job with this id."""
 
 
 @dataclass
 class CommandJob:
-    """A command that waits, runs or has ended."""
+    """A waiting, running or ended command."""
 
     name: str
     settings: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Jobs:
     """Runs commands one after the other."""
 
     def __init__(self, hub: EventHub) -> None:
-        """Take where progress goes."""
+        """Take the hub that publishes progress."""
         self._hub = hub
         self._jobs: OrderedDict[str, CommandJob] = OrderedDict()
         self._lock = threading.Lock()
@@ -67,23 +67,23 @@ class Jobs:
         """Queue a command with its nested settings.
 
         Raises:
-            UserError: if too many wait.
+            UserError: if too many jobs wait.
         """
         job = CommandJob(name, settings)
         with self._lock:
-            if self._closed or sum(other.state == "running" for other in self._jobs.values()) >= _MOST_WAITING:
+            if self._closed or sum(queued.state == "running" for queued in self._jobs.values()) >= _MOST_WAITING:
                 raise UserError(f"at most {_MOST_WAITING} jobs wait, these do: try again when some have ended")
             self._jobs[job.id] = job
-            for ended in [each.id for each in self._jobs.values() if each.state != "running"][:-_MOST_KEPT]:
+            for ended in [queued.id for queued in self._jobs.values() if queued.state != "running"][:-_MOST_KEPT]:
                 del self._jobs[ended]
             self._worker.submit(self._run, job)
         return job
 
     def get(self, job_id: str) -> CommandJob:
-        """A job.
+        """The job with an id.
 
         Raises:
-            UnknownJob: if there is none of that id.
+            UnknownJob: if there is no job with this id.
         """
         with self._lock:
             job = self._jobs.get(job_id)
@@ -92,7 +92,7 @@ class Jobs:
         return job
 
     def close(self) -> None:
-        """End the present command; those that wait do not begin."""
+        """End the running command; waiting ones are not started."""
         with self._lock:
             self._closed = True
             process = self._process

@@ -1,8 +1,8 @@
-"""Settings that a form can begin with: those of an earlier run, and of recipes.
+"""Initial settings of a form: those of earlier runs and of recipes.
 
-Recipes are the YAML files of the folder `recipes/` in which the board was started, if there is one: a checkout has it,
-the wheel does not, because recipes name files of the checkout. A file has the keys of `hybrid-rlhf train`, and is a
-preset of each of its steps, or those of one step.
+Recipes are the YAML files of the folder `recipes/` in the working folder, if it exists: a checkout has it, the wheel
+does not, because recipes name files of the checkout. A file has the keys of `hybrid-rlhf train`, and is then a preset
+of each of its steps, or the keys of one step.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hybrid_rlhf.runtime.files.reading import read_text
 
 _RECIPES = Path("recipes")
 _NOT_COPIED = ("output_dir", "resume")
-"""Keys of an earlier run that are not those of another."""
+"""Keys of an earlier run that a new run does not take over."""
 
 
 class Presets:
-    """What the form offers to begin with."""
+    """The presets that the form offers."""
 
     def __init__(self, folders: RunFolders, summaries: RunSummaries) -> None:
         """Take the runs."""
@@ -56,7 +56,7 @@ class Presets:
         """GET /api/presets/PRESET: the command, and the values that differ from its defaults.
 
         Raises:
-            UserError: if there is no such preset, or its settings are not those of this version.
+            UserError: if there is no such preset, or its settings do not fit this version.
         """
         name, colon, step = preset.partition(":")
         if not colon:
@@ -82,7 +82,7 @@ class Presets:
         values = _values(config, processes)
         folder = self._folders.place(config.output_dir)
         if folder is not None and not folder.exists():
-            values["output_dir"] = config.output_dir  # where the recipe's next step looks for the model
+            values["output_dir"] = config.output_dir  # the recipe's next step reads the model from there
         return {"command": step, "values": values, "note": note}
 
 
@@ -91,7 +91,7 @@ def _recipe_files() -> list[Path]:
 
 
 def _recipe_steps(file: Path) -> list[tuple[str | None, str | None]]:
-    """The steps of a recipe, or why it cannot be read; its settings are checked when it is chosen."""
+    """The steps of a recipe, or the reason why it cannot be read; its settings are checked when it is selected."""
     try:
         content = parse_yaml(read_text(file, "a recipe must be a file"), file.name)
         if not _is_pipeline(content):
@@ -136,20 +136,20 @@ def _values(config: Any, processes: int) -> dict[str, Any]:
 
 
 def _value(config: Any, key: str) -> Any:
-    """The value of a dotted key; None in a section that is not used."""
+    """The value of a dotted key; None in an unused section."""
     return reduce(lambda place, name: getattr(place, name, None), key.split("."), config)
 
 
 def _short(value: Any) -> Any:
-    """A value as JSON, its dataclasses without their defaults."""
+    """A value as JSON; dataclasses without their default values."""
     if isinstance(value, list | tuple):
         return [_short(item) for item in value]
     if not dataclasses.is_dataclass(value):
         return value
-    found = {}
+    changed = {}
     for field in dataclasses.fields(value):
-        own = getattr(value, field.name)
+        field_value = getattr(value, field.name)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if own != default:
-            found[field.name] = _short(own)
-    return found
+        if field_value != default:
+            changed[field.name] = _short(field_value)
+    return changed

@@ -1,7 +1,7 @@
-"""Runs that the board starts, stops and resumes, as the commands of this package.
+"""Starts, stops and resumes runs, as commands of this package.
 
-A run is a process group of its own that outlives the board. Its settings (`board.yaml`), its number of processes
-(`board.json`) and what it prints (`board.log`) are in its folder.
+A run is a separate process group that outlives the board. Its settings (`board.yaml`), its number of processes
+(`board.json`) and its output (`board.log`) are in its folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybrid_rlhf.runtime.files.names import CHECKPOINTS, CONFIG_FILE, MANIFEST
 from hybrid_rlhf.runtime.openmp import shared_cores
 
 _LAUNCH = "board.json"
-"""On how many processes the board started a run."""
+"""File with the number of processes of a run that the board started."""
 
 
 class Training:
@@ -44,10 +44,10 @@ class Training:
         summaries.is_starting = self.is_alive
 
     def start(self, command: str, values: Mapping[str, Any]) -> str:
-        """Start a run of a form's values; its id. Without an output_dir, see `unused_folder`.
+        """Start a run with a form's values and return its id. Without an output_dir, see `unused_folder`.
 
         Raises:
-            UserError: for a wrong value, or an output_dir outside of the board's folders or with something in it.
+            UserError: for a wrong value, or an output_dir that is outside of the board's folders or not empty.
         """
         values = {"output_dir": str(self.unused_folder(command)), **values}
         form = read_form(command, values)
@@ -56,12 +56,13 @@ class Training:
             return self._launch_new(command, folder, form)
 
     def unused_folder(self, command: str) -> Path:
-        """A folder for a run that names none: of the command's name for it, in the first of the board's folders."""
+        """A folder for a run without output_dir: in the first of the board's folders, with the command's default
+        name."""
         default = config_tree(config_type(command)).all_keys()["output_dir"].default
         return self._folders.unused(Path(default).name)
 
     def start_with(self, command: str, folder: Path, values: Mapping[str, Any]) -> str:
-        """Start a run in a folder that has its data already; see `start`."""
+        """Start a run in a folder that already has its data; see `start`."""
         form = read_form(command, values)
         with self._lock:
             return self._launch_new(command, folder, form)
@@ -70,8 +71,8 @@ class Training:
         """Ask a run to save and stop.
 
         Raises:
-            UserError: if it does not run, runs elsewhere, belongs to another user, or its process is not proven to be
-                the run's.
+            UserError: if it does not run, runs on another host, belongs to another user, or if its process cannot be
+                verified.
         """
         state = self._summaries.summary(run)["state"]
         if state != "running":
@@ -87,13 +88,14 @@ class Training:
         except psutil.AccessDenied:
             raise UserError(f"{run.name} cannot be stopped by this user: ask the user who started it") from None
         except psutil.NoSuchProcess:
-            return  # it has ended meanwhile
+            return  # it has ended in the meantime
 
     def resume(self, run: RunFolder) -> None:
-        """Resume a run from its last complete checkpoint, or anew without one, on as many processes.
+        """Resume a run from its last complete checkpoint, or from the start without one, on the same number of
+        processes.
 
         Raises:
-            UserError: if it runs, has finished, or is not of this package.
+            UserError: if it is running, has finished, or is not a run of this package.
         """
         with self._lock:
             summary = self._summaries.summary(run)
@@ -106,7 +108,7 @@ class Training:
             self._launch(run.folder, command_line(summary["command"], settings, *words), world_size(run.folder))
 
     def is_alive(self, run_id: str) -> bool:
-        """Whether a process that this board started for a run lives."""
+        """Return True while a process that this board started for a run is alive."""
         process = self._processes.get(run_id)
         return process is not None and process.poll() is None
 
@@ -131,15 +133,15 @@ class Training:
 
 
 def world_size(folder: Path) -> int:
-    """On how many ranks the newest checkpoint was written, without one the board started the run; else 1."""
+    """Number of ranks of the newest checkpoint, or else of the board's start of the run; 1 if neither is known."""
     manifests = sorted((folder / CHECKPOINTS).glob(f"step_*/{MANIFEST}"), key=lambda file: file.stat().st_mtime)
-    found = [_value(file, "content", "world_size") for file in manifests[-1:]]
-    found.append(_value(folder / _LAUNCH, "num_processes"))
-    return next((ranks for ranks in found if isinstance(ranks, int) and 1 <= ranks <= 1024), 1)
+    counts = [_value(file, "content", "world_size") for file in manifests[-1:]]
+    counts.append(_value(folder / _LAUNCH, "num_processes"))
+    return next((ranks for ranks in counts if isinstance(ranks, int) and 1 <= ranks <= 1024), 1)
 
 
 def _value(file: Path, *keys: str) -> Any:
-    """A value in a file of JSON; none where it cannot be read: the run itself reports a broken checkpoint."""
+    """A value in a JSON file; None if it cannot be read, as the run itself reports a broken checkpoint."""
     try:
         with open_regular(file) as opened:
             value = json.load(opened)

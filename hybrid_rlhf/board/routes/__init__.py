@@ -1,5 +1,4 @@
-"""The API of the board, one file per subject; docs/board.md has the contract.
+"""The API of the board, one file per subject; docs/board.md specifies it.
 
-Read `app.py` (all of it together, and what an error looks like), `access.py` (who may ask), `answers.py` (JSON), then
-any subject.
+Read `app.py` (the application and its errors), `access.py` (access rules), `answers.py` (JSON), then any subject.
 """

@@ -1,7 +1,7 @@
-"""Who may ask: pages of this board alone.
+"""Access rules of the board: only its own pages may send requests.
 
-The rules of serving/access.py hold, and a request that changes something needs a header that a form or an image cannot
-send. A board that other machines can reach also needs a token, which a browser keeps as a cookie.
+The rules of serving/access.py apply, and a request that changes something needs a header that a form or an image cannot
+send. A board that other machines can reach also requires a token, which a browser stores as a cookie.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybrid_rlhf.serving.access import AccessRules, Refusal
 
 COOKIE = "board_token"
 MOST_BODY_BYTES = 4 * 2**20
-"""A completion of a hundred thousand tokens is a tenth of it."""
+"""Limit of a body; a completion of a hundred thousand tokens is a tenth of it."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",
@@ -32,10 +32,10 @@ _HEADERS = {
 
 
 class BoardAccess:
-    """ASGI middleware: refuses what no page of the board sends, and adds the headers of security to all answers."""
+    """ASGI middleware: refuses requests that no page of the board sends, and adds security headers to all answers."""
 
     def __init__(self, app: ASGIApp, host: str, token: str | None) -> None:
-        """Take the application, the configured host, and the token; None: everybody who reaches the board may ask."""
+        """Take the application, the configured host, and the token; None admits everyone who reaches the board."""
         self._app, self._token = app, token
         self._rules = AccessRules(host)
 
@@ -61,14 +61,14 @@ class BoardAccess:
         await (self._app if refusal is None else refusal)(scope, receive, with_headers)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        """Why a request is refused, as an answer; None: it is not."""
+        """The answer that refuses a request; None if it is admitted."""
         if (refused := self._rules.host_refusal(headers) or self._rules.origin_refusal(headers)) is not None:
             return _refused(refused)
         if scope["method"] not in ("GET", "HEAD", "POST"):
             return error_answer(f"the method must be GET or POST, got {scope['method'][:20]}", 405)
         if self._token is not None and scope["path"] != "/health":
-            given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-            if scope["path"] == "/" and self._is_token(given):
+            token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+            if scope["path"] == "/" and self._is_token(token):
                 moved = RedirectResponse("/", 303)
                 moved.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
                 return moved
@@ -79,9 +79,9 @@ class BoardAccess:
         refused = self._rules.content_refusal(scope["method"], headers)
         return None if refused is None else _refused(refused)
 
-    def _is_token(self, given: str) -> bool:
+    def _is_token(self, token: str) -> bool:
         assert self._token is not None
-        return hmac.compare_digest(given.encode(), self._token.encode())
+        return hmac.compare_digest(token.encode(), self._token.encode())
 
 
 def _refused(refusal: Refusal) -> Response:
@@ -90,10 +90,10 @@ def _refused(refusal: Refusal) -> Response:
 
 def _cookie(headers: Headers) -> str:
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
     except CookieError:
         return ""
-    return "" if found is None else found.value
+    return "" if cookie is None else cookie.value
 
 
 async def _body(receive: Receive) -> bytes | Response:
@@ -119,7 +119,7 @@ async def _body(receive: Receive) -> bytes | Response:
 
 
 def _replayed(content: bytes, receive: Receive) -> Receive:
-    """A channel that gives a body that was read already, then what follows."""
+    """A channel that returns a body that was already read, then the following messages."""
     waiting = [content]
 
     async def replay() -> Message:

@@ -1,4 +1,4 @@
-"""Answers as JSON that any browser reads: numbers that are not finite are null, and text may be anything."""
+"""Answers as JSON for any browser: numbers that are not finite are null, and texts may contain any character."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import Response
 
 
 def answer(content: Any, status: int = 200) -> Response:
-    """JSON in ASCII: half of a surrogate pair, which samples may have, cannot be written as UTF-8."""
+    """An answer in ASCII JSON, as samples may have lone surrogates, which UTF-8 cannot encode."""
     try:
         text = json.dumps(content, allow_nan=False, default=str)
     except ValueError:
@@ -19,7 +19,7 @@ def answer(content: Any, status: int = 200) -> Response:
 
 
 def error_answer(message: str, status: int) -> Response:
-    """An error: one line."""
+    """An error as one line."""
     return answer({"error": " ".join(message.split())}, status)
 
 

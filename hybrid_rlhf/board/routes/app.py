@@ -31,8 +31,8 @@ def build_app(workspace: BoardWorkspace, config: BoardConfig) -> FastAPI:
     """The application.
 
     Args:
-        workspace: what the board has open; closed with the application.
-        config: its settings.
+        workspace: state of the board; closed with the application.
+        config: settings of the board.
     """
 
     @asynccontextmanager
@@ -48,7 +48,7 @@ def build_app(workspace: BoardWorkspace, config: BoardConfig) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(OSError, _handler(503))
     app.add_exception_handler(sqlite3.Error, _handler(503))
-    app.add_exception_handler(Exception, _internal_error)  # it is logged too
+    app.add_exception_handler(Exception, _internal_error)  # the exception is also logged
     app.add_middleware(BoardAccess, host=config.host, token=config.token)
 
     @app.get("/")
@@ -77,7 +77,7 @@ def _handler(status: int) -> Callable[[Request, Exception], Awaitable[Response]]
 
 
 async def _wrong_request(request: Request, error: Exception) -> Response:
-    """The first rule that a query, a path or a body breaks."""
+    """An answer with the first rule that a query, a path or a body breaks."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])

@@ -19,7 +19,7 @@ _Path = Annotated[str, Field(min_length=1, max_length=4000)]
 
 
 class SamplingBody(BaseModel):
-    """How answers are sampled."""
+    """Sampling parameters of the answers."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -59,7 +59,7 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
 
 
 def _paths(workspace: BoardWorkspace, body: BoardChatBody) -> tuple[list[str], str | None]:
-    """Of the models and of the reward model; the folders are read, so the loop does not wait for this."""
+    """Paths of the models and of the reward model. It reads folders, so it must not run on the event loop."""
     models = [workspace.models.path_of(model, "chat") for model in body.models]
     return models, None if body.reward is None else workspace.models.path_of(body.reward, "reward")
 

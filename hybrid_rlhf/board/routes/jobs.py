@@ -19,7 +19,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class SampleBody(BaseModel):
-    """Which sample."""
+    """The step and index of a sample."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -28,13 +28,13 @@ class SampleBody(BaseModel):
 
 
 class RescoreBody(SampleBody):
-    """Which sample, and the text in place of its completion."""
+    """A sample, and the text in place of its completion."""
 
     completion: str = Field(max_length=_MOST_TEXT)
 
 
 class BranchBody(SampleBody):
-    """Which sample, from which token on, with which text first, how often."""
+    """A sample, the token to branch from, the first text of the branches, and their number."""
 
     token: _Count
     text: str | None = Field(None, max_length=_MOST_TEXT)
@@ -47,7 +47,7 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
     folders, jobs = workspace.folders, workspace.jobs
 
     def settings(run: RunFolder, body: SampleBody, **more: Any) -> dict[str, Any]:
-        workspace.samples(run).line(body.step, body.index)  # an unknown sample is an error now
+        workspace.samples(run).line(body.step, body.index)  # raises for an unknown sample
         return {"path": str(run.folder), "step": body.step, "index": [body.index], **more}
 
     @router.post("/runs/{run_id}/replay")

@@ -67,7 +67,7 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
         pairs = folder / _PAIRS
         values = {**body.options, "model.path": body.model, "data.sources": [str(pairs)]}
         try:
-            half = max(1, preferences.write_pairs(pairs) // 2)  # a batch must fit beside the held-out pairs
+            half = max(1, preferences.write_pairs(pairs) // 2)  # a batch must fit into the pairs that are not held out
             values.setdefault("train.global_batch_size", min(TrainConfig().global_batch_size, half))
             return answer({"run": workspace.training.start_with("reward", folder, values)})
         except UserError:

@@ -1,4 +1,4 @@
-"""Runs: the list, one of them, curves, the timeline of a step."""
+"""Runs: the list, a single run, curves, the timeline of steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TimelineQuery(BaseModel):
 
 
 class MarksBody(BaseModel):
-    """What people write about a run."""
+    """The title and notes of a run."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -95,14 +95,14 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
     @router.post("/runs/{run_id}/delete")
     def delete(run_id: str, body: DeleteBody) -> Response:
         run = folders.get(run_id)
-        others = [
-            other.name for other in folders.all() if other.folder != run.folder and run.folder in other.folder.parents
+        inner_runs = [
+            inner.name for inner in folders.all() if inner.folder != run.folder and run.folder in inner.folder.parents
         ]
-        if others:
-            raise UserError(f"{run.name} contains other runs ({', '.join(others[:3])}): delete those first")
+        if inner_runs:
+            raise UserError(f"{run.name} contains other runs ({', '.join(inner_runs[:3])}): delete those first")
         if run.folder in folders.roots:
             raise UserError(f"{run.name} is a folder of the board itself: remove it by hand")
-        if summaries.summary(run)["state"] == "running":  # also on another host, which may not share the lock
+        if summaries.summary(run)["state"] == "running":  # also on another host, where the lock may not be visible
             raise UserError(f"a run that is deleted must not be running, {run.name} is running: stop it first")
         delete_run(run, name=body.name)
         workspace.forget(run)

@@ -1,4 +1,4 @@
-"""Samples: pages of rows, one with its tokens, prompts, and a prompt across runs."""
+"""Samples: pages of rows, a sample with its tokens, prompts, and a prompt across runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid_rlhf.board.samples.rows import UnknownSample
 from hybrid_rlhf.board.workspace import BoardWorkspace
 
 _MOST_OF_PROMPT = 500
-"""Samples of a prompt over all runs."""
+"""Largest number of samples of a prompt, over all runs."""
 
 
 class DistributionsQuery(BaseModel):
@@ -50,8 +50,8 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
         messages, rows = None, list[dict[str, object]]()
         for run in folders.all():
             if workspace.summaries.summary(run)["has_samples"] and len(rows) < _MOST_OF_PROMPT:
-                found, more = workspace.samples(run).of_prompt(key, _MOST_OF_PROMPT - len(rows))
-                messages, rows = messages or found, rows + more
+                prompt_messages, more = workspace.samples(run).of_prompt(key, _MOST_OF_PROMPT - len(rows))
+                messages, rows = messages or prompt_messages, rows + more
         if messages is None:
             raise UnknownSample(f"prompt must be a key of /api/runs/RUN/prompts, got {key}: see there")
         return answer({"prompt": messages, "rows": rows})

@@ -1,4 +1,4 @@
-"""Runs started, stopped and resumed, and the form of their settings; signals."""
+"""Starts, stops and resumes runs; the form of their settings; signals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is in run folders.
+"""The contents of run folders.
 
-Read `folders.py` (which runs there are), `summary.py` (the state of one), `metrics.py` (its curves) and `reading.py`
-(files that may be anything).
+Read `folders.py` (the runs), `summary.py` (the state of a run), `metrics.py` (its curves) and `reading.py` (reading of
+untrusted files).
 """

@@ -1,6 +1,6 @@
 """The run folders below the folders of the board.
 
-A client names a run by an id that is a hash of its path; a path is never put together from what a client sends.
+A client names a run by an id that is a hash of its path; a path is never built from input of a client.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.names import CHECKPOINTS, CONFIG_FILE, METRICS_FILE
 
 BOARD_CONFIG = "board.yaml"
-"""Settings of a run that the board started; it is the first file of its folder."""
+"""Settings of a run that the board started; the first file in its folder."""
 _DEEPEST = 6
 _MOST_RUNS = 5000
 _LONGEST_SHOWN = 200
 _NOT_ENTERED = {CHECKPOINTS, "tensorboard", "tokens", "stacks", "nonfinite", "profile", "logs"}
-"""Folders of a run in which no other run lies."""
+"""Folders of a run that contain no other runs."""
 
 
 class UnknownRun(UserError):
-    """There is no run or model of that id."""
+    """There is no run or model with this id."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class RunFolder:
 
     id: str
     name: str
-    """Below the board's folder."""
+    """Path below the board's folder."""
     folder: Path
 
 
 class RunFolders:
-    """All runs below some folders, found again by `scan`."""
+    """All runs below some folders; `scan` updates them."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         """Take the board's folders.
@@ -59,7 +59,7 @@ class RunFolders:
         self.scan()
 
     def scan(self) -> bool:
-        """Look for runs and models; whether there are others than before."""
+        """Look for runs and models; return True if they have changed."""
         runs, models, links = dict[str, RunFolder](), list[Path](), list[Path]()
         for root in self.roots:
             for folder, names, linked in _folders(root):
@@ -80,10 +80,10 @@ class RunFolders:
             return sorted(self._runs.values(), key=lambda run: (run.name, run.id))
 
     def get(self, run_id: str) -> RunFolder:
-        """The run of an id.
+        """The run with an id.
 
         Raises:
-            UnknownRun: if there is none.
+            UnknownRun: if there is no such run.
         """
         with self._lock:
             run = self._runs.get(run_id)
@@ -92,12 +92,12 @@ class RunFolders:
         return run
 
     def models(self) -> list[Path]:
-        """Folders below the board's that have a model's config and weights."""
+        """Folders below the board's folders that have a model's config and weights."""
         with self._lock:
             return sorted(dict.fromkeys(self._models))
 
     def linked(self) -> list[Path]:
-        """Links to folders that are not below the board's: links are not followed, so their runs are not shown."""
+        """Links to folders that are not below the board's; links are not followed, so their runs are not shown."""
         with self._lock:
             links = sorted(dict.fromkeys(self._links))
         return [link for link in links if not any(link.resolve().is_relative_to(root) for root in self.roots)]
@@ -108,45 +108,46 @@ class RunFolders:
         return str(folder.relative_to(root)) if folder != root else root.name
 
     def make(self, path: str) -> Path:
-        """A new or empty folder below the board's folders; see `place` for the path.
+        """Create a folder below the board's folders, or accept an empty one; see `place` for the path.
 
         Raises:
-            UserError: if it lies outside, has files, or cannot be made.
+            UserError: if it lies outside, has files, or cannot be created.
         """
         shown = path if len(path) <= _LONGEST_SHOWN else f"{path[:_LONGEST_SHOWN]}... ({len(path)} characters)"
         try:
-            found = self.place(path)
-            if found is None:
+            new_folder = self.place(path)
+            if new_folder is None:
                 raise UserError(f"output_dir must lie in {self.roots[0]}, got {shown}: choose another")
-            if found.exists() and any(found.iterdir()):
+            if new_folder.exists() and any(new_folder.iterdir()):
                 raise UserError(f"output_dir must be new, {shown} has files: choose another")
-            found.mkdir(parents=True, exist_ok=True)
+            new_folder.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise UserError(
                 f"output_dir must be a folder that can be made, got {shown!r} ({reason}): choose another"
             ) from None
-        return found
+        return new_folder
 
     def place(self, path: str) -> Path | None:
-        """Where a path lies below the board's folders: from the working folder, or else from the first; None: outside.
+        """Resolve a path below the board's folders, from the working folder or else from the first; None if outside.
 
         Raises:
-            OSError, ValueError, RuntimeError: if it is no path.
+            OSError, ValueError, RuntimeError: if it is not a path.
         """
         for start in (Path.cwd(), self.roots[0]):
-            found = (start / path).resolve()
-            if any(found != root and found.is_relative_to(root) for root in self.roots):
-                return found
+            resolved = (start / path).resolve()
+            if any(resolved != root and resolved.is_relative_to(root) for root in self.roots):
+                return resolved
         return None
 
     def unused(self, name: str) -> Path:
-        """A folder of this name, or with a number, that is not yet in the first of the board's folders."""
+        """A folder with this name, or with a number appended, that does not exist in the first of the board's
+        folders."""
         names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
         return next(folder for folder in map(self.roots[0].joinpath, names) if not folder.exists())
 
     def shown(self, folder: Path) -> str:
-        """A folder as `place` reads it: from the working folder where it lies there."""
+        """A folder in the form that `place` reads: relative to the working folder if it lies there."""
         here = Path.cwd()
         return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
@@ -157,7 +158,7 @@ def run_id(folder: Path) -> str:
 
 
 def _folders(root: Path) -> Iterator[tuple[Path, set[str], list[Path]]]:
-    """Folders with the names of their files and their links to folders, without hidden ones and unreadable ones."""
+    """Folders with the names of their files and their links to folders; hidden and unreadable ones are skipped."""
     waiting = [(root, 0)]
     while waiting:
         folder, depth = waiting.pop()

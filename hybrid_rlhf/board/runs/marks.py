@@ -1,4 +1,4 @@
-"""What people write about a run on the board: a title and notes, in a file of its folder; and the removal of a run.
+"""Title and notes that people give a run on the board, in a file of its folder; and the removal of a run.
 
 The title does not rename the folder, so that paths in configs, reports and other runs stay valid.
 """
@@ -42,11 +42,11 @@ def delete_run(run: RunFolder, *, name: str) -> None:
     """Delete the folder of a run, with its models and checkpoints.
 
     Args:
-        run: which must not be running; its lock is held meanwhile, so that it cannot be started.
+        run: run that must not be running; its lock is held during the removal, so that it cannot be started.
         name: the run's name, typed by the user.
 
     Raises:
-        UserError: if the name is another, the run is running, or the folder contains other runs or cannot be removed.
+        UserError: if the name differs, the run is running, or the folder contains other runs or cannot be removed.
     """
     if name != run.name:
         raise UserError(f"a run is deleted by its name, {run.name}, got {name[:200]!r}: type its name")
@@ -54,7 +54,7 @@ def delete_run(run: RunFolder, *, name: str) -> None:
     if (owner := lock.acquire()) is not None:
         raise UserError(f"a run that is deleted must not be running, {run.name} is locked by {owner}: stop it first")
     try:
-        # Hidden first, so that a removal that is interrupted leaves no half of a run in the list.
+        # Renamed to a hidden folder first, so that an interrupted removal leaves no incomplete run in the list.
         hidden = run.folder.with_name(f".deleted-{run.folder.name}-{run.id}")
         run.folder.rename(hidden)
         shutil.rmtree(hidden)

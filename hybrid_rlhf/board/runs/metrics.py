@@ -1,6 +1,6 @@
-"""The curves of a run: metrics.jsonl, read on from where the last reading ended, and thinned out for a screen.
+"""The curves of a run: metrics.jsonl, read incrementally, and thinned out for a screen.
 
-A curve is thinned out by the smallest and the largest value of each bucket of steps, so that no peak is lost.
+Thinning keeps the smallest and the largest value of each bucket of steps, so that no peak is lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOT_PHASES = (
     "time/hidden_weight_sync_seconds",
     "time/weight_wait_seconds",
 )
-"""The sum of the phases, work that runs beside them, and a part of one."""
+"""Metrics that are not phases: the sum of the phases, concurrent work, and a part of a phase."""
 
 
 class MetricsFile:
@@ -45,18 +45,18 @@ class MetricsFile:
         self.problem: str | None = None
 
     def update(self) -> dict[str, Any] | None:
-        """Read what was appended; the last new line, none without one.
+        """Read the appended lines; return the last new line, or None.
 
-        A file that became shorter or another, because a resumed run dropped its last lines, is read from the start.
+        A file that is shorter or was replaced, because a resumed run dropped its last lines, is read from the start.
         """
         newest = None
         with self._lock:
             try:
                 with open_regular(self._path) as file:
-                    found = os.fstat(file.fileno())
-                    if found.st_ino != self._inode or found.st_size < self._offset:
+                    file_status = os.fstat(file.fileno())
+                    if file_status.st_ino != self._inode or file_status.st_size < self._offset:
                         self._clear()
-                        self._inode = found.st_ino
+                        self._inode = file_status.st_ino
                     for lines in complete_lines(file, self._offset):
                         for offset, line in lines:
                             newest = self._add(offset, line) or newest
@@ -92,12 +92,12 @@ class MetricsFile:
         return content
 
     def names(self) -> list[str]:
-        """The metrics, sorted."""
+        """The names of the metrics, sorted."""
         with self._lock:
             return sorted(self._columns)
 
     def columns(self, names: Sequence[str]) -> tuple[NDArray[np.int64], Floats, dict[str, Floats]]:
-        """Steps [n], seconds since the start [n], and the values [n] of those of the names that there are."""
+        """Steps [n], seconds since the start [n], and the values [n] of the requested metrics that exist."""
         with self._lock:
             values = {name: np.array(self._columns[name]) for name in names if name in self._columns}
             return np.array(self._steps, np.int64), np.array(self._times), values
@@ -106,13 +106,17 @@ class MetricsFile:
         """Curves of at most `points` points.
 
         Args:
-            names: metrics; those that the run does not have are left out.
-            after: only later steps; None: all.
-            points: most points.
+            names: names of metrics; those that the run does not have are left out.
+            after: select only later steps; None selects all.
+            points: largest number of points.
         """
         steps, times, values = self.columns(names)
-        kept = np.ones(len(steps), bool) if after is None else steps > after
-        steps, times, values = steps[kept], times[kept], {name: value[kept] for name, value in values.items()}
+        selected = np.ones(len(steps), bool) if after is None else steps > after
+        steps, times, values = (
+            steps[selected],
+            times[selected],
+            {name: value[selected] for name, value in values.items()},
+        )
         if len(steps) > points:
             starts = np.linspace(0, len(steps), max(points // 2, 1), endpoint=False).astype(np.int64)
             ends = np.append(starts[1:], len(steps)) - 1
@@ -126,7 +130,7 @@ class MetricsFile:
         }
 
     def timeline(self, first: int | None, last: int | None, *, points: int = 500) -> dict[str, Any]:
-        """Seconds of each phase and memory by step; beyond `points` steps the means of neighbours."""
+        """Seconds of each phase, and memory, by step; means of neighbours if there are more than `points` steps."""
         shown = [
             name
             for name in self.names()
@@ -134,11 +138,11 @@ class MetricsFile:
             or (name.startswith(_MEMORY) and name.endswith(_GIB))
         ]
         steps, _, values = self.columns(shown)
-        kept = np.ones(len(steps), bool)
-        kept &= steps >= (1 if first is None else first)
+        selected = np.ones(len(steps), bool)
+        selected &= steps >= (1 if first is None else first)
         if last is not None:
-            kept &= steps <= last
-        steps, values = steps[kept], {name: value[kept] for name, value in values.items()}
+            selected &= steps <= last
+        steps, values = steps[selected], {name: value[selected] for name, value in values.items()}
         if len(steps) > points:
             starts = np.linspace(0, len(steps), points, endpoint=False).astype(np.int64)
             steps, values = steps[starts], {name: _means(value, starts) for name, value in values.items()}
@@ -155,7 +159,7 @@ def _extremes(values: Floats, starts: NDArray[np.int64]) -> Floats:
     sizes = np.diff(np.append(starts, len(values)))
     bucket, places = np.repeat(np.arange(len(starts)), sizes), np.arange(len(values))
     where_low, where_high = (
-        np.minimum.reduceat(np.where(values == found[bucket], places, len(values)), starts) for found in (low, high)
+        np.minimum.reduceat(np.where(values == extreme[bucket], places, len(values)), starts) for extreme in (low, high)
     )
     falls = (where_high < where_low)[:, None]
     return np.where(falls, np.stack([high, low], axis=1), np.stack([low, high], axis=1)).ravel()

@@ -1,7 +1,7 @@
-"""The models that a client may name: those below the board's folders, and those of the command line.
+"""The models that a client may select: those below the board's folders, and those of the command line.
 
-A chat loads a model, which may run code of its folder and fetch a name from the hub, so a client chooses one from this
-list and names no other.
+A chat loads a model, which may run code in its folder or download it from the hub, so a client can only select a model
+of this list.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from hybrid_rlhf.runtime.files.reading import read_json_object
 
 Kind = Literal["chat", "reward"]
 _SYSTEM_ROWS = 20
-"""Recorded prompts that must have the same system prompt, if it is that of the training."""
+"""Number of recorded prompts that must share the system prompt, so that it is the one of the training."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model that a client may name."""
+    """A model that a client may select."""
 
     path: str
     name: str
     kind: Kind | None
-    """None: a name of the command line, which is not looked into before it is loaded."""
+    """None for a name of the command line, which is not inspected before it is loaded."""
     run: RunFolder | None
     """The run that saved it."""
     order: tuple[Any, ...]
-    """Actors before other models, the newest first."""
+    """Sort key: actors before other models, the newest first."""
 
 
 class SavedModels:
@@ -47,8 +47,8 @@ class SavedModels:
         self._folders, self._summaries, self._named = folders, summaries, named
 
     def all(self) -> list[SavedModel]:
-        """All of them, the trained actor that was saved last first."""
-        found = [SavedModel(path, path, None, None, (2, 0.0, path)) for path in self._named]
+        """All models, the most recently saved actor first."""
+        models = [SavedModel(path, path, None, None, (2, 0.0, path)) for path in self._named]
         for folder in self._folders.models():
             try:
                 config = read_json_object(folder / "config.json", "config.json")
@@ -63,8 +63,8 @@ class SavedModels:
                 run is not None and run.folder == folder and self._summaries.summary(run)["command"] == "preference"
             )
             name = self._folders.name_of(folder)
-            found.append(SavedModel(str(folder), name, kind, run, (0 if is_actor else 1, -saved, name)))
-        return sorted(found, key=lambda model: model.order)
+            models.append(SavedModel(str(folder), name, kind, run, (0 if is_actor else 1, -saved, name)))
+        return sorted(models, key=lambda model: model.order)
 
     def shown(self) -> list[dict[str, Any]]:
         """GET /api/models."""
@@ -94,7 +94,7 @@ class SavedModels:
         )
 
     def _run_of(self, folder: Path) -> RunFolder | None:
-        """The run whose folder, or whose folder's parent, a model is."""
+        """The run whose folder a model's folder, or its parent, is; None without a run."""
         for place in (folder, folder.parent):
             try:
                 return self._folders.get(run_id(place))
@@ -111,7 +111,7 @@ def _kind(architectures: Any) -> Kind | None:
 
 
 def _system_prompt(run: RunFolder | None) -> str | None:
-    """The system prompt that the first recorded prompts of a run have in common."""
+    """The system prompt that the first recorded prompts of a run share; None without one."""
     if run is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Files of a run folder, which may be anything: a folder is copied from elsewhere, half written, or no run at all."""
+"""Reads files of a run folder that may be copied, incomplete, or not from a run at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 
 CHUNK_BYTES = 2**20
 LONGEST_LINE = 64 * 2**20
-"""In bytes. A rollout's text is a thousandth of it; beyond, a file is no JSON Lines file."""
+"""Limit in bytes: a thousand times a rollout's text; a file with a longer line is not a JSON Lines file."""
 _LONGEST_CONFIG = 2**20
 
 
@@ -24,7 +24,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; a link could lead out of the folder, and a pipe would block.
 
     Raises:
-        OSError: if there is none, or it is something else.
+        OSError: if it does not exist, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -34,16 +34,16 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file; -1 if there is none."""
+    """Size of a file in bytes; -1 if it does not exist."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return -1
-    return found.st_size if stat.S_ISREG(found.st_mode) else -1
+    return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
 
 def file_problem(path: Path) -> str | None:
-    """Why the board does not open something in a run folder; None: it is a regular file, or missing."""
+    """Why the board does not open a file of a run folder; None if it is a regular file, or missing."""
     try:
         mode = path.lstat().st_mode
     except OSError:
@@ -54,10 +54,10 @@ def file_problem(path: Path) -> str | None:
 
 
 def complete_lines(file: BinaryIO, offset: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[tuple[int, bytes]]]:
-    """Lines from an offset on with their offsets, a chunk at a time, without a last one that has no end yet.
+    """Lines from an offset on, with their offsets, a chunk at a time, without an incomplete last line.
 
     Raises:
-        ValueError: for a line that is longer than any of a run.
+        ValueError: for a line that is longer than any line of a run.
     """
     file.seek(offset)
     rest = b""
@@ -77,7 +77,7 @@ def complete_lines(file: BinaryIO, offset: int, chunk_bytes: int = CHUNK_BYTES) 
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """A line with a step; None: it is something else."""
+    """The content of a line with a step; None for anything else."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
@@ -88,7 +88,7 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
-    """The last complete line of a file; None: it has none, or it is no JSON with a step.
+    """The last complete line of a file; None if there is none, or if it is not JSON with a step.
 
     Raises:
         OSError: if it cannot be read.
@@ -119,12 +119,12 @@ def read_run_config(path: Path) -> dict[str, Any]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is a whole number that a step, index or length may be."""
+    """Return True if a value is a valid step, index or length."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def number(value: Any) -> float:
-    """A value as a number; NaN for null and anything else."""
+    """A value as a number; NaN for null and other types."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -134,5 +134,5 @@ def number(value: Any) -> float:
 
 
 def finite(value: float) -> float | None:
-    """A number as JSON has it."""
+    """A number for JSON; None if it is not finite."""
     return float(value) if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The state of a run folder, with what is wrong with it; nothing in a folder is an error of the board."""
+"""The state of a run folder and its problems; no content of a folder is an error of the board."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ COMMANDS: dict[str, type] = {
 }
 """The config of each training command."""
 BOARD_LOG = "board.log"
-"""What a run that the board started prints."""
+"""Output of a run that the board started."""
 _PRINTED_BYTES = 10_000
-"""Of that, what is shown."""
+"""Size of the shown end of the output."""
 _FEWEST_KEYS = 5
-"""Top-level keys that a config shares with one of these, if it is one."""
+"""Smallest number of top-level keys that a config shares with its command's config."""
 _LAST_VALUES = (
     "objective/scores",
     "objective/kl",
@@ -53,29 +53,29 @@ _LAST_VALUES = (
     "eval/loss",
     "eval/accuracy",
 )
-"""Metrics whose last values the list of runs shows, of those that a run has."""
+"""Metrics whose last values the list of runs shows, if a run has them."""
 _SILENT_SECONDS = 600.0
-"""A run of another host, whose process cannot be looked for, is taken for stopped after so long without a line."""
+"""Time without a new line after which a run on another host counts as stopped, as its process cannot be checked."""
 
 
 class RunSummaries:
-    """Summaries of runs; a config is read again when it changes."""
+    """Summaries of runs; a config is read again when its file changes."""
 
     def __init__(self) -> None:
         self.is_starting: Callable[[str], bool] = lambda run_id: False
-        """Whether a process that the board started for a run lives, which may not hold its folder yet."""
+        """Returns true while a process that the board started for a run is alive, which may not hold its folder yet."""
         self._configs: dict[str, tuple[Any, dict[str, Any], str | None]] = {}
         self._lines: dict[str, tuple[Any, dict[str, Any] | None, str | None]] = {}
         self._lock = threading.Lock()
 
     def config(self, run: RunFolder) -> tuple[dict[str, Any], str | None]:
-        """The settings of a run, and why they cannot be read."""
+        """The settings of a run, and the reason if they cannot be read."""
         file = run.folder / CONFIG_FILE
         if file_size(file) < 0 and file_size(run.folder / BOARD_CONFIG) >= 0:
             file = run.folder / BOARD_CONFIG
         try:
-            found = file.lstat()
-            stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+            status = file.lstat()
+            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
         except OSError as error:
             return {}, f"{CONFIG_FILE} cannot be read ({error.strerror})"
         with self._lock:
@@ -90,7 +90,7 @@ class RunSummaries:
         return known[1], known[2]
 
     def summary(self, run: RunFolder) -> dict[str, Any]:
-        """A row of the list of runs; see the contract in docs/board.md."""
+        """A row of the list of runs, as specified in docs/board.md."""
         config, problem = self.config(run)
         command = command_of(config)
         is_foreign = problem is None and command is None
@@ -133,7 +133,7 @@ class RunSummaries:
         }
 
     def _last_line(self, run: RunFolder) -> tuple[dict[str, Any] | None, str | None]:
-        """The last line of the metrics, or what is wrong with them; read again when they change."""
+        """The last line of the metrics, or their problem; read again when the file changes."""
         file = run.folder / METRICS_FILE
         if file_size(file) < 0:
             return None, file_problem(file) or f"{METRICS_FILE} is missing: the run ended before its first step"
@@ -153,7 +153,7 @@ class RunSummaries:
 
 
 def command_of(config: dict[str, Any]) -> str | None:
-    """The command whose config it is, by its keys; None: of none."""
+    """The command that a config belongs to, by its keys; None if it belongs to none."""
     fields = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in COMMANDS.items()}
     keys = set(map(str, config))
     name = max(fields, key=lambda name: len(keys & fields[name]) - len(keys - fields[name]))
@@ -161,7 +161,7 @@ def command_of(config: dict[str, Any]) -> str | None:
 
 
 def lock_owner(folder: Path) -> LockOwner | None:
-    """The process that the lock of a run names, whether it lives or not; None: the run has released it."""
+    """The process in the lock file of a run, alive or not; None if the run has released the lock."""
     try:
         with open_regular(folder / LOCK_FILE) as file:
             return LockOwner.read(file.read(1000).decode(errors="replace"))
@@ -170,9 +170,9 @@ def lock_owner(folder: Path) -> LockOwner | None:
 
 
 def is_held(folder: Path, owner: LockOwner | None) -> bool:
-    """Whether the owner of a lock lives on this host, as far as this user can see: its open files may be unreadable.
+    """Return True if the owner of a lock is alive on this host; also if its open files are not readable for this user.
 
-    The lock itself is not tried: a run that starts at that moment would be refused.
+    The lock itself is not acquired, as a run that starts at that moment would be refused.
     """
     if owner is None or not owner.is_alive():
         return False
@@ -185,9 +185,9 @@ def is_held(folder: Path, owner: LockOwner | None) -> bool:
 
 
 def holding_process(run: RunFolder) -> psutil.Process | None:
-    """The process that holds the lock of a run, proven by its start time and the inode of the lock; None: none here.
+    """The process of this host that holds the lock of a run, verified by start time and inode; None if there is none.
 
-    The process is identified before the proof, and psutil refuses to signal another one that has its id later.
+    The process is identified before the verification, and psutil refuses to signal a later process with the same id.
 
     Raises:
         UserError: if a process may hold the lock, but its open files cannot be read.
@@ -208,7 +208,7 @@ def holding_process(run: RunFolder) -> psutil.Process | None:
 
 
 def printed_text(folder: Path) -> str | None:
-    """The end of what a run that the board started has printed, as a terminal shows it; None: another started it."""
+    """The end of the output of a run that the board started, as a terminal shows it; None for other runs."""
     try:
         with open_regular(folder / BOARD_LOG) as file:
             start = max(0, file.seek(0, os.SEEK_END) - _PRINTED_BYTES)
@@ -218,30 +218,30 @@ def printed_text(folder: Path) -> str | None:
         return None
     if start:
         first, _, rest = text.partition("\n")
-        text = rest or first  # a progress bar may be longer than all that is read
+        text = rest or first  # a progress bar may be longer than the part that is read
     return "\n".join(line.removesuffix("\r").rpartition("\r")[2] for line in text.split("\n"))
 
 
 def _printed_error(folder: Path) -> str | None:
-    """The error with which a run that the board started ended."""
+    """The error that ended a run that the board started; None without one."""
     lines = (printed_text(folder) or "").splitlines()
     return next((line[:1000] for line in reversed(lines) if line.startswith("error: ")), None)
 
 
 def _beats_elsewhere(folder: Path, owner: LockOwner | None) -> bool:
-    """Whether a run of another host has written something lately."""
+    """Return True if a run on another host has written something recently."""
     if owner is None or owner.host == socket.gethostname():
         return False
     return time.time() - max(_last_written(folder), _changed(folder / CONFIG_FILE) or 0.0) < _SILENT_SECONDS
 
 
 def _last_written(folder: Path) -> float:
-    """When the last line of the metrics was written."""
+    """Time at which the last line of the metrics was written."""
     return _changed(folder / METRICS_FILE) or 0.0
 
 
 def _death(folder: Path, owner: LockOwner) -> str:
-    """What is known of a run whose process is gone, though it did not release its lock."""
+    """A description of a run whose process is gone without releasing its lock."""
     written = _last_written(folder)
     last = time.strftime("its last line is from %Y-%m-%d %H:%M:%S %z", time.localtime(written))
     return (
@@ -251,7 +251,7 @@ def _death(folder: Path, owner: LockOwner) -> str:
 
 
 def _changed(file: Path) -> float | None:
-    """When a file was last changed, in seconds since 1970."""
+    """Time of the last change of a file, in seconds since 1970; None if it does not exist."""
     try:
         return file.lstat().st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""The recorded tokens of samples, with their texts if the tokenizer of the run is here."""
+"""The recorded tokens of samples, with their texts if the run's tokenizer is on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class RunTokens:
     """The token records of one run."""
 
     def __init__(self, folder: Path, tokenizers: Callable[[], list[Path]]) -> None:
-        """Take the run folder, and what lists files of which the first that exists is its tokenizer."""
+        """Take the run folder, and a function that lists possible tokenizer files, of which the first existing one is
+        used."""
         self._records, self._files = TokenRecords(folder), tokenizers
         self._tokenizer: Tokenizer | None = None
 
@@ -26,7 +27,7 @@ class RunTokens:
         return self._records.has(step)
 
     def shown(self, step: int, position: int) -> dict[str, Any] | None:
-        """The tokens of a sample as the API has them; None if they are not recorded.
+        """The tokens of a sample in the API's form; None if they are not recorded.
 
         Raises:
             UserError: if the record cannot be read.
@@ -46,7 +47,8 @@ class RunTokens:
         }
 
     def _texts(self, ids: list[int]) -> list[str] | None:
-        """The text of each token; of a character that several share, the last has the text and the others none."""
+        """The text of each token; of a character in several tokens, the last token has the text and the others have
+        none."""
         if self._tokenizer is None:
             file = next((file for file in self._files() if file.is_file()), None)
             if file is None:

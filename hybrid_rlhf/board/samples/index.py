@@ -2,12 +2,12 @@
 
 It is a cache below ~/.cache/hybrid_rlhf/board that may be removed at any time, one folder per host because SQLite's
 write-ahead log is for the processes of one host. Lines are added in transactions together with the byte up to which the
-file is indexed, so several boards can share a database, and one that ends at any moment leaves a whole one. A file that
-no longer has the last indexed line in its place was rewritten, and is indexed anew.
+file is indexed, so several boards can share a database, and a board that is killed leaves it consistent. A file without
+the last indexed line at its offset was rewritten, and is indexed again.
 
-The search knows no places of words (`detail=none`) and has their beginnings of up to six letters: that is small, and
-fast for `word*`. Columns are read once and kept as arrays: SQLite needs several passes over all rows, and a lookup for
-each, to count and order the rows of a search and a range.
+The search index has no positions of words (`detail=none`) and has prefixes of up to six letters: it is small, and fast
+for `word*`. Columns are read once and kept as arrays, because SQLite needs several passes over all rows, and a lookup
+for each, to count and order the rows of a search and a range.
 """
 
 from __future__ import annotations
@@ -64,33 +64,33 @@ _READ_BYTES = 4 * 2**20
 """Bytes of samples.jsonl in one transaction."""
 _MOST_COMPONENTS = 64
 _WAIT_SECONDS = 0.1
-"""Longest wait for another thread or board that writes."""
+"""Longest wait for another thread or board that is writing."""
 
 
 @dataclass(frozen=True)
 class IndexState:
-    """What of samples.jsonl a database has."""
+    """The part of samples.jsonl that a database has."""
 
     generation: str = ""
-    """Another one each time the file is indexed anew."""
+    """A new value each time the file is indexed from the start."""
     rows: int = 0
     end: int = 0
     """Byte up to which the file is indexed."""
     last: int = 0
-    """Byte at which the last indexed line begins."""
+    """Byte at which the last indexed line starts."""
     last_crc: int = 0
     components: list[str] = dataclasses.field(default_factory=list)
-    """The order of the values in the column `components`."""
+    """Names of the components, in the order of the column `components`."""
     step: int = -1
     position: int = 0
-    """The last row's position in that step, from which rows without an index count on."""
+    """Position of the last row in that step, from which rows without an index are counted."""
 
 
 class SampleIndex:
     """The database of one run; may be used by several threads."""
 
     def __init__(self, run: RunFolder) -> None:
-        """Take the run; nothing of samples.jsonl is read before `update`."""
+        """Take the run; samples.jsonl is not read before `update`."""
         self.samples = run.folder / SAMPLES_FILE
         folder = cache_folder() / "board" / platform.node()
         try:
@@ -100,10 +100,10 @@ class SampleIndex:
             folder = Path(self._temporary.name)
         self._file = folder / f"{run.id}_{_FORMAT}.sqlite"
         self._columns: tuple[str, dict[str, NDArray[np.float64]]] = ("", {})
-        """A generation, and its columns that were read."""
+        """A generation, and its columns that have been read."""
 
     def update(self, seconds: float) -> bool:
-        """Index new lines for about so many seconds; True if there may be more.
+        """Index new lines for about `seconds`; return True if there may be more.
 
         Raises:
             OSError: if the samples cannot be read.
@@ -123,7 +123,7 @@ class SampleIndex:
 
     @contextlib.contextmanager
     def view(self) -> Iterator[SampleView]:
-        """The samples that are indexed now; none if the run has removed them."""
+        """Context with the samples that are indexed now; without any if the run has removed them."""
         with self._connected() as database:
             database.execute("BEGIN")
             state = _state(database) if self.samples.exists() else IndexState()
@@ -140,7 +140,7 @@ class SampleIndex:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
-        """A connection of this thread; a damaged database is replaced by an empty one."""
+        """Context with a connection of this thread; a damaged database is replaced by an empty one."""
         database = sqlite3.connect(self._file, timeout=_WAIT_SECONDS, isolation_level=None)
         try:
             database.executescript(_SCHEMA)
@@ -154,12 +154,12 @@ class SampleIndex:
             database.close()
 
     def _append(self, database: sqlite3.Connection) -> bool:
-        """Index the next lines in one transaction; False if there are none."""
+        """Index the next lines in one transaction; return False if there are none."""
         with database:
             database.execute("BEGIN IMMEDIATE")
             state = _state(database)
             lines: list[tuple[int, bytes]] = []
-            with contextlib.suppress(FileNotFoundError, ValueError):  # no file yet; a line without an end
+            with contextlib.suppress(FileNotFoundError, ValueError):  # no file yet, or an incomplete line
                 with open_regular(self.samples) as file:
                     file.seek(state.last)
                     if not state.generation or zlib.crc32(file.readline().removesuffix(b"\n")) != state.last_crc:
@@ -176,29 +176,29 @@ class SampleIndex:
 
 @dataclass(frozen=True)
 class SampleView:
-    """The samples that were indexed at one time."""
+    """The samples that were indexed at a point in time."""
 
     samples: Path
     database: sqlite3.Connection
     state: IndexState
     known: dict[str, NDArray[np.float64]]
-    """Columns that were read before, of fewer or more rows."""
+    """Columns read earlier, with fewer or more rows."""
 
     @property
     def progress(self) -> float:
-        """Part of samples.jsonl that is indexed."""
+        """Fraction of samples.jsonl that is indexed."""
         size = file_size(self.samples)
         return 1.0 if size <= 0 else min(self.state.end / size, 1.0)
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """A column, [rows], NaN where a sample has no value; that of a reward component is `component/NAME`."""
+        """A column [rows], NaN where a sample has no value; the column of a reward component is `component/NAME`."""
         known = self.known.get(name, np.empty(0))
         if len(known) < self.state.rows:
             source = name
             if name.startswith("component/"):
                 place = self.state.components.index(name.removeprefix("component/"))
                 source = f"json_extract(components, '$[{place}]')"
-            query = f"SELECT {source} FROM samples WHERE row >= ? ORDER BY row"  # nosec B608: a name of ours
+            query = f"SELECT {source} FROM samples WHERE row >= ? ORDER BY row"  # nosec B608: not a user's text
             new = self.database.execute(query, (len(known),)).fetchall()
             known = self.known[name] = np.concatenate([known, np.array(new, float).reshape(-1)])
         return known[: self.state.rows]
@@ -207,8 +207,8 @@ class SampleView:
         """Rows of samples.jsonl.
 
         Raises:
-            OSError: if it cannot be read.
-            UserError: if it is no longer what was indexed.
+            OSError: if the file cannot be read.
+            UserError: if the file has changed since it was indexed.
         """
         contents = []
         for offset in self.column("offset")[np.asarray(rows, np.int64)].tolist():
@@ -221,20 +221,20 @@ class SampleView:
         return contents
 
     def ask(self, query: str, *values: Any) -> list[Any]:
-        """The answer of the database to a query of one column."""
+        """The results of a query with one column."""
         return [value for (value,) in self.database.execute(query, values)]
 
     def rows_of_prompt(self, key: str) -> Rows:
-        """The rows of a prompt; none if the run does not have it."""
+        """The rows of a prompt; empty if the run does not have it."""
         query = "SELECT row FROM samples JOIN prompts USING (prompt) WHERE key = ? ORDER BY row"
         return np.array(self.ask(query, key), np.int64)
 
 
 def search_words(text: str) -> str:
-    """The query of FTS5 for all words of a text; `word*` is the beginning of a word.
+    """The FTS5 query for all words of a text; `word*` matches the beginning of words.
 
     Raises:
-        UserError: if the text has no word.
+        UserError: if the text has no words.
     """
     wanted = []
     for piece in text.split():
@@ -252,7 +252,7 @@ def _state(database: sqlite3.Connection) -> IndexState:
 
 
 def _with_lines(database: sqlite3.Connection, state: IndexState, lines: list[tuple[int, bytes]]) -> IndexState:
-    """The state after lines, which are inserted; those that are no samples are left out."""
+    """Insert lines and return the new state; lines that are not samples are skipped."""
     rows, step, position, components = state.rows, state.step, state.position, [*state.components]
     for offset, line in lines:
         row = parsed(line)

@@ -9,7 +9,7 @@ import unicodedata
 from typing import Any
 
 _SINGLE = "\u3040-\u30ff\u3400-\u9fff"
-"""Characters of languages that are written without spaces: each is a word."""
+"""Characters of languages that are written without spaces: each counts as a word."""
 _WORD = re.compile(rf"[{_SINGLE}]|[^\W_{_SINGLE}]+")
 _ACCENTS = re.compile("[\u0300-\u036f]+")
 
@@ -36,7 +36,7 @@ def prompt_key(messages: list[dict[str, Any]]) -> str:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, without upper case and accents."""
+    """The words of a text, in lower case and without accents."""
     text = text.casefold()
     if not text.isascii():
         text = _ACCENTS.sub("", unicodedata.normalize("NFKD", text))

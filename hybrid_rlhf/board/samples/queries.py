@@ -1,7 +1,7 @@
-"""The samples that a client asks for, and their order.
+"""Filters and order of the samples that a client requests.
 
-Numbers that are missing match no range and come last. Rows of the same value keep the order of the file, so pages
-neither repeat nor leave out a row.
+Missing numbers match no range and come last. Rows with the same value keep the order of the file, so that pages neither
+repeat nor skip a row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hybrid_rlhf.board.samples.index import Rows, SampleView, search_words
 from hybrid_rlhf.configs.errors import UserError
 
 MOST_ROWS = 500
-"""Rows of one answer."""
+"""Largest number of rows in an answer."""
 PROMPT_KEY = r"^[0-9a-f]{16}$"
 
 
@@ -29,7 +29,7 @@ class PromptQuery(BaseModel):
     limit: int = Field(50, ge=1, le=MOST_ROWS)
 
     def page(self, rows: Rows) -> Rows:
-        """The part that is asked for."""
+        """The requested part of the rows."""
         return rows[self.offset : self.offset + self.limit]
 
 

@@ -1,4 +1,4 @@
-"""Samples as the API shows them: rows of a list, one with its tokens, histograms, and the prompts of a run."""
+"""Samples in the API's form: rows of a list, a sample with its tokens, histograms, and the prompts of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybrid_rlhf.board.samples.queries import PromptQuery, SampleQuery, find
 from hybrid_rlhf.configs.errors import UserError
 
 _CATCH_UP_SECONDS = 0.2
-"""How long a request waits for lines that are not indexed yet; the watcher indexes the rest."""
+"""Time for which a request indexes new lines; the watcher indexes the rest."""
 
 
 _BINS = 20
@@ -32,7 +32,7 @@ _PROMPTS = f"""
 
 
 class UnknownSample(UserError):
-    """There is no sample of that step and index, or no prompt of that key."""
+    """There is no sample with this step and index, or no prompt with this key."""
 
 
 class Samples:
@@ -59,7 +59,7 @@ class Samples:
         """GET /api/runs/RUN/samples/STEP/INDEX.
 
         Raises:
-            UnknownSample: if there is none.
+            UnknownSample: if there is no such sample.
         """
         row = self.line(step, position)
         with self.index.view() as view:
@@ -76,9 +76,9 @@ class Samples:
         }
 
     def distributions(self, step: int | None) -> dict[str, Any]:
-        """GET /api/runs/RUN/distributions: how many samples of a step, or of the newest, are in each of equal ranges.
+        """GET /api/runs/RUN/distributions: the number of samples of a step, by default the newest, in equal ranges.
 
-        The ranges are those of the whole run, so that steps can be compared.
+        The ranges span the whole run, so that steps can be compared.
         """
         with self.view() as view:
             steps = view.column("step")
@@ -93,7 +93,7 @@ class Samples:
         return histograms
 
     def line(self, step: int, position: int) -> dict[str, Any]:
-        """The row of samples.jsonl of a sample, the last one if a step was written twice; see `sample`."""
+        """The row of samples.jsonl of a sample; the last row if a step was written twice."""
         with self.view() as view:
             rows = view.ask("SELECT row FROM samples WHERE step = ? AND position = ? ORDER BY row", step, position)
             if not rows:
@@ -123,7 +123,7 @@ class Samples:
         return {"total": total, "rows": rows}
 
     def of_prompt(self, key: str, most: int) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]]]:
-        """The messages of a prompt, none if the run does not have it, and rows of its samples."""
+        """The messages of a prompt (None if the run does not have it), and rows of its samples."""
         with self.view() as view:
             rows = view.rows_of_prompt(key)[:most]
             if not len(rows):
@@ -132,7 +132,7 @@ class Samples:
             return messages, [{"run": self.run.id, **row} for row in self._rows(view, rows)]
 
     def view(self) -> AbstractContextManager[SampleView]:
-        """The samples that are indexed, after a moment for new lines."""
+        """Context with the indexed samples, after a short update."""
         self.index.update(_CATCH_UP_SECONDS)
         return self.index.view()
 
@@ -157,7 +157,7 @@ def _limits(values: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def _shared(row: dict[str, Any], position: int) -> dict[str, Any]:
-    """What a list and a single sample share; older runs lack some of it."""
+    """The fields that a list and a single sample share; older runs lack some."""
     parts, group, length = row.get("components"), row.get("group"), row.get("length")
     stopped = row.get("stopped")
     return {

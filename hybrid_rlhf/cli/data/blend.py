@@ -8,7 +8,7 @@ from hybrid_rlhf.runtime.output import print_result
 
 
 def run(config: BlendConfig) -> None:
-    """Blend, and print how many rows each source gives."""
+    """Blend the sources, and print the number of rows from each."""
     output = output_file(config.output, "--output", overwrite=config.overwrite)
     from hybrid_rlhf.data.preparation.blending import blend_rows
 

@@ -1,4 +1,4 @@
-"""`hybrid-rlhf data check FILE`: what a step would make of a source, and every problem of its rows."""
+"""`hybrid-rlhf data check FILE`: a source as a step reads it, and every problem of its rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BAR = 40
 
 
 def run(config: CheckConfig) -> None:
-    """Check; exit code 1 if there is something to correct."""
+    """Check a source; exit code 1 if there is something to correct."""
     tokenizer = None if config.tokenizer is None else _tokenizer(config, config.tokenizer)
     from hybrid_rlhf.data.preparation.checking import check_source
 
@@ -62,7 +62,9 @@ def _document(report: CheckReport) -> dict[str, Any]:
             "unusable": report.unusable,
             "total": sum(report.lengths),
             "longest": max(report.lengths),
-            "histogram": [dict(zip(("from", "to", "rows"), each, strict=True)) for each in histogram(report.lengths)],
+            "histogram": [
+                dict(zip(("from", "to", "rows"), bin_entries, strict=True)) for bin_entries in histogram(report.lengths)
+            ],
             "unrendered": dict(report.unrendered),
         }
     return {
@@ -74,11 +76,11 @@ def _document(report: CheckReport) -> dict[str, Any]:
         "tokens": tokens,
         "previews": [
             {
-                "location": each.location,
-                "tokens": each.tokens,
-                "spans": [{"text": text, "learned": learned} for text, learned in each.spans],
+                "location": preview.location,
+                "tokens": preview.tokens,
+                "spans": [{"text": text, "learned": learned} for text, learned in preview.spans],
             }
-            for each in report.previews
+            for preview in report.previews
         ],
         "problems": report.problems.count,
         "problem_texts": report.problems.texts,
@@ -90,7 +92,7 @@ def _document(report: CheckReport) -> dict[str, Any]:
 
 
 def _text(report: CheckReport, *, has_tokenizer: bool) -> str:
-    """The report as the console shows it, in colour on a terminal."""
+    """The report as text for the console, in colour on a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -107,10 +109,10 @@ def _text(report: CheckReport, *, has_tokenizer: bool) -> str:
             "overlapping held-out row": report.overlap,
             "problem": report.problems,
         }
-        for noun, found in findings.items():
-            for line in problem_lines(found.texts, found.count, noun):
+        for noun, problems in findings.items():
+            for line in problem_lines(problems.texts, problems.count, noun):
                 console.print(Text(line, style="red"))
-        counts = [_counted(found.count, noun) for noun, found in findings.items() if found.count]
+        counts = [_counted(problems.count, noun) for noun, problems in findings.items() if problems.count]
         console.print(Text(", ".join(counts), style="bold red") if counts else Text("no problems", "bold green"))
     return captured.get().rstrip("\n")
 
@@ -147,7 +149,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _print_preview(console: Console, preview: RowPreview, learned: str) -> None:
-    """The spans of a row, those that are learned marked in the margin and green."""
+    """Print the spans of a row; learned spans are green and marked in the margin."""
     from rich.text import Text
 
     about = f", {preview.learned_tokens:,} with {learned}" if learned == "loss" else ""
@@ -157,6 +159,6 @@ def _print_preview(console: Console, preview: RowPreview, learned: str) -> None:
         if len(text) > _SHOWN_CHARACTERS:
             text = f"{text[: _SHOWN_CHARACTERS // 2]} ... {text[-_SHOWN_CHARACTERS // 2 :]}"
         begin = f"{learned}: " if is_learned else " " * margin
-        # The next span begins a line anyway.
+        # The next span begins a new line.
         body = text.removesuffix("\n").replace("\n", "\n" + " " * margin)
         console.print(Text(begin + body, style="green" if is_learned else "dim"))

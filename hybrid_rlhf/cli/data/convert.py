@@ -1,4 +1,4 @@
-"""`hybrid-rlhf data convert FILE --output OUT.jsonl`: a published format into rows of every step."""
+"""`hybrid-rlhf data convert FILE --output OUT.jsonl`: converts a published format into rows that every step reads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hybrid_rlhf.runtime.files.atomic import output_file
 from hybrid_rlhf.runtime.output import print_result
 
 SHOWN = 20
-"""Problems that are printed for people; JSON has more."""
+"""Number of problems to print as text; JSON has more."""
 
 
 def run(config: ConvertConfig) -> None:
-    """Convert; exit code 1 if a row cannot be converted and skip_bad is off."""
+    """Convert a source; exit code 1 if a row cannot be converted and skip_bad is off."""
     output = output_file(config.output, "--output", overwrite=config.overwrite)
     from hybrid_rlhf.data.preparation.conversion.converting import convert
 
@@ -39,6 +39,6 @@ def run(config: ConvertConfig) -> None:
 
 
 def problem_lines(texts: list[str], count: int, noun: str = "problem") -> list[str]:
-    """The first problems, and how many more there are."""
+    """The first problems, and the number of further ones."""
     more = [f"... and {count - SHOWN:,} more {noun}s"] if count > SHOWN else []
     return [*texts[:SHOWN], *more]

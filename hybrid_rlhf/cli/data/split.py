@@ -11,7 +11,7 @@ from hybrid_rlhf.runtime.output import print_result
 
 
 def run(config: SplitConfig) -> None:
-    """Split, and print where the parts are."""
+    """Split a source, and print the paths of the parts."""
     from hybrid_rlhf.data.preparation.splitting import split_rows
     from hybrid_rlhf.data.rows.files import plain_name
 

@@ -1,4 +1,4 @@
-"""`hybrid-rlhf data check|convert|split|blend`: the module of a subcommand has a function `run` of its config."""
+"""`hybrid-rlhf data check|convert|split|blend`: each subcommand's module has a function `run` that takes its config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUBCOMMANDS: dict[str, tuple[type[Any], str, str]] = {
     "split": (SplitConfig, "path", "Split rows into files that share no prompt"),
     "blend": (BlendConfig, "sources", "Mix several sources in given shares: a.jsonl=0.7 b.jsonl=0.3"),
 }
-"""The config, the key that the first words give, and a line of help."""
+"""Config type, key of the first words, and a line of help."""
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:

@@ -12,7 +12,7 @@ from hybrid_rlhf.runtime.output import print_result
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Measure unless curves of this machine are there, and print where they are."""
+    """Measure unless this machine has stored curves, and print their path."""
     with user_errors():
         words = list(sys.argv[1:] if argv is None else argv)
         config = parse_config(CalibrateConfig, words, prog=prog)
@@ -23,13 +23,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         ranks = config.ranks or default_ranks()
         path = curves_file(ranks, config.cache_dir)
         if path.exists() and not config.renew:
-            other = differences(stored_key(path))
-            if not other:
+            changed = differences(stored_key(path))
+            if not changed:
                 read_curves(path)
                 text = f"this machine is measured: {path}; --renew true measures it again"
                 print_result({"curves": path, "measured": False}, text)
                 return
-            print(f"{path} differs in {', '.join(other)}: measuring again")
+            print(f"{path} differs in {', '.join(changed)}: measuring again")
         start = time.monotonic()
         curves = calibrate(ranks, time_run=time_run, quick=config.quick, show=print)
         path = save_curves(curves, ranks, config.cache_dir)

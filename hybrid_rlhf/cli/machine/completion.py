@@ -1,6 +1,6 @@
-"""`hybrid-rlhf completion bash|zsh|fish`: a script that completes the line, made from the help of each command.
+"""`hybrid-rlhf completion bash|zsh|fish`: a completion script for a shell, made from the help of each command.
 
-The script holds all words itself, so that completion starts no Python. It is made again after an update:
+The script contains all words, so that completion starts no Python. Print it again after an update:
 
     hybrid-rlhf completion bash > ~/.local/share/bash-completion/completions/hybrid-rlhf
 """
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 
 
 def completed_commands(words: Sequence[str] = ()) -> Iterator[CompletedCommand]:
-    """A command and those below it, with the keys of each."""
+    """A command and its subcommands, with the keys of each."""
     document = _help(words)
     subcommands: dict[str, str] = document.get("subcommands", {})
     keys: dict[str, list[str]] = {}

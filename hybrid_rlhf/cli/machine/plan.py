@@ -51,7 +51,7 @@ _PLANNED = (
     "rollout.offload_states",
     "train.micro_batch_tokens",
 )
-"""Settings that a plan of placements chooses itself."""
+"""Settings that a plan of placements determines."""
 _STEPS: dict[str, type] = {
     "sft": SFTConfig,
     "reward": RewardConfig,
@@ -59,7 +59,7 @@ _STEPS: dict[str, type] = {
     "rl": RLConfig,
 }
 _OWN = {"plan_device_gib", "plan_ranks"} | (
-    {each.name for each in fields(PlanConfig)} - {each.name for each in fields(PipelineConfig)}
+    {option.name for option in fields(PlanConfig)} - {option.name for option in fields(PipelineConfig)}
 )
 """Options of the plan on the line of a single step; those of `launcher` are too."""
 
@@ -121,22 +121,22 @@ def planned_phases(
 
 
 def _single(name: str, words: Sequence[str], *, prog: str | None) -> tuple[PlanConfig, dict[str, Any]]:
-    """The plan of one step from its own line, which may have options of the plan too."""
-    own: list[str] = []
+    """The plan of one step from its command line, which may also have options of the plan."""
+    plan_words: list[str] = []
     rest: list[str] = []
     place = rest
     for word in words:
         if word.startswith("--"):
             key = word.removeprefix("--").partition("=")[0]
-            place = own if key in _OWN or key.partition(".")[0] == "launcher" else rest
+            place = plan_words if key in _OWN or key.partition(".")[0] == "launcher" else rest
         place.append(word)
     step: Any = parse_config(_STEPS[name], rest, prog=None if prog is None else f"{prog} {name}")
     require(step.model.path is not None, f"a plan of {name} needs a model, got none: give --model.path")
-    return parse_config(PlanConfig, [*own, f"--steps={name}", "--plan=true"], prog=prog), {name: step}
+    return parse_config(PlanConfig, [*plan_words, f"--steps={name}", "--plan=true"], prog=prog), {name: step}
 
 
 def _step_of_files(words: Sequence[str]) -> str | None:
-    """The step whose settings the config files of a line hold; none: those of `train`.
+    """The step whose settings the config files of a command line have; None for settings of `train`.
 
     Raises:
         UserError: when several steps have all their keys.
@@ -222,14 +222,14 @@ class _Placements:
         if answer.best is not None or not advised:
             return answer
         settings = advised[0].settings
-        given = {key: value for key, value in settings.items() if key not in _PLANNED}
-        base = with_settings(rl, given)
-        found = plan_placement(self._job(base), self._curves, self._cluster, **self._memory, listed=listed)
+        unplanned = {key: value for key, value in settings.items() if key not in _PLANNED}
+        base = with_settings(rl, unplanned)
+        found_plans = plan_placement(self._job(base), self._curves, self._cluster, **self._memory, listed=listed)
         remedied = self._candidate(with_settings(rl, settings))
         tokens = settings.get("train.micro_batch_tokens")
         remedied = replace(remedied, plan=replace(remedied.plan, micro_batch_tokens=tokens))
-        result = found.result.merged(SearchResult((remedied,), 1, (remedied,)))
-        return replace(found, result=result, configured=answer.configured, given=given)
+        result = found_plans.result.merged(SearchResult((remedied,), 1, (remedied,)))
+        return replace(found_plans, result=result, configured=answer.configured, given=unplanned)
 
     def seconds(self, rl: RLConfig) -> float:
         """Predicted for a step as it is configured; infinite where its time cannot be predicted."""
@@ -242,7 +242,7 @@ class _Placements:
         return configured_plan(self._job(rl), self._curves, self._cluster, placement, **self._memory)
 
     def _placement(self, rl: RLConfig) -> Placement | None:
-        """As configured; none: the planner places the roles."""
+        """The configured placement; None if the planner places the roles."""
         if is_automatic(rl.placement):
             return None
         return resolve_placement(rl.placement, placed_roles(rl), ranks=self._cluster.ranks)
@@ -251,8 +251,8 @@ class _Placements:
         from hybrid_rlhf.engines.ds_config import read_overrides
         from hybrid_rlhf.placement.job import JobReader, default_lengths
 
-        given, planner = self._config, self._planner
-        lengths = default_lengths(rl, prompt_tokens=given.prompt_tokens, mean_tokens=given.completion_tokens)
+        config, planner = self._config, self._planner
+        lengths = default_lengths(rl, prompt_tokens=config.prompt_tokens, mean_tokens=config.completion_tokens)
         read = JobReader(planner.machine.device, planner.shapes, planner.starts)
         return read(rl, lengths, overrides=read_overrides(rl.deepspeed_config))
 

@@ -1,4 +1,4 @@
-"""Short RL runs that are timed: calibration itself lies below the loop.
+"""Times short RL runs for calibration, which is a lower layer than the training loop.
 
 Tiny random models with one token per byte sample completions of a fixed number of tokens.
 """
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 _NEW_TOKENS = 32
 _PROMPT = "{:032}"
 _STEPS, _COLD_STEPS = 8, 2
-"""Steps of a run, and the first of them, which warm up."""
+"""Number of steps of a run, and of its first steps, which are a warm-up."""
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def time_run(world: World, place: str, sizes: RunSizes) -> RunTimes:
-    """Run PPO with all roles on all ranks; every rank calls, rank 0's times are valid.
+    """Run PPO with all roles on all ranks. Every rank calls; only rank 0's times are valid.
 
     Args:
-        world: of the processes, which call nothing of it afterwards: a run closes its process group.
+        world: world of the processes, which must not use it afterwards: a run closes its process group.
         place: folder for the model and the run, the same on all ranks; it must stay while the times are used.
-        sizes: of the run.
+        sizes: sizes of the run.
     """
     with _silence():
         return _timed_run(world, Path(place), sizes)
@@ -39,19 +39,19 @@ def time_run(world: World, place: str, sizes: RunSizes) -> RunTimes:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing on standard output and error, also of compilers that DeepSpeed calls."""
+    """Context without standard output and error, also of compilers that DeepSpeed calls."""
     streams = (1, 2)
-    kept = [os.dup(stream) for stream in streams]
+    saved = [os.dup(stream) for stream in streams]
     null = os.open(os.devnull, os.O_WRONLY)
     try:
         for stream in streams:
             os.dup2(null, stream)
         yield
     finally:
-        for before, stream in zip(kept, streams, strict=True):
+        for before, stream in zip(saved, streams, strict=True):
             os.dup2(before, stream)
-        for each in (*kept, null):
-            os.close(each)
+        for descriptor in (*saved, null):
+            os.close(descriptor)
 
 
 def _timed_run(world: World, folder: Path, sizes: RunSizes) -> RunTimes:
@@ -89,6 +89,6 @@ def _timed_run(world: World, folder: Path, sizes: RunSizes) -> RunTimes:
         logging={"sinks": []},
     )
     run.train()
-    medians = {name: statistics.median(each[_COLD_STEPS:]) for name, each in seconds.items()}
+    medians = {name: statistics.median(phase_seconds[_COLD_STEPS:]) for name, phase_seconds in seconds.items()}
     mean = statistics.fmean(lengths) if lengths else 0.0
     return RunTimes(run.config, float(len(_PROMPT.format(0))), mean, medians)

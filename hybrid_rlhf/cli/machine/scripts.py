@@ -14,31 +14,31 @@ _WITHOUT_VALUE = "--help|--help-all|--json|--version"
 
 @dataclass(frozen=True)
 class CompletedCommand:
-    """What may follow a command on the line."""
+    """Words that may follow a command on the command line."""
 
     words: tuple[str, ...]
     """The command: () is the program itself, ("data", "check") a subcommand."""
     subcommands: dict[str, str]
-    """Names below it, with a line of help."""
+    """Names of the subcommands, with a line of help each."""
     keys: dict[str, list[str]]
-    """Dotted keys with their choices; [] where they are not listed."""
+    """Dotted keys with their choices; [] if the choices are not listed."""
     choices: list[str]
-    """Of its first positional word; [] where they are not listed."""
+    """Choices of its first positional word; [] if they are not listed."""
 
     @property
     def path(self) -> str:
-        """The words as one."""
+        """The words, joined by spaces."""
         return " ".join(self.words)
 
     def following(self) -> list[str]:
-        """Names or options that may follow."""
+        """Names or options that may follow the command."""
         if self.subcommands:
             return [*self.subcommands, "--help", "--json", *(["--version"] if not self.words else [])]
         return [*self.choices, *(f"--{key}" for key in self.keys), *_OPTIONS]
 
     @property
     def takes_word(self) -> bool:
-        """Whether one of known words may follow."""
+        """True if a known word may follow."""
         return bool(self.subcommands or self.choices)
 
 
@@ -69,7 +69,7 @@ complete -o bashdefault -o default -F {name} {program}"""
 
 
 def zsh_script(program: str, commands: Sequence[CompletedCommand]) -> str:
-    """The script for zsh, to be sourced, or a file of $fpath."""
+    """The script for zsh, which can be sourced or be a file of $fpath."""
     name = _function_name(program)
     return f"""\
 #compdef {program}
@@ -134,7 +134,7 @@ SCRIPTS: dict[Shell, Callable[[str, Sequence[CompletedCommand]], str]] = {
 
 
 def _lists(name: str, commands: Sequence[CompletedCommand]) -> str:
-    """Functions that print what follows a command, and the values of its keys."""
+    """Shell functions that print the words that may follow a command, and the values of its keys."""
     parents = "|".join(shlex.quote(command.path) for command in commands if command.takes_word)
     following: dict[str, list[str]] = {}
     values: dict[str, list[str]] = {}
@@ -153,7 +153,7 @@ def _lists(name: str, commands: Sequence[CompletedCommand]) -> str:
 
 
 def _printing(name: str, cases: dict[str, list[str]]) -> list[str]:
-    """A function that prints the key of `cases` that has its argument."""
+    """A shell function that prints the key of `cases` whose words contain its argument."""
     lines = [f"{'|'.join(map(shlex.quote, words))}) echo {shlex.quote(text)} ;;" for text, words in cases.items()]
     return [f"{name}() {{", "    case $1 in", *(f"        {line}" for line in lines), "    esac", "}"]
 
@@ -163,5 +163,5 @@ def _function_name(program: str) -> str:
 
 
 def _fish_text(text: str) -> str:
-    """A text in single quotes of fish, in which a backslash and a quote are escaped."""
+    """A text in fish's single quotes, in which a backslash and a quote are escaped."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,5 +1,5 @@
 """Commands on the folders of runs.
 
-Read `board.py` (a local web server over them) and `replay.py` (samples of a step generated again, continued or scored
-anew).
+Read `board.py` (a local web server over run folders) and `replay.py` (samples of a step generated again, continued or
+scored again).
 """

@@ -17,7 +17,7 @@ from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 
 _PACKAGES = ("fastapi", "uvicorn")
 _KV_CACHE_GIB = 1.0
-"""Of each model of a chat: a run may need the rest of the device."""
+"""KV cache of each chat model: a run may need the rest of the device."""
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 
 
 def _load(config: InferenceConfig) -> Any:
-    """Engine and tokenizer of a model; torch is imported when the first is loaded."""
+    """Load the engine and tokenizer of a model; torch is imported with the first model."""
     from hybrid_rlhf.cli.saved_models.loading import load_engine
 
     return load_engine(config, kv_cache_gib=_KV_CACHE_GIB)

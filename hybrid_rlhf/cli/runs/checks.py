@@ -1,8 +1,8 @@
-"""What the steps of `hybrid-rlhf train` read from their user, checked before the first of them starts.
+"""Checks the user's inputs of all steps of `hybrid-rlhf train` before the first step starts.
 
-Each step checks the same at its own start, which for a later one is after the earlier ones have trained. Only the first
-row of a local source is read here, and the hub is not contacted. Reward functions and environments load in a process
-of their own, started like a step: they find the same modules, and free their memory.
+Each step makes the same checks when it starts, but a later step starts after the earlier ones have trained. Only the
+first row of a local source is read here, and the hub is not contacted. Reward functions and environments are loaded in
+a separate process, started like a step: they find the same modules, and their memory is freed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def check_steps(steps: Mapping[str, Any], log: Path) -> None:
     """Check the data of the steps, and the code that RL calls.
 
     Args:
-        steps: those that will start.
-        log: file of what the user's code prints.
+        steps: the steps that will start.
+        log: file for the output of the user's code.
 
     Raises:
-        UserError: the one that the step itself would end with; those of all steps that have too few rows.
+        UserError: the error that the step would end with; for too few rows, the errors of all steps.
     """
     from hybrid_rlhf.data.rows.problems import RowProblems
 
@@ -71,7 +71,7 @@ def load_user_code(config: RLConfig) -> None:
     """Load the reward functions and the environment.
 
     Raises:
-        UserError: if one cannot be loaded, is not called as it must be, or needs a column that local data lacks.
+        UserError: if one cannot be loaded, has a wrong signature, or needs a column that local data lacks.
     """
     environment = config.environment
     if environment is not None and environment.path is not None:
@@ -95,7 +95,7 @@ def load_user_code(config: RLConfig) -> None:
 
 
 def _prompt_columns(sources: Sequence[str | DataSource]) -> Iterator[dict[str, Any]]:
-    """The columns beside the prompt of each row, as reward functions take them."""
+    """The columns of each row except the prompt, as reward functions take them."""
     from hybrid_rlhf.data.rows.formats import read_prompt_row
     from hybrid_rlhf.data.rows.sources import open_source
 
@@ -105,7 +105,7 @@ def _prompt_columns(sources: Sequence[str | DataSource]) -> Iterator[dict[str, A
 
 
 def _check_rows(name: str, step: Any) -> None:
-    """Check that there are rows for an update, if none is dropped; those of the hub, which are not counted, may be
+    """Check that there are rows for an update, if none is dropped; sources on the hub are not counted and may be
     enough."""
     from hybrid_rlhf.data.loaders import require_batch
     from hybrid_rlhf.data.rows.sources import peek
@@ -120,14 +120,14 @@ def _check_rows(name: str, step: Any) -> None:
         step.rollout.require_prompts(rows * step.train.epochs)
     elif rows >= step.train.global_batch_size:
         return
-    elif name == "sft":  # a chat template may make a row of each assistant turn
+    elif name == "sft":  # a chat template may turn each assistant turn into a row
         require_batch(rows * _most_turns(step.data.sources), step.train.global_batch_size)
     else:
         require_batch(rows, step.train.global_batch_size)
 
 
 def _most_turns(sources: Sequence[str | DataSource]) -> int:
-    """The most learned turns of a conversation; 1 for text."""
+    """The largest number of learned turns in a conversation; 1 for text."""
     from hybrid_rlhf.data.chat.messages import is_learned
     from hybrid_rlhf.data.rows.formats import read_sft_row
     from hybrid_rlhf.data.rows.sources import open_source
@@ -154,7 +154,7 @@ def _check_user_code(config: RLConfig, log: Path) -> None:
 
 @contextmanager
 def _named(step: str) -> Iterator[None]:
-    """Begin an error with the name of the step, as that of a step that has started does."""
+    """Context that prefixes an error with the name of the step, like the error of a step that has started."""
     try:
         yield
     except UserError as error:

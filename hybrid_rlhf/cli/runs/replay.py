@@ -1,6 +1,6 @@
 """`hybrid-rlhf replay RUN --step S --index I`: samples of an RL run, generated again and compared.
 
-The command reads what the run recorded and starts as many ranks as the run had, each with this module and the option
+The command reads the records of the run and starts the same number of ranks, each with this module and the option
 `scratch`. They write the result into that folder, and the command prints it: exit code 1 if a sample differs.
 """
 
@@ -28,7 +28,7 @@ _MODULE, _RESULT = "hybrid_rlhf.cli.runs.replay", "result.json"
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Parse; then start the ranks and print their result, or be one of them."""
+    """Parse; then start the ranks and print their result, or run as one of them."""
     with user_errors():
         config = parse_config(ReplayConfig, argv, prog=prog, positional="path")
         if config.scratch is None:
@@ -66,7 +66,7 @@ def _replay(config: ReplayConfig) -> None:
 
 
 def _be_a_rank(config: ReplayConfig, scratch: Path) -> None:
-    """Compute the result; the first rank writes it. A user's mistake is a result too, which the command reports."""
+    """Compute the result; the first rank writes it. A user's mistake is also a result, which the command reports."""
     is_main = os.environ.get("RANK", "0") == "0"
     try:
         result = _result(config, scratch)
@@ -80,7 +80,7 @@ def _be_a_rank(config: ReplayConfig, scratch: Path) -> None:
 
 
 def _result(config: ReplayConfig, scratch: Path) -> dict[str, Any]:
-    """What is asked for, as a JSON object. Every rank calls."""
+    """The result of the command as a JSON object. Every rank calls."""
     from hybrid_rlhf.rl.replay.branching import branch
     from hybrid_rlhf.rl.replay.recorded import RecordedStep
     from hybrid_rlhf.rl.replay.replaying import replayed_step
@@ -98,7 +98,10 @@ def _result(config: ReplayConfig, scratch: Path) -> dict[str, Any]:
         identical = all(sample.identical for sample in samples)
         if config.branch is not None:
             branches = branch(replayed, config.index[0], **dataclasses.asdict(config.branch))
-            completions = [{**dataclasses.asdict(each), **dataclasses.asdict(each.score)} for each in branches]
+            completions = [
+                {**dataclasses.asdict(continuation), **dataclasses.asdict(continuation.score)}
+                for continuation in branches
+            ]
             return {"completions": completions, "identical": identical}
     if len(config.index) == 1:
         return dataclasses.asdict(samples[0])
@@ -111,10 +114,15 @@ def _lines(config: ReplayConfig, result: dict[str, Any]) -> list[str]:
         parts = (f"{name} {value}" for name, value in result["components"].items())
         return [f"score {result['score']}  ({', '.join(parts)})"]
     if "completions" in result:
-        found = [
-            f"{number}: score {each['score']}  {each['text']!r}" for number, each in enumerate(result["completions"])
+        lines_of_completions = [
+            f"{number}: score {completion['score']}  {completion['text']!r}"
+            for number, completion in enumerate(result["completions"])
         ]
-        return found if result["identical"] else [*found, "the sample itself is not identical when it is replayed"]
+        return (
+            lines_of_completions
+            if result["identical"]
+            else [*lines_of_completions, "the sample itself is not identical when it is replayed"]
+        )
     samples = result.get("samples", [result])
     differing = [sample for sample in samples if not sample["identical"]]
     lines = [

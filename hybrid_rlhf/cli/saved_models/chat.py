@@ -1,7 +1,7 @@
 """`hybrid-rlhf chat MODEL [MODEL2]`: chat with a saved model, or with two side by side, in the terminal.
 
-What is typed and shown is the view's: `json_view.py` with --json, `PlainView` where input or output is not a terminal,
-otherwise `terminal.py`.
+A view reads and shows text: `json_view.py` with --json, `PlainView` if input or output is not a terminal, otherwise
+`terminal.py`.
 """
 
 from __future__ import annotations
@@ -38,44 +38,44 @@ HELP = """\
 /help             list the commands
 /quit             quit (also Ctrl-D); Ctrl-C stops a reply"""
 Replies = Mapping[str, Generator[str, None, None]]
-"""Pieces of the reply of each model, by its name."""
+"""Pieces of each model's reply, by its name."""
 
 
 class ChatView(Protocol):
-    """Reads what the user types, and shows what is to be read."""
+    """Reads the user's input, and shows the output."""
 
     def read(self) -> str:
-        """A message or command; raises EOFError at the end of the input."""
+        """Return a message or command; raise EOFError at the end of the input."""
 
     def show(self, text: str) -> None:
         """Show a line of the program."""
 
     def show_replies(self, replies: Replies) -> None:
-        """Show replies as they come. Ctrl-C ends them; an error is shown."""
+        """Show replies as they arrive. Ctrl-C ends them; an error is shown."""
 
 
 class PlainView:
-    """Lines of text."""
+    """View on plain lines of text."""
 
     def read(self) -> str:
-        """See ChatView."""
+        """Read a line after a prompt."""
         return input("\nyou> ").strip()
 
     def show(self, text: str) -> None:
-        """See ChatView."""
+        """Print a line."""
         print(text)
 
     def show_replies(self, replies: Replies) -> None:
-        """See ChatView: one after the other."""
+        """Print the replies one after the other, each as it arrives."""
         for name, pieces in replies.items():
             print(f"{name}> ", end="", flush=True)
             try:
                 for piece in pieces:
                     print(piece, end="", flush=True)
             except KeyboardInterrupt:
-                pieces.close()  # keeps what was said
+                pieces.close()  # keeps the text so far in the conversation
                 print(" [stopped]", end="")
-            except UserError as error:  # too long, or refused by the chat template: the conversation is kept
+            except UserError as error:  # too long, or refused by the chat template: the conversation continues
                 print(f"\nerror: {error}", end="")
             print()
 
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 
 def _view() -> ChatView:
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no text is refused, and the next one read
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused, and the next one read
     if wants_json():
         from hybrid_rlhf.cli.saved_models.json_view import JSONView
 
@@ -138,10 +138,10 @@ class Session:
         """Take the conversation with the first model.
 
         Args:
-            conversation: with the first model.
-            sampling: of the replies.
-            view: reads and shows; none: plain text.
-            load: begins a conversation with another model, for /compare.
+            conversation: conversation with the first model.
+            sampling: sampling parameters of the replies.
+            view: reads and shows text; None: plain text.
+            load: starts a conversation with another model, for /compare.
             load_scorer: loads a reward model, for /score.
         """
         self._first = conversation
@@ -178,12 +178,12 @@ class Session:
                 )
 
     def content(self) -> dict[str, Any]:
-        """The messages so far, and with a second model those of its conversation."""
+        """The messages so far, and with a second model also those of its conversation."""
         compared = {name: talk.transcript() for name, talk in self._others.items()}
         return {"messages": self._first.transcript()} | ({"compared": compared} if compared else {})
 
     def compare(self, name: str) -> None:
-        """Let a second model answer, which is given the conversation so far; "": no longer."""
+        """Let a second model, which receives the conversation so far, answer too; "" ends the comparison."""
         for talk in self._others.values():
             talk.close()
         self._others = {}
@@ -233,7 +233,7 @@ class Session:
         self._view.show(f"system prompt {'set' if text else 'removed'}, conversation cleared")
 
     def _retry(self, _: str) -> None:
-        """Without a seed every reply has its own; with one, tries have the seeds after it."""
+        """Without a seed every reply has a new one; with a seed, retries use the seeds after it."""
         self._retries += 1
         seed = self._sampling.seed
         sampling = self._sampling if seed is None else replace(self._sampling, seed=seed + self._retries)
@@ -286,13 +286,13 @@ class Session:
 
 
 def _refused(line: str) -> Generator[str, None, None]:
-    """The reply to a line that is no text."""
+    """The reply to a line that is not text."""
     raise UserError(f"a line must be text that UTF-8 can write, got {line[:80]!r}: write it again")
     yield
 
 
 def _settings(sampling: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters that /set changes."""
+    """Sampling parameters that /set can change."""
     values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
     return {name: value for name, value in values.items() if name != "n" and not isinstance(value, tuple)}
 

@@ -34,18 +34,18 @@ _SHOWN_PROMPTS = 3
 
 @dataclass(frozen=True)
 class LastStep:
-    """The last step of a pipeline: its models, and the limits of the completions shown."""
+    """The last step of a pipeline: its models, and the limits of the completions to show."""
 
     label: str
     start: str
-    """Model that the step started from."""
+    """The model that the step started from."""
     model: str
-    """Model that the step saved."""
+    """The model that the step saved."""
     config: StepConfig
     prompt_tokens: int
-    """Longest prompt, in tokens."""
+    """Longest prompt in tokens."""
     completion_tokens: int
-    """Longest completion, in tokens."""
+    """Longest completion in tokens."""
 
     @classmethod
     def of(cls, config: RLConfig | PreferenceStepConfig) -> LastStep:
@@ -66,12 +66,12 @@ def report(
     """Print the metrics of the runs, greedy completions, and the command that chats with the last model.
 
     Args:
-        base_model: model that the SFT model of the last step started from; None: the last step started from another.
+        base_model: model that SFT started from, if the last step started from its result; otherwise None.
         folders: folders of the runs, by step.
         last: config of the last step.
 
     Returns:
-        the same for programs.
+        the same content for programs.
     """
     console = Console(width=None if Console().is_terminal else 120)
     step = LastStep.of(last)
@@ -115,7 +115,7 @@ class MetricChange:
 
     label: str
     before: float | None
-    """None: only the change is defined."""
+    """None if only the change is defined."""
     after: float | None
     change: float
     """Relative to `before` if `relative`."""
@@ -124,7 +124,7 @@ class MetricChange:
     relative: bool = False
 
     def cells(self) -> tuple[str, str, str, str]:
-        """The row of a table."""
+        """The cells of a row of the table."""
         values = ["" if value is None else self.form.format(value) for value in (self.before, self.after)]
         form = "{:+.0%}" if self.relative else "{:+.2f}" if self.before is None else "{:+.3f}"
         return self.label, values[0], values[1], form.format(self.change)
@@ -132,18 +132,18 @@ class MetricChange:
 
 def metric_changes(folders: Mapping[str, Path], *, label: str) -> list[MetricChange]:
     """Held-out metrics before and after each step that has a run; the last step is named by its algorithm."""
-    found: list[MetricChange | None] = []
+    changes: list[MetricChange | None] = []
     for step, folder in folders.items():
         if step == "sft":
-            found += [_change(folder, "eval/perplexity", "SFT perplexity", "{:.1f}", relative=True)]
+            changes += [_change(folder, "eval/perplexity", "SFT perplexity", "{:.1f}", relative=True)]
         elif step == "reward":
-            found += [_change(folder, "eval/accuracy", "reward accuracy on pairs", "{:.3f}")]
+            changes += [_change(folder, "eval/accuracy", "reward accuracy on pairs", "{:.3f}")]
         elif step == "preference":
-            found += [_change(folder, "eval/accuracy", f"{label} accuracy on pairs", "{:.3f}")]
-            found += [_change(folder, "eval/margin", f"{label} margin", "{:+.3f}")]
+            changes += [_change(folder, "eval/accuracy", f"{label} accuracy on pairs", "{:.3f}")]
+            changes += [_change(folder, "eval/margin", f"{label} margin", "{:+.3f}")]
         else:
-            found += _score_changes(folder, label)
-    return [change for change in found if change is not None]
+            changes += _score_changes(folder, label)
+    return [change for change in changes if change is not None]
 
 
 def metrics_table(changes: Sequence[MetricChange]) -> Table:

@@ -36,15 +36,15 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         for name, package, what in _EXTRAS:
             if config.chosen == name and find_spec(package) is None:
                 raise UserError(f"{what}, which is not installed: pip install 'hybrid_rlhf[{name}]'")
-        measure, found = _measure(config)
-        document = _document(config, measure, found)
+        measure, results = _measure(config)
+        document = _document(config, measure, results)
         if output is not None:
-            write_whole(output, json.dumps(document | {"rows": found.rows}, indent=2, ensure_ascii=False) + "\n")
-        print_result(document, _text(found))
+            write_whole(output, json.dumps(document | {"rows": results.rows}, indent=2, ensure_ascii=False) + "\n")
+        print_result(document, _text(results))
 
 
 def _measure(config: EvaluateConfig) -> tuple[str, Measurement]:
-    """The name of the measure that is chosen, and its results."""
+    """The name of the chosen measure, and its results."""
     from hybrid_rlhf.cli.saved_models.evaluation import held_out
     from hybrid_rlhf.cli.saved_models.evaluation.pass_rate import pass_rate
     from hybrid_rlhf.cli.saved_models.evaluation.win_rate import win_rate
@@ -70,11 +70,13 @@ def _measure(config: EvaluateConfig) -> tuple[str, Measurement]:
     return name, {"accuracy": held_out.accuracy, "perplexity": held_out.perplexity}[name](config, place)
 
 
-def _document(config: EvaluateConfig, measure: str, found: Measurement) -> dict[str, Any]:
-    """Results with what is needed to repeat them."""
+def _document(config: EvaluateConfig, measure: str, results: Measurement) -> dict[str, Any]:
+    """The results, with the settings and versions that are needed to repeat them."""
     from hybrid_rlhf.loop.report.environment import versions
 
-    values = {name: value if isinstance(value, float | int) else asdict(value) for name, value in found.values.items()}
+    values = {
+        name: value if isinstance(value, float | int) else asdict(value) for name, value in results.values.items()
+    }
     return {
         "measure": measure,
         "model": config.path,
@@ -85,12 +87,12 @@ def _document(config: EvaluateConfig, measure: str, found: Measurement) -> dict[
     }
 
 
-def _text(found: Measurement) -> str:
+def _text(results: Measurement) -> str:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     with console.capture() as capture:
-        console.print(found.table())
+        console.print(results.table())
     return capture.get().rstrip("\n")
 
 

@@ -52,7 +52,7 @@ def _export(config: ExportConfig, output: Path) -> None:
     dtype = str(stored).removeprefix("torch.") if config.dtype == "stored" else config.dtype
     if dtype not in _GGUF_TYPES:
         raise UserError(f"--dtype must be {', '.join(_GGUF_TYPES)}, {config.path} is stored in {dtype}: set --dtype")
-    # In float32 an adapter is merged, and a GGUF file compared, without rounding.
+    # float32 avoids rounding when an adapter is merged or a GGUF file compared.
     wide = config.format == "gguf" or config.adapter is not None
     lm = _load(path, config, torch.float32 if wide else stored)
     if config.adapter is not None:
@@ -74,7 +74,7 @@ def _export(config: ExportConfig, output: Path) -> None:
 
 
 def _load(path: str, config: ExportConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal LM or a scorer, as it is stored."""
+    """A causal LM or a scorer, in its stored form."""
     from hybrid_rlhf.configs.sections.model import ModelConfig
     from hybrid_rlhf.models.pretrained.folders import load_config
     from hybrid_rlhf.models.pretrained.loading import is_scorer, load_model
@@ -99,7 +99,7 @@ def _save_folder(
     card: Path,
     shard_gib: float,
 ) -> None:
-    """Write a folder beside its place, with the card of the source if it has one, and rename it."""
+    """Write a folder under a temporary name, with the card of the source if it has one, and rename it."""
     import torch
 
     from hybrid_rlhf.engines.partition import full_tensors
@@ -127,7 +127,7 @@ def _save_folder(
 
 
 def _converted(name: str, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A weight in a dtype; other tensors stay as they are."""
+    """A weight converted to a dtype; other tensors are unchanged."""
     if weight is None or not weight.is_floating_point():
         return weight
     converted = weight.to(dtype)

@@ -29,8 +29,8 @@ def _generate(config: GenerateConfig) -> None:
     from hybrid_rlhf.data.rows.sources import open_source
 
     output = None if config.output is None else output_file(config.output, "--output", overwrite=config.overwrite)
-    found = open_source(config.input) if config.input is not None else [("--prompt", {"prompt": config.prompt})]
-    rows = [(row, read_prompt_row(place, row)) for place, row in found]
+    located_rows = open_source(config.input) if config.input is not None else [("--prompt", {"prompt": config.prompt})]
+    rows = [(row, read_prompt_row(place, row)) for place, row in located_rows]
     engine, tokenizer = load_engine(config)
     prompts = [encode_prompt(prompt.messages, tokenizer, tools=prompt.tools) for _, prompt in rows]
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The view of `chat --json`: lines of text in, events of JSON out, for programs that hold a conversation."""
+"""The view of `chat --json`: reads lines of text and prints events as JSON, for programs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from hybrid_rlhf.runtime.output import print_document
 
 
 class JSONView:
-    """See ChatView."""
+    """View that prints JSON events."""
 
     def read(self) -> str:
-        """See ChatView: a line of standard input is a message or a command."""
+        """Read a line of standard input: a message or a command."""
         line = sys.stdin.readline()
         if not line:
             raise EOFError
         return line.strip()
 
     def show(self, text: str) -> None:
-        """See ChatView."""
+        """Print an event with a line of the program."""
         if text:
             print_document({"event": "notice", "text": text})
 
     def show_replies(self, replies: Mapping[str, Generator[str, None, None]]) -> None:
-        """See ChatView: pieces as they come, then each reply as a whole, or why there is none."""
+        """Print the pieces as they arrive, then each complete reply, or its error."""
         for name, pieces in replies.items():
             said, stopped = "", False
             try:
@@ -33,7 +33,7 @@ class JSONView:
                     said += piece
                     print_document({"event": "piece", "model": name, "text": piece})
             except KeyboardInterrupt:
-                pieces.close()  # keeps what was said
+                pieces.close()  # keeps the text so far in the conversation
                 stopped = True
             except UserError as error:
                 print_document({"event": "refusal", "model": name, "text": str(error)})

@@ -1,4 +1,4 @@
-"""Where a saved model runs, its tokenizer and its generation engine, for all commands on saved models."""
+"""Device, tokenizer and generation engine of a saved model, for all commands on saved models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Place:
     """A model before its weights are loaded."""
 
     name: str
-    """As the user gave it."""
+    """Name as the user gave it."""
     path: str
     """Folder or hub name that transformers loads."""
     device: torch.device
@@ -41,7 +41,7 @@ def find_model(config: InferenceConfig, name: str | None = None) -> Place:
 
     Args:
         config: device, dtype, chat template.
-        name: another model with the same settings, and its own chat template; none: the config's.
+        name: another model with the same settings, and its own chat template; None: the config's model.
 
     Raises:
         UserError: if there is no such model or device, or the device does not support the dtype.
@@ -95,13 +95,13 @@ def engine_at(place: Place, *, kv_cache_gib: float | None) -> GenerationEngine:
 
 
 def adapted_engine(place: Place, adapters: Mapping[str, str], *, kv_cache_gib: float | None) -> GenerationEngine:
-    """As `engine_at`, with adapters: folders of peft by name.
+    """Like `engine_at`, with adapters: folders of peft by name.
 
     Raises:
         UserError: see `GenerationEngine.from_model`.
     """
-    own = ModelConfig(path=place.path, trust_remote_code=place.trust_remote_code)
-    loaded, _ = load_model(place.path, "causal_lm", config=own, dtype=place.dtype)
+    config = ModelConfig(path=place.path, trust_remote_code=place.trust_remote_code)
+    loaded, _ = load_model(place.path, "causal_lm", config=config, dtype=place.dtype)
     model = loaded.to(place.device).eval()  # type: ignore[arg-type]
     stop = {*default_stop_token_ids(model), *stop_token_ids(place.tokenizer, None)}
     return GenerationEngine.from_model(

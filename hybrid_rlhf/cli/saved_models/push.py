@@ -1,6 +1,6 @@
 """`hybrid-rlhf push MODEL USER/NAME`: upload a saved model to the Hugging Face hub.
 
-Only the model's own files are uploaded: a run folder also has checkpoints, metrics and settings with local paths.
+Only the model's files are uploaded: a run folder also has checkpoints, metrics and settings with local paths.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODEL_FILES = (
     "additional_chat_templates/*",
     "adapter_config.json",
 )
-"""Patterns of what belongs to a model."""
+"""Patterns of a model's files."""
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
@@ -70,15 +70,15 @@ def _model_files(path: str) -> list[str]:
         UserError: when there is no model.
     """
     folder = user_path(path)
-    found = sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()})
-    if not any(file.suffix in (".safetensors", ".gguf") for file in found):
+    files = sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()})
+    if not any(file.suffix in (".safetensors", ".gguf") for file in files):
         raise UserError(f"a model folder must have weights, {path} has none: give a folder that a step or export wrote")
-    return [file.relative_to(folder).as_posix() for file in found]
+    return [file.relative_to(folder).as_posix() for file in files]
 
 
 @contextlib.contextmanager
 def _hub_errors(repo: str) -> Iterator[None]:
-    """Turn errors of the hub and of the network into one line."""
+    """Context that turns errors of the hub and of the network into one line."""
     from httpx2 import HTTPError
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -1,7 +1,7 @@
 """The view of `chat` on a terminal: an editor of several lines with history and completion, replies as Markdown.
 
-Two models reply side by side, a token each in turn. The history of what was typed is kept in the user's state folder,
-readable by the user only.
+Two models reply side by side, one token each in turn. The input history is stored in the user's state folder, readable
+by the user only.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.reading import user_path
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters with which a model could send commands to the terminal; tab and newline are not among them."""
+"""Characters with which a model could send commands to the terminal, except tab and newline."""
 _TAKE_MODELS, _TAKE_FILES = ("/compare", "/score"), ("/save",)
 
 
 class Terminal:
-    """See ChatView."""
+    """View on a terminal."""
 
     def __init__(self, commands: Sequence[str], *, settings: Sequence[str]) -> None:
         """Open the history.
 
         Args:
-            commands: that are completed, each with its slash.
-            settings: completed after /set.
+            commands: commands to complete, each with its slash.
+            settings: names to complete after /set.
         """
         self._console = Console()
         choices: dict[str, object] = dict.fromkeys(commands)
@@ -57,15 +57,15 @@ class Terminal:
         )
 
     def read(self) -> str:
-        """See ChatView: Enter sends; Alt-Enter, or Enter after a backslash, begins a line."""
+        """Read several lines: Enter sends; Alt-Enter, or Enter after a backslash, begins a line."""
         return self._prompt.prompt(FormattedText([("", "\n"), ("bold", "you> ")])).strip()
 
     def show(self, text: str) -> None:
-        """See ChatView."""
+        """Print a line, without control characters."""
         self._console.print(Text(_CONTROL.sub("", text)))
 
     def show_replies(self, replies: Mapping[str, Generator[str, None, None]]) -> None:
-        """See ChatView: all at once, the end of a long one while it grows, then the whole."""
+        """Show all replies at once: the end of a long one while it grows, at last the whole."""
         texts, notes, pending = dict.fromkeys(replies, ""), dict.fromkeys(replies, ""), dict(replies)
         try:
             with (
@@ -86,12 +86,12 @@ class Terminal:
                     live.update(_Tail(_side_by_side(texts, notes)))
         except KeyboardInterrupt:
             for name, pieces in pending.items():
-                pieces.close()  # keeps what was said
+                pieces.close()  # keeps the text so far in the conversation
                 notes[name] = "[stopped]"
         self._console.print(_side_by_side(texts, notes))
 
     def _history(self) -> History:
-        """The file of earlier lines, created if there is none."""
+        """The file of earlier input, created if it is missing."""
         file = user_path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "hybrid_rlhf" / "chat_history"
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -106,24 +106,24 @@ class Terminal:
 
 @contextlib.contextmanager
 def _first_interrupt_noted() -> Iterator[list[int]]:
-    """A list that Ctrl-C fills. Where Python raises, the exception is lost in a callback or a destructor; a second
-    Ctrl-C does raise, for what takes long."""
-    found: list[int] = []
+    """Context with a list to which the first Ctrl-C appends instead of raising, as an exception may be lost in a
+    callback or a destructor; a second Ctrl-C raises, to end long calls."""
+    interrupts: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if found:
+        if interrupts:
             raise KeyboardInterrupt
-        found.append(number)
+        interrupts.append(number)
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield found
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 class _Tail:
-    """As much of the end of something as fits on the screen."""
+    """The end of something, as much as fits on the screen."""
 
     def __init__(self, whole: RenderableType) -> None:
         self._whole = whole
@@ -135,7 +135,7 @@ class _Tail:
 
 
 def _side_by_side(texts: Mapping[str, str], notes: Mapping[str, str]) -> RenderableType:
-    """Replies with their notes; several in columns under the models' names."""
+    """Replies with their notes; several replies in columns under the models' names."""
     shown = [
         Group(Markdown(text), *([Text(notes[name], style="red")] if notes[name] else []))
         for name, text in texts.items()

@@ -150,12 +150,12 @@ class BlendConfig(Settings):
 
 
 def read_shares(words: Sequence[str], rule: str) -> list[tuple[str, float]]:
-    """Names with shares above 0, from words such as train=0.9.
+    """Names and shares, which are above 0, from words such as train=0.9.
 
     Raises:
-        UserError: beginning with the rule.
+        UserError: with a message that begins with the rule.
     """
-    found = []
+    shares = []
     for word in words:
         name, _, text = word.rpartition("=")
         try:
@@ -164,5 +164,5 @@ def read_shares(words: Sequence[str], rule: str) -> list[tuple[str, float]]:
             share = 0.0
         if not name or not 0 < share < float("inf"):
             raise UserError(f"{rule}, got {word!r}: give a share above 0")
-        found.append((name, share))
-    return found
+        shares.append((name, share))
+    return shares

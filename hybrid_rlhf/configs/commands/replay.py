@@ -16,7 +16,7 @@ class BranchConfig(Settings):
     text: str | None = None
     """Text that replaces the token at this position; null: the token is sampled again."""
     n: Count = 4
-    """How many."""
+    """Number of continuations."""
 
     def _check(self) -> None:
         require(

@@ -1,7 +1,7 @@
-"""From words and nested settings to a frozen config, and back.
+"""From command-line words and nested settings to a frozen config, and back.
 
-Later settings lie over earlier ones, and the overrides of a line over its files, wherever they stand; a switch without
-a value is on. pydantic reads the values, and is imported only when a config is built: `--help` needs none.
+Later settings override earlier ones, and overrides on the command line override its files, in any order; a switch
+without a value is on. pydantic reads the values, and is imported only when a config is built, not for `--help`.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ ConfigT = TypeVar("ConfigT")
 
 
 def build_config(config_type: type[ConfigT], layers: Sequence[Layer]) -> ConfigT:
-    """A config from nested settings, the later layers over the earlier.
+    """Build a config from nested settings; later layers override earlier ones.
 
     Raises:
         UserError: for an unknown key, a wrong value, or a rule of the config.
     """
     tree = resolved(config_type, layers)
     keys, user = tree.all_keys(), tree.user_keys()
-    given = tree.values() | {key: value for key, value in derived_defaults(tree).items() if key not in user}
-    values = {name: _typed(key, given[name]) if name in given else key.default for name, key in keys.items()}
+    settings = tree.values() | {key: value for key, value in derived_defaults(tree).items() if key not in user}
+    values = {name: _typed(key, settings[name]) if name in settings else key.default for name, key in keys.items()}
     config: ConfigT = _instance(tree, values)
     check_values(config)
     return config
@@ -62,7 +62,7 @@ def config_tree(config_type: type, argv: Sequence[str] = ()) -> Section:
 def settings_and_defaults(config: Any) -> dict[str, tuple[Any, Any]]:
     """Every dotted key of a config with its value and its default, as plain values.
 
-    The defaults are those that the algorithm of the config brings.
+    The defaults include those of the config's algorithm.
     """
     tree = resolved(type(config), [Layer(plain(config))])
     values = tree.values()
@@ -74,7 +74,7 @@ def settings_and_defaults(config: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def plain(config: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """A config as nested keys and plain values, without keys that a place does not read."""
+    """A config as nested keys and plain values; `keys` are the keys that its place reads, None for all."""
     content: dict[str, Any] = {}
     for declared in dataclasses.fields(config):
         value, marks = getattr(config, declared.name), marks_of(declared)
@@ -90,7 +90,7 @@ def plain(config: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as sections."""
+    """Dotted keys as nested sections."""
     content: dict[str, Any] = {}
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -102,15 +102,15 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Sections as dotted keys."""
-    found: dict[str, Any] = {}
+    """Nested sections as dotted keys."""
+    dotted: dict[str, Any] = {}
     for name, value in content.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+        dotted |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return dotted
 
 
 def resolved(config_type: type, layers: Sequence[Layer]) -> Section:
-    """The sections and keys of a config, with what the layers give.
+    """The sections and keys of a config, with the values of the layers.
 
     Raises:
         UserError: for an unknown key, with the nearest one.
@@ -124,16 +124,16 @@ def resolved(config_type: type, layers: Sequence[Layer]) -> Section:
 def read_words(
     words: Sequence[str], config_type: type, positional: Sequence[str] = ()
 ) -> tuple[list[str], list[Layer], str | None]:
-    """The config files that a line names, its overrides as layers, and the word that asks for help.
+    """The config files on a command line, its overrides as layers, and the word that requests help, or None.
 
     Args:
-        words: the line.
-        config_type: the config that it is for.
+        words: the words of the command line.
+        config_type: type of the command's config.
         positional: keys whose values the first words may give without their names; a list takes all words up to the
             first option.
 
     Raises:
-        UserError: for a word that is no option, an unknown key, or a missing value.
+        UserError: for a word that is not an option, an unknown key, or a missing value.
     """
     words = _with_positional(list(words), positional, config_type)
     files: list[str] = []
@@ -169,15 +169,15 @@ def read_words(
 
 @functools.cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
-    """The reader of values of a type."""
+    """A pydantic reader of values of a type."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(hint)
 
 
 def _typed(key: Key, value: Any) -> Any:
-    """The value of a key; a text is read as YAML first, and as a text where that is of no such type. The words of a
-    list are texts first."""
+    """The typed value of a key. A text is read as YAML first, and as plain text if the result has another type; the
+    words of a list are read as plain text first."""
     readings = [value]
     with contextlib.suppress(UserError):
         if isinstance(value, list):
@@ -188,7 +188,7 @@ def _typed(key: Key, value: Any) -> Any:
         try:
             typed = _adapter(key.hint).validate_json(json.dumps(reading, default=dataclasses.asdict), strict=True)
             return typed if key.read is None else key.read(typed)
-        except (TypeError, ValueError) as error:  # TypeError: a date, or another type that JSON does not have
+        except (TypeError, ValueError) as error:  # TypeError: a date, or another type that JSON lacks
             place = next(iter(error.errors()[0]["loc"]), None) if hasattr(error, "errors") else None
             if reading is readings[0]:
                 is_item = isinstance(reading, list) and isinstance(place, int) and place < len(reading)
@@ -203,13 +203,13 @@ def _instance(section: Section, values: Mapping[str, Any]) -> Any:
     content |= {name: _instance(inner, values) if inner.is_on else None for name, inner in section.sections.items()}
     try:
         return section.kind(**content)
-    except UserError as error:  # a rule of a dataclass names a bare key
+    except UserError as error:  # the dataclass names the key without its section
         text = str(error)
         raise UserError(section.prefix + text if text.split()[0] in section.keys else text) from None
 
 
 def _with_positional(words: list[str], keys: Sequence[str], config_type: type) -> list[str]:
-    """The words with those before the first option as the values of keys."""
+    """Replace the words before the first option by options for the positional keys."""
     first = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
     rest, named = words[len(first) :], list[str]()
     for key in keys:
@@ -226,10 +226,10 @@ def _is_known(config_type: type, name: str) -> bool:
 
 
 def _value(name: str, text: str, hints: list[Any]) -> Any:
-    """The value of an override: a list or a section is YAML; any other is read by the type of its key."""
+    """The value of an override: YAML for a list or a section; otherwise text, which is read by the type of its key."""
     is_section = any(dataclasses.is_dataclass(hint) for hint in hints)
     if is_section and re.fullmatch(r"\w+", text) and text not in ("null", "true", "false"):
-        return text  # an algorithm's name
+        return text  # the name of an algorithm
     takes_list = any(is_list(hint) for hint in hints)
     if not (is_section or takes_list):
         return text
@@ -237,7 +237,7 @@ def _value(name: str, text: str, hints: list[Any]) -> Any:
 
 
 def _as_list(value: str) -> str:
-    """A bare word, or one mapping, for a list stands for a list of one."""
+    """A bare word, or a single mapping, is written as a list of one item."""
     if value.lstrip().startswith("{"):
         return f"[{value}]"
     return value if value.lstrip().startswith("[") or value == "null" else json.dumps([value])

@@ -1,8 +1,8 @@
-"""Defaults that follow from other settings: `algorithm.name: grpo` brings a number of completions per prompt, the size
-of a rollout its mini-batches.
+"""Defaults that follow from other settings: `algorithm.name: grpo` sets a number of completions per prompt, the size of
+a rollout sets its mini-batches.
 
-They lie over a file of defaults (the demo's) and under what the user gives, so the resolved config and `--help` show
-the number.
+They override a file of defaults (the demo's), and the user's settings override them, so that the resolved config and
+`--help` show the number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def derived_defaults(tree: Section) -> dict[str, Any]:
     """Dotted keys and values of the defaults that follow from the settings of a config.
 
     Args:
-        tree: of `resolve`.
+        tree: result of `resolve`.
     """
     user, values = tree.user_keys(), tree.values()
     chosen: dict[str, Any] = {}
@@ -32,7 +32,7 @@ def derived_defaults(tree: Section) -> dict[str, Any]:
             defaults = {key.name: key.default for key in tree.all_keys().values()}
             known = defaults | values | chosen
             prefix = section.prefix
-            own = {key.removeprefix(prefix): value for key, value in known.items() if key.startswith(prefix)}
+            section_values = {key.removeprefix(prefix): value for key, value in known.items() if key.startswith(prefix)}
             fixed = {key.removeprefix(prefix) for key in settled if key.startswith(prefix)}
-            chosen |= {f"{prefix}{key}": value for key, value in following(own, fixed).items()}
+            chosen |= {f"{prefix}{key}": value for key, value in following(section_values, fixed).items()}
     return chosen

@@ -1,7 +1,7 @@
 """The text of `--help` and `--help-all`, from the docstrings of the fields.
 
-Why not the parser's own: docstrings are read only when help is asked for, unused sections are one line, and rarely
-needed keys appear under `--help-all` only.
+Unlike a parser's own help, it reads docstrings only when help is requested, shows an unused section as one line, and
+shows rarely needed keys only with `--help-all`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def help_text(
     """Usage, and every key with its meaning, type and default.
 
     Args:
-        tree: of `resolve`.
+        tree: result of `resolve`.
         chosen: defaults that follow from the settings, by dotted key.
-        prog: the command.
-        everything: whether advanced keys and the keys of unused sections are shown.
-        positional: keys whose values the first words of the line may give.
+        prog: name of the command.
+        everything: true to show advanced keys and the keys of unused sections too.
+        positional: keys whose values the first words of the command line may give.
     """
     words = "".join(f" [{key.rpartition('.')[2].upper()}]" for key in positional)
     lines = [f"usage: {prog}{words} [--config FILE.yaml] [--KEY VALUE ...]", ""]
@@ -46,7 +46,7 @@ def help_text(
 def help_document(
     tree: Section, chosen: Mapping[str, Any], *, prog: str, everything: bool, positional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The same for programs; `choices` are the values that a key takes, null where they are not listed."""
+    """The help for programs; `choices` are the values that a key takes, null if they are not listed."""
     keys = [key for section in tree.walk(off=everything) for key in _described(section, chosen, everything=everything)]
     about = _text(inspect.getdoc(tree.kind) or "")
     config = f"{tree.kind.__module__}.{tree.kind.__name__}"
@@ -63,7 +63,7 @@ def shown_keys(tree: Section, *, everything: bool = False) -> list[str]:
 
 
 def _described(section: Section, chosen: Mapping[str, Any], *, everything: bool) -> list[dict[str, Any]]:
-    """The keys that help shows of a section, the choice of its dataclass first."""
+    """The keys of a section that help shows; the choice of its dataclass comes first."""
     keys: list[dict[str, Any]] = []
     if section.variants:
         default, choices = getattr(section.kind, "name", ""), list(section.variants)
@@ -82,7 +82,7 @@ def _described(section: Section, chosen: Mapping[str, Any], *, everything: bool)
 
 
 def _unused(section: Section) -> list[Section]:
-    """The sections in it that are off, without rarely needed ones."""
+    """Its inner sections that are off, except rarely needed ones."""
     return [inner for inner in section.sections.values() if not (inner.is_on or inner.advanced)]
 
 
@@ -106,7 +106,7 @@ def _section_lines(section: Section, chosen: Mapping[str, Any], *, everything: b
 
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
-    """The docstring of each field of a dataclass, its own and inherited."""
+    """The docstrings of a dataclass's fields, including inherited ones."""
     docs: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         docs |= _own_docs(base)
@@ -127,7 +127,7 @@ def _own_docs(kind: type) -> dict[str, str]:
 
 @functools.cache
 def _classes(module: str) -> dict[str, ast.ClassDef]:
-    """The classes of a module by name; a module is parsed once, which takes half of the time that its classes take."""
+    """The classes of a module by name; parsing a module once is faster than parsing each of its classes."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 

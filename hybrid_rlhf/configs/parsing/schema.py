@@ -1,8 +1,8 @@
 """The keys that a config has for given settings: the algorithm's name selects the dataclass of its section, and an
 optional section exists once a file or the command line gives one of its keys.
 
-`resolve` turns layers of nested settings, the later ones over the earlier, into a tree of sections; each mistake in a
-key is an error here, before any value is read.
+`resolve` turns layers of nested settings, of which later ones override earlier ones, into a tree of sections; each
+mistake in a key is an error here, before any value is read.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hybrid_rlhf.configs.sections.rules import marks_of, nearest, nearest_hint
 
 @dataclass(frozen=True)
 class Layer:
-    """Settings from one place."""
+    """Settings from one source."""
 
     content: Mapping[str, Any]
-    """Nested; a section is a mapping, null, or the name of an algorithm."""
+    """Nested settings; a section is a mapping, null, or the name of an algorithm."""
     origin: str | None = None
-    """File that they come from; none: the command line or a caller."""
+    """File of the settings; None for the command line or a caller."""
     strict: bool = True
-    """Whether unknown keys are errors; those of a file of defaults are dropped."""
+    """True if unknown keys are errors; unknown keys in a file of defaults are dropped."""
 
 
 @dataclass(frozen=True)
@@ -38,41 +38,41 @@ class Key:
     """One key of a config."""
 
     name: str
-    """Dotted."""
+    """Dotted name."""
     hint: Any
     default: Any
     owner: type
-    """Dataclass that has the field."""
+    """Dataclass that declares the field."""
     advanced: bool
     read: Callable[[Any], Any] | None = None
-    """Makes the value from what the user gives; None: pydantic does."""
+    """Converts the user's value; None: pydantic converts it."""
 
 
 @dataclass
 class Section:
-    """A dataclass of a config with the values that are given for it."""
+    """A dataclass of a config, with the values that are set for it."""
 
     name: str
-    """Dotted; empty for the config itself."""
+    """Dotted name; empty for the config itself."""
     kind: type
     advanced: bool = False
     is_on: bool = True
     keys: dict[str, Key] = field(default_factory=dict)
     sections: dict[str, Section] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)
-    """Values by field name, of all layers."""
+    """Values by field name, from all layers."""
     strictly_given: set[str] = field(default_factory=set)
-    """Fields that a strict layer gives."""
+    """Fields that a strict layer sets."""
     variants: tuple[str, ...] = ()
-    """Names of the dataclasses that this section may have."""
+    """Names of the dataclasses among which this section selects."""
 
     @property
     def prefix(self) -> str:
-        """What its keys begin with."""
+        """Prefix of the dotted names of its keys."""
         return f"{self.name}." if self.name else ""
 
     def walk(self, *, off: bool = False) -> Iterator[Section]:
-        """This section and those in it; with `off` those that are not used too."""
+        """Iterate over this section and its inner ones; with `off` also over unused ones."""
         yield self
         for section in self.sections.values():
             if section.is_on or off:
@@ -83,19 +83,19 @@ class Section:
         return {key.name: key for section in self.walk(off=off) for key in section.keys.values()}
 
     def values(self) -> dict[str, Any]:
-        """What is given, by dotted key."""
+        """The values that are set, by dotted key."""
         return {section.keys[name].name: value for section in self.walk() for name, value in section.given.items()}
 
     def user_keys(self) -> set[str]:
-        """Dotted keys that the user gives."""
+        """Dotted keys that the user sets."""
         return {section.keys[name].name for section in self.walk() for name in section.strictly_given}
 
 
 def resolve(config_type: type, layers: Sequence[Layer]) -> Section:
-    """The sections and keys of a config, with what the layers give.
+    """The sections and keys of a config, with the values of the layers.
 
     Raises:
-        UserError: for a key that the config does not have with these settings, a section that is no mapping, or null
+        UserError: for a key that the config does not have with these settings, a section that is not a mapping, or null
             for a key that may not be null.
     """
     return _section(config_type, layers, name="", default=None)
@@ -114,7 +114,7 @@ def options_of(hint: Any) -> tuple[Any, ...]:
 
 
 def section_type(hint: Any) -> type | None:
-    """The dataclass of a section's type, which may be optional; none: the type is no section's."""
+    """The dataclass of a section's type, which may be optional; None for the type of a key."""
     return next((option for option in options_of(hint) if dataclasses.is_dataclass(option)), None)  # type: ignore[return-value]
 
 
@@ -129,13 +129,13 @@ def section_kinds(declared: dataclasses.Field[Any], hint: Any) -> list[type]:
 def find_hints(config_type: type, name: str) -> list[Any]:
     """The types of a dotted key under every algorithm; a dataclass for a section; [] for an unknown key."""
     kinds: list[type] = [config_type]
-    found: list[Any] = []
+    type_options: list[Any] = []
     for part in name.split("."):
         fields = [(kind, declared) for kind in kinds for declared in dataclasses.fields(kind) if declared.name == part]
         hints = [(declared, type_hints(kind)[part]) for kind, declared in fields]
         kinds = [kind for declared, hint in hints for kind in section_kinds(declared, hint)]
-        found = [*kinds] or [hint for _, hint in hints]
-    return found
+        type_options = [*kinds] or [hint for _, hint in hints]
+    return type_options
 
 
 def _section(kind: type, layers: Sequence[Layer], *, name: str, default: Any) -> Section:
@@ -168,7 +168,7 @@ def _section(kind: type, layers: Sequence[Layer], *, name: str, default: Any) ->
 
 
 class UnknownKey(Exception):
-    """A key that is not there; the caller knows what else there is."""
+    """An unknown key; the caller adds the known keys to the message."""
 
     def __init__(self, name: str, layer: Layer) -> None:
         super().__init__(name)
@@ -227,7 +227,7 @@ def _variant(
 ) -> tuple[type, list[tuple[Layer, Any]]]:
     """The dataclass that the name in a section selects, and the section's layers as mappings.
 
-    A file of defaults gives the keys of its own algorithm only.
+    A file of defaults sets keys of its own algorithm only.
     """
     normal = [(layer, {"name": value} if isinstance(value, str) else value) for layer, value in inside]
     names = [(layer, value["name"]) for layer, value in normal if isinstance(value, Mapping) and "name" in value]
@@ -238,7 +238,7 @@ def _variant(
             f"{nearest_hint(chosen, variants, otherwise='give one of them')}"
         )
     kind = variants[chosen]
-    kept = []
+    selected = []
     for layer, value in normal:
         if isinstance(value, Mapping):
             if not layer.strict and str(value.get("name", default.name)) != chosen:
@@ -247,25 +247,25 @@ def _variant(
             for name, inner in value.items():
                 if layer.strict and name not in type_hints(kind):
                     _refuse_foreign(variants, layer, f"{key}.{name}", inner, chosen)
-        kept.append((layer, value))
-    return kind, kept
+        selected.append((layer, value))
+    return kind, selected
 
 
 def is_list(hint: Any) -> bool:
-    """Whether a key's value is a list of any length."""
+    """Return True if a key's value is a list of any length."""
     options = options_of(hint)
     lists = (typing.get_origin(option) is list or typing.get_args(option)[1:] == (...,) for option in options)
     return str not in options and any(lists)
 
 
 def _is_one(value: Any) -> bool:
-    """Whether a value stands for a list of one."""
+    """Return True if a value is written for a list of one item."""
     return isinstance(value, Mapping) or (isinstance(value, str) and not value.lstrip().startswith("["))
 
 
 def _refuse_foreign(variants: Mapping[str, type], layer: Layer, key: str, value: Any, chosen: str) -> None:
     name = key.rpartition(".")[2]
-    owners = [other for other, kind in variants.items() if name in type_hints(kind)]
+    owners = [variant for variant, kind in variants.items() if name in type_hints(kind)]
     if owners:
         named = ", ".join(owners[:3]) + " and others" * (len(owners) > 3)
         raise UserError(
@@ -293,7 +293,7 @@ def _check_name(inside: list[tuple[Layer, Any]], key: str, variant: str | None) 
 
 
 def _check_value(layer: Layer, key: str, value: Any, hint: Any) -> None:
-    """Refuse null where a key has none, and unknown keys in the items of a list."""
+    """Refuse null for a key that may not be null, and unknown keys in the items of a list."""
     if layer.origin is not None or not isinstance(value, str):
         check_null(value, f"{_place(layer)}{key}", hint)
     for item in value if isinstance(value, list) else ():
@@ -301,7 +301,9 @@ def _check_value(layer: Layer, key: str, value: Any, hint: Any) -> None:
 
 
 def _check_item(item: Any, layer: Layer, key: str, hint: Any) -> None:
-    inner = [kind for option in options_of(hint) for each in typing.get_args(option) for kind in options_of(each)]
+    inner = [
+        kind for option in options_of(hint) for argument in typing.get_args(option) for kind in options_of(argument)
+    ]
     kinds = [kind for kind in inner if dataclasses.is_dataclass(kind)]
     if not kinds or not isinstance(item, Mapping):
         return
@@ -320,7 +322,7 @@ def _check_item(item: Any, layer: Layer, key: str, hint: Any) -> None:
 
 
 def check_null(value: Any, key: str, hint: Any) -> None:
-    """Raise UserError for null where the type has none."""
+    """Raise UserError for null if the type does not allow it."""
     if value is None and type(None) not in options_of(hint):
         raise UserError(f"{key} must be {type_name(hint)}, got null: give a value, or leave it out")
 
@@ -346,23 +348,23 @@ def _known_keys(config_type: type, layers: Sequence[Layer]) -> list[str]:
 
 
 def _names_only(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices of algorithms in nested settings, and nothing else."""
-    found: dict[str, Any] = {}
+    """Only the names of algorithms in nested settings."""
+    names: dict[str, Any] = {}
     for declared in dataclasses.fields(kind):
         value = content.get(declared.name)
         if marks_of(declared).variants:
             name = value.get("name") if isinstance(value, Mapping) else value
             if isinstance(name, str):
-                found[declared.name] = name
+                names[declared.name] = name
         elif isinstance(value, Mapping) and (inner := section_kinds(declared, type_hints(kind)[declared.name])):
-            found[declared.name] = _names_only(inner[0], value)
-    return found
+            names[declared.name] = _names_only(inner[0], value)
+    return names
 
 
 def _hint(wrong: str, known: Sequence[str]) -> str:
-    """What to give in place of an unknown key: a key of the same last name, what TRL's name is here, or a similar key.
+    """Advice for an unknown key: a key with the same last name, the equivalent of TRL's name, or a similar key.
 
-    A key in a section that exists is compared with the keys of that section, without the section's name.
+    A key in an existing section is compared with the keys of that section, without the section's name.
     """
     section, _, leaf = wrong.rpartition(".")
     inside = [name for name in known if name.endswith(f".{wrong}")]
@@ -372,12 +374,12 @@ def _hint(wrong: str, known: Sequence[str]) -> str:
     if (answer := trl_answer(wrong, known)) is not None:
         return answer
     siblings = {name.rpartition(".")[2]: name for name in known if section and name.rpartition(".")[0] == section}
-    found = siblings.get(nearest(leaf, siblings) or "") or nearest(wrong, known)
-    return "--help lists the keys" if found is None else f"the nearest is {found}"
+    nearest_name = siblings.get(nearest(leaf, siblings) or "") or nearest(wrong, known)
+    return "--help lists the keys" if nearest_name is None else f"the nearest is {nearest_name}"
 
 
 def _default_instance(kind: type) -> Any:
-    """An instance that has a section's defaults; values that have none are missing."""
+    """An object with the defaults of a section; fields without a default are missing."""
     values = {}
     for declared in dataclasses.fields(kind):
         if declared.default is not dataclasses.MISSING:
@@ -392,7 +394,7 @@ def _place(layer: Layer) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """A type as help and errors show it."""
+    """A type as shown in help and errors."""
     parts = typing.get_args(hint)
     if hint in (type(None), ...):
         return "..." if hint is ... else "null"

@@ -1,4 +1,4 @@
-"""TRL's argument names and the keys that do the same here, for the errors of unknown keys.
+"""TRL's argument names and the equivalent keys, for the errors of unknown keys.
 
 Source: TRL 0.24 (SFTConfig, RewardConfig, DPOConfig, GRPOConfig, RLOOConfig and their trainers); the names of
 transformers' TrainingArguments are among them. docs/migration.md explains the differences in meaning.
@@ -71,17 +71,17 @@ _ANSWERS = {
 
 
 def trl_answer(name: str, known: Sequence[str]) -> str | None:
-    """What to give in place of one of TRL's names.
+    """Advice for one of TRL's names; None for other names.
 
     Args:
         name: dotted key that a config does not have.
-        known: the keys that it has.
+        known: the keys of the config.
     """
     leaf = name.rpartition(".")[2]
     for key in _KEYS.get(leaf, ()):
         if key in known:
             return f"give {key}"
-        steps = [each for each in known if each.endswith(f".{key}")]
+        steps = [key_of_step for key_of_step in known if key_of_step.endswith(f".{key}")]
         if steps:
             return f"give {' or '.join(steps[:3])}"
     return _ANSWERS.get(leaf)

@@ -1,4 +1,4 @@
-"""Rules that hold for every value of every config, whatever its key: numbers are finite, texts can be written."""
+"""Rules for all values of all configs: numbers are finite, texts can be encoded."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import require
 
 _LARGEST = 2**63 - 1
-"""What torch, numpy and Arrow hold."""
+"""Largest integer of torch, numpy and Arrow."""
 _MAY_BE_BLANK = ("system", "step_separator", "text", "completion")
 
 
 def check_values(value: Any, key: str = "") -> None:
-    """Walk through a config.
+    """Check all values of a config.
 
     Raises:
-        UserError: for a number that is not finite or has more than 64 bits, a negative seed, a text that is no text,
-            or a credential.
+        UserError: for a number that is not finite or has more than 64 bits, a negative seed, a text that cannot be
+            encoded, or a credential.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
@@ -42,7 +42,7 @@ def check_values(value: Any, key: str = "") -> None:
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written as UTF-8 and name a file: no lone surrogates, no NUL."""
+    """Return True if a text can be encoded as UTF-8 and name a file: no lone surrogates, no NUL."""
     return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 

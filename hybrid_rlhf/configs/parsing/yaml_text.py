@@ -1,4 +1,4 @@
-"""YAML: one value, or the mapping of a config; a mistake is an error that names the place and the line."""
+"""Parses YAML, a single value or the mapping of a config; errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_YAML_NODES = 100_000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's floats too: YAML 1.1 takes 1e-3, without a point, for a text."""
+    """A loader that reads floats of YAML 1.2 too: YAML 1.1 reads 1e-3, without a point, as a text."""
 
 
 _Loader.add_implicit_resolver(
@@ -48,17 +48,17 @@ def yaml_value(text: str, origin: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"{origin}:{line}: not YAML ({error.problem}): fix the line") from error
-    except yaml.YAMLError as error:  # a character that no text has
+    except yaml.YAMLError as error:  # a control character
         raise UserError(f"{origin}: not YAML ({' '.join(str(error).split())}): fix it") from error
     except RecursionError as error:
         raise UserError(f"{origin}: not YAML that can be read (it is nested too deeply): fix it") from error
-    except (ValueError, TypeError, LookupError, AttributeError) as error:  # what it raises for dates and explicit types
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # raised for dates and explicit types
         reason = str(error).partition(";")[0]
         raise UserError(f"{origin}: not YAML that can be read ({reason}): put the value in quotes") from error
 
 
 def _check_nodes(root: yaml.Node | None, origin: str) -> None:
-    """Refuse repeated keys, of which YAML takes the last in silence, and anchors that unfold without an end."""
+    """Refuse repeated keys, of which YAML silently takes the last, and anchors that expand exponentially."""
     for number, node in enumerate(_nodes(root, 0), start=1):
         if number > _MAX_YAML_NODES:
             raise UserError(

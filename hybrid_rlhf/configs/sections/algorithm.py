@@ -1,5 +1,5 @@
-"""What the settings of RL algorithms share: optional parts (KL penalty, score penalties, dynamic sampling, correction
-for the difference between sampler and trainer), and base classes of keys that several algorithms read.
+"""Shared settings of RL algorithms: optional parts (KL penalty, score penalties, dynamic sampling, correction for the
+difference between sampler and trainer), and base classes with keys that several algorithms read.
 
 The algorithms themselves are in configs/algorithms.py.
 """
@@ -116,24 +116,24 @@ class CorrectionConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Settings):
-    """What all RL algorithms read."""
+    """Settings of all RL algorithms."""
 
     needs_critic: ClassVar[bool] = False
-    """Whether it trains a critic."""
+    """True if it trains a critic."""
     needs_reference: ClassVar[bool] = False
-    """Whether its loss needs the reference even without a KL penalty."""
+    """True if its loss needs the reference even without a KL penalty."""
     learns_pairs: ClassVar[bool] = False
-    """Whether it learns from pairs of completions."""
+    """True if it learns from pairs of completions."""
     selects: ClassVar[bool] = False
-    """Whether it learns from some completions of a prompt only."""
+    """True if it learns from only some completions of a prompt."""
     uses_sampler_policy: ClassVar[bool] = True
-    """Whether its gradient is one of the policy that sampled, so that training should route tokens as sampling did."""
+    """True if its gradient is that of the policy that sampled, so that training should route tokens as sampling did."""
     single_update: ClassVar[bool] = False
-    """Whether its paper makes one update per rollout; the clip of the others needs several to have an effect."""
+    """True if its paper makes one update per rollout; the clip of other algorithms needs several to have an effect."""
     fewest_completions: ClassVar[int] = 1
-    """Fewest completions per prompt that it can learn from."""
+    """Smallest number of completions per prompt that it can learn from."""
     takes_sequences: ClassVar[bool] = True
-    """Whether a prompt may have any number of completions, as episodes of a program have any number of sequences."""
+    """True if a prompt may have any number of completions, like the sequences of a program's episodes."""
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {}
     """Defaults that it changes in other sections, by dotted key."""
 
@@ -157,39 +157,40 @@ class AlgorithmConfig(Settings):
 
     @property
     def updates_once(self) -> bool:
-        """Whether a rollout makes one update, before which the actor is still the one that sampled."""
+        """True if a rollout makes one update, before which the actor still has the weights that sampled."""
         return self.epochs * self.mini_batches == 1
 
     @property
     def clip_is_idle(self) -> bool:
-        """Whether the algorithm clips ratios, and one update per rollout leaves all of them at 1."""
+        """True if the algorithm clips ratios, but one update per rollout leaves all of them at 1."""
         return self.updates_once and not self.single_update
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """Whether the actor scores a rollout before training on it: for several updates, or to count kept tokens."""
+        """True if the actor scores a rollout before training on it: for several updates, or to count kept tokens."""
         return not self.updates_once
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the reference's log-probs are needed."""
+        """True if the reference's log-probs are needed."""
         return self.kl is not None or self.needs_reference
 
     def actor_scores_rollout(self, *, other_sampler: bool) -> bool:
-        """Whether the actor reads a rollout before training on it: also where a KL to the reference is taken and older
-        weights or other arithmetic than that of training sampled, whose log-probs would enter the KL.
+        """Return True if the actor reads a rollout before training on it. Besides `reads_old_logprobs`, it does if a KL
+        to the reference would use log-probs from older weights or from other arithmetic than training's.
         """
         return self.reads_old_logprobs or (self.uses_reference and other_sampler)
 
     @property
     def allows_other_sampler(self) -> bool:
-        """Whether older or rounded weights may sample: the loss is corrected, or does not depend on who sampled."""
+        """True if older or rounded weights may sample: the loss is corrected, or does not depend on the sampling
+        policy."""
         return self.learns_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientConfig(AlgorithmConfig):
-    """What algorithms with a loss per token read."""
+    """Settings of algorithms with a loss per token."""
 
     mask_truncated: bool = False
     """Exclude completions that do not end with EOS from the loss (DAPO, section 3.4)."""
@@ -200,18 +201,18 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """True where several updates, or the count of kept tokens, need the actor's scores of a rollout."""
+        """True if the actor must score a rollout before training: for several updates, or to count kept tokens."""
         return not self.updates_once or not (self.correction is None or self.correction.count_masked)
 
     @property
     def allows_other_sampler(self) -> bool:
-        """True where the loss is corrected for older or rounded weights that sample."""
+        """True if the loss is corrected for older or rounded weights that sample."""
         return self.correction is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedConfig(PolicyGradientConfig):
-    """What algorithms that clip the policy ratio read."""
+    """Settings of algorithms that clip the policy ratio."""
 
     clip: tuple[float, float] = (0.2, 0.2)
     """The policy ratio is clipped to [1 - low, 1 + high] (0.2: PPO, arXiv 1707.06347)."""
@@ -243,13 +244,13 @@ class ClippedConfig(PolicyGradientConfig):
 
     @property
     def whitens(self) -> bool:
-        """True where something is whitened."""
+        """True if advantages are whitened."""
         return self.whiten_advantages
 
 
 @dataclass(frozen=True, kw_only=True)
 class SurrogateConfig(ClippedConfig):
-    """What algorithms with PPO's clipped surrogate read."""
+    """Settings of algorithms with PPO's clipped surrogate."""
 
     dual_clip: Annotated[float, "above 1"] | None = setting(None, advanced=True)
     """Bound of the loss for negative advantages, as a multiple of the advantage (arXiv 1912.09729: 3); null: none."""
@@ -257,9 +258,9 @@ class SurrogateConfig(ClippedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupConfig(AlgorithmConfig):
-    """What algorithms with advantages relative to a prompt's completions read.
+    """Settings of algorithms with advantages relative to a prompt's completions.
 
-    No penalty of a missing EOS: the answers are mostly checked by a program, and one that does not end is wrong.
+    By default there is no penalty of a missing EOS: a program usually checks the answers, and rejects truncated ones.
     """
 
     fewest_completions = 2
@@ -272,7 +273,7 @@ class GroupConfig(AlgorithmConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SingleUpdateConfig(AlgorithmConfig):
-    """What algorithms whose paper makes one update per rollout read."""
+    """Settings of algorithms whose paper makes one update per rollout."""
 
     single_update = True
 

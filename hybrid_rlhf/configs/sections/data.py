@@ -1,4 +1,4 @@
-"""Where rows come from and how they become tokens."""
+"""Settings of data: the sources of rows and their tokenization."""
 
 from __future__ import annotations
 

@@ -58,5 +58,5 @@ class EnvironmentConfig(Settings):
 
     @property
     def name(self) -> str:
-        """Of the class or the program; that of the endpoint where programs outside of the run play."""
+        """Name of the class or the program; for external programs the name of the endpoint's section."""
         return self.program or self.path or "rollout.endpoint"

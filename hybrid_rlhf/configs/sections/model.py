@@ -1,4 +1,4 @@
-"""Which model a step trains, how it computes, and low-rank adapters."""
+"""Settings of the model that a step trains, its computation, and low-rank adapters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ModelConfig(Settings):
 
 
 SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if key.name not in ROUTER_KEYS)
-"""Keys of a model that is trained as a scorer only."""
+"""Keys of a model that is trained only as a scorer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,7 @@
-"""Where each role of an RL step lives, as the user gives it: a style, ranks by role, or the planner's choice.
+"""Settings of the placement of roles in an RL step: a style, ranks by role, or the planner's choice.
 
-Source: flattening, interleaving and separation, arXiv 2312.11819 (FlexRLHF). Deviation: ranks are named, never
-fractions of their number, so that a placement says where each role is. runtime/placement.py has what it means on the
-ranks of a run.
+Source: flattening, interleaving and separation, arXiv 2312.11819 (FlexRLHF). Deviation: ranks are named and not given
+as fractions, so that a placement shows where each role is. runtime/placement.py applies it to the ranks of a run.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ _MOST_RANKS = 2**16
 
 @dataclass(frozen=True)
 class RoleRanks:
-    """What the user gives for a role."""
+    """Settings of a role."""
 
     ranks: tuple[int, ...] | None = None
-    """Ascending; None: those of the style."""
+    """Ascending; None for the ranks of the style."""
     zero: ZeroStage | None = None
-    """ZeRO stage; None: that of the role's section."""
+    """ZeRO stage; None for that of the role's section."""
     tensor_parallel: int | None = None
     """Ranks that share one model's inference weights; None: rollout.tensor_parallel for the sampler, else 1."""
     with_actor: bool = False
-    """Of the sampler: the actor's ranks sample part of each rollout too."""
+    """True if the actor's ranks sample part of each rollout besides the sampler's."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +42,20 @@ class AutoPlacement:
     style: Literal["auto"] = "auto"
 
     def as_given(self) -> str:
-        """The form of config files."""
+        """Return the value in the form of config files."""
         return "auto"
 
 
 @dataclass(frozen=True)
 class RolePlacements:
-    """A style, and ranks of some roles beside it."""
+    """A style, and the ranks of some roles."""
 
     style: Style
     roles: Mapping[str, RoleRanks] = field(default_factory=dict)
     """By role: actor, critic, critic_copy, reference, sampler, reward (all reward models), or a reward model's name."""
 
     def as_given(self) -> str | dict[str, Any]:
-        """The form of config files."""
+        """Return the value in the form of config files."""
         roles = {
             name: {key: value for key, value in vars(role).items() if value is not None and value is not False}
             for name, role in self.roles.items()
@@ -69,7 +68,7 @@ PlacementConfig = AutoPlacement | RolePlacements
 
 
 def read_placement(given: str | dict[str, Any] | None) -> PlacementConfig | None:
-    """The placement that a file or the line gives: a style, or a mapping of roles that may name a style.
+    """The placement from the value in a file or on the command line: a style, or roles with an optional style.
 
     Raises:
         UserError: for an unknown style, or a role whose keys or ranks cannot be read.
@@ -120,16 +119,16 @@ def _read_role(role: str, keys: Any) -> RoleRanks:
 
 
 def read_ranks(value: Any, role: str) -> tuple[int, ...]:
-    """Ranks given as a number, a list, or ranges such as 0-3,6.
+    """Ranks from a number, a list, or ranges such as 0-3,6.
 
     Raises:
-        UserError: for anything else, no rank, or one that is named twice.
+        UserError: for any other value, for no rank, or for a rank that occurs twice.
     """
     parts = value if isinstance(value, Sequence) and not isinstance(value, str) else str(value).split(",")
     ranks: list[int] = []
     for part in parts:
-        found = _RANGE.fullmatch(str(part).strip())
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        match = _RANGE.fullmatch(str(part).strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         require(
             first <= last < _MOST_RANKS,
             f"placement.{role}.ranks must be a list of ranks or ranges, got {value}: write for example 0-3",
@@ -143,10 +142,10 @@ def read_ranks(value: Any, role: str) -> tuple[int, ...]:
 
 
 def is_automatic(placement: PlacementConfig | None) -> bool:
-    """True where the planner places the roles."""
+    """Return True if the planner places the roles."""
     return isinstance(placement, AutoPlacement)
 
 
 def has_separate_sampler(placement: PlacementConfig | None) -> bool:
-    """True where a placement gives the sampler ranks of its own."""
+    """Return True if a placement gives the sampler separate ranks."""
     return isinstance(placement, RolePlacements) and (placement.style == "separation" or "sampler" in placement.roles)

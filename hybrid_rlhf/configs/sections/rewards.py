@@ -111,12 +111,12 @@ class RewardComponentConfig:
 
     @property
     def most_retries(self) -> int:
-        """Tries after the first. A function that fails mostly fails again, an endpoint mostly recovers."""
+        """Number of attempts after the first. A failing function usually fails again, an endpoint usually recovers."""
         return self.retries if self.retries is not None else 3 if self.urls else 1
 
     @property
     def label(self) -> str:
-        """The name, given or derived."""
+        """The configured or derived name."""
         if self.name is not None:
             return self.name
         if self.model:
@@ -127,10 +127,10 @@ class RewardComponentConfig:
 
 
 def require_distinct_names(components: Sequence[RewardComponentConfig]) -> None:
-    """Metrics distinguish components by name.
+    """Check that components have different names, by which metrics distinguish them.
 
     Raises:
-        UserError: when two components share one.
+        UserError: when two components share a name.
     """
     names = [component.label for component in components]
     double = next((name for name in names if names.count(name) > 1), None)

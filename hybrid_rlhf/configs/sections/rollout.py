@@ -1,4 +1,4 @@
-"""How completions are sampled in RL: the prompts per step, sampling parameters, memory and asynchrony."""
+"""Settings of sampling in RL: prompts per step, sampling parameters, memory and asynchrony."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ does not recompute; the seed follows the run's.
 
 
 _COMPARED_COMPLETIONS = 16
-"""Completions of a rollout, at least, whose experts are compared with those of training."""
+"""Minimum number of completions per rollout whose experts are compared with those of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class EndpointConfig(Settings):
         )
 
     def expanded_api_key(self) -> str | None:
-        """The key itself; never log it.
+        """The key with its environment variable replaced; it must not be logged.
 
         Raises:
             UserError: when its variable is not set.
@@ -147,27 +147,27 @@ class RolloutConfig(Settings):
 
     @property
     def policy_lag(self) -> int:
-        """Steps by which the weights that sample are behind; 0: sampling and training alternate."""
+        """Number of steps by which the sampling weights are behind; 0 if sampling and training alternate."""
         return 0 if self.async_sampling is None else self.async_sampling.policy_lag
 
     def recorded_prompts(self, prompts: int) -> int:
-        """Of so many prompts, those whose completions have their experts recorded: all of them where training replays
-        them, else as many as are compared (`rollout/router_agreement`)."""
+        """Number of prompts, out of `prompts`, whose completions have their experts recorded: all of them if training
+        replays the experts, else those that are compared (`rollout/router_agreement`)."""
         return prompts if self.routing_replay else min(prompts, -(-_COMPARED_COMPLETIONS // self.sampling.n))
 
     @property
     def extra_prompts(self) -> int:
-        """Prompts in flight beyond those of a step."""
+        """Number of prompts in flight beyond those of a step."""
         return 0 if self.partial is None else max(1, round(self.partial.extra_prompts * self.prompts_per_step))
 
     @property
     def samples_older(self) -> bool:
-        """Whether weights of earlier steps sample some of the tokens that a step trains on."""
+        """True if weights of earlier steps sample some of the tokens that a step trains on."""
         return self.policy_lag > 0 or self.partial is not None
 
     @property
     def samples_otherwise(self) -> bool:
-        """Whether a sampling policy differs from the trained one: older weights, or 8-bit products."""
+        """True if the sampling policy differs from the trained one: older weights, or 8-bit products."""
         return self.samples_older or self.quantization is not None
 
     def _check_async(self) -> None:

@@ -1,8 +1,7 @@
-"""What the sections of a config are written with: what a field says about itself beside its type, and the rules that
-values are checked by.
+"""Declarations for the sections of a config: marks of a field besides its type, and rules for values.
 
-Why on the field: adding a key is one edit. Help, saved configs, the check of a resumed run and the documentation read
-these marks.
+Marks are on the field, so that a new key needs one edit. Help, saved configs, the check of a resumed run and the
+documentation read them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Share = Annotated[float, "in [0, 1]"]
 Discount = Annotated[float, "in [0, 1]: give for example 0.95"]
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SIMILAR = 0.6
-"""Least share of equal letters of a name that is suggested."""
+"""Smallest similarity of a name that is suggested."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +36,22 @@ class Marks:
     """Marks of one field."""
 
     advanced: bool = False
-    """Shown by `--help-all` only."""
+    """True if only `--help-all` shows the key."""
     mutable: bool = False
-    """May change when a run is resumed; of a section: all its keys."""
+    """True if the key, or all keys of the section, may change when a run is resumed."""
     variants: Mapping[str, type] | None = None
-    """Of a section with several types: the type for each value of its key `name`."""
+    """For a section with several types: the type for each value of its key `name`."""
     needs: str | None = None
-    """Of a section that exists only if the config's algorithm has this class attribute true."""
+    """For a section that exists only with some algorithms: the class attribute of the algorithm that must be true."""
     keys: tuple[str, ...] | None = None
-    """Of a section: the keys that this place reads; none: all."""
+    """For a section: the keys that this place reads; None for all."""
     read: Callable[[Any], Any] | None = None
-    """Of a key whose value is a dataclass: reads it from what the user gives, the type of its one argument. The
-    dataclass gives that form back with `as_given`."""
+    """For a key whose value is a dataclass: converts the user's value, whose type is that of the only argument. The
+    dataclass converts back with `as_given`."""
 
 
 def setting(default: Any = MISSING, *, default_factory: Callable[[], Any] | None = None, **marks: Any) -> Any:
-    """A dataclass field with marks, the fields of `Marks`."""
+    """A dataclass field with marks; the keywords are the fields of `Marks`."""
     metadata = {"marks": Marks(**marks)}
     if default_factory is not None:
         return field(default_factory=default_factory, metadata=metadata)
@@ -60,14 +59,14 @@ def setting(default: Any = MISSING, *, default_factory: Callable[[], Any] | None
 
 
 def marks_of(declared: Field[Any]) -> Marks:
-    """The marks of a field; those of a plain field are the defaults."""
+    """The marks of a field; a plain field has the default marks."""
     marks: Marks = declared.metadata.get("marks", Marks())
     return marks
 
 
 class Settings:
-    """Base of sections whose fields carry bounds: a text beside the type, such as "above 0", "2 tokens or more" or
-    "in [0, 1)", that is the rule in errors too. What follows a colon is the fix, by default the field's default."""
+    """Base class of sections with bounds: a text in the field's annotation, such as "above 0", "2 tokens or more" or
+    "in [0, 1)", which errors quote as the rule. Text after a colon is the fix, by default the field's default."""
 
     def __post_init__(self) -> None:
         for name, (bound, default) in _bounds(type(self)).items():  # type: ignore[arg-type]  # a type is hashable
@@ -79,7 +78,7 @@ class Settings:
         self._check()
 
     def _check(self) -> None:
-        """Raise UserError for values that do not go together."""
+        """Raise UserError for values that contradict each other."""
 
 
 @functools.cache
@@ -95,7 +94,7 @@ def _bounds(kind: Any) -> dict[str, tuple[str, Any]]:
 
 
 def _outside(value: float, rule: str) -> str:
-    """What to do with a value that breaks a rule: raise or lower; empty where it holds."""
+    """How to change a value that breaks a rule: "raise" or "lower"; empty if it is valid."""
     least, *most = map(float, _NUMBER.findall(rule))
     if value < least or (value == least and rule.startswith(("above", "in ("))):
         return "raise"
@@ -109,7 +108,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def is_plain(values: Mapping[str, Any]) -> bool:
-    """Whether JSON, and so the run's config.yaml, can hold values."""
+    """Return True if JSON, and so the run's config.yaml, can represent values."""
     try:
         return bool(json.loads(json.dumps(values, allow_nan=False)) == values)
     except (TypeError, ValueError):  # a date, a number that is not finite
@@ -126,16 +125,15 @@ def require_template_variables(values: Mapping[str, Any]) -> None:
 
 
 def whole_number(value: Any) -> int:
-    """A number of 0 or more from a file or the command line; anything else counts as 0, and is refused elsewhere."""
+    """A natural number from a file or the command line; any other value becomes 0, and is refused elsewhere."""
     text = str(value)
     return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most similar; none: no name is similar enough to be meant.
+    """The most similar known name; None if no name is similar enough.
 
-    Names that begin with the given one or contain it are similar; of two that are equally similar, the one of the same
-    letters is nearer.
+    Names that contain `name` are similar; among equally similar names, one with the same letters is nearer.
     """
 
     def similarity(candidate: str) -> float:
@@ -147,6 +145,6 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def nearest_hint(name: str, known: Iterable[str], *, otherwise: str) -> str:
-    """The end of an error: the nearest name, or what else to do."""
-    found = nearest(name, known)
-    return otherwise if found is None else f"the nearest is {found}"
+    """The end of an error: the nearest name, or else `otherwise`."""
+    nearest_name = nearest(name, known)
+    return otherwise if nearest_name is None else f"the nearest is {nearest_name}"

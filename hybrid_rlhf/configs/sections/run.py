@@ -1,4 +1,4 @@
-"""What every training step has: its output folder, seed, resume, logging and fault handling."""
+"""Settings of every training step: output folder, seed, resume, logging and fault handling."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FaultsConfig(Settings):
 
     @property
     def collective_timeout_seconds(self) -> float:
-        """Longest collective: longer than a phase, so that the watchdog acts first."""
+        """Time limit of a collective: longer than that of a phase, so that the watchdog acts first."""
         return self.phase_timeout_seconds + 120 if self.phase_timeout_seconds else 1e8
 
     def _check(self) -> None:
@@ -76,7 +76,7 @@ class FaultsConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What every training step has; the step itself adds `data`."""
+    """Settings of every training step; the step itself adds `data`."""
 
     output_dir: str = setting("output", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""

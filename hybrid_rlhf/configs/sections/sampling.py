@@ -1,5 +1,5 @@
-"""Sampling parameters: one definition for the generation engine, rollouts, distillation, chat and generate, with the
-names of vLLM and OpenAI.
+"""Sampling parameters of the generation engine, rollouts, distillation, chat and generate, with the names of vLLM and
+OpenAI.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hybrid_rlhf.configs.sections.rules import require, setting
 
 _LEAST_TEMPERATURE = 1e-5
-"""Logits divided by less can overflow float32."""
+"""Dividing logits by less can overflow float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always sampled."""
         return self.temperature == 0
 
     @property
@@ -72,7 +72,7 @@ class SamplingParams:
 
     @property
     def draws_from_all(self) -> bool:
-        """Whether tokens are sampled from the full distribution at the temperature, without truncation or penalties."""
+        """True if tokens are sampled from the full distribution at the temperature, without truncation or penalties."""
         cut = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
         return not cut and self.repetition_penalty == 1 and self.min_new_tokens == 0
 

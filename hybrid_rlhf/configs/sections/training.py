@@ -1,4 +1,4 @@
-"""How a step trains: the optimizer, ZeRO, the training loop and its checkpoints."""
+"""Settings of training: the optimizer, ZeRO, the training loop and its checkpoints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ZeroConfig:
 
 
 def frozen_zero(sibling: ZeroConfig) -> ZeroConfig:
-    """How a frozen model shards: not at all, or like the model beside it under ZeRO-3."""
+    """Sharding of a frozen model: none, or that of the trained model under ZeRO-3."""
     if sibling.stage < 3:
         return ZeroConfig()
     return ZeroConfig(stage=3, offload_parameters=sibling.offload_parameters)
@@ -88,7 +88,7 @@ class CheckpointConfig(Settings):
 
     @property
     def best_metric(self) -> tuple[int, str] | None:
-        """Sign and name of the metric of keep_best: the largest product is the best."""
+        """Sign and name of the metric of keep_best: the checkpoint with the largest product of both is the best."""
         if self.keep_best is None:
             return None
         how, _, name = self.keep_best.partition(":")
@@ -97,14 +97,14 @@ class CheckpointConfig(Settings):
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """What passes through a model at once on a rank."""
+    """Size of the micro-batches on a rank."""
 
     rows: int | None = None
-    """That many rows; none: as many as `tokens` allows."""
+    """Number of rows; None: as many as `tokens` allows."""
     tokens: int = 8192
-    """Real tokens, at most, unless a row alone has more."""
+    """Largest number of real tokens, unless a single row has more."""
     padded: bool = False
-    """Whether some layers of the model compute padding: tokens are then rows x the longest."""
+    """True if some layers of the model compute padding; tokens are then rows times the longest row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class LoopConfig(CheckpointConfig):
 
     @property
     def micro_batches(self) -> MicroBatches:
-        """What passes through a model at once."""
+        """The size of the micro-batches."""
         return MicroBatches(self.micro_batch_size, self.micro_batch_tokens)
 
 

@@ -1,9 +1,9 @@
-"""Tool calls that a model has written, read from the text of its completion.
+"""Reads the tool calls that a model has written from the text of its completion.
 
 Formats, with special tokens or without, as decoding may skip them: `<tool_call>{"name", "arguments"}</tool_call>`
 (Hermes, Qwen); JSON with `name` and `parameters` or `arguments`, one call, a list, or several with `;` in between
-(Llama 3 after `<|python_tag|>`, Mistral after `[TOOL_CALLS]`); `name{...}` (Mistral since v11). Only functions that the
-conversation offers are called: what does not parse, or names another, is text.
+(Llama 3 after `<|python_tag|>`, Mistral after `[TOOL_CALLS]`); `name{...}` (Mistral since v11). Only calls of functions
+that the conversation offers are read: text that does not parse, or names another function, stays text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TAGGED = re.compile(rf"{_TAG}(.*?)</tool_call>", re.DOTALL)
 _BETWEEN = re.compile(r"(?:\[TOOL_CALLS\]|<\|python_tag\|>|[;,\s])*")
 _NAME = re.compile(r"([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
 _OPENINGS = ("{", "[", "<|python_tag|>")
-"""What a completion that is nothing but calls begins with."""
+"""Beginnings of a completion that consists of calls only."""
 _DECODER = json.JSONDecoder()
 
 
@@ -42,11 +42,11 @@ class AssistantTurn:
     """A turn of the assistant."""
 
     content: str
-    """Text beside the calls."""
+    """Text outside of the calls."""
     calls: Sequence[ToolCall] = ()
 
     def is_repeated_by(self, message: Message) -> bool:
-        """Whether a message of a later request is this turn."""
+        """Return True if a message of a later request is this turn."""
         content = message.get("content") or ""
         functions = [call["function"] for call in message.get("tool_calls", [])]
         calls = [ToolCall(function["name"], function["arguments"]) for function in functions]
@@ -54,9 +54,9 @@ class AssistantTurn:
 
 
 def function_names(tools: Tools | None) -> frozenset[str]:
-    """The functions that a conversation offers."""
-    given = [tool.get("function", tool) for tool in tools or []]
-    functions = [function for function in given if isinstance(function, dict)]
+    """Names of the functions that a conversation offers."""
+    schemas = [tool.get("function", tool) for tool in tools or []]
+    functions = [function for function in schemas if isinstance(function, dict)]
     return frozenset(str(function["name"]) for function in functions if isinstance(function.get("name"), str))
 
 
@@ -64,8 +64,8 @@ def read_reply(text: str, names: Collection[str]) -> AssistantTurn:
     """Text and calls of a completion.
 
     Args:
-        text: of the completion.
-        names: functions that may be called; none: everything is text.
+        text: text of the completion.
+        names: functions that may be called; if empty, everything is text.
     """
     if not names:
         return AssistantTurn(text)
@@ -81,7 +81,7 @@ def read_reply(text: str, names: Collection[str]) -> AssistantTurn:
 
 
 def shown_so_far(text: str, names: Collection[str]) -> int:
-    """How much of a completion that goes on is certainly text beside its calls."""
+    """Number of leading characters of an unfinished completion that are certainly text outside of its calls."""
     begun = text.lstrip()
     if not names:
         return len(text)
@@ -99,7 +99,7 @@ def _calls(text: str, names: Collection[str]) -> Iterator[ToolCall]:
     """The calls of which a text consists.
 
     Raises:
-        ValueError: when there is anything else in it.
+        ValueError: when the text contains anything else.
     """
     place = _end(_BETWEEN, text, 0)
     while place < len(text):
@@ -108,8 +108,8 @@ def _calls(text: str, names: Collection[str]) -> Iterator[ToolCall]:
             yield _call({"name": named[1], "arguments": arguments}, names)
         else:
             value, place = _DECODER.raw_decode(text, place)
-            for each in value if isinstance(value, list) else [value]:
-                yield _call(each, names)
+            for call in value if isinstance(value, list) else [value]:
+                yield _call(call, names)
         place = _end(_BETWEEN, text, place)
 
 
@@ -125,5 +125,5 @@ def _call(value: Any, names: Collection[str]) -> ToolCall:
 
 
 def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
-    found = pattern.match(text, place)
-    return place if found is None else found.end()
+    match = pattern.match(text, place)
+    return place if match is None else match.end()

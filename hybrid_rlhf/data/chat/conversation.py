@@ -25,7 +25,7 @@ from hybrid_rlhf.data.chat.messages import REASONING_KEYS, Message, Tools, is_le
 from hybrid_rlhf.data.chat.template import ChatTemplate, leading_bos, render, token_ids
 
 RULES_VERSION = 6
-"""Part of the cache key of tokenised rows: increase it whenever tokenisation changes."""
+"""Part of the cache key of tokenised rows; increase it when tokenisation changes."""
 _OPEN, _CLOSE = "<think>", "</think>"
 _THINKING_MARK = re.compile(f"{_OPEN}|{_CLOSE}")
 _Spans = list[tuple[int, int]]
@@ -34,7 +34,7 @@ _Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class EncodedSequence:
-    """Token ids, and whether each carries loss."""
+    """Token ids, and which of them carry loss."""
 
     input_ids: list[int]
     loss_mask: list[bool]
@@ -165,16 +165,16 @@ def _marked(
     """
     text, spans = template.generated(messages, tools)
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    kept: _Spans = []
+    learned_spans: _Spans = []
     first = 0
     for number, turn in enumerate(turns, start=1):
         end = number == len(turns)
         if not end and learned[turn] == learned[turns[number]]:
             continue  # the next turn decides about the marks of both
         last = len(spans) if end else len(template.generated(messages[: turns[number]], tools)[1])
-        kept += spans[first:last] if learned[turn] else []
+        learned_spans += spans[first:last] if learned[turn] else []
         first = last
-    return text, kept
+    return text, learned_spans
 
 
 def _rows(
@@ -223,21 +223,21 @@ def _turn(
             before, through, render(history, tokenizer, tools=tools), message, template.special
         )
     text_end = _text_end(generated, template.turn_suffix, str(message.get("content", "")).strip(), template.special)
-    if (found := template.special.search(generated, text_end)) is not None:
-        return before, generated, found.end()
+    if (end_token := template.special.search(generated, text_end)) is not None:
+        return before, generated, end_token.end()
     next_role = "tool" if "tool_calls" in message else "user"
     generated += template.turn_opening(messages[turn + 1]["role"] if turn + 1 < len(messages) else next_role)
     return before, generated, len(generated)
 
 
 def _text_end(generated: str, suffix: str | None, content: str, special: re.Pattern[str]) -> int:
-    """Where the text of an assistant turn ends: before the template's suffix, or before the last special token.
+    """Position at which the text of an assistant turn ends: before the template's suffix, or the last special token.
 
     Tool calls may have another suffix than text, and a template may change the text.
     """
     if suffix is not None and generated.endswith(suffix):
         return len(generated) - len(suffix)
-    last = max((found.start() for found in special.finditer(generated)), default=-1)
+    last = max((match.start() for match in special.finditer(generated)), default=-1)
     for limit in (last, len(generated)):
         if content and limit >= 0 and (start := generated.rfind(content, 0, limit)) >= 0:
             return start + len(content)
@@ -253,8 +253,8 @@ def _as_prompted(
     generated text is then the message's reasoning with the end of the block and the content, or the content alone.
     """
     shared = len(os.path.commonprefix([before, through]))
-    marks = [found for pattern in (special, _THINKING_MARK) for found in pattern.finditer(through)]
-    shared = min([shared, *(found.start() for found in marks if found.start() < shared < found.end())])
+    marks = [match for pattern in (special, _THINKING_MARK) for match in pattern.finditer(through)]
+    shared = min([shared, *(match.start() for match in marks if match.start() < shared < match.end())])
     opening = before[len(os.path.commonprefix([history, before])) :]
     content = str(message.get("content", ""))
     thinking, closed, answer = content.rpartition(_CLOSE)

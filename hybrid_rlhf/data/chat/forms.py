@@ -9,7 +9,7 @@ from typing import Any
 from hybrid_rlhf.data.chat.messages import Message
 
 MISSING = object()
-"""As the value of `empty_content`: the key `content` is omitted."""
+"""Value of `empty_content` to omit the key `content`."""
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,13 @@ class MessageForms:
     """The formats that one template accepts."""
 
     parts: bool = False
-    """Content is a list of parts."""
+    """True if content is a list of parts."""
     calls_as_text: bool = True
-    """Tool calls become part of the content: the template does not render them."""
+    """True if tool calls become part of the content, as the template does not render them."""
     arguments_as_text: bool = False
-    """Arguments of tool calls are JSON text instead of a mapping."""
+    """True if arguments of tool calls are JSON text instead of a mapping."""
     empty_content: Any = ""
-    """Content of a turn with tool calls only."""
+    """Content of a turn that has tool calls only."""
 
     def content(self, text: str) -> Any:
         """Text in the template's format."""

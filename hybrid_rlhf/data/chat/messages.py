@@ -19,13 +19,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """The keys under which data sets store the reasoning of an assistant turn."""
 METADATA_KEYS = ("id", "message_id", "index", "name", "tool_call_id", "timestamp", "created_at", "model")
-"""Keys that describe a turn and are no part of its text: a template need not render them."""
+"""Keys that describe a turn and are not part of its text: a template need not render them."""
 WEIGHT_KEY = "weight"
 """0 on an assistant turn without loss, 1 otherwise (OpenAI's fine-tuning format); never rendered."""
 
 
 def is_learned(message: Message) -> bool:
-    """Whether a turn carries loss: an assistant turn, unless its weight is 0."""
+    """Return True if a turn carries loss: an assistant turn, unless its weight is 0."""
     return message["role"] == "assistant" and message.get(WEIGHT_KEY, 1) != 0
 
 

@@ -44,9 +44,9 @@ _NEAREST = {
     "ipython": ("ipython", "tool"),
     "observation": ("observation", "tool"),
 }
-"""For each role, those to use if the template supports them, in this order; otherwise user."""
+"""Replacements of each role, in order of preference, if the template supports them; otherwise user."""
 _THINKING_OFF = " (thinking is off)"
-"""Follows the key of reasoning that is not rendered because the generation prompt closes the thinking block."""
+"""Suffix of the key of reasoning that is not rendered because the generation prompt closes the thinking block."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _PROBE, _ROLE_PROBE = "q7saidq7", "q7toldq7"
@@ -74,7 +74,7 @@ class ChatTemplate:
         self.special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         """Matches a special token."""
         self.marks_generation = _GENERATION.search(source) is not None
-        """Whether the template marks generated text with `{% generation %}`."""
+        """True if the template marks generated text with `{% generation %}`."""
         self._roles: dict[str, str] = {}
         self._openings: dict[str, str] = {}
 
@@ -112,20 +112,21 @@ class ChatTemplate:
 
     @property
     def end_token(self) -> str | None:
-        """The special token that ends an assistant turn; None: there is none."""
-        found = self.special.search((self.turn_suffix or "") + self.turn_opening("user"))
-        return None if found is None else found[0]
+        """The special token that ends an assistant turn; None if there is none."""
+        match = self.special.search((self.turn_suffix or "") + self.turn_opening("user"))
+        return None if match is None else match[0]
 
     def turn_opening(self, role: str) -> str:
-        """The special token that opens a turn after an assistant turn, with preceding whitespace; empty: none."""
+        """The special token that opens a turn after an assistant turn, with preceding whitespace; empty if there is
+        none."""
         if role not in self._openings:
             turns = [_USER, _ASSISTANT if role == "user" else _CALL]
             before, after = (self._try_render(probe) for probe in (turns, [*turns, _probe_turn(role)]))
             rest = after[len(before) :] if before and after and after.startswith(before) else ""
             whitespace = len(rest) - len(rest.lstrip())
-            found = self.special.match(rest, whitespace)
-            is_opening = found is not None and found[0] != self._variables.get("bos_token")
-            self._openings[role] = rest[: found.end()] if found is not None and is_opening else ""
+            match = self.special.match(rest, whitespace)
+            is_opening = match is not None and match[0] != self._variables.get("bos_token")
+            self._openings[role] = rest[: match.end()] if match is not None and is_opening else ""
         return self._openings[role]
 
     def unrendered(self, message: Message) -> list[str]:
@@ -137,12 +138,12 @@ class ChatTemplate:
         return missing + ([f"role {message['role']}"] if self._role(message["role"]) != message["role"] else [])
 
     def reads(self, key: str) -> bool:
-        """Whether a key occurs in the template's code; transformers passes reasoning under all of its keys."""
+        """Return True if a key occurs in the template's code; transformers passes reasoning under all of its keys."""
         return any(name in self._words for name in (REASONING_KEYS if key in REASONING_KEYS else (key,)))
 
     @cached_property
     def _closes_thinking(self) -> bool:
-        """Whether the generation prompt closes the thinking block."""
+        """True if the generation prompt closes the thinking block."""
         return self.render([_USER], add_generation_prompt=True).rstrip().endswith("</think>")
 
     def _normalised(self, messages: Sequence[Message]) -> list[Message]:
@@ -170,7 +171,7 @@ class ChatTemplate:
         return self._roles[role]
 
     def _shows(self, role: str) -> bool:
-        """Whether the template renders the text of a role's turn, also before an assistant turn."""
+        """Return True if the template renders the text of a role's turn, also before an assistant turn."""
         turns = [_probe_turn(role), _USER] if role in ("system", "developer") else [_USER, _CALL, _probe_turn(role)]
         text = self._render_or_none([self._forms.apply(turn) for turn in (*turns, _ASSISTANT)])
         return text is not None and _ROLE_PROBE in text
@@ -270,7 +271,7 @@ def leading_bos(text: str, tokenizer: PreTrainedTokenizerBase, *, plain: bool | 
     Args:
         text: the text, to be tokenised without special tokens.
         tokenizer: tokenizer of the model.
-        plain: whether the text has not been rendered by a template; None: whether the tokenizer has no template.
+        plain: true if the text has not been rendered by a template; None: true if the tokenizer has no template.
     """
     plain = tokenizer.chat_template is None if plain is None else plain
     bos = tokenizer.bos_token_id
@@ -296,10 +297,10 @@ def unrendered(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, 
 
 
 def refused(name: str) -> bool:
-    """Whether a row with an unrendered part is refused: the part is text that would be lost.
+    """Return True if a row with an unrendered part is refused, because text would be lost.
 
-    Roles, tools and their calls become the nearest equivalent, or are described in the system prompt of the row; the
-    user has turned thinking off.
+    Roles, tools and their calls are accepted: they become the nearest equivalent, or the row's system prompt describes
+    them. So is reasoning if the user has turned thinking off.
     """
     return not (
         name in METADATA_KEYS or name in ("tools", "tool_calls") or name.startswith("role ") or _THINKING_OFF in name

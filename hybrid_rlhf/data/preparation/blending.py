@@ -19,13 +19,13 @@ def blend_rows(output: Path, shares: Sequence[tuple[str, float]], *, rows: int |
     """Write a seeded choice of rows of each source, in the order of the source, the sources mixed evenly.
 
     Args:
-        output: JSONL file, which takes its place only when it is complete.
+        output: JSONL file, which appears only once it is complete.
         shares: path and share of each source; shares need not add up to 1.
         rows: rows to write; None: as many as the shares allow.
-        seed: of the choice and the order.
+        seed: seed of the choice and the order.
 
     Returns:
-        the rows taken from each source.
+        the number of rows taken from each source.
 
     Raises:
         UserError: if a source cannot be read, or has fewer rows than its share.
@@ -46,7 +46,7 @@ def blend_rows(output: Path, shares: Sequence[tuple[str, float]], *, rows: int |
 
 
 def _taken(shares: Sequence[tuple[str, float]], counts: Sequence[int], rows: int | None) -> list[int]:
-    """Rows of each source; whole numbers that add up to the total, by the largest remainders."""
+    """Number of rows of each source; whole numbers that add up to the total, by the largest remainders."""
     whole = sum(share for _, share in shares)
     parts = [share / whole for _, share in shares]
     possible = min(int(count / part) for count, part in zip(counts, parts, strict=True))

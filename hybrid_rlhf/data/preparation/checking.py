@@ -1,6 +1,6 @@
-"""What a step would make of a source: each row is read and encoded as in training, and every problem is kept.
+"""Checks a source for a step: each row is read and encoded as in training, and every problem is reported.
 
-Nothing is trained or cached. Lengths are those before truncation.
+Nothing is trained or cached. Lengths are measured before truncation.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class RowForm:
-    """Columns that a step accepts together, and how it reads them."""
+    """Columns that a step accepts together, and the functions that read and encode them."""
 
     columns: tuple[str, ...]
     read: Read
@@ -79,8 +79,8 @@ FORMS: dict[CheckedTask, tuple[RowForm, ...]] = {
     ),
     "rl": tuple(RowForm(columns, read_prompt_row, encode_prompt_row) for columns in (("prompt",), ("messages",))),
 }
-"""The forms of each step's rows, in the order in which its reader prefers them. The order of the steps is that in which
-a step is guessed: a row with fewer columns fits the later ones too."""
+"""The forms of each step's rows, in the reader's order of preference. Steps are in the order in which they are guessed,
+because a row with more columns also fits later steps."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class RowPreview:
 
     location: str
     spans: list[tuple[str, bool]]
-    """Text, and whether it is learned: it carries loss, or is a completion that is compared."""
+    """Text, and true where it is learned: it carries loss, or is a completion that is compared."""
     tokens: int
     learned_tokens: int
 
 
 @dataclass
 class CheckReport:
-    """What a step finds in a source."""
+    """Findings of a step in a source."""
 
     path: str
     task: CheckedTask
@@ -104,27 +104,27 @@ class CheckReport:
     """Longest row, or prompt for RL, in tokens."""
     rows: int = 0
     columns: Counter[str] = field(default_factory=Counter)
-    """Rows that have each column."""
+    """Number of rows that have each column."""
     forms: Counter[str] = field(default_factory=Counter)
-    """Rows that are read in each form, such as "prompt + chosen + rejected"."""
+    """Number of rows that are read in each form, such as "prompt + chosen + rejected"."""
     problems: RowProblems = field(default_factory=RowProblems)
     lengths: list[int] = field(default_factory=list)
-    """Tokens of each encoded row, of the longest completion with its prompt; empty without a tokenizer."""
+    """Tokens of each encoded row, with the longest completion where it has several; empty without a tokenizer."""
     too_long: int = 0
-    """Encoded rows beyond the limit: data.too_long drops or truncates them."""
+    """Number of encoded rows beyond the limit: data.too_long drops or truncates them."""
     unusable: int = 0
-    """Encoded rows with nothing to learn within the limit: always dropped."""
+    """Number of encoded rows with nothing to learn within the limit: always dropped."""
     unrendered: Counter[str] = field(default_factory=Counter)
-    """What the chat template does not render, by key, role or `tools`."""
+    """Number of parts that the chat template does not render, by key, role or `tools`."""
     previews: list[RowPreview] = field(default_factory=list)
     duplicates: RowProblems = field(default_factory=RowProblems)
-    """Rows that repeat the columns of an earlier row which the step reads."""
+    """Rows whose columns that the step reads equal those of an earlier row."""
     overlap: RowProblems = field(default_factory=RowProblems)
     """Held-out rows that have the prompt of a row of the source."""
 
     @property
     def is_clean(self) -> bool:
-        """Whether there is nothing to correct."""
+        """True if there is nothing to correct."""
         return not self.problems.count and not self.duplicates.count and not self.overlap.count
 
 
@@ -142,10 +142,10 @@ def check_source(
     Args:
         path: a file, a folder or a hub name.
         task: the step; auto: the first whose columns the first row has.
-        tokenizer: encodes rows; None: they are only read.
+        tokenizer: tokenizer that encodes the rows; None: they are only read.
         limit: longest row, or prompt for RL, in tokens; None: the step's default.
-        previews: rows to show.
-        eval_sources: held-out rows, which are compared with those of the source.
+        previews: number of rows to show.
+        eval_sources: held-out rows, whose prompts are compared with those of the source.
 
     Raises:
         UserError: if the source cannot be opened, or its step cannot be guessed.
@@ -203,7 +203,7 @@ def _form(forms: Sequence[RowForm], row: Row) -> RowForm | None:
 
 
 def _find_overlap(report: CheckReport, prompts: Mapping[bytes, str], eval_sources: Sequence[str]) -> None:
-    """Report the held-out rows whose prompt is one of the source's, given with their locations."""
+    """Report the held-out rows whose prompt occurs in the source, with the locations of both."""
     for source in eval_sources:
         for location, row in open_source(source):
             earlier = prompts.get(_digest(prompt_key(location, row)))
@@ -227,20 +227,22 @@ def _check_row(
         form.read(location, row)
     else:
         encoded = form.encode(location, row, tokenizer, report.limit)
-        for each in encoded:
-            require_rendered(location, row, each["ignored"])
-        report.lengths += [each["full_length"] for each in encoded]
-        report.too_long += sum(each["cut"] for each in encoded)
-        report.unusable += sum(not each["usable"] for each in encoded)
-        report.unrendered.update(key for each in encoded for key in each["ignored"].split(",") if key)
+        for encoded_row in encoded:
+            require_rendered(location, row, encoded_row["ignored"])
+        report.lengths += [encoded_row["full_length"] for encoded_row in encoded]
+        report.too_long += sum(encoded_row["cut"] for encoded_row in encoded)
+        report.unusable += sum(not encoded_row["usable"] for encoded_row in encoded)
+        report.unrendered.update(key for encoded_row in encoded for key in encoded_row["ignored"].split(",") if key)
         if report.rows <= previews:
-            report.previews += [_preview(location, *part, tokenizer) for each in encoded for part in _sequences(each)]
+            report.previews += [
+                _preview(location, *part, tokenizer) for encoded_row in encoded for part in _sequences(encoded_row)
+            ]
     report.forms[" + ".join(form.columns)] += 1
     return form
 
 
 def _sequences(encoded: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
-    """Token ids of an encoded row, with what of them is learned."""
+    """Token ids of an encoded row, with the mask of learned tokens."""
     if "masks" in encoded:
         return list(zip(encoded["responses"], encoded["masks"], strict=True))
     return [(encoded["input_ids"], encoded.get("loss_mask") or [False] * len(encoded["input_ids"]))]

@@ -32,13 +32,13 @@ def split_rows(
 
     Args:
         path: a file, a folder or a hub name.
-        outputs: JSONL file of each part; they take their places only when all are complete.
+        outputs: JSONL file of each part; they appear only once all are complete.
         shares: name and share of each part.
-        by: "prompt", or the column whose value decides.
-        seed: of the hash.
+        by: "prompt", or the name of the column whose value determines the part.
+        seed: seed of the hash.
 
     Returns:
-        the rows of each part.
+        the number of rows of each part.
 
     Raises:
         UserError: if the source cannot be read, a row has no prompt or no such column, or a part gets no row.
@@ -70,7 +70,7 @@ def position(key: str, seed: int) -> float:
 
 
 def prompt_key(location: str, row: Row) -> str:
-    """What is equal for rows with the same prompt: the turns before the first answer, or plain text.
+    """A key that is equal for rows with the same prompt: the turns before the first answer, or plain text.
 
     Raises:
         UserError: for a row without a prompt.
@@ -89,7 +89,7 @@ def prompt_key(location: str, row: Row) -> str:
 
 
 def _before_the_answer(messages: Sequence[Message]) -> list[Message]:
-    """The turns up to the first of the assistant that follows one of the user."""
+    """The turns before the first assistant turn that follows a user turn."""
     asked = False
     for number, message in enumerate(messages):
         if asked and message["role"] == "assistant":

@@ -68,7 +68,7 @@ class ScoreBuckets:
         return replace(record, messages=messages)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The buckets as a JSON object."""
         return {**asdict(self), "texts": [self.text(bucket) for bucket in range(1, self.buckets + 1)]}
 
 
@@ -102,7 +102,7 @@ def bucket_edges(scores: Sequence[float], *, buckets: int) -> list[float]:
 def find_score_buckets(
     config: ConditionConfig, data: DataConfig, training: Callable[[int], Sequence[int]], world: World
 ) -> ScoreBuckets:
-    """Find the buckets of the training rows' scores; every rank calls and gets the same.
+    """Find the buckets of the training rows' scores, the same on every rank. Every rank calls.
 
     Args:
         config: the number of buckets and the template of their text.
@@ -120,7 +120,7 @@ def find_score_buckets(
             for source in data.sources:
                 rows = open_source(source)
                 progress = ProgressLog(f"scores of {rows.source.path}", total=rows.count())
-                found = [read_score(location, row) for location, row in progress.track(rows)]
-                scores += [found[index] for index in training(len(found))]
+                row_scores = [read_score(location, row) for location, row in progress.track(rows)]
+                scores += [row_scores[index] for index in training(len(row_scores))]
             edges = bucket_edges(scores, buckets=config.buckets)
     return ScoreBuckets(world.broadcast_object(edges), config.template)

@@ -1,4 +1,4 @@
-"""What became of the rows of a step's sources."""
+"""Counts of the rows of a step's sources: read, encoded, truncated, dropped."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import numpy as np
 from hybrid_rlhf.data.row_views import column_array
 
 _TOLERATED = 10
-"""At most a tenth of the rows may be too long without a warning."""
+"""One in this number of rows may be too long without a warning."""
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Counts over all sources, before they are divided between steps; the rows of `training` and `held_out` are those
-    of this step."""
+    """Counts over all sources, before they are divided between steps; only `training` and `held_out` count the rows of
+    this step."""
 
     kind: str
-    """What the rows are read as: sft, preference, prompt, ..."""
+    """Row format of the step: sft, preference, prompt, ..."""
     sources: tuple[str, ...]
     read: int
-    """Rows of the sources."""
+    """Number of rows of the sources."""
     encoded: int
-    """Rows made of them; a conversation may make several."""
+    """Number of rows encoded from them; a conversation may make several."""
     truncated: int
-    """Rows cut at the limit."""
+    """Number of rows cut at the limit."""
     dropped_too_long: int
-    """Rows dropped at the limit (data.too_long drop)."""
+    """Number of rows dropped at the limit (data.too_long drop)."""
     dropped_without_target: int
-    """Rows dropped because nothing is left to learn from, after truncation or from the start."""
+    """Number of rows dropped because nothing is left to learn from, after truncation or from the start."""
     limit_tokens: int
     longest_tokens: int
     """The limit that would keep all rows."""
     nine_tenths_tokens: int
     """The limit that would keep nine rows in ten."""
     training: int
-    """After weighting the sources."""
+    """Number of rows after weighting the sources."""
     held_out: int
 
     @classmethod
@@ -76,12 +76,12 @@ class RowCounts:
 
     @property
     def dropped(self) -> int:
-        """Rows dropped for any reason."""
+        """Number of rows dropped for any reason."""
         return self.dropped_too_long + self.dropped_without_target
 
     def too_long_text(self, limit_key: str) -> str:
-        """How many rows exceed the limit, and the settings of the limit that would keep them; empty: at most a
-        tenth."""
+        """A warning of how many rows exceed the limit, with the limits that would keep them; empty if at most a tenth
+        do."""
         count = self.truncated + self.dropped_too_long
         if count <= self.encoded / _TOLERATED:
             return ""

@@ -1,7 +1,7 @@
 """The data set of the demo: English question-answer pairs of the package chatterbot-corpus, as a JSONL file.
 
-The chosen completion of a pair is the answer in the corpus, the rejected one the answer to another question: the reward
-model learns whether an answer matches its question.
+The chosen completion of a pair is the answer in the corpus, the rejected one the answer to another question, so the
+reward model learns whether an answer matches its question.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import yaml
 from hybrid_rlhf.configs.errors import UserError
 
 SYSTEM_PROMPT = "Answer briefly."
-"""First turn of every conversation; shorter, and so cheaper to train on, than the default of the model's template."""
+"""First turn of every conversation; shorter than the default of the model's template, so that training is cheaper."""
 _PACKAGE = "chatterbot_corpus"
 
 
@@ -33,14 +33,14 @@ def write_demo_data(folder: Path, *, seed: int) -> Path:
     """
     pairs = sorted(set(_question_answers()))
     rng = np.random.default_rng(seed)
-    others = rng.permutation(len(pairs))
+    permutation = rng.permutation(len(pairs))
     rows = []
     for index, (question, answer) in enumerate(pairs):
-        other = int(others[index])
-        while pairs[other][0] == question or pairs[other][1] == answer:
-            other = int(rng.integers(len(pairs)))
+        rejected = int(permutation[index])
+        while pairs[rejected][0] == question or pairs[rejected][1] == answer:
+            rejected = int(rng.integers(len(pairs)))
         prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
-        rows.append({"prompt": prompt, "chosen": answer, "rejected": pairs[other][1], "score": len(answer.split())})
+        rows.append({"prompt": prompt, "chosen": answer, "rejected": pairs[rejected][1], "score": len(answer.split())})
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "pairs.jsonl"
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

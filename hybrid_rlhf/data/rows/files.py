@@ -25,7 +25,7 @@ from hybrid_rlhf.runtime.files.reading import NotJSON, not_text, parse_json
 Row = dict[str, Any]
 LocatedRows = Iterator[tuple[str, Row]]
 OnBadLine = Callable[[UserError], None]
-"""Receives the error of a line that is not a row; what it raises ends the reading."""
+"""Receives the error of a line that is not a row; an exception that it raises ends the reading."""
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
 TYPES_TEXT = ".jsonl, .json, .csv or .parquet"
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
@@ -34,14 +34,15 @@ _JSON_CELLS = ("messages", "tools", "completions", "labels", "responses", "ranks
 
 
 def file_type(path: Path) -> str | None:
-    """The type of a data file by its name, such as .jsonl for rows.jsonl.gz; None: it is not a data file."""
+    """The type of a data file by its name, such as .jsonl for rows.jsonl.gz; None if it is not a data file."""
     suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
     is_known = suffix in FILE_TYPES and (suffix != ".parquet" or path.suffix == suffix)
     return suffix if is_known else None
 
 
 def plain_name(path: Path) -> str:
-    """The name of a source without the endings of its type and compression, and without the signs of a pattern."""
+    """The name of a source without the suffixes of its type and compression, and without the characters of a
+    pattern."""
     name = Path(path.stem).stem if path.suffix in _COMPRESSED else path.stem
     return re.sub(r"[*?\[\]]+", "", name).strip("-_.") or "rows"
 
@@ -57,7 +58,7 @@ def read_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:
 
 
 def count_rows(path: Path) -> int | None:
-    """The rows of a file, if they can be counted without parsing them; None: unknown."""
+    """The number of rows of a file, if they can be counted without parsing them; None if unknown."""
     kind = file_type(path)
     if kind == ".parquet":
         with readable(path), pyarrow.parquet.ParquetFile(path) as file:
@@ -86,7 +87,7 @@ def decode_cells(rows: LocatedRows, on_bad_line: OnBadLine) -> LocatedRows:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without null entries of mappings, with which Arrow fills missing columns and keys."""
+    """A value without the null entries of mappings with which Arrow fills missing columns and keys."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -131,11 +132,11 @@ def _jsonl_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:
             if not line.strip():
                 continue
             try:
-                found = _parsed(line, f"{path}:{number}")
+                located_row = _parsed(line, f"{path}:{number}")
             except UserError as error:
                 on_bad_line(error)
                 continue
-            yield found
+            yield located_row
 
 
 def _parsed(line: str, location: str) -> tuple[str, Row]:
@@ -176,7 +177,7 @@ def _json_kind(content: Any) -> str:
 def _csv_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:
     """The rows of a CSV file under its header; an empty cell is a missing column. A row is located by its first
     line."""
-    csv.field_size_limit(sys.maxsize)  # the default is 128 KiB, and the setting is of the process
+    csv.field_size_limit(sys.maxsize)  # the default is 128 KiB; the setting applies to the whole process
     with _opened(path) as file:
         reader = csv.reader(file, strict=True)
         header: list[str] | None = None
@@ -205,9 +206,9 @@ def _header(location: str, names: list[str]) -> list[str]:
     return names
 
 
-def _wrong_cells(location: str, found: int, wanted: int) -> UserError:
+def _wrong_cells(location: str, actual: int, wanted: int) -> UserError:
     return UserError(
-        f"{location}: a row must have the {wanted} cells of the first line, got {found}: put cells with commas in "
+        f"{location}: a row must have the {wanted} cells of the first line, got {actual}: put cells with commas in "
         "double quotes, or fix the row"
     )
 

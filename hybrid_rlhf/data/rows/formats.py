@@ -35,7 +35,7 @@ class ConversationRow:
     messages: list[Message] = field(default_factory=list)
     text: str | None = None
     context: str = ""
-    """Precedes the text, without loss."""
+    """Text that precedes `text`, without loss."""
     tools: Tools | None = None
 
 
@@ -54,12 +54,12 @@ class PreferenceRow:
 
 @dataclass(frozen=True)
 class LabelledRow:
-    """Completions of one prompt, each labelled by itself."""
+    """Completions of one prompt, each with a label."""
 
     prompt: list[Message]
     completions: list[list[Message]]
     labels: list[bool]
-    """Whether each completion is desirable."""
+    """True for each completion that is desirable."""
     tools: Tools | None = None
 
 
@@ -70,7 +70,7 @@ class StepwiseRow:
     prompt: list[Message]
     steps: list[str]
     labels: list[float]
-    """In [0, 1]; 1: correct."""
+    """In [0, 1]; 1 means correct."""
     tools: Tools | None = None
 
 
@@ -80,7 +80,7 @@ class PromptRow:
 
     messages: list[Message]
     columns: dict[str, Any]
-    """They include `tools`, as stored in the row."""
+    """Other columns of the row; they include `tools`, as stored."""
     tools: Tools | None = None
 
 
@@ -122,7 +122,7 @@ def read_preference_row(location: str, row: Row) -> PreferenceRow:
             "change one or remove the row"
         )
     if "prompt" not in row and any(isinstance(row[name], str) for name in ("chosen", "rejected")):
-        # Their common characters are no turn: a template would render them as part of the assistant's.
+        # Their common prefix is not a turn: a template would render it as part of the assistant's.
         raise UserError(
             f"{location}: columns 'chosen' and 'rejected' with text need a prompt, got none: add it, convert dialogues "
             "with hybrid-rlhf data convert, or remove the row"
@@ -244,9 +244,9 @@ def _ranked(location: str, row: Row) -> PreferenceRow:
 def _require_assistant(location: str, column: str, completion: Sequence[Message]) -> None:
     """Raise an error unless a completion ends with an assistant turn that carries loss."""
     if not completion or completion[-1]["role"] != "assistant":
-        found = f"a turn of the {completion[-1]['role']}" if completion else "nothing after the prompt"
+        ending = f"a turn of the {completion[-1]['role']}" if completion else "nothing after the prompt"
         raise UserError(
-            f"{location}: column {column!r} must end with an assistant turn, got {found}: add it or remove the row"
+            f"{location}: column {column!r} must end with an assistant turn, got {ending}: add it or remove the row"
         )
     if not is_learned(completion[-1]):
         raise UserError(
@@ -257,18 +257,18 @@ def _require_assistant(location: str, column: str, completion: Sequence[Message]
 
 def _unequal_lists(location: str, row: Row, first: str, second: str) -> UserError:
     """The error for two columns that are not non-empty lists of equal length."""
-    found = [
+    sizes = [
         f"{len(row[name])}" if isinstance(row[name], list) else type(row[name]).__name__ for name in (first, second)
     ]
     return UserError(
         f"{location}: columns {first!r} and {second!r} must be non-empty lists of equal length, got "
-        f"{' and '.join(found)}: "
+        f"{' and '.join(sizes)}: "
         "fix the row"
     )
 
 
 def unreadable_row_error(location: str, row: Row, wanted: Sequence[str]) -> UserError:
-    """The error for a row without the columns of any accepted form, which may be in a published format."""
+    """The error for a row without the columns of any accepted form; it names the published format, if it has one."""
     published = published_format(row)
     if published is None:
         return missing_columns_error(location, row, wanted)
@@ -318,7 +318,7 @@ def shared_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite number: Python's JSON reader accepts NaN, which would make the loss of a batch
+    """Return True if a value is a finite number: Python's JSON reader accepts NaN, which would make the loss of a batch
     NaN."""
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

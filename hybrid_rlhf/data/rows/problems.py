@@ -1,4 +1,4 @@
-"""Problems of rows, all of them: training stops at the first, a check or a conversion reports each."""
+"""Problems of rows: training stops at the first, a check or a conversion reports each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hybrid_rlhf.configs.errors import UserError
 
 KEPT = 1000
-"""Problems whose text is kept; a file in another format has one per row."""
+"""Number of problems whose text is kept; a file in another format has one per row."""
 
 
 class RowProblems:
@@ -20,14 +20,14 @@ class RowProblems:
         """Each begins with the file and line, or the number of the row."""
 
     def add(self, problem: UserError) -> None:
-        """Note a problem."""
+        """Record a problem."""
         self.count += 1
         if len(self.texts) < KEPT:
             self.texts.append(str(problem))
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
-        """Note a UserError of the block in place of raising it."""
+        """Record a UserError of the block instead of raising it."""
         try:
             yield
         except UserError as problem:

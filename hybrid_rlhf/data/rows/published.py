@@ -1,4 +1,4 @@
-"""Published formats, recognised by the columns of a row; preparation/conversion/ makes rows of them."""
+"""Recognises published formats by the columns of a row; preparation/conversion/ converts them to rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybrid_rlhf.configs.commands.data import FormatName
 from hybrid_rlhf.data.rows.files import Row
 
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
-"""What begins a turn of a dialogue that is written as text."""
+"""Beginning of a turn in a dialogue that is written as text."""
 _OPEN = re.compile(r"\n\nAssistant:\s*\Z")
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 """Columns of OpenAI's format that may have messages."""
@@ -18,7 +18,7 @@ PREFERRED = ("preferred_output", "non_preferred_output")
 
 
 def is_dialogue(row: Row) -> bool:
-    """Whether a row has a pair of dialogues, or of continuations of one."""
+    """Return True if a row has a pair of dialogues, or of continuations of one."""
     texts = [row.get("chosen"), row.get("rejected")]
     if not all(isinstance(text, str) for text in texts):
         return False
@@ -26,7 +26,7 @@ def is_dialogue(row: Row) -> bool:
 
 
 def continues_dialogue(row: Row) -> bool:
-    """Whether the column `prompt` is a dialogue in which the assistant speaks next."""
+    """Return True if the column `prompt` is a dialogue in which the assistant speaks next."""
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not SPEAKER.match(led(prompt)) or not _OPEN.search(led(prompt)):
         return False
@@ -39,37 +39,37 @@ def led(text: str) -> str:
 
 
 def is_sharegpt(row: Row) -> bool:
-    """Whether a row has the conversation of ShareGPT."""
+    """Return True if a row has a conversation of ShareGPT."""
     turns = row.get("conversations")
     return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
 
 
 def is_alpaca(row: Row) -> bool:
-    """Whether a row has an instruction with its output."""
+    """Return True if a row has an instruction with its output."""
     return "instruction" in row and ("output" in row or {"chosen", "rejected"} <= set(row))
 
 
 def is_openai(row: Row) -> bool:
-    """Whether a row has messages, or a preference in the format of OpenAI."""
+    """Return True if a row has messages, or a preference in the format of OpenAI."""
     if "input" in row and set(PREFERRED) <= set(row):
         return True
     return any(isinstance(row.get(name), list) for name in MESSAGE_COLUMNS)
 
 
 def is_ultrafeedback(row: Row) -> bool:
-    """Whether a row has completions with scores."""
+    """Return True if a row has completions with scores."""
     completions = row.get("completions")
     scored = isinstance(completions, list) and bool(completions) and isinstance(completions[0], dict)
     return "instruction" in row and scored and "response" in row["completions"][0]
 
 
 def is_comparison(row: Row) -> bool:
-    """Whether a row compares two summaries or two answers."""
+    """Return True if a row compares two summaries or two answers."""
     return {"summaries", "choice"} <= set(row) or {"question", "answer_0", "answer_1"} <= set(row)
 
 
 def is_tree(row: Row) -> bool:
-    """Whether a row is a tree of messages, or one message of a tree."""
+    """Return True if a row is a tree of messages, or one message of a tree."""
     is_message = {"message_id", "text", "role"} <= set(row)
     return is_message or (isinstance(row.get("prompt"), dict) and "replies" in row["prompt"])
 
@@ -83,10 +83,10 @@ MATCHES: dict[FormatName, Callable[[Row], bool]] = {
     "openai_comparisons": is_comparison,
     "openai_messages": is_openai,
 }
-"""Whether a row is of a format, in the order in which they are tried."""
+"""Predicates that recognise a row's format, in the order in which they are tried."""
 
 
 def published_format(row: Row) -> FormatName | None:
-    """The format that a row must be converted from; None: it is of none, or has messages that steps read."""
-    found = next((name for name, matches in MATCHES.items() if matches(row)), None)
-    return None if found == "openai_messages" and not set(PREFERRED) <= set(row) else found
+    """The format that a row must be converted from; None if it has no such format, or messages that steps read."""
+    detected = next((name for name, matches in MATCHES.items() if matches(row)), None)
+    return None if detected == "openai_messages" and not set(PREFERRED) <= set(row) else detected

@@ -1,7 +1,7 @@
 """Sources of rows: data files, globs and folders of them, folders written by `datasets`, and data sets on the Hugging
 Face hub.
 
-Read `files.py` for the rows of one file. Here sources are found, and their columns renamed.
+`files.py` reads the rows of one file. This module finds sources and renames their columns.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class RowReader:
     _fingerprint: Callable[[], str]
     _read: Callable[[OnBadLine], LocatedRows]
     count: Callable[[], int | None] = lambda: None
-    """The number of rows, if it can be found without reading them; None: unknown."""
+    """The number of rows, if it can be found without reading them; None if unknown."""
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the content, which is read for it, and of the names of its columns."""
+        """A hash of the content, which is read completely, and of the names of its columns."""
         with readable(self.source.path):
             content = self._fingerprint()
         return _combined_hash([content, json.dumps(self.source.columns)]) if self.source.columns else content
@@ -67,7 +67,7 @@ class RowReader:
         return _not_empty(self.source, self._read(_raise))
 
     def readable_rows(self, on_bad_line: OnBadLine) -> LocatedRows:
-        """The same without lines of a file that are not rows; there may be no rows."""
+        """Like iteration, without lines of a file that are not rows; there may be no rows."""
         return self._read(on_bad_line)
 
 
@@ -89,7 +89,7 @@ def open_source(source: str | DataSource) -> RowReader:
 
 
 def peek(source: str | DataSource) -> int | None:
-    """Read the first row of a local source, and count its rows; none of a hub name, which is not contacted.
+    """Read the first row of a local source, and count its rows; None for a hub name, which is not contacted.
 
     Raises:
         UserError: if the source does not exist, is empty, or its first row is not of its type.
@@ -104,7 +104,7 @@ def peek(source: str | DataSource) -> int | None:
 
 
 def _is_local(source: DataSource, path: Path) -> bool:
-    """Whether a source is on this machine, by its name or because it exists."""
+    """Return True if a source is on this machine, by its name or because it exists."""
     named = file_type(path) is not None or source.path.count("/") > 1 or source.path.startswith((".", "/", "~"))
     return named or glob.has_magic(source.path) or os.path.exists(path)
 
@@ -114,31 +114,31 @@ def _files(source: DataSource, path: Path) -> list[Path]:
     if os.path.isdir(path):
         return _folder_files(source, path)
     if glob.has_magic(source.path) and not os.path.exists(path):
-        found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if not os.path.isdir(name)]
-        if not found:
+        files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if not os.path.isdir(name)]
+        if not files:
             raise UserError(f"{_SOURCE_RULE}, {source.path} matches no file: check the pattern")
     else:
-        found = [regular_file(path, _SOURCE_RULE)]
-    for file in found:
+        files = [regular_file(path, _SOURCE_RULE)]
+    for file in files:
         if file_type(file) is None:
             raise UserError(f"a data file must be {TYPES_TEXT}, got {file}: convert it")
-    return found
+    return files
 
 
 def _folder_files(source: DataSource, path: Path) -> list[Path]:
-    found = sorted(file for file in path.iterdir() if file.is_file() and file_type(file) is not None)
-    if not found:
+    files = sorted(file for file in path.iterdir() if file.is_file() and file_type(file) is not None)
+    if not files:
         raise UserError(
             f"a data folder must have {TYPES_TEXT} files or be written by save_to_disk, {source.path} is not: give a "
             "file in it, or a pattern such as **/*.jsonl"
         )
-    splits = {word[1] for file in found if (word := _SPLIT_WORD.search(file.name.lower())) is not None}
+    splits = {word[1] for file in files if (word := _SPLIT_WORD.search(file.name.lower())) is not None}
     if len(splits) > 1:
         raise UserError(
             f"all files of a data folder are read, {source.path} has files of the splits {', '.join(sorted(splits))}: "
             "give the files of one, by a pattern such as *train*"
         )
-    return found
+    return files
 
 
 def _open_files(source: DataSource, files: Sequence[Path]) -> RowReader:
@@ -169,7 +169,7 @@ def _file_rows(source: DataSource, file: Path, on_bad_line: OnBadLine) -> Locate
 
 
 def _renamed(rows: LocatedRows, columns: Mapping[str, str], name: str) -> LocatedRows:
-    """Rows with columns under the names that steps read.
+    """Rows with columns renamed as steps read them.
 
     Raises:
         UserError: after the last row, if no row has one of the columns.
@@ -180,8 +180,8 @@ def _renamed(rows: LocatedRows, columns: Mapping[str, str], name: str) -> Locate
     for location, row in rows:
         last = row
         missing -= row.keys()
-        kept = {column: value for column, value in row.items() if column not in replaced}
-        yield location, kept | {new: row[old] for new, old in columns.items() if old in row}
+        unchanged = {column: value for column, value in row.items() if column not in replaced}
+        yield location, unchanged | {new: row[old] for new, old in columns.items() if old in row}
     if last is not None and missing:
         raise UserError(
             f"{name}: a source's columns must be columns of its rows, no row has {', '.join(sorted(missing))}, the "
@@ -190,7 +190,7 @@ def _renamed(rows: LocatedRows, columns: Mapping[str, str], name: str) -> Locate
 
 
 def _not_empty(source: DataSource, rows: LocatedRows) -> LocatedRows:
-    """The rows; a source without any, such as a file of blank lines, is an error."""
+    """Yield the rows; a source without any, such as a file of blank lines, is an error."""
     first = next(rows, None)
     if first is None:
         raise UserError(_empty(source))
@@ -230,7 +230,7 @@ def _combined_hash(parts: Sequence[str]) -> str:
 
 
 def _table_fingerprint(table: datasets.Dataset, name: str) -> str:
-    """A hash of the content; that of `datasets` depends on the path of its cache."""
+    """A hash of the content; the fingerprint of `datasets` depends on the path of its cache."""
     digest = hashlib.sha256(repr(table.features).encode())
     progress = ProgressLog(f"reading {name}", total=len(table))
     for batch in table.with_format("arrow").iter(batch_size=1000):
@@ -257,7 +257,7 @@ def _load_folder(source: DataSource, path: Path) -> datasets.Dataset:
 
 def _load_hub(source: DataSource) -> datasets.Dataset:
     if source.path.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{source.path}"):
-        # For datasets this is the name of a format, which would load any files in the current folder.
+        # `datasets` takes this as the name of a format, and would load any files in the current folder.
         raise UserError(f"{_SOURCE_RULE}, {source.path} is the name of a format: give the file")
     try:
         # The current revision is intended, and datasets 4 runs no code of data sets.

@@ -36,7 +36,7 @@ class StepwiseTokens:
     first: int
     """Index of the first token of the completion."""
     overlap: int | None = None
-    """The first step, counted from 1, whose last token contains a character of the next step; None: no step."""
+    """The first step, counted from 1, whose last token contains a character of the next step; None if there is none."""
 
 
 def encode_stepwise_row(
@@ -56,15 +56,15 @@ def encode_stepwise_row(
             "two: set another separator"
         )
     try:
-        found = _encode(record.prompt, record.steps, tokenizer, separator, record.tools)
-        if found.overlap is not None:
+        tokens = _encode(record.prompt, record.steps, tokenizer, separator, record.tools)
+        if tokens.overlap is not None:
             raise UserError(
                 f"objective.step_separator must separate tokens of different steps, with {separator!r} a token spans "
-                f"step {found.overlap} and the next: set another separator"
+                f"step {tokens.overlap} and the next: set another separator"
             )
     except UserError as error:
         raise UserError(f"{location}: {error}") from error
-    ids, ends, first = found.input_ids, found.ends, found.first
+    ids, ends, first = tokens.input_ids, tokens.ends, tokens.first
     full_length = len(ids)
     surplus = max(0, min(first, full_length - limit))
     ids, ends = ids[surplus:][:limit], [end - surplus for end in ends if end - surplus < limit]
@@ -96,9 +96,9 @@ def encode_steps(
         UserError: if the tokenizer or the chat template does not show where steps end.
     """
     steps = completion.split(separator)
-    found = _encode(prompt, steps, tokenizer, separator, tools)
-    shown = [end for step, end in zip(steps, found.ends, strict=True) if step.strip()]
-    return StepwiseTokens(found.input_ids, [*shown[:-1], found.ends[-1]], found.first)
+    tokens = _encode(prompt, steps, tokenizer, separator, tools)
+    shown = [end for step, end in zip(steps, tokens.ends, strict=True) if step.strip()]
+    return StepwiseTokens(tokens.input_ids, [*shown[:-1], tokens.ends[-1]], tokens.first)
 
 
 def _encode(

@@ -1,4 +1,4 @@
-"""When a rule fires: at the first step with its evidence, and again after the evidence was gone for a step."""
+"""Applies the rules: a rule fires at the first step with its evidence, and again after a step without the evidence."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Finding:
 
 
 class Advisor:
-    """Takes the metrics of each step, and finds the rules that fire."""
+    """Takes the metrics of each step, and returns the rules that fire."""
 
     def __init__(self, rules: Sequence[AdviceRule] = RULES) -> None:
         self._rules, self._curves = rules, Curves()
         self._firing: set[str] = set()
 
     def watch(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """The rules that begin to fire at a step."""
+        """Return the rules that start to fire at a step."""
         self._curves.add(step, metrics)
-        found = {rule.name: (rule, evidence) for rule in self._rules if (evidence := rule.check(self._curves))}
-        before, self._firing = self._firing, {*found}
+        fired = {rule.name: (rule, evidence) for rule in self._rules if (evidence := rule.check(self._curves))}
+        before, self._firing = self._firing, {*fired}
         return [
             Finding(step, name, evidence, advice_text(rule, self._curves), rule.source)
-            for name, (rule, evidence) in found.items()
+            for name, (rule, evidence) in fired.items()
             if name not in before
         ]
 
@@ -52,7 +52,7 @@ def findings(lines: Iterable[Mapping[str, float]]) -> list[Finding]:
 
 
 def advice_text(rule: AdviceRule, curves: Curves) -> str:
-    """What to do, with the last values of the metrics that the advice names."""
+    """The advice of a rule, with the last values of the metrics that it names."""
 
     def value(match: re.Match[str]) -> str:
         return format(curves.value(match[1].replace("__", "/")) * int(match[2] or 1), match[3])

@@ -1,4 +1,4 @@
-"""The metrics of a run so far, as rules read them."""
+"""The metrics of a run so far, in the form that rules read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 RESERVED = ("step", "time_seconds")
-"""Entries of a line of metrics.jsonl that are no metrics."""
+"""Entries of a line of metrics.jsonl that are not metrics."""
 
 
 class Curves:
@@ -17,10 +17,10 @@ class Curves:
         self.step = 0
         """The last step."""
         self.not_finite: tuple[str, ...] = ()
-        """Metrics of the last step that are NaN or infinite; they are in no curve."""
+        """Metrics of the last step that are NaN or infinite; curves exclude them."""
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step."""
+        """Add the metrics of a step."""
         values = {name: value for name, value in metrics.items() if name not in RESERVED}
         self.step = step
         self.not_finite = tuple(name for name, value in values.items() if not math.isfinite(value))
@@ -30,7 +30,7 @@ class Curves:
 
     @property
     def names(self) -> Sequence[str]:
-        """Of all metrics."""
+        """Names of all metrics."""
         return list(self._points)
 
     def count(self, name: str) -> int:
@@ -38,11 +38,11 @@ class Curves:
         return len(self._points.get(name, ()))
 
     def first(self, name: str, count: int) -> list[float]:
-        """The first values, fewer if there are fewer."""
+        """The first `count` values, or all if there are fewer."""
         return [value for _, value in self._points.get(name, ())[:count]]
 
     def last(self, name: str, count: int) -> list[float]:
-        """The last values, fewer if there are fewer."""
+        """The last `count` values, or all if there are fewer."""
         return [value for _, value in self._points.get(name, ())[-count:]]
 
     def value(self, name: str) -> float:
@@ -50,5 +50,5 @@ class Curves:
         return next(iter(self.last(name, 1)), math.nan)
 
     def points(self, name: str) -> Sequence[tuple[int, float]]:
-        """Steps and values."""
+        """Steps and values of a metric."""
         return self._points.get(name, ())

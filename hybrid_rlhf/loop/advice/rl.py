@@ -1,7 +1,7 @@
 """Rules for RL: pure functions of the curves. Each returns its evidence, or None if the curves are healthy.
 
-The sources name the sign and the reason, and rarely a number. The thresholds are this project's; those of KL, length,
-components and held-out scores are the ones of which docs/benchmarks/hacking.md measures hits and false alarms.
+The sources name the sign and the reason, and rarely a number. The thresholds are this project's; for those of KL,
+length, components and held-out scores, docs/benchmarks/hacking.md measures hits and false alarms.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from statistics import correlation, fmean
 from hybrid_rlhf.loop.advice.curves import Curves
 
 _START, _RECENT, _LEAST = 5, 5, 15
-"""Values that are compared at the start and at the end of a curve, and how many it must have."""
+"""Number of values to compare at the start and at the end of a curve, and smallest number that it must have."""
 _STILL_ROLLOUTS, _STILL_NATS = 10, 0.1
-"""Rollouts after which a policy should have moved, and the KL of one that has not: by Pinsker's inequality a tenth of a
-nat moves the mean of scores in [0, 1] by 0.22 at most."""
+"""Number of rollouts after which a policy should have moved, and the KL of one that has not: by Pinsker's inequality a
+tenth of a nat moves the mean of scores in [0, 1] by at most 0.22."""
 _TREND, _CLEAR_TREND = 20, 0.6
-"""Rollouts that a trend is read from: fewer are noise of the prompts, more hide what happens now; and the correlation
-of value and step of a clear one, which one in 200 windows of independent values reaches by chance."""
+"""Number of rollouts for a trend: fewer are noisy, as prompts differ, more hide recent changes; and the correlation of
+value and step in a clear trend, which one in 200 windows of independent values reaches by chance."""
 _CRITIC_UPDATES, _CRITIC_WINDOW = 50, 10
-"""Updates after which a critic should explain something, and rollouts without it."""
+"""Number of updates after which a critic should explain some variance, and of rollouts in which it must not."""
 
 
 def kl_explosion(curves: Curves) -> str | None:
@@ -72,7 +72,7 @@ def held_out_falls(curves: Curves) -> str | None:
 
 
 def entropy_collapse(curves: Curves) -> str | None:
-    """The entropy is below a tenth of that at the start."""
+    """The entropy is below a tenth of its initial value."""
     return _fell(curves, "policy/entropy", share=0.1)
 
 
@@ -98,7 +98,7 @@ def clip_fraction(curves: Curves) -> str | None:
 
 
 def explained_variance(curves: Curves) -> str | None:
-    """The critic explains less than a constant would."""
+    """The critic explains less variance than a constant would."""
     return held(curves, "val/explained_variance", lambda value: value < 0, 10)
 
 
@@ -108,7 +108,7 @@ def idle_critic(curves: Curves) -> str | None:
     values, updates = curves.last(name, _CRITIC_WINDOW), sum(value for _, value in curves.points("rollout/updates"))
     if updates < _CRITIC_UPDATES or len(values) < _CRITIC_WINDOW or max(map(abs, values)) > 0.05:
         return None
-    if explained_variance(curves):  # which says more
+    if explained_variance(curves):  # the more specific rule
         return None
     return f"{name} is {values[-1]:.3g} after {updates:.0f} updates, near 0 for {_CRITIC_WINDOW} rollouts in a row"
 
@@ -131,7 +131,7 @@ def still_policy(curves: Curves) -> str | None:
 
 
 def saturated_scores(curves: Curves) -> str | None:
-    """The scores of a rollout hardly differ any more."""
+    """The standard deviation of a rollout's scores is below a twentieth of its initial value."""
     return _fell(curves, "objective/scores_std", share=0.05)
 
 
@@ -162,13 +162,14 @@ def _difference_of_halves(values: Sequence[float]) -> float:
 
 
 def _noise_of_difference(values: Sequence[float]) -> float:
-    """Standard error of the difference of halves, from values and their successors: a slow trend does not count."""
+    """Standard error of the difference of halves, from differences of neighbours, so that a slow trend does not
+    count."""
     variance = fmean((after - before) ** 2 for before, after in pairwise(values)) / 2
     return sqrt(4 * variance / len(values))
 
 
 def _fell(curves: Curves, name: str, *, share: float) -> str | None:
-    """Evidence that a metric is below a share of what it was at the start."""
+    """Evidence that a metric is below a share of its initial value."""
     if curves.count(name) < _LEAST:
         return None
     start, now = fmean(curves.first(name, _START)), fmean(curves.last(name, _RECENT))

@@ -1,4 +1,4 @@
-"""The table of rules: what each checks, what to do, and where the sign is described."""
+"""The table of rules: their checks, the advice, and sources that describe the sign."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class AdviceRule:
     check: Callable[[Curves], str | None]
     """Returns the evidence at the last step, or None."""
     advice: str
-    """What to do. `{name}` with `/` as `__` is replaced by the last value of a metric, `{name*5}` by five times it."""
+    """Advice to the user. `{name}` (`/` as `__`) becomes the last value of a metric, `{name*5}` five times it."""
     source: str
     is_alert: bool = False
-    """True for signs that the score is no longer what it was meant to be."""
+    """True for signs that the score no longer measures what it was meant to."""
 
 
 _SPREAD = "{objective__scores_std:.3g}"

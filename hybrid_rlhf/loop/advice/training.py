@@ -10,7 +10,7 @@ from hybrid_rlhf.loop.advice.curves import Curves
 
 _SPIKE_WINDOW, _SPIKES = 50, 3
 _CHANCE = 0.55
-"""Below it, an accuracy of pairs is close to the 0.5 of guessing."""
+"""Accuracy of pairs below which it is close to the 0.5 of guessing."""
 
 
 def loss_not_finite(curves: Curves) -> str | None:

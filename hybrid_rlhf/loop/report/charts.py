@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 300, 96
-"""Of the plotting area, in the units of the view box."""
+"""Size of the plotting area, in the units of the view box."""
 _MAX_POINTS = 300
 _MAIN = (
     "objective/scores",
@@ -29,7 +29,7 @@ _MAIN = (
     "grad_norm",
     "lr",
 )
-"""Curves that are shown first; the others are folded away by prefix."""
+"""Curves to show first; the others are collapsed by prefix."""
 Points = Sequence[tuple[int, float]]
 
 
@@ -39,7 +39,7 @@ class Chart:
 
     name: str
     line: str
-    """`x,y` of its points, y from the top."""
+    """`x,y` of the points, y from the top."""
     last: float
     last_x: float
     last_y: float
@@ -74,12 +74,12 @@ def chart_groups(curves: Mapping[str, Points]) -> dict[str, list[Chart]]:
 
 
 def thinned(points: Points, limit: int) -> list[tuple[int, float]]:
-    """At most so many points: of each stretch of steps the lowest and the highest, so that peaks stay."""
+    """At most `limit` points: the lowest and the highest of each stretch of steps, so that peaks stay."""
     if len(points) <= limit:
         return list(points)
-    kept: list[tuple[int, float]] = []
+    extremes: list[tuple[int, float]] = []
     size = -(-2 * len(points) // limit)
     for start in range(0, len(points), size):
         stretch = points[start : start + size]
-        kept += sorted({min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])})
-    return kept
+        extremes += sorted({min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])})
+    return extremes

@@ -1,4 +1,4 @@
-"""What a report contains, as JSON: from the run folder, the config and this process."""
+"""The content of a report as JSON: from the run folder, the config and this process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hybrid_rlhf.runtime.run import CONFIG_FILE, DATA_FILE, Run
 
 FORMAT = 1
 _MAX_POINTS = 2000
-"""Of a curve in report.json."""
+"""Largest number of points of a curve in report.json."""
 _FILES = (CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, "log.txt")
 _FASTEST = ("perf/tokens_per_second", "perf/generation_tokens_per_second", "perf/train_tokens_per_second", "perf/mfu")
 
 
 def collect(run: Run, ending: Ending) -> dict[str, Any]:
-    """The report of a run that ends now; JSON without NaN."""
+    """The report of a run that ends now, as JSON without NaN."""
     lines, curves = read_metrics(run.folder), Curves()
     for line in lines:
         curves.add(line["step"], line)
@@ -68,14 +68,14 @@ def collect(run: Run, ending: Ending) -> dict[str, Any]:
 
 
 def _title(config: StepConfig) -> str:
-    """Such as `RL, ppo`."""
+    """Title such as `RL, ppo`."""
     kind = type(config).__name__.removesuffix("Config").removesuffix("Step")
     algorithm = getattr(getattr(config, "algorithm", None), "name", None)
     return kind if algorithm is None else f"{kind}, {algorithm}"
 
 
 def _settings(config: StepConfig) -> list[dict[str, Any]]:
-    """All settings, those that differ from their defaults first."""
+    """All settings; those that differ from their defaults come first."""
     rows = [
         {"key": key, "value": value, "default": default, "changed": value != default}
         for key, (value, default) in settings_and_defaults(config).items()
@@ -84,7 +84,7 @@ def _settings(config: StepConfig) -> list[dict[str, Any]]:
 
 
 def _times(curves: Curves) -> list[dict[str, Any]]:
-    """Mean seconds of each phase of a step, its share of the step, and the planner's prediction where there is one."""
+    """Mean seconds of each phase of a step, its share of the step, and the planner's prediction, if any."""
     names = [name for name in curves.names if name.startswith("time/") and name.endswith("_seconds")]
     phases = {name.removeprefix("time/").removesuffix("_seconds"): _all(curves, name) for name in names}
     whole = sum(phases.get("step", ())) or sum(map(sum, phases.values()))

@@ -1,4 +1,4 @@
-"""Where a run ran: versions, device, git revision."""
+"""The environment of a run: versions, device, git revision."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _GIT_SECONDS = 5.0
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the libraries that are installed."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and the installed libraries."""
+    version_of = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
-            found[name] = version(name)
+            version_of[name] = version(name)
         except PackageNotFoundError:  # an optional library, or a checkout that is not installed
             continue
-    return found
+    return version_of
 
 
 def device_name(device: torch.device) -> str:
-    """Such as `NVIDIA H200`; the processor's architecture without a GPU."""
+    """Name such as `NVIDIA H200`; the processor's architecture without a GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
 
 
 def git_revision() -> str | None:
-    """The commit of the working directory, with `-dirty` if files differ from it; none outside of a repository."""
+    """The commit of the working directory, with `-dirty` if files differ from it; None outside of a repository."""
     git = shutil.which("git")
     if git is None:
         return None

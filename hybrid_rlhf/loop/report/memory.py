@@ -1,4 +1,4 @@
-"""Memory of each phase in a report: planned, and measured where the device tells phases apart."""
+"""Memory of each phase in a report: planned, and measured on devices that distinguish phases."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ logger = logging.getLogger(LOGGER_NAME)
 
 
 def memory_by_phase(run: Run) -> list[dict[str, Any]]:
-    """Planned and measured GiB by phase, of the ranks that hold the same roles; [] where the run cannot be planned,
-    or has not placed its roles.
+    """Planned and measured GiB by phase, for each set of ranks with the same roles; [] if the run cannot be planned, or
+    has not placed its roles.
 
-    Measured is the peak of the timed phase that a phase belongs to, of the GPU that takes most: `actor training` and
-    `critic training` are timed together, so both show the peak of both. On a CPU there is none: the peak of a process
-    cannot be taken apart.
+    The measured value is the peak of the timed phase that a phase belongs to, on the GPU with the highest:
+    `actor training` and `critic training` are timed together, so both show the peak of both. On a CPU there is none, as
+    the peak of a process cannot be divided into phases.
     """
     try:
         planned = _planned(run)
-    except (UserError, MemoryError, RuntimeError, OSError) as fault:  # a plan must not cost the report
+    except (UserError, MemoryError, RuntimeError, OSError) as fault:  # without a plan, the report is still written
         logger.info("report: no memory plan (%s)", first_line(fault))
         return []
     peaks = run.peaks or [run.timers.peaks_gib]
-    found = []
-    for each in planned:
-        of_ranks = [peaks[rank].get(each.phase.timed_as) for rank in each.ranks if rank < len(peaks)]
-        found.append(
+    rows = []
+    for rank_memory in planned:
+        of_ranks = [peaks[rank].get(rank_memory.phase.timed_as) for rank in rank_memory.ranks if rank < len(peaks)]
+        rows.append(
             {
-                "phase": each.phase.name,
-                "ranks": in_words(each.ranks),
-                "planned_gib": each.phase.total / 2**30,
+                "phase": rank_memory.phase.name,
+                "ranks": in_words(rank_memory.ranks),
+                "planned_gib": rank_memory.phase.total / 2**30,
                 "measured_gib": max((peak for peak in of_ranks if peak is not None), default=None),
             }
         )
-    return found
+    return rows
 
 
 def _planned(run: Run) -> Sequence[RankMemory]:

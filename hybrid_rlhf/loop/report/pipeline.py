@@ -16,10 +16,10 @@ def write_pipeline_report(output: Path, folders: Mapping[str, Path]) -> Path | N
 
     Args:
         output: folder of the pipeline.
-        folders: of its steps, by name, in their order.
+        folders: folders of its steps, by name, in their order.
 
     Returns:
-        the page; None if no step has a report yet.
+        the path of the page; None if no step has a report yet.
 
     Raises:
         OSError: when it cannot be written.

@@ -1,6 +1,6 @@
 """Sample completions of a report: a few of the first and of the last recorded step.
 
-Only the ends of samples.jsonl are read, which may be larger than memory.
+Only the beginning and the end of samples.jsonl are read, as the file may be larger than memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def first_and_last_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def _rows(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The lines that are rows of samples; a crash may have cut one."""
+    """The lines that are rows of samples; a crash may have truncated one."""
     rows = []
     for line in lines:
         try:

@@ -1,7 +1,7 @@
 """Writes report.html and report.json when a run ends.
 
-The page is one file: it loads nothing, has no script, and its content security policy allows neither. Every text of a
-run is escaped by the template.
+The page is one file that loads nothing and has no script; its content security policy forbids both. The template
+escapes every text of a run.
 """
 
 from __future__ import annotations

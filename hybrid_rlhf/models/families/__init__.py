@@ -1,8 +1,8 @@
-"""What differs between model families, for training and generation.
+"""Differences between model families, for training and generation.
 
-Read `family.py` (a row), `table.py` (one per family), `recurrent.py` (those of models with recurrent layers),
-`layered.py` (those whose layers differ), `experts.py` (mixtures of experts) and `lookup.py` (the row of a model), then
-`training.py` (what training packs and leaves out) and `head.py` (how logits are computed).
+Read `family.py` (the fields of a row), `table.py` (one row per family), `recurrent.py` (rows of models with recurrent
+layers), `layered.py` (rows of models whose layers differ), `experts.py` (mixtures of experts) and `lookup.py` (the row
+of a model), then `training.py` (model types that training packs or restricts) and `head.py` (how logits are computed).
 """
 
 from hybrid_rlhf.models.families.family import Family

@@ -1,8 +1,6 @@
-"""Mixtures of experts by family: fields of the decoder's `Experts` (generation/architecture/model_description.py).
+"""Mixtures of experts by family: the fields of the decoder's `Experts` (generation/architecture/model_description.py).
 
-Configs state them under different names.
-
-Each function takes a Hugging Face config; the family table names it.
+Configs name these fields differently. Each function takes a Hugging Face config; the family table refers to it.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ def _experts(config: PreTrainedConfig, *, count: int, **more: Any) -> dict[str, 
 
 
 def qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    """Qwen2-MoE, Qwen3-MoE and those with their config; shared experts in the former."""
+    """Qwen2-MoE, with shared experts, Qwen3-MoE, and families with their config."""
     return _experts(
         config,
         count=config.num_experts,
@@ -90,7 +88,7 @@ def glm4_experts(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def ernie_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    """ERNIE 4.5, whose correction of the choice is a weight that training leaves."""
+    """ERNIE 4.5; the correction of the choice of experts is a weight that training leaves unchanged."""
     return _experts(
         config,
         count=config.moe_num_experts,
@@ -100,7 +98,7 @@ def ernie_experts(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def deepseek_v2_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    """DeepSeek-V2: a group is as good as its best expert."""
+    """DeepSeek-V2; the score of a group is that of its best expert."""
     in_groups = config.topk_method == "group_limited_greedy"
     return _experts(
         config,
@@ -114,14 +112,14 @@ def deepseek_v2_experts(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def qwen3_5_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    """Qwen3.5-MoE, which always normalises."""
+    """Qwen3.5-MoE, which always normalises the experts' weights."""
     return _experts(
         config, count=config.num_experts, normalise=True, shared_size=config.shared_expert_intermediate_size
     )
 
 
 def nemotron_h_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    """Nemotron-H, as GLM-4-MoE with a size of its own for the shared experts."""
+    """Nemotron-H: GLM-4-MoE with a separate size of the shared experts."""
     return {**glm4_experts(config), "shared_size": config.moe_shared_expert_intermediate_size}
 
 

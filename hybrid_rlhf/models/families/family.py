@@ -1,7 +1,7 @@
-"""A row of the family table: where the weights of a model type are, and what its config does not say.
+"""A row of the family table: names of a model type's weights, and properties that its config does not state.
 
-In names, {} is the layer, {head} the head, and | separates alternatives, the first of which that a layer has counts. A
-name is that of a module and stands for its weight and, if there is one, its bias.
+In names, {} is the layer, {head} the head, and | separates alternatives, of which the first that a layer has is used. A
+name is that of a module and refers to its weight and, if there is one, its bias.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROLES = frozenset(
     shared_gate shared_up shared_gate_up shared_down shared_router
     """.split()
 )
-"""What a row names; the roles of recurrent layers begin with `recurrent_`."""
+"""Keys of `names`; the roles of recurrent layers begin with `recurrent_`."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,18 @@ class Family:
     """A row of the table."""
 
     names: Mapping[str, str]
-    """The decoder's names to the model's modules."""
+    """Names of the model's modules by the decoder's names."""
     settings: Callable[[PreTrainedConfig], dict[str, Any]] = field(default=lambda config: {})
-    """Fields of ModelDescription that this family derives in its own way."""
+    """Returns the fields of ModelDescription that this family derives in its own way."""
     unsupported: Mapping[str, Callable[[PreTrainedConfig], bool]] = field(default_factory=dict)
-    """Variants of the family that the decoder does not support, by reason."""
+    """Conditions for variants of the family that the decoder does not support, by reason."""
     experts: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
-    """Fields of Experts, for a family with a mixture of experts."""
+    """Returns the fields of Experts, for a family with a mixture of experts."""
     recurrence: Callable[[PreTrainedConfig], tuple[str, dict[str, Any]]] | None = None
-    """Kind of the recurrent layers and its fields (generation/architecture/recurrence.py), if it has some."""
+    """Returns the kind of the recurrent layers and its fields (generation/architecture/recurrence.py); None without
+    them."""
     reads_index: bool = False
-    """Whether attention reads the index of a token in its row, beside its position."""
+    """True if attention reads the index of a token in its row, besides its position."""
 
     def __post_init__(self) -> None:
         unknown = sorted(name for name in self.names.keys() - ROLES if not name.startswith("recurrent_"))
@@ -50,7 +51,8 @@ class Family:
 
     @property
     def mixer_role(self) -> str | None:
-        """Role of a weight of the modules that keep sequences apart only if each is a row; none: there are none."""
+        """Role of a weight in the modules that mix neighbouring sequences of a packed row; None without such
+        modules."""
         if self.recurrence is not None:
             return "recurrent_out"
         return "o" if self.reads_index else None

@@ -1,6 +1,6 @@
-"""How model families compute logits: scale and soft cap of the head, besides a matrix product.
+"""How model families compute logits: scale and soft cap, besides the matrix product.
 
-They are read from config attributes, so a family that shares a convention needs no entry of its own.
+They are read from config attributes, so a family with a known convention needs no entry.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class HeadConvention:
 
 
 def head_convention(config: PreTrainedConfig) -> HeadConvention:
-    """How a causal LM's head turns hidden states into logits.
+    """The scale and soft cap with which a causal LM's head computes logits.
 
     Gemma 2/3 and RecurrentGemma cap the logits (`final_logit_softcapping`, `logits_soft_cap`), Cohere and Falcon-H1
-    multiply (`logit_scale`, `lm_head_multiplier`), Granite divides (`logits_scaling`), HyperCLOVA X multiplies by that.
+    multiply them (`logit_scale`, `lm_head_multiplier`), Granite divides them by `logits_scaling`, and HyperCLOVA X
+    multiplies them by it.
     """
     text = config.get_text_config()
     scaling = float(getattr(text, "logits_scaling", None) or 1.0)
@@ -37,10 +38,10 @@ def head_convention(config: PreTrainedConfig) -> HeadConvention:
 
 def keep_float32_logits(lm: PreTrainedModel, wanted: bool) -> None:
     """Record on a causal LM whether its logits are computed in float32 (model.head_dtype); training, distillation and
-    generation follow it."""
+    generation read the record."""
     vars(lm)["float32_logits"] = wanted
 
 
 def has_float32_logits(lm: PreTrainedModel) -> bool:
-    """What `keep_float32_logits` recorded; true by default."""
+    """Return the record of `keep_float32_logits`, True by default."""
     return bool(vars(lm).get("float32_logits", True))

@@ -1,8 +1,8 @@
-"""Rows of the family table for models whose layers differ in sizes, share keys and values, or have inputs of their own.
+"""Rows of the family table for models whose layers differ in size, share keys and values, or have per-layer inputs.
 
-Source: Gemma 4 (google/gemma-4-E2B-it and larger), as in transformers' gemma4: heads of full and sliding attention have
-their own sizes, the last layers attend to the keys and values of the last one of their type that has some, and each
-layer may take an embedding of the token besides the residual stream, and may have a mixture of experts beside its MLP.
+Source: Gemma 4 (google/gemma-4-E2B-it and larger), as in transformers' gemma4: heads of full and sliding attention
+differ in size, the last layers attend to the keys and values of the last layer of their type that computes them, and
+each layer may take an embedding of the token besides the residual stream, and have a mixture of experts and an MLP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybrid_rlhf.models.families.table import FAMILIES as ATTENTION_FAMILIES
 _LAYER = "model.layers.{}."
 _GEMMA4 = {
     **ATTENTION_FAMILIES["gemma3_text"].names,
-    # full attention may have no values but keys
+    # full attention may use its keys as values
     "v": f"{_LAYER}self_attn.v_proj|{_LAYER}self_attn.k_proj",
     "inputs_embed": "model.embed_tokens_per_layer",
     "inputs_project": "model.per_layer_model_projection",
@@ -40,9 +40,9 @@ _GEMMA4 = {
 
 
 def _kv_sizes(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
-    """KV heads and dimensions of each, by layer type."""
+    """Number and dimension of the KV heads, by layer type."""
     layers = {name: config.per_layer_config[layer] for layer, name in enumerate(config.layer_types)}
-    return {name: (own.num_key_value_heads, own.head_dim) for name, own in layers.items()}
+    return {name: (layer.num_key_value_heads, layer.head_dim) for name, layer in layers.items()}
 
 
 def _gemma4(config: PreTrainedConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Finds the row of a model.
+"""Finds the row of a model in the family table.
 
-A model for images and sound that transformers loads as a causal LM (Gemma 3, Gemma 4) is a language model with towers
-beside it. Its row is that of the language model, and the towers have no part in reading text.
+A model for images and sound that transformers loads as a causal LM (Gemma 3, Gemma 4) is a language model with
+additional towers. Its row is that of the language model, and the towers are not used for text.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ FAMILIES: dict[str, Family] = {**ATTENTION_FAMILIES, **RECURRENT_FAMILIES, **LAY
 
 
 def family_of(lm: PreTrainedModel) -> Family | None:
-    """The row of a causal LM, with the names that its modules have in it; none: it has none."""
+    """The row of a causal LM, with module names as in the model; None without a row."""
     family, language = FAMILIES.get(lm.config.get_text_config().model_type), language_model_of(lm)
     if family is None or language is None:
         return family
-    own, name = f"{family.names['embed'].partition('.')[0]}.", f"{language[0]}."
+    prefix, name = f"{family.names['embed'].partition('.')[0]}.", f"{language[0]}."
     places = {role: module.split("|") for role, module in family.names.items()}
     renamed = {
-        role: "|".join(name + one.removeprefix(own) if one.startswith(own) else one for one in modules)
+        role: "|".join(
+            name + module.removeprefix(prefix) if module.startswith(prefix) else module for module in modules
+        )
         for role, modules in places.items()
     }
     return replace(family, names=renamed)
 
 
 def has_mixers(config: PreTrainedConfig) -> bool:
-    """Whether a model has modules that keep sequences apart only if each is a row (`mixer_role` of its family)."""
+    """Return True if a model has modules that mix neighbouring sequences of a packed row (`mixer_role` of its
+    family)."""
     family = FAMILIES.get(config.get_text_config().model_type)
     return family is not None and family.mixer_role is not None
 
 
 def unread_weights(lm: PreTrainedModel, names: Iterable[str]) -> tuple[str, ...]:
-    """Of a causal LM's weights, those of the towers beside its language model."""
+    """Names of the weights of the towers beside a causal LM's language model."""
     language = language_model_of(lm)
     if language is None:
         return ()

@@ -1,6 +1,6 @@
 """Rows of the family table for models with recurrent layers, alone or beside attention.
 
-The names of a row are those of the attention-only family that it extends, with the names of the recurrent layers.
+The names of a row are those of the attention-only family that it extends, plus the names of the recurrent layers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hybrid_rlhf.models.families.table import FAMILIES as ATTENTION_FAMILIES
 _LAYER = "model.layers.{}."
 
 
-def _named(family: str, prefix: str, **other: str) -> dict[str, str]:
-    """The names of a family, with others in each layer; those of the recurrent layer begin with `prefix`."""
-    own = {
+def _named(family: str, prefix: str, **modules: str) -> dict[str, str]:
+    """The names of a family with `modules` added to each layer; `prefix` is added to those of the recurrent layer."""
+    added = {
         role: _LAYER + (f"{prefix}.{module}" if role.startswith("recurrent_") else module)
-        for role, module in other.items()
+        for role, module in modules.items()
     }
-    return {**ATTENTION_FAMILIES[family].names, **own}
+    return {**ATTENTION_FAMILIES[family].names, **added}
 
 
 _DELTA = {
@@ -128,12 +128,12 @@ _MAMBA2_UNSUPPORTED = {"limited time steps": _limits_steps}
 
 
 def _granite_hybrid(config: PreTrainedConfig) -> dict[str, Any]:
-    """Without experts, the shared ones are the MLP."""
+    """Without experts, the shared experts are the MLP."""
     return {**ATTENTION_FAMILIES["granite"].settings(config), "mlp_size": config.shared_intermediate_size}
 
 
 def _falcon_h1(config: PreTrainedConfig) -> dict[str, Any]:
-    """Its many factors are multiplied into weights; a factor of what a product reads is one of what it gives."""
+    """Its factors are multiplied into weights: a factor of a product's input becomes a factor of the weight."""
     into, (gate, down) = config.attention_in_multiplier, config.mlp_multipliers
     kind = _falcon_h1_mixer(config)[1]
     inner, shared = kind["heads"] * kind["head_dim"], kind["groups"] * kind["state_dim"]

@@ -1,4 +1,4 @@
-"""The family table: where the weights of a model type are, and what its config does not state under the common names.
+"""The family table: names of a model type's weights, and properties that its config does not state under common names.
 
 Generation builds inference weights of the types in `FAMILIES` (generation/architecture/hugging_face.py). A new family
 is one row here (family.py) and one variant in the tests. Types without a row generate through their Hugging Face
@@ -36,7 +36,7 @@ def _slopes(heads: int) -> torch.Tensor:
     return torch.tensor(slopes)
 
 
-def _llama_like(**other: str) -> dict[str, str]:
+def _llama_like(**overrides: str) -> dict[str, str]:
     layer = "model.layers.{}."
     names = {
         "embed": "model.embed_tokens",
@@ -54,7 +54,7 @@ def _llama_like(**other: str) -> dict[str, str]:
         "up": f"{layer}mlp.up_proj",
         "down": f"{layer}mlp.down_proj",
     }
-    return {**names, **{name: layer + module for name, module in other.items()}}
+    return {**names, **{name: layer + module for name, module in overrides.items()}}
 
 
 def _without(names: dict[str, str], *roles: str) -> dict[str, str]:
@@ -243,7 +243,7 @@ _PHI = {
 _STARCODER2 = {**_PLAIN_MLP, "up": "model.layers.{}.mlp.c_fc", "down": "model.layers.{}.mlp.c_proj"}
 
 
-def _moe_like(block: str = "mlp", router: str = "gate", **other: str) -> dict[str, str]:
+def _moe_like(block: str = "mlp", router: str = "gate", **overrides: str) -> dict[str, str]:
     """A Llama whose MLPs are mixtures of experts, all or some."""
     names = {
         "router": f"{block}.{router}",
@@ -251,7 +251,7 @@ def _moe_like(block: str = "mlp", router: str = "gate", **other: str) -> dict[st
         "experts_up": f"{block}.experts.gate_up_proj",
         "experts_down": f"{block}.experts.down_proj",
     }
-    return _llama_like(**names, **other)
+    return _llama_like(**names, **overrides)
 
 
 def _shared(module: str) -> dict[str, str]:
@@ -259,7 +259,7 @@ def _shared(module: str) -> dict[str, str]:
 
 
 def _latent(config: PreTrainedConfig) -> dict[str, Any]:
-    """DeepSeek's attention; the cache's heads are those of the latent."""
+    """DeepSeek's latent attention; the cache has the heads of the latent."""
     rope, plain, rotated = config.rope_parameters, config.qk_nope_head_dim, config.qk_rope_head_dim
     stretch = 1.0
     if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim", 0) and rope["factor"] > 1:

@@ -1,7 +1,6 @@
-"""What training must know of a model type that its module does not say: whether its rows can be packed, and
-what it lacks.
+"""Lists of model types that training needs: types whose rows can be packed, and types without some feature.
 
-Lists, not rules: whether a type computes the same packed is found by running it (`make families`).
+They are lists because only a test run shows that a type computes the same results packed (`make families`).
 """
 
 from __future__ import annotations
@@ -26,5 +25,5 @@ WITHOUT_ADAPTERS = {"reformer": "its reversible layers pass no gradient to them"
 """Model types that cannot learn adapters, with the reason."""
 
 WITHOUT_ROUTER_LOSSES = frozenset(["doge", "gemma4_text"])
-"""Model types whose router has no logit per expert: Doge's has keys, of which an expert is a pair; Gemma 4's gives
-probabilities."""
+"""Model types whose router has no logit per expert: in Doge an expert is a pair of the router's keys; Gemma 4's router
+returns probabilities."""

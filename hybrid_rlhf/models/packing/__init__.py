@@ -1,7 +1,7 @@
 """Packing: the rows of a batch pass through a model as one row of real tokens.
 
-Why: completions end early, so a padded batch is half padding, and everything except attention costs as much for padding
-as for text.
+Completions end early, so a padded batch is half padding, and everything except attention costs as much for padding as
+for text.
 
 Read `batches.py` (which models pack, a batch as a packed row), `rows.py` (the boundaries of rows as a mask, and padding
 for the layers that mix tokens), `attention.py` and `mixers.py` (these layers), `varlen.py` (the kernels).

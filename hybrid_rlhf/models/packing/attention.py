@@ -1,4 +1,4 @@
-"""Attention of packed rows, each row for itself.
+"""Attention of packed rows, separately for each row.
 
 Position ids restart at each row, by which transformers' flash attention separates rows. With any other kernel,
 attention is computed here: on a GPU in bfloat16 and float16 by one call of a varlen kernel (varlen.py); elsewhere, and
@@ -22,7 +22,7 @@ from hybrid_rlhf.models.packing.rows import groups_of, is_packed
 from hybrid_rlhf.models.packing.varlen import varlen_attention
 
 PACKED_ATTENTION = "hybrid_rlhf_packed"
-"""Name of our function among transformers' attention implementations."""
+"""Name of this module's function among transformers' attention implementations."""
 
 
 def packed_attention(
@@ -35,7 +35,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **other: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of packed rows; padded rows (generation through the module) are computed as by transformers.
 
@@ -43,21 +43,21 @@ def packed_attention(
         module: the layer's attention.
         query: [1, A, N, D].
         key: [1, K, N, D].
-        value: as key.
+        value: [1, K, N, D].
         attention_mask: the boundaries of the rows (see `ends`), or the row of each token (see `places`);
             anything else is a mask of padded rows.
-        scaling: scores are multiplied by it; none: 1 / sqrt(D).
-        sliding_window: tokens that a query attends to, itself included; none: all before it.
+        scaling: factor of the scores; None: 1 / sqrt(D).
+        sliding_window: number of tokens that a query attends to, itself included; None: all tokens before it.
         softcap: scores s become softcap * tanh(s / softcap).
         s_aux: [A], a score per head that takes part in the softmax but has no value (attention sinks of gpt-oss).
-        other: further arguments of transformers to attention functions.
+        options: further arguments that transformers passes to attention functions.
 
     Returns:
         [1, N, A, D], and None in place of attention weights.
     """
     if attention_mask is None or not is_packed(attention_mask):
         if softcap is None and s_aux is None:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **other)  # type: ignore[no-any-return]
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)  # type: ignore[no-any-return]
         mixed = _attend(query, key, value, attention_mask, scaling, softcap, s_aux)
         return mixed.transpose(1, 2).contiguous(), None
     if attention_mask.dtype == torch.int32:
@@ -78,8 +78,8 @@ def _attend_varlen(
 ) -> Tensor:
     """[1, N, A, D] of queries [1, A, N, D], with the mask of `ends`; D of the output is that of the values.
 
-    The kernel takes one head size. Latent attention (DeepSeek) has smaller values, which zeros fill up: they add zeros
-    to the output, which are cut off.
+    The kernel takes one head size. Latent attention (DeepSeek) has smaller values, which are padded with zeros; the
+    additional outputs are cut off.
     """
     attend = varlen_attention(query.device, query.dtype, query.shape[-1])
     assert attend is not None, f"rows were packed for a varlen kernel, which has no {query.dtype}"
@@ -93,7 +93,7 @@ def _attend_varlen(
 
 
 def _window(length: int, size: int | None, device: torch.device) -> Tensor | None:
-    """[L, L], true where a query attends to a key; none where a causal mask is enough."""
+    """[L, L], true where a query attends to a key; None if a causal mask is enough."""
     if size is None or size >= length:
         return None
     place = torch.arange(length, device=device)

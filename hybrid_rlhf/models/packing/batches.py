@@ -1,4 +1,4 @@
-"""A batch as a packed row, for the models whose layers keep the rows of it apart.
+"""A batch as a packed row, for models whose layers keep its rows apart.
 
 Shapes: B rows, T time, N real tokens of all rows.
 """
@@ -21,16 +21,16 @@ from hybrid_rlhf.models.packing.rows import ends, places
 from hybrid_rlhf.models.packing.varlen import head_size, varlen_attention
 
 _MIN_LENGTH_RATIO = 0.75
-"""Shortest row of a group, as a share of its longest."""
+"""Smallest ratio of a group's shortest row to its longest."""
 _MOST_GROUPS = 4
 _MIN_SAVING = {"cpu": 2**12, "cuda": 2**22}
-"""Attention scores per head that another group must save, since it costs another attention call."""
+"""Number of attention scores per head that a further group must save, as it costs another attention call."""
 _LAYER_KINDS = ("full_attention", "chunked_attention", "linear_attention", "conv")
-"""Kinds of layers for which transformers makes a mask each, in models with mixers."""
+"""Kinds of layers for which transformers makes separate masks, in models with mixers."""
 
 
 def use_packing(lm: PreTrainedModel) -> None:
-    """Let a model use packed rows if its family and kernel support them; others use padded rows."""
+    """Enable packed rows for a model if its family and kernel support them; otherwise it uses padded rows."""
     if lm.config.model_type in PACKING_FAMILIES and lm.config._attn_implementation in ("sdpa", "eager"):
         lm.set_attn_implementation(PACKED_ATTENTION)
         vars(lm)["has_own_scores"] = _has_own_scores(lm)  # read for every batch
@@ -39,12 +39,12 @@ def use_packing(lm: PreTrainedModel) -> None:
 
 
 def packs(lm: PreTrainedModel) -> bool:
-    """Whether a model uses packed rows."""
+    """Return True if a model uses packed rows."""
     return why_padded(lm) is None
 
 
 def why_padded(lm: PreTrainedModel) -> str | None:
-    """Why the rows of a model are padded; none: they are packed."""
+    """The reason why the rows of a model are padded; None if they are packed."""
     kernel = lm.config._attn_implementation
     if lm.config.model_type not in PACKING_FAMILIES:
         return f"model type {lm.config.model_type} is not known to compute packed rows as padded ones"
@@ -54,7 +54,7 @@ def why_padded(lm: PreTrainedModel) -> str | None:
 
 
 def pads(lm: PreTrainedModel) -> bool:
-    """Whether some layers compute padding: all of them where rows are padded, mixers in any case."""
+    """Return True if some layers compute padding: all layers with padded rows, mixers in any case."""
     return not packs(lm) or has_mixers(lm.config)
 
 
@@ -65,7 +65,7 @@ class PackedBatch:
     arguments: dict[str, Any]
     """Arguments of the backbone: tokens and positions [1, N], and the boundaries of rows."""
     order: Tensor | None
-    """Index [N] of each real token of [B, T] in the packed row; none: the same order."""
+    """Index [N] of each real token of [B, T] in the packed row; None for the same order."""
 
     def unpacked(self, states: Tensor) -> Tensor:
         """States [N, H] of the packed row in the order of [B, T]."""
@@ -77,7 +77,7 @@ class PackedBatch:
 
 
 def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> PackedBatch:
-    """Remove padding from rows [B, T], wherever it is."""
+    """Remove padding from rows [B, T], at any position."""
     real = attention_mask.bool()
     if lm.config._attn_implementation != PACKED_ATTENTION:
         return PackedBatch(_arguments(lm, input_ids, real, None), None)
@@ -98,8 +98,8 @@ def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Pack
 
 
 def layer_masks(lm: PreTrainedModel, mask: Tensor) -> Tensor | dict[str, Tensor]:
-    """The boundaries of rows as a model takes them: with mixers one mask for each kind of layer, since
-    transformers gives recurrent layers no 4D mask."""
+    """The boundaries of rows in the form that a model takes: with mixers one mask for each kind of layer, since
+    transformers passes no 4D mask to recurrent layers."""
     return dict.fromkeys(_LAYER_KINDS, mask) if has_mixers(lm.config) else mask
 
 
@@ -110,7 +110,7 @@ def _arguments(lm: PreTrainedModel, input_ids: Tensor, real: Tensor, mask: Tenso
 
 
 def _has_varlen_kernel(lm: PreTrainedModel, device: torch.device) -> bool:
-    """Whether a varlen kernel computes a model's attention."""
+    """Return True if a varlen kernel computes a model's attention."""
     config = lm.config.get_text_config()
     if vars(lm)["has_own_scores"] or config.is_heterogeneous:  # the latter has heads of several sizes
         return False
@@ -118,7 +118,8 @@ def _has_varlen_kernel(lm: PreTrainedModel, device: torch.device) -> bool:
 
 
 def _groups(lengths: Sequence[int], *, min_saving: int) -> list[int]:
-    """Sizes of groups of rows, longest row first, that share one attention call; a new group must save scores."""
+    """Sizes of groups of rows, longest row first, that share one attention call; each further group must save
+    scores."""
     groups: list[int] = []
     start = 0
     for row in range(1, len(lengths)):
@@ -134,6 +135,6 @@ def _groups(lengths: Sequence[int], *, min_saving: int) -> list[int]:
 
 
 def _has_own_scores(lm: PreTrainedModel) -> bool:
-    """Whether attention does more to its scores than a varlen kernel does: soft caps, sinks."""
+    """Return True if attention transforms its scores more than a varlen kernel does: soft caps, sinks."""
     capped = getattr(lm.config, "attn_logit_softcapping", None) is not None
     return capped or any(name.endswith(".sinks") for name, _ in lm.named_parameters())

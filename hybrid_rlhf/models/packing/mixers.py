@@ -1,11 +1,11 @@
-"""Mixers in packed rows: a module that keeps sequences apart only if each is a row gets each as a row.
+"""Mixers in packed rows: modules that would mix the sequences of a packed row receive each sequence as a row.
 
-Why: the state and the convolution of a recurrent layer run on from one sequence to the next, and Llama 4's attention
-scales queries by their index in the row and cuts rows into chunks. Such a module is the only one in its layer that
-mixes tokens, and what follows a token does not change it, so rows padded on the right need no mask. All else in the
-model, experts and head included, computes real tokens only. This holds for any mixer of transformers, with its kernels
-and with adapters on its weights. A mixer is called once, with all rows: under ZeRO-3 its weights are gathered in each
-call, of which all ranks need the same number.
+The state and the convolution of a recurrent layer would continue from one sequence into the next, and Llama 4's
+attention scales queries by their index in the row and cuts rows into chunks. Such a module is the only one in its layer
+that mixes tokens, and it is causal, so rows padded on the right need no mask. All other modules, experts and head
+included, compute real tokens only. This holds for any mixer of transformers, with its kernels and with adapters on its
+weights. A mixer is called once, with all rows: under ZeRO-3 each call gathers its weights, and all ranks need the same
+number of calls.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def separate_rows(lm: PreTrainedModel) -> None:
 
 @functools.cache
 def _of_rows(kind: Any, attends: bool) -> Any:
-    """A class of mixers, with attention or without, for which the boundaries of rows may be the attention mask."""
+    """A subclass of a mixer, with attention or without, that takes the boundaries of rows as its attention mask."""
 
-    def forward(self: Any, hidden_states: Tensor, *given: Any, attention_mask: Any = None, **named: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, attention_mask: Any = None, **named: Any) -> Any:
         if not is_packed(attention_mask):
-            return kind.forward(self, hidden_states, *given, attention_mask=attention_mask, **named)
+            return kind.forward(self, hidden_states, *args, attention_mask=attention_mask, **named)
         rows = rows_of(attention_mask)
         padded = rows.pad(hidden_states[0])
         if (rotations := named.get("position_embeddings")) is not None:
             named["position_embeddings"] = tree_map(lambda x: rows.pad(x[0]), rotations)
         mask = _mask(self, padded) if attends else None
-        output = kind.forward(self, padded, *given, attention_mask=mask, **named)
+        output = kind.forward(self, padded, *args, attention_mask=mask, **named)
         if isinstance(output, tuple):  # with attention weights or a last state, which training does not read
             return rows.unpad(output[0])[None], *output[1:]
         return rows.unpad(output)[None]
@@ -56,6 +56,6 @@ def _of_rows(kind: Any, attends: bool) -> Any:
 
 
 def _mask(attention: Any, padded: Tensor) -> Tensor | None:
-    """transformers' mask of a layer's attention over rows [B, L, H]; none: causal."""
+    """transformers' mask of a layer's attention over rows [B, L, H]; None: causal."""
     make = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[attention.config.layer_types[attention.layer_idx]]
     return make(config=attention.config, inputs_embeds=padded, attention_mask=None, past_key_values=None)

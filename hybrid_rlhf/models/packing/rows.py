@@ -1,8 +1,8 @@
-"""The rows inside a packed row: their boundaries, as a mask that reaches the layers, and padding for what mixes tokens.
+"""The rows inside a packed row: their boundaries, as a mask for the layers, and padding for modules that mix tokens.
 
 transformers passes a 4D mask on unchanged, also when activation checkpointing runs a layer again in backward.
 
-Shapes: B rows, N real tokens of all rows, L of the longest.
+Shapes: B rows, N real tokens of all rows, L tokens of the longest row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from hybrid_rlhf.models.packing.varlen import boundaries
 
 _GROUP = 2**32
-"""Factor of the group in the values of a mask; the rest is the row."""
+"""Multiplier of the group in the values of a mask; the remainder is the row."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class PaddedRows:
     places: Tensor
     """Index [n] of each token in the padded rows [rows * longest]."""
     tokens: Tensor
-    """Token [rows * longest] at each padded index; at padding the last of its row, so that a NaN stays in its row."""
+    """Token [rows * longest] at each padded index; padding repeats the row's last token, so that a NaN stays in its
+    row."""
     padding: Tensor
     """Padded indices without a token."""
 
@@ -54,7 +55,7 @@ class PaddedRows:
         )
 
     def pad(self, x: Tensor) -> Tensor:
-        """Tokens [n, ...] to padded rows [rows, longest, ...]."""
+        """Pad tokens [n, ...] to rows [rows, longest, ...]."""
         padded = _Pad.apply(x, self) if len(self.padding) else x
         return padded.unflatten(0, (len(self.lengths), self.longest))  # type: ignore[no-any-return]
 
@@ -69,9 +70,9 @@ def places(lengths: Sequence[int], sizes: Sequence[int], *, device: torch.device
     an attribute.
 
     Args:
-        lengths: of the rows, in the order of the packed row.
-        sizes: rows of each group.
-        device: of the tokens.
+        lengths: lengths of the rows, in the order of the packed row.
+        sizes: number of rows of each group.
+        device: device of the tokens.
     """
     groups, start = [], 0
     for size in sizes:
@@ -99,7 +100,7 @@ def groups_of(mask: Tensor) -> list[PaddedRows]:
 
 
 def rows_of(mask: Any) -> PaddedRows:
-    """All rows of `places` or `ends` as one group, without those that have no token; kept with the mask."""
+    """All rows of `places` or `ends` as one group, without rows that have no token; cached on the mask."""
     known: PaddedRows | None = getattr(mask, "rows", None)
     if known is None:
         if mask.dtype == torch.int32:
@@ -111,7 +112,7 @@ def rows_of(mask: Any) -> PaddedRows:
 
 
 def is_packed(mask: Tensor | None) -> bool:
-    """Whether a mask is that of `places` or `ends`, and not one of padded rows."""
+    """Return True for a mask of `places` or `ends`, False for a mask of padded rows."""
     return mask is not None and mask.dim() == 4 and mask.dtype in (torch.int32, torch.int64)
 
 
@@ -124,7 +125,7 @@ def _decoded(codes: tuple[int, ...], device: torch.device) -> list[PaddedRows]:
 
 
 class _Pad(torch.autograd.Function):
-    """[N, ...] to [B * L, ...]; padding holds the last token of its row."""
+    """[N, ...] to [B * L, ...]; padding repeats the last token of its row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: PaddedRows) -> Tensor:
@@ -137,7 +138,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """[B * L, ...] to [N, ...]; padding gets a gradient of 0."""
+    """[B * L, ...] to [N, ...]; the gradient of padding is 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: PaddedRows) -> Tensor:

@@ -1,6 +1,6 @@
 """Causal attention of sequences with different lengths in one kernel, forward and backward.
 
-Why: `scaled_dot_product_attention` needs rows of one length, so sequences of different lengths need padding or several
+`scaled_dot_product_attention` needs rows of one length, so sequences of different lengths need padding or several
 calls, and on Hopper torch may pass each new shape to cuDNN, which then builds a plan for it (0.4 to 0.5 s, FunASR issue
 3704). A varlen kernel takes the boundaries as a tensor: one call, no padding, no plan.
 
@@ -45,11 +45,11 @@ class VarlenAttention(Protocol):
         Args:
             query: [N, A, D].
             key: [M, K, D].
-            value: as key.
+            value: [M, K, D].
             ends: boundaries of the sequences, int32 [B + 1] from 0, in the queries and in the keys.
             longest: length of the longest sequence, in queries and in keys.
-            scale: scores are multiplied by it; none: 1 / sqrt(D).
-            window: tokens that a query attends to, itself included; none: all before it.
+            scale: factor of the scores; None: 1 / sqrt(D).
+            window: number of tokens that a query attends to, itself included; None: all tokens before it.
 
         Returns:
             [N, A, D].
@@ -57,7 +57,7 @@ class VarlenAttention(Protocol):
 
 
 def varlen_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> VarlenAttention | None:
-    """The kernel for a device, dtype and head size; none where there is no kernel."""
+    """The kernel for a device, dtype and head size; None without a kernel."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     if head_dim % 8 or head_dim > _LARGEST_HEAD or torch.cuda.get_device_capability(device) < (8, 0):
@@ -73,15 +73,15 @@ def boundaries(lengths: Tensor) -> Tensor:
 
 
 def head_size(config: object) -> int:
-    """The head size of queries and keys of a Hugging Face text config. Latent attention (DeepSeek) names it
-    `qk_head_dim`, its `head_dim` is that of the rotated part."""
+    """The head size of queries and keys of a Hugging Face text config. Latent attention (DeepSeek) calls it
+    `qk_head_dim`; its `head_dim` is the size of the rotated part."""
     size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     return int(size or config.hidden_size // config.num_attention_heads)  # type: ignore[attr-defined]
 
 
 @cache
 def _torch_has_varlen() -> bool:
-    """Whether torch's kernel supports scales, windows and grouped queries, which that of torch 2.10 does not."""
+    """Return True if torch's kernel supports scales, windows and grouped queries, which torch 2.10's does not."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return False
     function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -110,7 +110,7 @@ def _torch_varlen(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(mixed, Tensor)  # log-sum-exps come with it only on request
+    assert isinstance(mixed, Tensor)  # log-sum-exps are returned only on request
     return mixed
 
 

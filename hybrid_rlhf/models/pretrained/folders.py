@@ -34,13 +34,13 @@ def check_folder(folder: Path, shown: str) -> None:
 
     Args:
         folder: an existing folder.
-        shown: its name in errors, as the user gave it.
+        shown: the folder's name in errors, as the user gave it.
 
     Raises:
-        UserError: which names the faulty file.
+        UserError: with the name of the faulty file.
     """
     if not (folder / "config.json").is_file():
-        inner = min(folder.glob("*/config.json"), default=None)  # of RL's models the actor is the first
+        inner = min(folder.glob("*/config.json"), default=None)  # in an RL run's folder the actor sorts first
         fix = "a folder that save_pretrained wrote" if inner is None else str(Path(shown) / inner.parent.name)
         raise UserError(f"a model folder must have a config.json, {shown} has none: give {fix}")
     _check_generation_config(folder / "generation_config.json")
@@ -48,13 +48,13 @@ def check_folder(folder: Path, shown: str) -> None:
     if (folder / _INDEX).is_file():
         files = _indexed(folder)
     if not files:
-        others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern))
-        if not others:
+        other_formats = sorted(file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern))
+        if not other_formats:
             raise UserError(
                 f"a model folder must have a model.safetensors, {shown} has no weights: copy the model again"
             )
         raise UserError(
-            f"weights must be safetensors, {shown} has only {others[0]}: if you trust it, convert it once with "
+            f"weights must be safetensors, {shown} has only {other_formats[0]}: if you trust it, convert it once with "
             "from_pretrained(FOLDER) and save_pretrained(NEW_FOLDER) of transformers"
         )
     for file in files:
@@ -121,10 +121,10 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
 
 @contextlib.contextmanager
 def _hub(name: str) -> Iterator[None]:
-    """One line for all that the hub's client says of its tries, which take about 20 s.
+    """Context that replaces the messages of the hub's client about its tries, which take about 20 s, by one line.
 
     Raises:
-        UserError: when it reaches no hub, most often because the name is a folder's with a mistake.
+        UserError: when the hub cannot be reached, most often because the name is a misspelled folder.
     """
     client, quiet = logging.getLogger("huggingface_hub.utils._http"), _FirstTry(name)
     client.addFilter(quiet)
@@ -142,14 +142,14 @@ def _hub(name: str) -> Iterator[None]:
 
 
 class _FirstTry(logging.Filter):
-    """Drops the lines of the hub's client, and says once per host that it tries."""
+    """Drops the lines of the hub's client, and logs once per host that it tries."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
         self._model, self._said = model, os.environ.get("LOCAL_RANK", "0") != "0"
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a line is shown: never."""
+        """Return False, as no line is shown; log the first try."""
         if not self._said:
             self._said = True
             logger.warning("%s is no folder, and the hub does not answer: trying again", self._model)
@@ -158,7 +158,7 @@ class _FirstTry(logging.Filter):
 
 @contextlib.contextmanager
 def reading(rule: str, fix: str, *, config: PreTrainedConfig | None = None) -> Iterator[None]:
-    """Turn any error of transformers about a faulty folder, perhaps with this config, into one line.
+    """Context that turns any error of transformers about a faulty folder, perhaps with this config, into one line.
 
     Raises:
         UserError: `rule` (the reason by transformers): `fix`.

@@ -2,9 +2,9 @@
 
 Causal LMs serve as actor and reference, sequence classifiers as reward model and critic, with one label, or for a
 reward model with several heads one label per head, named in id2label. With a ZeRO-3 config transformers builds the
-model in partitions and streams the weights into them: rank 0 maps the files and broadcasts one module at a time, the
+model in partitions and streams the weights into them: rank 0 maps the files and broadcasts one module at a time; the
 other ranks never open them. MXFP4 weights (gpt-oss) are dequantised to the run's dtype; under ZeRO-3 each rank then
-loads all of them before they are partitioned.
+loads all weights before they are partitioned.
 """
 
 from __future__ import annotations
@@ -76,18 +76,18 @@ def load_model(
     """Load a resolved model for training or scoring.
 
     Args:
-        path: folder or hub name, see `resolve_model`.
+        path: folder or hub name, the result of `resolve_model`.
         architecture: causal_lm (logits) or scorer (one score per token and head).
         config: attention kernel, trust, gradient checkpointing.
-        dtype: of the weights.
-        zero3_config: the engine's DeepSpeed config if it partitions parameters (stage 3), else none.
-        heads: names of a scorer's scores; empty: one score; none: those that it is stored with, at least one.
+        dtype: dtype of the weights.
+        zero3_config: the engine's DeepSpeed config if it partitions parameters (stage 3), else None.
+        heads: names of a scorer's scores; empty: one score; None: the stored ones, at least one.
 
     Returns:
         the model, with dropout off; and whether its score head is newly initialised, as the folder has none.
 
     Raises:
-        UserError: when transformers cannot load it, or it is a scorer with other heads, or has none of its own.
+        UserError: when transformers cannot load it, or when a scorer has other heads or no head in its architecture.
     """
     hf_config = load_config(path, trust_remote_code=config.trust_remote_code)
     if architecture == "scorer":
@@ -120,7 +120,7 @@ def load_model(
     finally:
         if partitioning is not None:
             unset_hf_deepspeed_config()  # this config is global, and the next model may not be partitioned
-    if dequantised:  # saving would give weights the names that they had in MXFP4; none: the family's names
+    if dequantised:  # otherwise saving would use the names of MXFP4; None selects the family's names
         vars(model)["_weight_conversions"] = None
     missing = set(info["missing_keys"])
     _require_weights(path, model, architecture, missing)
@@ -137,20 +137,20 @@ class BackendLinear(nn.Linear):
     """torch's linear layer, computed by functional/products.py."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
-        """See torch.nn.Linear."""
+        """Return input @ weight.T + bias."""
         return linear(input, self.weight, self.bias)
 
 
 def _require_stored(folder: Path, architecture: Architecture, config: PreTrainedConfig) -> nn.Module:
-    """The model on the meta device. Reject a config.json of a larger model: transformers would first allocate all
-    weights that the files lack."""
+    """The model on the meta device. A config.json of a larger model is rejected, because transformers would first
+    allocate all weights that the files lack."""
     stored = sum(map(math.prod, stored_shapes(folder).values()))
     with torch.device("meta"):
         model: PreTrainedModel = AUTO_CLASS[architecture].from_config(copy.deepcopy(config))
     wanted = model.num_parameters()
     if wanted > 4 * stored and not hasattr(
         config, "quantization_config"
-    ):  # quantised weights are stored several in one
+    ):  # a stored element holds several quantised weights
         raise ValueError(f"its config.json describes {wanted:,} weights, its files have {stored:,}")
     return model
 
@@ -177,18 +177,19 @@ def _require_all_layers(path: str, config: PreTrainedConfig, unused: set[str]) -
 
 
 def is_scorer(config: PreTrainedConfig) -> bool:
-    """Whether a stored model has a score head; labels do not tell, as a causal LM's config has them too."""
+    """Return True if a stored model has a score head; labels do not tell, as a causal LM's config has them too."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 def require_scorer(config: PreTrainedConfig, shown: str) -> None:
-    """Require a model to be stored with a score head, as one that is new scores at random; errors call it `shown`."""
+    """Require a model to be stored with a score head, as a new head gives random scores; errors call the model
+    `shown`."""
     if not is_scorer(config):
         raise UserError(_NO_HEAD.format(shown))
 
 
 def stored_heads(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Names of the scores of a stored scorer with several, in order; empty for other models."""
+    """Names of the scores of a stored scorer with several scores, in order; empty for other models."""
     several = is_scorer(config) and config.num_labels > 1
     return tuple(config.id2label[place] for place in range(config.num_labels)) if several else ()
 
@@ -197,17 +198,17 @@ def _require_heads(path: str, config: PreTrainedConfig, heads: Sequence[str]) ->
     """Require the heads that the scorer is stored with, as scores cannot be matched otherwise."""
     stored = stored_heads(config)
     if stored != tuple(heads):
-        wanted, found = (", ".join(names) or "one score" for names in (heads, stored))
+        wanted, present = (", ".join(names) or "one score" for names in (heads, stored))
         raise UserError(
-            f"a stored scorer keeps its scores, {path} has {found}, the run needs {wanted}: set objective.heads to "
+            f"a stored scorer keeps its scores, {path} has {present}, the run needs {wanted}: set objective.heads to "
             "the same, or start from a model without scores (critic.path, model.path)"
         )
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Rows of a table of learned positions; none where positions are computed.
+    """Number of rows of a table of learned positions; None if positions are computed.
 
-    For rotary positions that change once a sequence exceeds a length (longrope, dynamic), that length.
+    For rotary positions that change once a sequence exceeds a length (longrope, dynamic), it is that length.
     """
     config = model.config.get_text_config()
     limit: int | None = getattr(config, "max_position_embeddings", None)
@@ -221,7 +222,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def adapt_config(config: PreTrainedConfig, architecture: Architecture, *, heads: Sequence[str] | None = None) -> None:
-    """Set a scorer's heads, see `load_model`, and every dropout to 0 (N details, no. 13: PPO's ratio starts at 1)."""
+    """Set a scorer's heads (see `load_model`) and every dropout to 0 (N details, no. 13: PPO's ratio starts at 1)."""
     if architecture == "scorer":
         names = stored_heads(config) if heads is None else heads
         config.num_labels = max(len(names), 1)
@@ -234,8 +235,8 @@ def adapt_config(config: PreTrainedConfig, architecture: Architecture, *, heads:
 
 
 def adapt_model(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Set dropout without a config key, faster layers on a CPU, packed attention, routers without noise, activation
-    checkpointing."""
+    """Disable dropout that has no config key; set faster layers on a CPU, packed attention, routers without noise, and
+    activation checkpointing."""
     on_cpu = default_device().type == "cpu"
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -1,8 +1,8 @@
-"""Stored quantised weights: MXFP4 (gpt-oss) is dequantised while it is loaded, other ways to quantise are refused.
+"""Stored quantised weights: MXFP4 (gpt-oss) is dequantised while it is loaded, other formats are refused.
 
 Experts [E, K, N] of the model are stored as blocks [E, N, K / 32, 16] of two 4-bit numbers per byte, and scales
 [E, N, K / 32], one per 32 weights (OCP Microscaling, version 1.0, section 5.1). They are compared with config.json
-first, since transformers names no weight that does not fit.
+first, since transformers does not name a weight that does not fit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PARTS = ("_blocks", "_scales")
 
 
 def dequantisation(path: str, config: PreTrainedConfig) -> dict[str, Any]:
-    """What from_pretrained needs to dequantise a stored model; {} for weights that are not quantised.
+    """Arguments of from_pretrained to dequantise a stored model; {} for weights that are not quantised.
 
     Raises:
-        UserError: for a way to quantise whose weights cannot be trained.
+        UserError: for a format whose weights cannot be trained.
     """
     stored = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None
@@ -50,7 +50,7 @@ def require_whole_mxfp4(folder: Path, model: nn.Module) -> None:
     """Require blocks and scales, both of the right shape, of each MXFP4 weight of a model built on the meta device.
 
     Raises:
-        UserError: naming the first weight that has not.
+        UserError: with the name of the first weight that lacks them.
     """
     stored = stored_shapes(folder)
     for name, weight in model.named_parameters():
@@ -62,10 +62,10 @@ def _require_parts(folder: Path, name: str, shape: tuple[int, ...], stored: Mapp
     *experts, inputs, outputs = shape
     blocks = (*experts, outputs, inputs // _BLOCK, _BLOCK // 2)
     for part, wanted in zip(_PARTS, (blocks, blocks[:-1]), strict=True):
-        found = stored.get(name + part)
-        if found != wanted:
+        actual = stored.get(name + part)
+        if actual != wanted:
             raise UserError(
                 f"{name}{part} must have the shape {list(wanted)}, in {folder} "
-                f"{'it is missing' if found is None else f'it has {list(found)}'}: copy the model again, or correct "
+                f"{'it is missing' if actual is None else f'it has {list(actual)}'}: copy the model again, or correct "
                 "config.json"
             )

@@ -40,13 +40,13 @@ def save_model(
     """Write a model; every rank calls, rank 0 writes.
 
     Args:
-        folder: receives the files; its other files are kept.
+        folder: folder of the files; other files in it are kept.
         tensors: names and weights one by one, on rank 0; see `engines.partition.full_tensors`.
-        lm: whose config and generation config are written.
-        tokenizer: written beside the weights, with its chat template.
+        lm: model whose config and generation config are written.
+        tokenizer: tokenizer to write beside the weights, with its chat template.
         world: the ranks that iterate over `tensors` together.
-        max_shard_bytes: largest weights file, and largest part held in memory.
-        card: README.md of the folder, unless a user wrote one there; none: it is left as it is.
+        max_shard_bytes: size of the largest weights file, and of the largest part in memory.
+        card: README.md of the folder, unless a user wrote one there; None leaves the file unchanged.
     """
     beside = folder / ".model.partial"
     try:
@@ -65,7 +65,7 @@ def save_model(
             _move(beside, folder)
     except Exception:
         if world.is_main:
-            shutil.rmtree(beside, ignore_errors=True)  # free its space, which a full disk needs
+            shutil.rmtree(beside, ignore_errors=True)  # free the space: the disk may be full
         raise
     world.barrier()
 

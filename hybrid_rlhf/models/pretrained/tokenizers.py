@@ -27,9 +27,9 @@ def load_tokenizer(
     """The tokenizer of a resolved model, with EOS and pad tokens.
 
     Args:
-        path: of a resolved model.
-        trust_remote_code: whether its own code may run.
-        chat_template: Jinja file to use in place of its template; none: its own.
+        path: path of a resolved model.
+        trust_remote_code: true if code of the tokenizer may run.
+        chat_template: Jinja file to use in place of the tokenizer's template; None keeps the template.
         chat_template_kwargs: variables of the template; they become its defaults, also in a tokenizer that is saved
             from this one.
 
@@ -65,7 +65,7 @@ def load_tokenizer(
 
 
 def _set_defaults(tokenizer: Any, path: str, values: Mapping[str, Any]) -> None:
-    """Prepend default values of its variables to a template."""
+    """Prepend default values of a template's variables to it."""
     template = tokenizer.chat_template
     if template is None:
         raise UserError(
@@ -83,8 +83,8 @@ def _set_defaults(tokenizer: Any, path: str, values: Mapping[str, Any]) -> None:
 
 
 def _check_size(tokenizer: Any, path: str, config: Any) -> None:
-    """Require an embedding of every token that can occur: another would fail in the middle of a run. Tokens that never
-    occur may lie beyond it, such as Gemma 3's for images."""
+    """Require an embedding of every token that can occur; a missing one would fail in the middle of a run. Tokens that
+    never occur, such as Gemma 3's for images, may have none."""
     rows = getattr(config, "vocab_size", None)
     if not isinstance(rows, int):
         return

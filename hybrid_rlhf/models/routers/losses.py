@@ -1,18 +1,19 @@
 """Losses of the routers of mixtures of experts in training: load balancing and router z.
 
-Why: without them training may send ever more tokens to few experts. They are off unless a setting or the model's own
-config asks for them, as the loss of transformers is (`output_router_logits`): coefficients in published configs are
-those of pretraining and may be far too large (0.9 in gpt-oss), and balance works against the reward in RL.
+Without them training may send more and more tokens to few experts. They are off unless a setting or the model's config
+enables them, like the loss of transformers (`output_router_logits`): coefficients in published configs are those of
+pretraining and may be far too large (0.9 in gpt-oss), and balance works against the reward in RL.
 
 Source: the load-balancing loss of Switch Transformers (arXiv 2101.03961, eq. 4 to 6), for several experts per token as
 in transformers' `load_balancing_loss_func`: E sum_e f_e p_e, which is the number of experts per token where all are
 used equally; the router z-loss of ST-MoE (arXiv 2202.08906, eq. 5): mean of logsumexp(logits)^2.
 
 Deviation: f and p are means over the real tokens of one sequence, prompt included, as in DeepSeek-V3 (arXiv 2412.19437,
-eq. 17 to 20), and the loss is a mean over layers and sequences, each sequence weighted as in the loss beside it. A
-product of two means over a micro-batch, as in transformers, would depend on how an update is divided into micro-batches
-and ranks. transformers also takes both means over all layers together, where layers with opposite faults look balanced.
-As there, a token's experts are those with the largest logits; a router with a correction may choose others.
+eq. 17 to 20), and the loss is a mean over layers and sequences, with the sequence weights of the main loss. A product
+of two means over a micro-batch, as in transformers, would depend on how an update is divided into micro-batches and
+ranks. transformers also takes both means over all layers together, so that layers with opposite imbalances look
+balanced. As in transformers, a token's experts are those with the largest logits; a router with a correction may choose
+others.
 
 Shapes: B sequences, N real tokens of all, E experts, k experts per token.
 """
@@ -34,22 +35,23 @@ from hybrid_rlhf.models.routers.modules import router_modules
 
 ROUTER_METRICS = ("router_aux_loss", "router_z_loss", "router_max_share")
 ROUTER_TOTAL = "router_loss"
-"""Stat of a loss: what these losses add to it."""
+"""Stat of a loss: the sum that router losses add to it."""
 _AUX_COEFS = ("router_aux_loss_coef", "aux_loss_coef")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """Of the sequences of a batch."""
+    """Router losses and metrics of each sequence of a batch."""
 
     total: Tensor
     """[B], both losses times their coefficients, with gradient."""
     stats: dict[str, Tensor]
-    """ROUTER_METRICS [B]; router_max_share is the share of a sequence's tokens that a layer's busiest expert gets."""
+    """Values of ROUTER_METRICS, [B]; router_max_share is the share of a sequence's tokens in a layer's busiest
+    expert."""
 
     def added_to(self, loss: LossSum, weights: Tensor) -> LossSum:
-        """A loss with these; the weights [B] are the share of each sequence in the loss's count."""
+        """A loss plus the router losses; weights [B] are the share of each sequence in the loss's count."""
         total = (weights * self.total).sum()
         stats = {name: (weights * value).sum() for name, value in self.stats.items()}
         return LossSum(loss.total + total, loss.count, {**loss.stats, **stats, ROUTER_TOTAL: total.detach()})
@@ -69,7 +71,7 @@ class RouterLoss:
         sequence, sizes = real.nonzero()[:, 0], real.sum(dim=1)[:, None].clamp(min=1)
 
         def mean(values: Tensor) -> Tensor:
-            """[B, ...] over the tokens of each sequence."""
+            """[B, ...] means over the tokens of each sequence."""
             return values.new_zeros(len(real), values.shape[1]).index_add_(0, sequence, values) / sizes
 
         layers = []
@@ -85,16 +87,19 @@ class RouterLoss:
 
 
 def router_loss(lm: PreTrainedModel, config: ModelConfig) -> RouterLoss | None:
-    """The router losses of a trained model; none where no coefficient is above 0.
+    """The router losses of a trained model; None if no coefficient is above 0.
 
     Raises:
-        UserError: for a coefficient of a model without routers that transformers records.
+        UserError: for a coefficient, if transformers records no router logits of the model.
     """
     text = lm.config.get_text_config()
-    given = {"router_aux_loss_coef": config.router_aux_loss_coef, "router_z_loss_coef": config.router_z_loss_coef}
+    coefficients = {
+        "router_aux_loss_coef": config.router_aux_loss_coef,
+        "router_z_loss_coef": config.router_z_loss_coef,
+    }
     per_token = next((count for name in _EXPERTS_PER_TOKEN if (count := getattr(text, name, None))), None)
     if per_token is None or text.model_type in WITHOUT_ROUTER_LOSSES or not router_modules(lm):
-        for name, value in given.items():
+        for name, value in coefficients.items():
             if value is not None:
                 raise UserError(
                     f"model.{name} needs a mixture of experts with routers that transformers records, got {value} for "
@@ -107,5 +112,5 @@ def router_loss(lm: PreTrainedModel, config: ModelConfig) -> RouterLoss | None:
             (value for name in _AUX_COEFS if (value := getattr(text, name, 0.0))), 0.0
         )
         stored["router_z_loss_coef"] = getattr(text, "router_z_loss_coef", None) or 0.0
-    aux, z = (stored[name] if value is None else value for name, value in given.items())
+    aux, z = (stored[name] if value is None else value for name, value in coefficients.items())
     return RouterLoss(aux, z, per_token) if aux or z else None

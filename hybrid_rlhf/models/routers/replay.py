@@ -1,16 +1,16 @@
 """Routing replay: the training forward sends each token to the experts that computed it while sampling.
 
-Why: rounding is enough for the routers of sampling and of training to choose other experts for a token, whose log-prob
-then differs by far more than by rounding; importance ratios of such tokens are noise that may end a run.
+Rounding alone can make the routers of sampling and of training choose different experts for a token, whose log-prob
+then differs by far more than by rounding; importance ratios of such tokens are noise that may make a run diverge.
 
 Source: Rollout Routing Replay (R3, arXiv 2510.11370): the choice is that of sampling, the weights of the
 experts are those that the training router gives to this choice, so its gradient flows to the router. (The routing
 replay of GSPO, arXiv 2507.18071, section 5.3, repeats the choice of the old policy's training forward instead.)
 
-How: transformers' routers choose by a top-k over all experts, before which some choose groups by others. While a router
-runs, a function mode gives this one top-k the recorded indices, with the values that they have; tokens without a
-record keep their own. This holds in the forward, and where activation checkpointing runs it again in backward. Losses
-of routers read logits, which do not change.
+transformers' routers choose by a top-k over all experts; some choose groups by other top-ks before it. While a router
+runs, a function mode replaces the result of this top-k by the recorded indices, with their values; tokens without a
+record keep their choice. This holds in the forward, and where activation checkpointing runs it again in backward.
+Losses of routers read logits, which do not change.
 
 Shapes: N tokens as the routers read them, E mixtures, k experts per token.
 """
@@ -33,22 +33,22 @@ class RouterReplay:
     """Compares the choices of a model's routers with recorded ones, or replaces them."""
 
     def __init__(self, lm: PreTrainedModel, *, experts: int, replays: bool) -> None:
-        """Take a model, the experts of each mixture, and whether recorded choices replace those of the routers."""
+        """Take a model, the number of experts of each mixture, and whether recorded choices replace the routers'."""
         self._experts, self._replays = experts, replays
         self._routes: Tensor | None = None
         self._compares = False
         self._would_choose: list[Tensor] | None = None
         self.agreement: Tensor | None = None
-        """[2] float64, of the last forward with recorded choices: how many of them the routers used, and how many there
-        are; none: the last forward had none."""
+        """[2] float64, for the last forward: number of recorded choices that the routers used, and number of recorded
+        choices; None if it had no recorded choices."""
         for place, router in enumerate(router_modules(lm)):
             vars(router)["forward"] = self._routed(place, router)
 
     @contextlib.contextmanager
     def of(self, routes: Tensor | None) -> Iterator[None]:
-        """Around a forward over tokens with recorded choices [N, E, k], -1 where there is none; or without any.
+        """Context of a forward over tokens with recorded choices [N, E, k], -1 where there is none; None without any.
 
-        They stay until the next forward, as checkpointing recomputes layers in backward.
+        The choices stay until the next forward, as checkpointing recomputes layers in backward.
         """
         self._routes, self._compares = routes, routes is not None
         self.agreement = None if routes is None else torch.zeros(2, dtype=torch.float64, device=routes.device)
@@ -59,8 +59,8 @@ class RouterReplay:
 
     @contextlib.contextmanager
     def forced(self) -> Iterator[list[Tensor]]:
-        """Recorded choices replace those of the routers in any case. The list receives what each router would have
-        chosen [N, k], in the order of the mixtures."""
+        """Context in which recorded choices always replace those of the routers. The list receives the experts [N, k]
+        that each router would have chosen, in the order of the mixtures."""
         before, self._replays, self._would_choose = self._replays, True, []
         try:
             yield self._would_choose
@@ -68,15 +68,15 @@ class RouterReplay:
             self._replays, self._would_choose = before, None
 
     def _routed(self, place: int, router: nn.Module) -> Callable[..., Any]:
-        """The forward of a router."""
-        own = router.forward
+        """A forward for a router that records or replaces its choices."""
+        router_forward = router.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._routes is None:
-                return own(*args, **kwargs)
+                return router_forward(*args, **kwargs)
             recorded = self._routes[:, place].long()
             with _Choice(recorded, self._experts) if self._replays else contextlib.nullcontext() as choice:
-                output = own(*args, **kwargs)
+                output = router_forward(*args, **kwargs)
             if self._would_choose is not None and choice is not None and choice.own is not None:
                 self._would_choose.append(choice.own)
             if self._compares:
@@ -93,28 +93,28 @@ class RouterReplay:
 
 
 def are_chosen(recorded: Tensor, used: Tensor) -> Tensor:
-    """[N, k] bool, whether each recorded expert of a token [N, k] is one of those used for it [N, k]."""
+    """[N, k] bool, true where a recorded expert of a token [N, k] is among those used for it [N, k]."""
     return (recorded[:, :, None] == used[:, None, :]).any(dim=2)
 
 
 class _Choice(TorchFunctionMode):
-    """Gives the top-k over all experts the recorded indices."""
+    """Replaces the indices of the top-k over all experts by the recorded ones."""
 
     def __init__(self, recorded: Tensor, experts: int) -> None:
-        """Args: indices [N, k], -1 where the top-k decides; and the experts that it is over."""
+        """Take the recorded indices [N, k], -1 to keep the top-k's own, and the number of experts."""
         super().__init__()
         self._recorded, self._experts = recorded, experts
         self.own: Tensor | None = None
-        """What the top-k chose [N, k]."""
+        """Experts [N, k] that the top-k chose."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
-        """See TorchFunctionMode."""
-        result = func(*given, **(named or {}))
+        """Call `func`; replace the result of the top-k over all experts."""
+        result = func(*arguments, **(named or {}))
         if func not in (torch.topk, torch.Tensor.topk):
             return result
-        scores: Tensor = given[0]
+        scores: Tensor = arguments[0]
         if scores.shape[-1] != self._experts or result.indices.shape != self._recorded.shape:
             return result
         self.own = result.indices

@@ -1,4 +1,4 @@
-"""What an RL algorithm adds to the trainer that all of them share.
+"""Base class of RL algorithms: the parts that differ between algorithms.
 
 The trainer samples, scores, computes log-probs and updates. An algorithm chooses the completions to learn from, turns
 rewards into advantages, and has a loss. It sees tensors only.
@@ -30,31 +30,32 @@ class Algorithm:
     """Trains on all completions with PPO's clipped surrogate; subclasses override what differs."""
 
     wants_greedy: ClassVar[bool] = False
-    """Whether each prompt gets one more completion, greedy, which is scored and not learned from."""
+    """True if each prompt gets one more completion, greedy, which is scored and not learned from."""
     together: ClassVar[int] = 1
-    """Neighbouring completions of a rollout that pass through the actor in one micro-batch."""
+    """Number of neighbouring completions of a rollout that pass through the actor in one micro-batch."""
 
     def __init__(self, config: AlgorithmConfig, *, value_lam: float = 1.0) -> None:
-        """Take the algorithm's settings, and the lambda of the critic's targets."""
+        """Take the algorithm's settings, and the lambda of GAE for the critic's targets."""
         self.config, self.value_lam = config, value_lam
 
     @property
     def correction(self) -> CorrectionConfig | None:
-        """The correction of the loss for the sampler; None: none."""
+        """Settings of the loss's correction for the sampler; None without a correction."""
         return self.config.correction if isinstance(self.config, PolicyGradientConfig) else None
 
     def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
-        """[N] bool, the completions to train on, by scores [N], penalties [N] and groups [N]."""
+        """Return which completions to train on, [N] bool, from scores [N], penalties [N] and groups [N]."""
         if self.config.dynamic_sampling is not None:
             return differs_in_group(scores, groups=groups)
         return torch.ones_like(scores, dtype=torch.bool)
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """[N, T] advantage of each token, from its rewards [N, T]: scores at the end, a KL penalty per token."""
+        """Return the advantage of each token, [N, T], from rewards [N, T]: scores at the end, KL penalties per
+        token."""
         raise NotImplementedError
 
     def returns(self, rewards: Tensor, rollout: Rollout) -> Tensor | None:
-        """[N, T] targets of the critic; none without a critic."""
+        """Return the targets of the critic, [N, T]; None without a critic."""
         return None
 
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
@@ -63,7 +64,7 @@ class Algorithm:
         Args:
             logprobs: [B, T] of the current actor, with gradient.
             batch: the micro-batch.
-            weights: [B, T] or [B, 1], of each token's loss, relative to a mean over the mini-batch's tokens.
+            weights: [B, T] or [B, 1], weight of each token's loss, relative to a mean over the mini-batch's tokens.
             tokens_per_completion: mean over the mini-batch; turns a mean over tokens into one over completions.
         """
         assert isinstance(config := self.config, SurrogateConfig)
@@ -81,7 +82,7 @@ class Algorithm:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -89,12 +90,12 @@ class Algorithm:
 
 
 def groups_of(rollout: Rollout) -> Tensor:
-    """[N] int64, the prompt of each completion."""
+    """Index of each completion's prompt, [N] int64."""
     assert rollout.groups is not None
     return rollout.groups
 
 
 def per_token(advantages: Tensor, rollout: Rollout) -> Tensor:
-    """[N, T] the advantage [N] of a whole completion, at each of its response tokens."""
+    """The advantage [N] of a whole completion at each of its response tokens, [N, T]."""
     mask = rollout.response_mask
     return keep(advantages[:, None].expand(mask.shape), mask)

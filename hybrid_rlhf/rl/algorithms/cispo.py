@@ -1,4 +1,4 @@
-"""CISPO: the ratio is a clipped weight of REINFORCE's gradient, so that no token loses its own.
+"""CISPO: the clipped ratio is a weight of REINFORCE's gradient, so that clipping removes no token's gradient.
 
 Source: MiniMax-M1 2025 (arXiv 2506.13585), eq. 4 and 5; an upper bound of 5 as in arXiv 2510.13786.
 
@@ -19,12 +19,12 @@ from hybrid_rlhf.rl.batch import Batch
 
 
 class CISPO(GRPO):
-    """Log-probs weighed by clipped ratios."""
+    """REINFORCE's gradient weighted by clipped ratios, with GRPO's advantages."""
 
     config: CISPOConfig
 
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
-        """See Algorithm."""
+        """Return -sg(clip(ratio)) A log p, summed over the tokens of a micro-batch."""
         mask, old_logprobs = batch.rollout.response_mask, batch.rollout.old_logprobs
         assert old_logprobs is not None
         logprobs = keep(logprobs, mask)

@@ -28,16 +28,16 @@ from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
 from hybrid_rlhf.rl.batch import Rollout
 
 _EPSILON = 1e-4
-"""TRL's."""
+"""The value of TRL."""
 
 
 class GRPO(Algorithm):
-    """Outcomes standardised in their group."""
+    """Outcomes standardized within the group of completions of one prompt."""
 
     config: GroupConfig
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """See Algorithm."""
+        """Return outcomes less their group's mean, divided by the group's standard deviation if configured, [N, T]."""
         outcomes, groups = row_sums(rewards), groups_of(rollout)
         advantages = outcomes - group_mean(outcomes, groups=groups)
         if self.config.divide_by_std:

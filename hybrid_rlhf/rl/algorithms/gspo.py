@@ -1,12 +1,12 @@
-"""GSPO: one ratio a sequence, the geometric mean of its tokens', and one clip.
+"""GSPO: one ratio per sequence, the geometric mean of its tokens' ratios, and one clip.
 
 Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 to 7.
 
     s_i = (p(y_i) / p_old(y_i))^(1 / |y_i|),  loss = -1/G sum_i min(s_i A_i, clip(s_i) A_i)
 
-Advantages are GRPO's. Each token carries its own part of the gradient, by s_it = sg[s_i] p_it / sg[p_it] (section 4.3;
-verl's compute_policy_loss_gspo): the same loss and gradient where all tokens of a sequence weigh alike, and none for a
-token of weight 0 (algorithm.correction.method mask), which the mean log-ratio in s_i still counts.
+Advantages are GRPO's. Each token contributes separately to the gradient, through s_it = sg[s_i] p_it / sg[p_it]
+(section 4.3; verl's compute_policy_loss_gspo). Loss and gradient are the same if all tokens of a sequence have equal
+weights; a token of weight 0 (algorithm.correction.method mask) has no gradient, but counts in the log-ratio of s_i.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hybrid_rlhf.rl.batch import Batch
 
 
 class GSPO(GRPO):
-    """The clipped surrogate of a sequence's ratio."""
+    """The clipped surrogate of a sequence's ratio, with GRPO's advantages."""
 
     config: GSPOConfig
 
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
-        """See Algorithm."""
+        """Return the clipped surrogate of the sequence ratios, summed over the tokens of a micro-batch."""
         mask, old_logprobs = batch.rollout.response_mask, batch.rollout.old_logprobs
         assert old_logprobs is not None
         log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)

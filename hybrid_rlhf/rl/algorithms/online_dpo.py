@@ -22,29 +22,29 @@ from hybrid_rlhf.rl.batch import Batch, Rollout
 
 
 class OnlineDPO(Algorithm):
-    """A pair's neighbours, the better with advantage 1, the worse with -1."""
+    """Two neighbouring completions are a pair: advantage 1 for the better one, -1 for the worse one."""
 
     config: OnlineDPOConfig
 
     together = 2
 
     def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
-        """See Algorithm: pairs whose scores differ; one that lost its other is none."""
+        """Return the complete pairs whose penalized scores differ, [N] bool."""
         return differs_in_group(scores - penalties, groups=groups) & (group_size(groups) == 2)
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """See Algorithm."""
+        """Return 1 for the better completion of each pair and -1 for the worse, at every response token, [N, T]."""
         outcomes = row_sums(rewards)
         return per_token(torch.sign(outcomes - group_mean(outcomes, groups=groups_of(rollout))), rollout)
 
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
-        """See Algorithm."""
+        """Return the DPO loss of the micro-batch's pairs, scaled like a sum over tokens."""
         rollout, mask = batch.rollout, batch.rollout.response_mask
         assert rollout.ref_logprobs is not None and rollout.old_logprobs is not None
         log_ratio = keep(logprobs, mask) - keep(rollout.ref_logprobs, mask)
         margin = (keep(batch.advantages, mask) * log_ratio).sum(dim=1).view(-1, 2).sum(dim=1)
         there = mask.any(dim=1).view(-1, 2).all(dim=1)
-        # A pair is two completions: its loss stands for both.
+        # A pair is two completions: its loss counts for both.
         pairs = torch.where(there, -logsigmoid(self.config.beta * margin), 0.0) * 2 * tokens_per_completion
         change = logprobs.detach() - rollout.old_logprobs
         counted = policy_sum(torch.zeros_like(log_ratio), log_ratio=change, mask=mask)

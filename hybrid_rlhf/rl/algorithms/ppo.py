@@ -7,7 +7,7 @@ Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with GAE (arXiv 1506.024
     loss_t = -min(ratio_t A_t, clip(ratio_t, 1 - clip_low, 1 + clip_high) A_t)
 
 A' has a lambda of its own, critic.gae_lambda (decoupled GAE of VC-PPO, arXiv 2503.01491): with 1 the critic learns
-from what was earned alone, whatever the bias of its first values, while the actor may trade that bias for variance.
+from the observed rewards alone, whatever the bias of its first values, while the actor may trade bias for variance.
 Deviations: advantages are whitened over the rollout (N details, no. 18); two bounds of the clip.
 """
 
@@ -22,16 +22,16 @@ from hybrid_rlhf.rl.batch import Rollout
 
 
 class PPO(Algorithm):
-    """Generalised advantages and the clipped surrogate."""
+    """Generalized advantage estimation with a critic, and the clipped surrogate."""
 
     config: PPOConfig
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """See Algorithm."""
+        """Return the GAE advantages with gae_lambda, [N, T]."""
         return self._gae(rewards, rollout, lam=self.config.gae_lambda)[0]
 
     def returns(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """See Algorithm."""
+        """Return the critic's targets, by GAE with critic.gae_lambda, [N, T]."""
         return self._gae(rewards, rollout, lam=self.value_lam)[1]
 
     def _gae(self, rewards: Tensor, rollout: Rollout, *, lam: float) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,13 @@
 """RAFT, rejection sampling with fine-tuning: supervised learning on the best completions of each prompt, step by step.
 
 Source: Dong et al. 2023 (arXiv 2304.06767), algorithm 1; the rejection sampling of Llama 2 (arXiv 2307.09288, section
-3.2.3). The best of n is learned from; with algorithm.selected_per_prompt the best few; with algorithm.select_above
-those of them that score above it.
+3.2.3). It learns from the best of n completions; algorithm.selected_per_prompt selects more than one per prompt,
+algorithm.select_above drops those that score no higher than it.
 
     loss = -mean_t log p_t
 
-Deviations: the actor that samples is the one that the last step left, so it iterates with every rollout. A prompt whose
-completions all score alike is skipped: none of them is the best, and all may be wrong.
+Deviations: each rollout is sampled by the actor after the last step. A prompt whose completions have equal scores is
+skipped, as none of them is the best, and all may be wrong.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hybrid_rlhf.rl.batch import Batch, Rollout
 
 
 class RAFT(Algorithm):
-    """Negative log-likelihood of the best."""
+    """Negative log-likelihood of the best completions."""
 
     config: RAFTConfig
 
     def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
-        """See Algorithm."""
+        """Return the best selected_per_prompt completions of prompts whose scores differ, [N] bool."""
         ranked, least = scores - penalties, self.config.select_above
         best = rank_in_group(ranked, groups=groups) < self.config.selected_per_prompt
         if least is not None:
@@ -37,11 +37,11 @@ class RAFT(Algorithm):
         return best & differs_in_group(scores, groups=groups)
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """See Algorithm: every selected completion counts alike."""
+        """Return 1 at every response token: all selected completions have the same weight, [N, T]."""
         return per_token(torch.ones_like(rewards.sum(dim=1)), rollout)
 
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
-        """See Algorithm."""
+        """Return the negative log-likelihood, summed over the tokens of a micro-batch."""
         mask, old_logprobs = batch.rollout.response_mask, batch.rollout.old_logprobs
         assert old_logprobs is not None
         logprobs = keep(logprobs, mask)

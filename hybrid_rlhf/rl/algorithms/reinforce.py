@@ -1,10 +1,10 @@
-"""REINFORCE: a completion is one action, its baseline the mean of all outcomes before.
+"""REINFORCE: a completion is one action; its baseline is the mean of all earlier outcomes.
 
 Source: Williams 1992; the moving average of Ahmadian et al. 2024 (arXiv 2402.14740), eq. 4 and 5.
 
     A = R - b,  b = mean of R over all completions of earlier rollouts
 
-Deviations: the first rollout, before which there is none, takes its own mean. R includes the KL penalty where that is
+Deviations: the baseline of the first rollout is its own mean. R includes the KL penalty where that is
 in the reward. The loss is PPO's clipped surrogate, whose gradient is REINFORCE's in the first update from a rollout.
 """
 
@@ -30,7 +30,7 @@ class Reinforce(Algorithm):
         self._count, self._sum = 0, 0.0
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """See Algorithm."""
+        """Return outcomes less the mean outcome of all earlier rollouts, at every response token, [N, T]."""
         outcomes = row_sums(rewards)
         total = float(outcomes.sum(dtype=torch.float64))
         baseline = self._sum / self._count if self._count else total / len(outcomes)
@@ -38,9 +38,9 @@ class Reinforce(Algorithm):
         return per_token(outcomes - baseline, rollout)
 
     def state_dict(self) -> dict[str, Any]:
-        """See Algorithm."""
+        """Return the number and the sum of all outcomes so far."""
         return {"count": self._count, "sum": self._sum}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Algorithm."""
+        """Restore the number and the sum of outcomes."""
         self._count, self._sum = state["count"], state["sum"]

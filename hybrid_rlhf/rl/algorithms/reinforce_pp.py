@@ -1,11 +1,11 @@
-"""REINFORCE++: no baseline but the mean of the whole rollout; or a group's mean first.
+"""REINFORCE++: the baseline is the mean of the whole rollout alone, or a group's mean before it.
 
 Source: Hu et al. 2025 (arXiv 2501.03262), section 3: eq. 7 to 9, and the baseline form of section 3.2.
 
     A_t = whiten(sum_{s >= t} gamma^{s - t} r_s),  r with the KL penalty a token (k1)
     baseline form: r_i less the mean outcome of its prompt's completions first, the KL a term of the loss (k2)
 
-Whitening, over all completions of the rollout and all ranks, is the loop's own (algorithm.whiten_advantages).
+The training loop whitens, over all completions of the rollout and all ranks (algorithm.whiten_advantages).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ReinforcePP(Algorithm):
     config: ReinforcePPConfig
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """See Algorithm."""
+        """Return the discounted reward to go of each token, [N, T]."""
         reward_to_go, _ = gae(
             rewards, values=torch.zeros_like(rewards), mask=rollout.response_mask, gamma=self.config.gamma, lam=1.0
         )
@@ -38,7 +38,7 @@ class ReinforcePPBaseline(ReinforcePP):
     """The reward to go, less the group's mean at the last token."""
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """See Algorithm."""
+        """Return the reward to go after subtracting the group's mean outcome at the last token, [N, T]."""
         baseline = group_mean(row_sums(rewards), groups=groups_of(rollout))
         less = shaped_rewards(scores=-baseline, kl=torch.zeros_like(rewards), mask=rollout.response_mask, kl_coef=0.0)
         return super().advantages(rewards + less, rollout)

@@ -24,7 +24,7 @@ class ReMax(Algorithm):
     wants_greedy = True
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """See Algorithm."""
+        """Return the reward to go less the score of the prompt's greedy completion, [N, T]."""
         assert rollout.greedy_scores is not None
         reward_to_go, _ = gae(rewards, values=torch.zeros_like(rewards), mask=rollout.response_mask, gamma=1.0, lam=1.0)
         return reward_to_go - per_token(rollout.greedy_scores, rollout)

@@ -19,8 +19,8 @@ from hybrid_rlhf.rl.batch import Rollout
 
 
 class RLOO(Algorithm):
-    """Outcomes less those of the siblings."""
+    """Outcomes less the mean outcome of the other completions of the prompt."""
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """See Algorithm."""
+        """Return outcomes less the leave-one-out mean of their group, at every response token, [N, T]."""
         return per_token(leave_one_out(row_sums(rewards), groups=groups_of(rollout)), rollout)

@@ -1,6 +1,6 @@
-"""What an RL step learns from, and how it is divided.
+"""The data of an RL step, and its division into batches.
 
-Read `rollout.py` (the tensors of a step, and the experts that are recorded), then `planning.py` (mini-batches and
+Read `rollout.py` (the tensors of a step, and the recorded experts), then `planning.py` (mini-batches and
 micro-batches).
 """
 

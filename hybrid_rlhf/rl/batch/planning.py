@@ -19,7 +19,7 @@ from hybrid_rlhf.runtime.world import World
 
 @dataclass(frozen=True)
 class MiniBatchPlan:
-    """Which rows form a mini-batch, and which of them a rank computes."""
+    """The rows of each mini-batch, and the part of them that a rank computes."""
 
     rows: list[list[int]]
     """[mini-batch][unit]; a unit is `together` neighbouring rows."""
@@ -38,7 +38,7 @@ class MiniBatchPlan:
         return [unit * self.together + place for unit in self.rows[mini_batch] for place in range(self.together)]
 
     def mini_batch(self, number: int, world: World) -> list[list[int | None]]:
-        """[micro-batch][row] of a mini-batch for this rank, one of those that share the rows; None is an empty row."""
+        """[micro-batch][row] of a mini-batch for this rank, one of those that share the rows; None: an empty row."""
         units = self.rows[number]
         micro_batches = shard_batch(
             units,
@@ -50,11 +50,11 @@ class MiniBatchPlan:
         return [_neighbours(micro_batch, self.together) for micro_batch in micro_batches]
 
     def mini_batches(self, world: World) -> list[list[list[int | None]]]:
-        """[mini-batch][micro-batch][row], see `mini_batch`."""
+        """[mini-batch][micro-batch][row] for this rank; None is an empty row."""
         return [self.mini_batch(number, world) for number in range(len(self.rows))]
 
     def micro_batches(self, world: World, tensor_parallel: int = 1) -> list[list[int | None]]:
-        """This rank's micro-batches of all mini-batches; none on a rank that is none of those that share the rows.
+        """This rank's micro-batches of all mini-batches; [] on a rank outside of those that share the rows.
 
         Tensor-parallel groups of consecutive ranks share the rows: the ranks of a group have the same.
         """
@@ -104,5 +104,5 @@ class MiniBatchPlanner:
 
 
 def _neighbours(units: Sequence[int | None], together: int) -> list[int | None]:
-    """The rows of units of neighbours."""
+    """Rows of units of `together` neighbouring rows; None stays None."""
     return [None if unit is None else unit * together + place for unit in units for place in range(together)]

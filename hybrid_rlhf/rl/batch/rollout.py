@@ -1,9 +1,9 @@
-"""The tensors of an RL step, whole on every rank: a `Rollout`, and the `Batch` learned from it.
+"""The tensors of an RL step, complete on every rank: a `Rollout`, and the `Batch` to learn from.
 
-A rollout is small next to a model (a few floats per token). Holding all of it on every rank makes whitening,
-mini-batches and the balance of lengths independent of the number of ranks. Recorded experts are apart from the other
-tensors: they take a byte per mixture and expert, 384 for a token of Qwen3-30B-A3B. They lie in host memory without
-padding, for those completions that have them; the device gets those of a micro-batch.
+A rollout is small compared to a model (a few floats per token). Keeping all of it on every rank makes whitening,
+mini-batches and the balance of lengths independent of the number of ranks. Recorded experts are stored separately from
+the other tensors: they take a byte per mixture and expert, 384 for a token of Qwen3-30B-A3B. They are in host memory
+without padding, for the completions that have them; the device receives those of a micro-batch.
 
 Shapes: N completions of the rollout over all ranks, T time, right-padded; E mixtures of experts, k experts per token.
 A tensor describes the token at its own position: logprobs[n, t] of token t, values[n, t] of the state in which token t
@@ -40,7 +40,7 @@ class RolloutRoutes:
 
     @classmethod
     def of(cls, recorded: Sequence[np.ndarray | None]) -> Self | None:
-        """Those of N completions [tokens, E, k]; none if none has any."""
+        """Routes of N completions, [tokens, E, k] or None each; None if none has any."""
         known = [torch.from_numpy(routes) for routes in recorded if routes is not None]
         if not known:
             return None
@@ -48,7 +48,7 @@ class RolloutRoutes:
         return cls(torch.cat(known), torch.tensor(lengths))
 
     def rows(self, indices: Sequence[int | None]) -> RolloutRoutes:
-        """Of some completions; None has none."""
+        """Routes of some completions, in the order of `indices`; empty for None."""
         ends, sizes = self.lengths.cumsum(0).tolist(), self.lengths.tolist()
         parts = [self.experts[ends[i] - sizes[i] : ends[i]] for i in indices if i is not None]
         lengths = [0 if i is None else sizes[i] for i in indices]
@@ -56,7 +56,7 @@ class RolloutRoutes:
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[Self | None, int]]) -> Self | None:
-        """Those of several rollouts, given with their numbers of completions; none if none has any."""
+        """Routes of several rollouts, each with its number of completions; None if none has any."""
         known = [routes.experts for routes, _ in parts if routes is not None]
         if not known:
             return None
@@ -66,7 +66,7 @@ class RolloutRoutes:
         return cls(torch.cat(known), torch.cat(lengths))
 
     def padded(self, width: int, device: torch.device) -> Tensor:
-        """[N, width, E, k] on a device."""
+        """[N, width, E, k] on a device; -1 where nothing is recorded."""
         known = torch.arange(width) < self.lengths[:, None]
         padded = torch.full((*known.shape, *self.experts.shape[1:]), -1, dtype=self.experts.dtype)
         padded[known] = self.experts
@@ -78,7 +78,7 @@ class RolloutRoutes:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self | None:
-        """What `tensors` describes; none for no tensors."""
+        """Routes from the tensors of `tensors()`; None for an empty mapping."""
         return cls(**tensors) if tensors else None
 
 
@@ -89,12 +89,12 @@ class RouterAgreement:
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
 
     def add(self, actor: ModelEngine) -> None:
-        """Take the actor's last forward in."""
+        """Count the agreement of the actor's last forward."""
         if (counts := actor.router_agreement) is not None:
             self._counts += counts
 
     def metrics(self, world: World) -> dict[str, float]:
-        """The share over all ranks, each of which must call; {} if nothing was recorded."""
+        """The share over all ranks; {} if nothing was recorded. Every rank calls."""
         used, recorded = world.all_reduce(self._counts).tolist()
         return {ROUTER_AGREEMENT: used / recorded} if recorded else {}
 
@@ -107,19 +107,19 @@ class SampledTokens(NamedTuple):
     """Number of tokens of all completions of a step, selected or not."""
 
     completions: list[int]
-    """Response tokens of each; observations do not count."""
+    """Response tokens of each completion; observations do not count."""
     total: int
-    """Of all prompts, completions and observations."""
+    """Tokens of all prompts, completions and observations."""
 
 
 @dataclass
 class Episode:
-    """One sample of a prompt. Lists have an entry for each token after the prompt."""
+    """One sample of a prompt. Lists have an entry for each token after the prompt, unless stated otherwise."""
 
     prompt: list[int]
     token_ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
-    """Whether the actor sampled it."""
+    """True for tokens that the actor sampled, false for observations."""
     logprobs: list[float] = field(default_factory=list)
     drawn_logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
@@ -127,14 +127,14 @@ class Episode:
     turn_rewards: list[float] = field(default_factory=list)
     """Reward of each turn, at its last token."""
     routes: np.ndarray | None = None
-    """[tokens of the prompt and all turns so far, mixtures, experts per token], see Completion; the last turn's, which
-    has those of earlier tokens as the keys and values that it reads had them."""
+    """[tokens of the prompt and all turns so far, mixtures, experts per token], as in Completion; recorded by the last
+    turn, with the experts of earlier tokens as in the keys and values that it reads."""
     stopped: bool = False
-    """Whether the episode ended by itself."""
+    """True if the episode ended by itself, false if it was truncated."""
     failure: str | None = None
-    """Why the environment failed; none: it did not."""
+    """Why the environment failed; None without a failure."""
     sample: int | None = None
-    """Number among the samples of its prompt, where an episode may have several sequences; none: it is one."""
+    """Index among the samples of its prompt, where an episode may have several sequences; otherwise None."""
 
     @classmethod
     def of(cls, prompt: list[int], completion: Completion) -> Self:
@@ -189,24 +189,24 @@ class Rollout:
     response_mask: Tensor
     """[N, T] bool, true on what the actor sampled, stop tokens included; false on observations between its turns."""
     sampled_logprobs: Tensor
-    """[N, T] float32, of the actor's whole distribution, as reported by the generation engine."""
+    """[N, T] float32, log-probs under the actor's full distribution, as reported by the generation engine."""
     drawn_logprobs: Tensor
-    """[N, T] float32, of the distribution sampled from; differs from sampled_logprobs where top_p or top_k cut it."""
+    """[N, T] float32, log-probs under the distribution sampled from, which top_p or top_k may truncate."""
     stopped: Tensor
-    """[N] bool, whether the completion ended by itself."""
+    """[N] bool, true if the completion ended by itself."""
     weight_versions: Tensor
     """[N, T] int64, number of updates of the weights that sampled the token; 0 where nothing was sampled."""
     turn_rewards: Tensor | None = None
-    """[N, T] float32, reward of an environment for each turn, at its last token; none without an environment."""
+    """[N, T] float32, reward of an environment for each turn, at its last token; None without an environment."""
     groups: Tensor | None = None
     """[N] int64, place of the prompt in the step; completions of one prompt form a group."""
     samples: Tensor | None = None
-    """[N] int64, number of the episode among those of its prompt, where one may have several sequences; none: each row
-    is an episode."""
+    """[N] int64, index of the episode among those of its prompt, where an episode may have several sequences; None if
+    each row is an episode."""
     prompt_rows: Tensor | None = None
     """[N] int64, row of the prompt in the data set."""
     scores: Tensor | None = None
-    """[N] float32, of the reward, without penalties."""
+    """[N] float32, scores of the reward, without penalties."""
     penalties: Tensor | None = None
     """[N] float32, subtracted from the scores."""
     greedy_scores: Tensor | None = None
@@ -214,20 +214,21 @@ class Rollout:
     greedy_penalties: Tensor | None = None
     """[N] float32, penalties of that greedy completion."""
     old_logprobs: Tensor | None = None
-    """[N, T] float32, of the actor before the updates: by the training forward, or, where a rollout makes one update
-    and that forward is still to come, by the generation engine."""
+    """[N, T] float32, log-probs of the actor before the updates: from the training forward, or from the generation
+    engine, if a rollout makes one update whose forward has not run yet."""
     ref_logprobs: Tensor | None = None
-    """[N, T] float32, of the reference; none where nothing reads it."""
+    """[N, T] float32, log-probs of the reference; None if they are not needed."""
     entropy: Tensor | None = None
-    """[N, T] float32, nats, of the actor's distribution before the updates; none where it does not read the rollout."""
+    """[N, T] float32, entropy in nats of the actor's distribution before the updates; None if the actor does not read
+    the rollout."""
     old_values: Tensor | None = None
-    """[N, T] float32, of the critic before the updates; none without a critic."""
+    """[N, T] float32, values of the critic before the updates; None without a critic."""
     routes: RolloutRoutes | None = None
-    """The experts that computed the tokens while sampling; none where they are not recorded, or not needed any more."""
+    """The experts that computed the tokens while sampling; None if not recorded, or no longer needed."""
     components: Mapping[str, Tensor] = field(default_factory=dict)
     """[N] float32 by name, scores of the reward components before their weights; NaN where one does not apply."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of sampling and scoring."""
+    """Metrics of sampling and scoring."""
 
     @classmethod
     def of(cls, episodes: Sequence[Episode], device: torch.device, *, has_rewards: bool = False) -> Self:
@@ -273,7 +274,7 @@ class Rollout:
 
     @property
     def padded_routes(self) -> Tensor | None:
-        """[N, T, mixtures, experts per token] recorded experts, -1 where there are none; none without any."""
+        """[N, T, mixtures, experts per token] recorded experts, -1 where none is recorded; None without records."""
         if self.routes is None:
             return None
         return self.routes.padded(self.input_ids.shape[1], self.input_ids.device)
@@ -286,7 +287,7 @@ class Rollout:
 
     @property
     def kl(self) -> Tensor | None:
-        """[N] KL to the reference of each completion, in nats (k1); none without a reference."""
+        """[N] KL to the reference of each completion, in nats (k1); None without a reference."""
         if self.ref_logprobs is None or self.old_logprobs is None:
             return None
         return masked_sum(self.old_logprobs - self.ref_logprobs, mask=self.response_mask, dim=1)
@@ -354,12 +355,12 @@ class Rollout:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Self:
-        """The rollout that `tensors` describes, on a device."""
+        """The rollout that `tensors()` of another one describes, on a device."""
         here = {name: tensor.to(device) for name, tensor in tensors.items() if not name.startswith(_ROUTES)}
         components = without_prefix(_COMPONENTS, here)
-        own = {name: tensor for name, tensor in here.items() if not name.startswith(_COMPONENTS)}
+        tensor_fields = {name: tensor for name, tensor in here.items() if not name.startswith(_COMPONENTS)}
         routes = RolloutRoutes.from_tensors(without_prefix(_ROUTES, tensors))
-        return cls(**own, routes=routes, components=components, metrics={})
+        return cls(**tensor_fields, routes=routes, components=components, metrics={})
 
 
 @dataclass(frozen=True)
@@ -372,18 +373,18 @@ class Batch:
     advantages: Tensor
     """[N, T] float32."""
     returns: Tensor | None = None
-    """[N, T] float32, targets of the critic; none without a critic."""
+    """[N, T] float32, targets of the critic; None without a critic."""
     clipped: Tensor | None = None
-    """[N] bool, whether the score was clipped; none where scores are not clipped."""
+    """[N] bool, true if the score was clipped; None where scores are not clipped."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of sampling, scoring and estimation."""
+    """Metrics of sampling, scoring and estimation."""
 
     def __len__(self) -> int:
         return len(self.rollout)
 
     @property
     def explained_variance(self) -> float | None:
-        """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for a constant one; none: no critic."""
+        """1 - var(returns - values) / var(returns), 1 for a perfect critic, 0 for a constant one; None without it."""
         values = self.rollout.old_values
         if values is None or self.returns is None:
             return None
@@ -392,12 +393,12 @@ class Batch:
         return float(1 - masked_var(self.returns - values, mask=mask) / variance.clamp(min=1e-8))
 
     def rows(self, indices: Sequence[int | None]) -> Batch:
-        """Some rows, as `Rollout.rows`."""
+        """Some rows, with the semantics of `Rollout.rows`."""
         rollout = self.rollout.rows(indices)
         index = torch.tensor([0 if i is None else i for i in indices], dtype=torch.long, device=self.rewards.device)
         width = rollout.input_ids.shape[1]
-        own = {name: _cut(tensor[index], width) for name, tensor in _tensors_of(self).items()}
-        return Batch(rollout, **own, metrics=self.metrics)
+        tensor_fields = {name: _cut(tensor[index], width) for name, tensor in _tensors_of(self).items()}
+        return Batch(rollout, **tensor_fields, metrics=self.metrics)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, for a checkpoint."""
@@ -406,12 +407,12 @@ class Batch:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device, metrics: Mapping[str, float]) -> Self:
         """The batch that `tensors` describes, on a device."""
-        own = {name: tensor.to(device) for name, tensor in tensors.items() if not name.startswith("rollout.")}
-        return cls(Rollout.from_tensors(without_prefix("rollout.", tensors), device), **own, metrics=metrics)
+        tensor_fields = {name: tensor.to(device) for name, tensor in tensors.items() if not name.startswith("rollout.")}
+        return cls(Rollout.from_tensors(without_prefix("rollout.", tensors), device), **tensor_fields, metrics=metrics)
 
 
 def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with a prefix to their names, to be stored beside others in a checkpoint."""
+    """Tensors with prefixed names, to be stored with others in a checkpoint."""
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 

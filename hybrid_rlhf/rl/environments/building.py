@@ -1,4 +1,4 @@
-"""What runs the episodes of a config: a class with `reset` and `step`, or programs."""
+"""Builds the runner of a config's episodes: for a class with `reset` and `step`, or for programs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def build_runner(
     world: World,
     samples: bool = True,
 ) -> EpisodeRunner | None:
-    """The runner of the configured environment; none without one, when a completion is one turn. Every rank calls.
+    """The runner of the configured environment; None without one (a completion is then one turn). Every rank calls.
 
     Args:
         config: the environment.
         rollout: how completions are sampled.
-        tokenizer: of the actor.
+        tokenizer: tokenizer of the actor.
         world: all ranks.
-        samples: whether episodes are played on this rank.
+        samples: true if this rank runs episodes.
 
     Raises:
         UserError: when the environment cannot be loaded, the chat template cannot show observations, or the address of

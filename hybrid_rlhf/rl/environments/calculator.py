@@ -40,14 +40,14 @@ class Calculator:
         self._call_reward = call_reward
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
-        """The prompt of the row with the instruction."""
+        """Return the prompt of the row with the instruction."""
         self._answer = _number(str(row["answer"]))
         if self._answer is None:
             raise ValueError(f"the column answer must be a number, got {row['answer']!r}")
         return with_instruction(row["prompt"], INSTRUCTION)
 
     def step(self, completion: str) -> StepResult:
-        """Compute the last expression, or end with the answer."""
+        """Compute the last expression, or end the episode with the answer."""
         answers = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
         if answers:
             return StepResult(None, float(_number(answers[-1]) == self._answer), True)
@@ -83,7 +83,7 @@ def _value(node: ast.expr) -> float:
         raise ValueError(f"{type(node).__name__} is no arithmetic")
     left, right = _value(node.left), _value(node.right)
     if isinstance(node.op, ast.Pow):
-        left = float(left)  # a float overflows at once, an int would grow without bound
+        left = float(left)  # a float raises OverflowError, an int would grow without bound
     try:
         return _checked(_BINARY[type(node.op)](left, right))
     except (ZeroDivisionError, OverflowError) as error:

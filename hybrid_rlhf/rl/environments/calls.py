@@ -44,7 +44,7 @@ class EnvironmentCalls:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Results of calls, all coroutine functions or all functions, with CallFailure for those that failed."""
+        """Results of calls, all coroutine functions or all plain functions; CallFailure for each that failed."""
         self._hanging = [call for call in self._hanging if not call.has_ended()]
         if len(self._hanging) >= MAX_HANGING_CALLS:
             return [CallFailure(f"{len(self._hanging)} earlier calls still hang")] * len(calls)
@@ -56,10 +56,10 @@ class EnvironmentCalls:
 
     def _in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Results of functions; the next one starts when any has ended or exceeded its time."""
-        found: list[Any] = [self._late] * len(calls)
+        results: list[Any] = [self._late] * len(calls)
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         waiting = deque(enumerate(calls))
-        running: dict[int, BackgroundCall[Any]] = {}  # the one that started first is first
+        running: dict[int, BackgroundCall[Any]] = {}  # in the order of their starts
         while waiting or running:
             while waiting and len(running) < self._threads:
                 place, call = waiting.popleft()
@@ -71,8 +71,8 @@ class EnvironmentCalls:
                 self._hanging.append(running.pop(oldest))
             else:
                 if place in running:
-                    found[place] = running.pop(place).result()
-        return found
+                    results[place] = running.pop(place).result()
+        return results
 
     async def _caught(self, call: Callable[[], Any]) -> Any:
         try:
@@ -82,7 +82,7 @@ class EnvironmentCalls:
             return self._late if limit.expired() else CallFailure(describe_error(error))
 
     def _await(self, future: Future[Any], loop: asyncio.AbstractEventLoop) -> Any:
-        abandoned = loop is not self._loop  # its other calls have already waited for a whole time-out
+        abandoned = loop is not self._loop  # another call of the loop has already waited for a whole time-out
         try:
             return future.result(0.0 if abandoned else self._timeout_seconds + _CANCELLED_SECONDS)
         except TimeoutError:

@@ -28,7 +28,7 @@ class StepResult(NamedTuple):
     reward: float
     """Reward of this turn."""
     done: bool
-    """Whether the episode ends here."""
+    """True if the episode ends here."""
 
 
 class Environment(Protocol):

@@ -56,11 +56,11 @@ class EpisodeRunner(ABC):
             requests: sampling parameters of each prompt, with a seed.
             together: tensor-parallel ranks; the first one has the environments.
             timers: timers of generation and environment.
-            record_routes: for each prompt, whether the experts of its episodes are recorded; none: of no prompt.
-            on_completed: called while the episodes run with the number of those that have ended since.
+            record_routes: for each prompt, true if the experts of its episodes are recorded; None records none.
+            on_completed: called during the run with the number of episodes that have ended since the last call.
 
         Returns:
-            the episodes of each prompt, n of them, or with `Episode.sample` any number of their sequences. With
+            the n episodes of each prompt, or any number of their sequences, which then have `Episode.sample`. With
             on_failure stop, the others are incomplete once one has failed.
         """
 
@@ -86,21 +86,23 @@ def environment_row(prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_rollout(episodes: Sequence[Episode], device: torch.device, *, places: Sequence[int] = ()) -> Rollout:
-    """Episodes [N] as right-padded tensors; those with `sample` without the ones that have no tokens.
+    """Episodes [N] as right-padded tensors; sequences with `sample` are left out if they have no tokens.
 
     Args:
         episodes: in the order of their prompts.
-        device: of the tensors.
-        places: of their prompts, for those with `sample`.
+        device: device of the tensors.
+        places: index of each episode's prompt, where episodes have `sample`.
 
     Raises:
         UserError: when no episode has tokens.
     """
     if not episodes or episodes[0].sample is None:
         return Rollout.of(episodes, device, has_rewards=True)
-    kept = [(place, each) for place, each in zip(places, episodes, strict=True) if each.token_ids]
-    if not kept:
+    nonempty = [(place, episode) for place, episode in zip(places, episodes, strict=True) if episode.token_ids]
+    if not nonempty:
         raise UserError(f"environment.program must make requests, none of {len(episodes)} episodes has: fix it")
-    rollout = Rollout.of([each for _, each in kept], device, has_rewards=True)
-    groups = torch.tensor([place for place, _ in kept], device=device)
-    return replace(rollout, groups=groups, samples=torch.tensor([each.sample for _, each in kept], device=device))
+    rollout = Rollout.of([episode for _, episode in nonempty], device, has_rewards=True)
+    groups = torch.tensor([place for place, _ in nonempty], device=device)
+    return replace(
+        rollout, groups=groups, samples=torch.tensor([episode.sample for _, episode in nonempty], device=device)
+    )

@@ -23,7 +23,7 @@ class ObservationEncoder:
         """Choose the first role that the template renders.
 
         Raises:
-            UserError: when it renders none.
+            UserError: when the template renders no role for observations.
         """
         self._tokenizer, self._max_tokens = tokenizer, max_observation_tokens
         self._role = next((role for role in _ROLES if self._shows(role)), None)
@@ -38,7 +38,7 @@ class ObservationEncoder:
 
         Args:
             observation: the text; cut to max_observation_tokens.
-            end_token: see ids_after_turn.
+            end_token: stop token that ended the actor's turn; None if the turn was truncated.
         """
         ids = self._ids(observation)
         if len(ids) > self._max_tokens:
@@ -64,13 +64,13 @@ class ObservationEncoder:
 
 
 def ids_after_turn(text: str, tokenizer: PreTrainedTokenizerBase, *, end_token: int | None) -> list[int]:
-    """Tokens of what a chat template writes after the text of a turn of the actor.
+    """Tokens that a chat template writes after the text of a turn of the actor.
 
     Args:
         text: from the end of the turn's text.
-        tokenizer: of the template.
-        end_token: stop token that ended the turn: neither it nor the token with which the template ends a turn follows
-            it; none: the turn was truncated.
+        tokenizer: tokenizer of the template.
+        end_token: stop token that ended the turn, after which the template's own end token is left out; None if the
+            turn was truncated.
     """
     whole, closed = (list(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (text, text.lstrip()))
     if end_token is None or not closed:
@@ -79,9 +79,9 @@ def ids_after_turn(text: str, tokenizer: PreTrainedTokenizerBase, *, end_token: 
 
 
 def _begins_with_an_end(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a special token ends the turn before a text, rather than open the next one.
+    """Return True if a special token at the start of a text ends the turn before it, rather than opens the next one.
 
-    It may be another token than that of a final turn: gpt-oss samples `<|return|>` and reads `<|end|>`.
+    The token may differ from the one that ends a final turn: gpt-oss samples `<|return|>` and reads `<|end|>`.
     """
     template = ChatTemplate.of(tokenizer)
     if template is None or template.special.match((template.turn_suffix or "").lstrip()) is None:
@@ -89,5 +89,5 @@ def _begins_with_an_end(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     user: list[Message] = [{"role": "user", "content": "."}]
     asked, opened = (template.render(user, add_generation_prompt=opens) for opens in (False, True))
     opening = template.special.match(opened.removeprefix(asked).lstrip())
-    found = template.special.match(text)
-    return found is not None and (opening is None or found[0] != opening[0])
+    token = template.special.match(text)
+    return token is not None and (opening is None or token[0] != opening[0])

@@ -1,9 +1,9 @@
-"""Programs as environments: any that speaks OpenAI's API and is told where to find it.
+"""Programs as environments: any program that speaks OpenAI's API and is given the address.
 
 While a rollout is sampled, each rank that samples serves the actor at `rollout.endpoint`. A program runs once per
-episode, with an address of its own, whose requests are recorded (recording.py); what it returns is the episode's
-reward. All sequences of an episode have that reward, at their last tokens. A program outside of the run takes an
-episode and reports its reward over HTTP (serving/episodes.py).
+episode, with a separate address, whose requests are recorded (recording.py); it returns the episode's reward. All
+sequences of an episode have that reward, at their last tokens. A program outside of the run takes an episode and
+reports its reward over HTTP (serving/episodes.py).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from hybrid_rlhf.serving.service import Service, UnknownEpisode
 
 logger = logging.getLogger(LOGGER_NAME)
 MODEL = "actor"
-"""Name of the model that programs are given."""
+"""Name of the model in a program's requests."""
 Program = Callable[..., Any]
-"""Takes base_url, api_key, model, row and the options by name; returns a reward or none."""
+"""Function with the parameters base_url, api_key, model, row and the options; returns a reward or None."""
 
 
 @dataclass(frozen=True)
 class _Played:
-    """An episode of a prompt."""
+    """An episode of a prompt, with the service that answers its requests."""
 
     prompt: int
     sample: int
@@ -77,19 +77,19 @@ class ProgramRunner(EpisodeRunner):
         world: World,
         samples: bool = True,
     ) -> None:
-        """Take the program and settings, and the address. Every rank calls.
+        """Read the API key and reserve the address. Every rank calls.
 
         Args:
-            program: of the run; none: programs outside of it play.
+            program: the function to call for each episode; None if programs outside of the run take the episodes.
             config: limits of an episode.
             rollout: the address, sampling and memory.
-            tokenizer: of the actor.
+            tokenizer: tokenizer of the actor.
             world: all ranks.
-            samples: whether this rank samples, and so has an address.
+            samples: true if this rank samples, and therefore has an address.
 
         Raises:
-            UserError: on every rank, when any has no port or cannot take its address, or the variable of the key is not
-                set.
+            UserError: on every rank, when any rank has no port or cannot bind its address, or the environment variable
+                of the API key is not set.
         """
         super().__init__(config, rollout, world.device)
         self._program, self._tokenizer = program, tokenizer
@@ -123,7 +123,7 @@ class ProgramRunner(EpisodeRunner):
         record_routes: Sequence[bool] | None = None,
         on_completed: Callable[[int], None] | None = None,
     ) -> list[list[Episode]]:
-        """See EpisodeRunner; the experts of tokens are not recorded."""
+        """Run a program for each episode; the experts of tokens are not recorded. Arguments as in EpisodeRunner."""
         if together.size > 1:
             raise UserError(
                 f"environment.program samples on one rank, got {together.size} that share the model: give "
@@ -145,10 +145,10 @@ class ProgramRunner(EpisodeRunner):
             results = self._play(shared, played, on_completed)
         if batch.failure is not None:
             raise batch.failure
-        found: list[list[Episode]] = [[] for _ in prompts]
+        sequences: list[list[Episode]] = [[] for _ in prompts]
         for episode, result in zip(played, results, strict=True):
-            found[episode.prompt] += _sequences(episode, result, prompts[episode.prompt]["input_ids"])
-        return found
+            sequences[episode.prompt] += _sequences(episode, result, prompts[episode.prompt]["input_ids"])
+        return sequences
 
     def _service(
         self, shared: Service, generation: GenerationEngine, params: SamplingParams, sample: int
@@ -165,7 +165,7 @@ class ProgramRunner(EpisodeRunner):
     def _play(
         self, shared: Service, played: Sequence[_Played], on_completed: Callable[[int], None] | None
     ) -> list[Any]:
-        """What the program returned for each episode, or a CallFailure."""
+        """Run the programs; the result of each episode, or a CallFailure."""
         counting = threading.Lock()
 
         def count() -> None:
@@ -184,14 +184,14 @@ class ProgramRunner(EpisodeRunner):
         access = Access(self._host, self._api_key)
         app = build_app(shared, access, created=int(time.time()), episodes=find, queue=queue)
         with served_in_background(app, self._host, self._port) as url:
-            results = self._calls([_followed(self._call(queue, url, *each), count) for each in named.items()])
+            results = self._calls([_followed(self._call(queue, url, *item), count) for item in named.items()])
             for episode in played:
                 episode.end()
             shared.batch.close()  # requests that still run end, and then the server
         return results
 
     def _call(self, queue: EpisodeQueue | None, url: str, name: str, played: _Played) -> Callable[[], Any]:
-        """What plays an episode and gives its reward."""
+        """The call that plays an episode and returns its reward."""
         if queue is not None:
             told = {"model": MODEL, "row": played.row, "options": self._config.options}
             return partial(queue.play, name, told, played.end)
@@ -201,7 +201,7 @@ class ProgramRunner(EpisodeRunner):
 
 
 def _followed(call: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
-    """A call, or a coroutine function, after which another function is called."""
+    """A call, or a coroutine function, that calls another function when it ends."""
 
     async def awaited() -> Any:
         try:
@@ -219,7 +219,7 @@ def _followed(call: Callable[[], Any], then: Callable[[], None]) -> Callable[[],
 
 
 def read_program(config: EnvironmentConfig) -> Program:
-    """The configured function.
+    """Import the configured function.
 
     Raises:
         UserError: when it cannot be imported, or does not take the arguments.
@@ -240,7 +240,7 @@ def read_program(config: EnvironmentConfig) -> Program:
 
 
 def _sequences(played: _Played, result: object, prompt: Sequence[int]) -> list[Episode]:
-    """The sequences of an episode with its reward; one without tokens for an episode without an answered request."""
+    """The sequences of an episode with its reward; one without tokens if no request was answered."""
     service, reward = played.service, _read_reward(result)
     sequences = service.sequences or [Episode(list(prompt))]
     failure = reward.reason if isinstance(reward, CallFailure) and not service.overran else None

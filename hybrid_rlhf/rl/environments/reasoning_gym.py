@@ -42,7 +42,7 @@ class ReasoningGym:
         self._left, self._instruction = tries, instruction
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
-        """The prompt of the row with the instruction."""
+        """Return the prompt of the row with the instruction."""
         self._problems = problems(row["dataset"], int(row["size"]), int(row["seed"]), json.dumps(row["settings"]))
         self._problem = self._problems[int(row["index"])]
         return with_instruction(row["prompt"], self._instruction)
@@ -90,7 +90,7 @@ def write_rows(dataset: str, file: Path, *, size: int, seed: int = 0, **settings
 
 
 def main(words: list[str]) -> None:
-    """DATASET FILE SIZE [SEED]."""
+    """Write the rows of a data set; the arguments are DATASET FILE SIZE [SEED]."""
     if len(words) not in (3, 4) or not all(word.isdigit() for word in words[2:]):
         raise UserError(f"the line must be DATASET FILE.jsonl SIZE [SEED], got {' '.join(words)!r}: write these words")
     file, size = Path(words[1]), int(words[2])

@@ -1,9 +1,9 @@
-"""An episode's requests to the endpoint of a run, recorded as the tokens that were sampled.
+"""The requests of an episode to the endpoint of a run, recorded as the tokens that were sampled.
 
-A request continues an earlier one if its conversation repeats that one's prompt and answer: the chat template renders
-it with a placeholder for the answer, whose tokens stay as sampled, so that nothing is tokenised again. Where the
+A request continues an earlier one if its conversation repeats the earlier prompt and answer: the chat template renders
+it with a placeholder for the answer, whose tokens stay as sampled, so that nothing is tokenized again. Where the
 conversation was changed, or the template writes it differently, another sequence of the episode begins. Requests of one
-episode are numbered in the order of their arrival, which is the key of their random numbers.
+episode are numbered in the order of their arrival; the number is the key of their random numbers.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class _Turn:
     """An answered request."""
 
     text: str | None
-    """Of its prompt, as rendered; none for token ids."""
+    """Text of the prompt, as rendered; None for token ids."""
     messages: int
-    """Of its conversation; 0 without one."""
+    """Number of messages of the conversation; 0 without one."""
     ids: list[int]
-    """Of its prompt and completion."""
+    """Tokens of prompt and completion."""
     said: str
     """Text of the completion with special tokens."""
     replies: tuple[AssistantTurn, ...]
-    """What a later conversation may have in its place."""
+    """Assistant messages that a later conversation may contain in place of the completion."""
     sequence: Episode
 
 
@@ -82,8 +82,8 @@ class EpisodeService(Service):
         Args:
             shared: service of all episodes of the rollout.
             config: limits of an episode.
-            sampling: of the prompt, with its seed.
-            sample: its number among those of the prompt.
+            sampling: sampling parameters of the prompt, with its seed.
+            sample: index of the episode among those of the prompt.
             weight_version: recorded for each sampled token.
             stop_token_ids: tokens that end every completion.
         """
@@ -101,20 +101,20 @@ class EpisodeService(Service):
         self._turns: list[_Turn] = []
         self._requested, self._numbering = 0, threading.Lock()
         self.sequences: list[Episode] = []
-        """Of the answered requests."""
+        """Sequences of the answered requests."""
         self.overran = False
-        """Whether a request was refused because the episode had reached its limits."""
+        """True if a request was refused because the episode had reached its limits."""
         self.closed = False
-        """Whether nothing more is recorded."""
+        """True if nothing more is recorded."""
 
     def check_name(self, name: str) -> None:
-        """Every name is the actor's: programs often have one built in."""
+        """Accept every name: programs often have a model name built in."""
 
     def job(self, body: GenerationBody) -> Job:
-        """See Service.
+        """The generation of a request, continuing an earlier turn where its conversation does.
 
         Raises:
-            UserError: also when the episode has no room for another turn.
+            UserError: for an invalid request, or when the episode has no room for another turn.
         """
         prompts = self._chat(body) if isinstance(body, ChatBody) else self._plain(body)
         asked = self._fixed(body, prompts)
@@ -130,7 +130,7 @@ class EpisodeService(Service):
         return Job([prompt.ids for prompt in prompts], sampling, body.most_likely, seeds, record)
 
     def _fixed(self, body: GenerationBody, prompts: Sequence[_Prompt]) -> SamplingParams:
-        """A request's parameters, with those that training must know replaced by the run's."""
+        """Sampling parameters of a request, with those that training must know replaced by the run's."""
         asked = self.sampling(body, longest_prompt=max(len(prompt.ids) for prompt in prompts))
         changed = [name for name in _FIXED if getattr(asked, name) != getattr(self.defaults, name)]
         for name in changed:
@@ -138,8 +138,8 @@ class EpisodeService(Service):
                 f"a program asks for {name} {getattr(asked, name):g}, it is sampled with "
                 f"{getattr(self.defaults, name):g}: rollout.sampling decides, as training computes its distribution"
             )
-        own = {name: getattr(self.defaults, name) for name in _FIXED}
-        return replace(asked, **own, min_new_tokens=0)
+        fixed = {name: getattr(self.defaults, name) for name in _FIXED}
+        return replace(asked, **fixed, min_new_tokens=0)
 
     def _limited(self, sampling: SamplingParams, prompts: Sequence[_Prompt]) -> SamplingParams:
         room = min(map(self._room, prompts))
@@ -155,13 +155,13 @@ class EpisodeService(Service):
         return replace(sampling, max_new_tokens=min(limits))
 
     def _room(self, prompt: _Prompt) -> int:
-        """Tokens that may follow a prompt."""
+        """Number of tokens that may follow a prompt."""
         begun = prompt.continues
         sequence = len(prompt.ids) if begun is None else len(begun.sequence.prompt)
         limit = self.defaults.max_new_tokens - max(0, len(prompt.ids) - sequence)
         return min(limit, self.batch.max_tokens - len(prompt.ids))
 
-    # -- which turn a prompt continues
+    # -- find the turn that a prompt continues
 
     def _chat(self, body: ChatBody) -> list[_Prompt]:
         if body.prompt_token_ids is not None:
@@ -178,7 +178,8 @@ class EpisodeService(Service):
         return [_Prompt(token_ids(text, self.tokenizer), text, len(messages), names)]
 
     def _after(self, turn: _Turn, messages: Sequence[Message], tools: Tools | None) -> str | None:
-        """What the template writes after a turn in a later conversation; none if that does not continue it."""
+        """Text that the template writes after a turn in a later conversation; None if that does not continue the
+        turn."""
         place = turn.messages
         if turn.text is None or not 0 < place < len(messages):
             return None
@@ -194,7 +195,7 @@ class EpisodeService(Service):
 
     def _plain(self, body: GenerationBody) -> list[_Prompt]:
         assert isinstance(body, CompletionBody)
-        return [self._text(given) if isinstance(given, str) else self._given(given) for given in body.prompts]
+        return [self._text(prompt) if isinstance(prompt, str) else self._given(prompt) for prompt in body.prompts]
 
     def _text(self, text: str) -> _Prompt:
         for turn in reversed(self._turns):
@@ -204,10 +205,10 @@ class EpisodeService(Service):
         return _Prompt(self.encode(text), text)
 
     def _given(self, ids: list[int]) -> _Prompt:
-        found = [turn for turn in self._turns if ids[: len(turn.ids)] == turn.ids]
-        return _Prompt(ids, continues=max(found, key=lambda turn: len(turn.ids), default=None))
+        continued = [turn for turn in self._turns if ids[: len(turn.ids)] == turn.ids]
+        return _Prompt(ids, continues=max(continued, key=lambda turn: len(turn.ids), default=None))
 
-    # -- what was sampled
+    # -- record what was sampled
 
     def _record(self, prompt: _Prompt, tokens: Sequence[StreamedToken], stop: Sequence[str]) -> None:
         ids = [token.token_id for token in tokens]

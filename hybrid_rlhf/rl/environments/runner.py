@@ -83,7 +83,7 @@ class EnvironmentRunner(EpisodeRunner):
         record_routes: Sequence[bool] | None = None,
         on_completed: Callable[[int], None] | None = None,
     ) -> list[list[Episode]]:
-        """See EpisodeRunner; all unfinished episodes take a turn together."""
+        """Run the episodes; all unfinished ones take a turn together. Arguments as in EpisodeRunner."""
         entries = [
             _RunningEpisode(environment_row(prompt), Episode(list(prompt["input_ids"])), params, sample, records)
             for prompt, params, records in zip(prompts, requests, record_routes or [False] * len(prompts), strict=True)
@@ -167,12 +167,12 @@ class EnvironmentRunner(EpisodeRunner):
         results = []
         if together.is_main:
             with timers("environment"):
-                found = self._calls(calls())
-                results = [x if isinstance(x, CallFailure) else read(place, x) for place, x in enumerate(found)]
+                returned = self._calls(calls())
+                results = [x if isinstance(x, CallFailure) else read(place, x) for place, x in enumerate(returned)]
         return together.all_gather_objects(results)[0]
 
     def _read_opening(self, opening: object, row: Mapping[str, Any]) -> list[int] | None | CallFailure:
-        """Token ids of the prompt that reset returned; none: the row's own prompt."""
+        """Token ids of the prompt that reset returned; None for the row's prompt."""
         if opening is None:
             return None
         messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else opening

@@ -1,4 +1,4 @@
-"""Other continuations of a sample from one of its tokens, by the weights of its step, with their scores."""
+"""Other continuations of a sample from one of its tokens, by the weights of its step, with scores."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from hybrid_rlhf.rl.replay.rescoring import SampleScore, completed, score_comple
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 
 _BRANCH_STEP = 2**33
-"""Key of the random streams of branches, apart from those of steps and evaluations: a branch is repeated bit for
+"""Key of the random streams of branches, distinct from steps and evaluations, so that a branch is reproduced bit for
 bit."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A completion with the sample's tokens up to one of them and others from there on."""
+    """A completion with the sample's tokens up to one of them and newly sampled tokens after it."""
 
     text: str
-    """From the branch on, without special tokens."""
+    """Text from the branch on, without special tokens."""
     token_ids: list[int]
-    """From the branch on."""
+    """Tokens from the branch on."""
     stopped: bool
-    """Whether it ended by itself."""
+    """True if the completion ended by itself."""
     score: SampleScore
-    """Of the whole completion."""
+    """Score of the whole completion."""
 
 
 def branch(replayed: ReplayedStep, index: int, *, token: int, text: str | None = None, n: int = 4) -> list[Branch]:
     """Continue a sample from a token. Every rank calls.
 
-    The weights are those that sampled the step; with a policy lag or partial rollouts, those at its start, which are
-    newer.
+    The weights are those that sampled the step; with a policy lag or partial rollouts, the newer ones at its start.
 
     Args:
         replayed: the step.
-        index: of the sample.
-        token: position among the tokens of prompt and completion; those before it are kept.
-        text: what the continuations begin with.
-        n: how many.
+        index: index of the sample.
+        token: position among the tokens of prompt and completion; the tokens before it are kept.
+        text: text at the start of the continuations.
+        n: number of continuations.
 
     Raises:
         UserError: if the position is not in the completion, or leaves no room for a token.
@@ -54,16 +53,18 @@ def branch(replayed: ReplayedStep, index: int, *, token: int, text: str | None =
         record.prompt_length <= token < end,
         f"branch.token must be in the completion, {record.prompt_length}..{end - 1}, got {token}: give another",
     )
-    given: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-    kept = [*record.ids[record.prompt_length : token], *given]
+    text_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+    beginning = [*record.ids[record.prompt_length : token], *text_ids]
     sampling = config.rollout.sampling
-    left = sampling.max_new_tokens - len(kept)
+    left = sampling.max_new_tokens - len(beginning)
     require(
         left >= 1,
         f"a completion has at most {sampling.max_new_tokens} tokens (rollout.sampling.max_new_tokens), the branch "
-        f"begins with {len(kept)}: give an earlier branch.token, or less text",
+        f"begins with {len(beginning)}: give an earlier branch.token, or less text",
     )
-    sampling = replace(sampling, n=n, max_new_tokens=left, min_new_tokens=max(0, sampling.min_new_tokens - len(kept)))
+    sampling = replace(
+        sampling, n=n, max_new_tokens=left, min_new_tokens=max(0, sampling.min_new_tokens - len(beginning))
+    )
     roles = session.parts.roles
     sampler = RolloutSampler(
         roles.sampler,
@@ -74,18 +75,20 @@ def branch(replayed: ReplayedStep, index: int, *, token: int, text: str | None =
         timers=session.run.timers,
         tokenizer=tokenizer,
     )
-    sampled = sampler.sample([{"input_ids": [*prompt, *kept]}], step=_BRANCH_STEP, first=token)
+    sampled = sampler.sample([{"input_ids": [*prompt, *beginning]}], step=_BRANCH_STEP, first=token)
     new = [ids[mask].tolist() for ids, mask in zip(sampled.input_ids, sampled.response_mask, strict=True)]
     rows = replayed.batch.rollout.prompt_rows
     assert rows is not None
     scores = score_completions(
         roles.reward,
-        completed(prompt, [[*kept, *ids] for ids in new], sampled.stopped.tolist(), world.device),
+        completed(prompt, [[*beginning, *ids] for ids in new], sampled.stopped.tolist(), world.device),
         session.prompts[int(rows[index])],
         tokenizer=tokenizer,
         planner=session.parts.planner,
     )
     return [
-        Branch(str(tokenizer.decode([*given, *ids], skip_special_tokens=True)), [*given, *ids], bool(stopped), score)
+        Branch(
+            str(tokenizer.decode([*text_ids, *ids], skip_special_tokens=True)), [*text_ids, *ids], bool(stopped), score
+        )
         for ids, stopped, score in zip(new, sampled.stopped, scores, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""What a run recorded of one step: rows of samples.jsonl, token records, its config, the checkpoint before it."""
+"""Records of one step of a run: rows of samples.jsonl, token records, its config, the checkpoint before it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SHOWN_STEPS = 8
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of a run folder, which is only read."""
+    """One step of a run folder, which is opened for reading only."""
 
     folder: Path
     step: int
     rows: list[dict[str, Any]]
-    """Of samples.jsonl, in their order."""
+    """Rows of samples.jsonl, in their order."""
 
     @classmethod
     def read(cls, folder: Path, step: int) -> Self:
@@ -53,7 +53,7 @@ class RecordedStep:
                 steps[int(match[1])] = None
                 if int(match[1]) == step:
                     rows.append(json.loads(line))
-        nearest = sorted(sorted(steps, key=lambda other: abs(other - step))[:_SHOWN_STEPS])
+        nearest = sorted(sorted(steps, key=lambda recorded_step: abs(recorded_step - step))[:_SHOWN_STEPS])
         require(
             bool(rows),
             f"step must be one that {file} has, got {step}: give for example {' or '.join(map(str, nearest))}",
@@ -64,7 +64,7 @@ class RecordedStep:
         """The row of a sample.
 
         Raises:
-            UserError: if there is none.
+            UserError: if there is no such sample.
         """
         require(
             index < len(self.rows),
@@ -73,12 +73,12 @@ class RecordedStep:
         return self.rows[index]
 
     def tokens(self, index: int) -> TokenRecord | None:
-        """The tokens of a sample; none where the step has no token record."""
+        """The tokens of a sample; None without a token record of the step."""
         return None if self._details is None else TokenRecords(self.folder).read(self.step, index)
 
     @property
     def ranks(self) -> int:
-        """The ranks that sampled the step; 1 where nothing tells."""
+        """Number of ranks that sampled the step; 1 if it is not recorded."""
         if self._details is not None:
             return int(self._details["ranks"])
         checkpoint = newest_before(self.folder, self.step)
@@ -86,21 +86,22 @@ class RecordedStep:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of this process with the variables that decide in which order the run summed numbers."""
+        """The environment of this process, with the recorded variables that decide in which order numbers are
+        summed."""
         if self._details is None:
             return dict(os.environ)
-        others = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
-        return others | self._details["environment"]
+        unrelated = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+        return unrelated | self._details["environment"]
 
     @cached_property
     def config(self) -> RLConfig:
-        """Of the run, as its last start wrote it."""
+        """The config of the run, as its last start wrote it."""
         return parse_config(RLConfig, ["--config", str(self.folder / CONFIG_FILE)])
 
     def resumed_config(self, scratch: Path) -> RLConfig:
         """The config of a run in a scratch folder that resumes before the step and computes its rollout.
 
-        Completions of the step may have begun in earlier ones: with a policy lag and with partial rollouts.
+        With a policy lag or partial rollouts, completions of the step may have begun in earlier steps.
         """
         config, rollout = self.config, self.config.rollout
         begun = rollout.policy_lag + (0 if rollout.partial is None else rollout.partial.max_lag)
@@ -115,7 +116,7 @@ class RecordedStep:
 
     @cached_property
     def _details(self) -> dict[str, Any] | None:
-        """How the step was computed; none where it has no token record."""
+        """How the step was computed; None without a token record."""
         records = TokenRecords(self.folder)
         if self.step not in records.steps():
             return None

@@ -40,12 +40,13 @@ class ReplayedSample:
 
     index: int
     identical: bool
-    """Whether its tokens and their log-probs are the recorded ones, bit for bit; without token records, its text."""
+    """True if its tokens and their log-probs are the recorded ones, bit for bit; without token records, if its text
+    is."""
     token_ids: list[int]
-    """Of the completion."""
+    """Tokens of the completion."""
     text: str
     logprobs: list[float | None]
-    """Of the completion's tokens, as reported while sampling; None on observations."""
+    """Log-probs of the completion's tokens, as reported while sampling; None on observations."""
     prompt_length: int
     """Tokens before the completion."""
     first_difference: int | None
@@ -63,7 +64,7 @@ class ReplayedStep:
     batch: Batch
 
     def sample(self, index: int) -> ReplayedSample:
-        """A sample of the step beside what is recorded of it.
+        """A sample of the step beside its record.
 
         Raises:
             UserError: if there is no such sample.
@@ -107,8 +108,8 @@ def replayed_step(
 
     Args:
         recorded: the step.
-        scratch: an empty folder for the resumed run; the recorded run's own is only read.
-        algorithm_class: of a run with a custom algorithm.
+        scratch: an empty folder for the resumed run; the folder of the recorded run is only read.
+        algorithm_class: the algorithm of a run with a custom one.
 
     Raises:
         UserError: if the run cannot be resumed, or the step has no rollout when it is replayed.
@@ -125,19 +126,19 @@ def replayed_step(
                     trainer.step(step)
             try:
                 batch = trainer.batch(recorded.step)
-            except (NothingToLearn, NonFiniteError) as found:
+            except (NothingToLearn, NonFiniteError) as error:
                 raise UserError(
-                    f"step {recorded.step} has samples in {recorded.folder} and none when it is replayed ({found}): "
+                    f"step {recorded.step} has samples in {recorded.folder} and none when it is replayed ({error}): "
                     "the run's data or settings have changed"
-                ) from found
+                ) from error
             yield ReplayedStep(recorded, session, batch)
 
 
 def _sampled(record: TokenRecord) -> list[tuple[int, float | None]]:
-    """Each token with its log-prob."""
+    """Tokens with their log-probs."""
     return list(zip(record.ids, record.columns["logprobs"], strict=True))
 
 
 def _first_difference(before: Sequence[Any], now: Sequence[Any]) -> int | None:
     pairs = enumerate(itertools.zip_longest(before, now, fillvalue=object()))
-    return next((place for place, (one, other) in pairs if one != other), None)
+    return next((place for place, (old, new) in pairs if old != new), None)

@@ -1,4 +1,4 @@
-"""Scores of completions by the reward components of a run, without its actor: of an edited completion, of branches."""
+"""Scores of edited completions and branches by the reward components of a run, without its actor."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def rescore(recorded: RecordedStep, index: int, completion: str, scratch: Path) 
 
     Args:
         recorded: the step of the sample.
-        index: of the sample.
-        completion: the text; it counts as one that ended by itself.
-        scratch: an empty folder; the run's own is only read.
+        index: index of the sample.
+        completion: the text; it counts as a completion that ended by itself.
+        scratch: an empty folder; the folder of the run is only read.
 
     Raises:
         UserError: if the run has no reward components, its data has changed, or a component stops at a failure.

@@ -1,8 +1,8 @@
-"""Interface of a reward component, and what it reads: it begins on this rank's rows of a rollout, and returns their
-scores later.
+"""Interface of a reward component and its inputs. A component starts on this rank's rows of a rollout, and returns
+their scores later.
 
 There are two steps because functions and endpoints run in the background during the forwards of models. A component
-does not raise for rows that it cannot score. It returns the reason per row, so that all ranks run the same collectives
+does not raise for rows that it cannot score. It returns a reason per row, so that all ranks run the same collectives
 and stop together. Functions, endpoints, and reward models with another tokenizer read the rollout as text.
 """
 
@@ -30,7 +30,7 @@ from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.world import World
 
 RESERVED = ("prompts", "completions")
-"""Arguments of a reward function that are no columns."""
+"""Arguments of a reward function that are not columns."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class CompletionTexts:
             UserError: for a data column with the name of an argument of reward functions.
         """
         rows = [prompts[place] for place in rollout.places(len(prompts)).tolist()]
-        others = [json.loads(row["columns"]) for row in rows]
-        names = list(dict.fromkeys(name for other in others for name in other))
+        other_columns = [json.loads(row["columns"]) for row in rows]
+        names = list(dict.fromkeys(name for row_columns in other_columns for name in row_columns))
         for name in RESERVED:
             if name in names:
                 raise UserError(
@@ -73,7 +73,7 @@ class CompletionTexts:
         return cls(
             [json.loads(row["prompt"]) for row in rows],
             [_sampled_text(row, sampled, tokenizer) for row, sampled in zip(ids, mask, strict=True)],
-            {name: [other.get(name) for other in others] for name in names},
+            {name: [row_columns.get(name) for row_columns in other_columns] for name in names},
         )
 
     def tools(self, place: int) -> Tools | None:
@@ -181,20 +181,21 @@ class RewardComponent(ABC):
     """One weighted component of the reward."""
 
     reads_text: ClassVar[bool] = True
-    """Whether it needs the text of the rollout."""
+    """True if it needs the text of the rollout."""
     in_background: ClassVar[bool] = True
     """False: it computes in the main thread when its scores are requested, on every rank."""
 
     packs = True
-    """Whether its micro-batches, if any, have no padding."""
+    """True if its micro-batches, if any, have no padding."""
     world: World | None = None
-    """The ranks that share the rows; none: all."""
+    """The ranks that share the rows; None for all ranks."""
     tensor_parallel: int = 1
     """Ranks that compute the same rows together."""
     reports_rows: bool = True
-    """Whether this rank is the one of them whose scores count."""
+    """True if this rank is the one among its tensor-parallel ranks whose scores count."""
     logged_alone = True
-    """Whether its scores are logged where it is the only component, and they are the scores of the rollout."""
+    """True if its scores are logged even when it is the only component, when they are also the scores of the
+    rollout."""
 
     def __init__(self, config: RewardComponentConfig) -> None:
         self.name = config.label
@@ -214,7 +215,7 @@ class RewardComponent(ABC):
 
 
 def _is_score(value: object) -> bool:
-    """Whether a value is a number within float32's range, or a boolean; false for NaN."""
+    """Return True if a value is a number within float32's range, or a boolean; False for NaN."""
     return isinstance(value, Real) and abs(cast(float, value)) <= _LARGEST
 
 

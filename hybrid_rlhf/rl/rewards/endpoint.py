@@ -79,7 +79,7 @@ class EndpointReward(RewardComponent):
         size = self._config.batch_size
         batches = [texts.select(range(len(texts))[start : start + size]) for start in range(0, len(texts), size)]
         replicas = _Replicas(self._addresses)
-        # Our time-out limits a whole attempt; the client's would limit each read.
+        # asyncio's time-out limits an attempt; the client's would limit each read.
         async with httpx2.AsyncClient(headers=self._headers, timeout=None) as client:
             return ComponentScores.join(
                 await asyncio.gather(*(self._score(client, replicas, batch) for batch in batches))
@@ -174,7 +174,7 @@ class Address:
     url: str
     shown: str
     secrets: tuple[str, ...]
-    """Longest first."""
+    """Longest first, so that a secret that contains another is replaced as a whole."""
 
     @classmethod
     def of(cls, url: str, *, shown: str | None = None, key: str | None = None) -> Self:
@@ -182,7 +182,7 @@ class Address:
 
         Args:
             url: URL of requests.
-            shown: URL in messages; none: the URL without user, password and query.
+            shown: URL in messages; None: the URL without user, password and query.
             key: API key of the endpoint.
         """
         parsed = urlsplit(url)
@@ -208,11 +208,11 @@ class Reply:
 
     scores: ComponentScores
     may_retry: bool = False
-    """Whether a retry may succeed; not if the request itself is wrong."""
+    """True if a retry may succeed, false if the request itself is wrong."""
 
     @property
     def failed(self) -> bool:
-        """Whether rows failed."""
+        """True if any row failed."""
         return bool(self.scores.failures)
 
 

@@ -55,7 +55,7 @@ class FunctionReward(RewardComponent):
         return self._begin(batch.texts)
 
     def score(self, texts: CompletionTexts) -> ComponentScores:
-        """Scores of completions that are not of a rollout."""
+        """Scores of completions that do not belong to a rollout."""
         return self._begin(texts)()
 
     def _begin(self, texts: CompletionTexts) -> Callable[[], ComponentScores]:
@@ -112,7 +112,7 @@ class FunctionReward(RewardComponent):
 
 
 def _explanation(error: BaseException) -> str:
-    """Why a function failed that expects conversations, as TRL passes for conversational data."""
+    """A hint for functions that fail because they expect conversations, as TRL passes for conversational data."""
     is_indexed = isinstance(error, TypeError) and "string indices must be integers" in str(error)
     return "; a completion is its text, not a list of messages: use it without [0]['content']" if is_indexed else ""
 
@@ -130,16 +130,16 @@ def require_columns(function: RewardFunction, name: str, rows: Iterable[Mapping[
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         and parameter.name not in RESERVED
     ]
-    found: dict[str, None] = {}
+    present: dict[str, None] = {}
     for row in rows:
         missing = [column for column in missing if column not in row]
         if not missing:
             return
-        found |= dict.fromkeys(row)
+        present |= dict.fromkeys(row)
     if missing:
         raise UserError(
             f"reward function {name} needs the column {' and '.join(missing)}, the data has "
-            f"{', '.join(['prompt', *found])}: rename or add it, or give the argument a default"
+            f"{', '.join(['prompt', *present])}: rename or add it, or give the argument a default"
         )
 
 

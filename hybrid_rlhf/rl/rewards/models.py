@@ -1,8 +1,8 @@
-"""Reward models as components: one reads the actor's tokens, the other the text in its own tokens.
+"""Reward models as components: one class reads the actor's tokens, the other tokenizes the text again.
 
-A model with another chat template or vocabulary cannot score the actor's tokens. For it completions are decoded, the
-conversation is rendered with its own template, and the score is read at the last token. All heads of a model are
-computed in one forward and summed by the component's weights.
+A model with another chat template or vocabulary cannot score the actor's tokens. Completions are then decoded, the
+conversation is rendered with the model's template, and the score is read at the last token. All heads of a model are
+computed in one forward and summed with the component's weights.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _PresentModel(RewardComponent):
         self.tensor_parallel, self.reports_rows = engine.tensor_parallel, engine.reports_rows
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
-        """See RewardComponent: the forwards run when the scores are requested."""
+        """Return a call that runs the forwards, on this rank's rows."""
         return lambda: self._score(batch)
 
     @abstractmethod
@@ -116,7 +116,7 @@ class AbsentReward(RewardComponent):
         self.packs, self.world, self.logged_alone = engine.packs, engine.world, logged_alone
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
-        """See RewardComponent: this rank has no rows."""
+        """Return a call without scores: this rank has no rows."""
         return lambda: ComponentScores([])
 
 
@@ -160,17 +160,17 @@ class RetokenizingModelReward(_PresentModel):
         """Token ids of a conversation, as in the model's training, or why the model cannot read it."""
         try:
             if self._steps != "last":
-                found = encode_steps(prompt, completion, self._tokenizer, self._separator, tools)
+                tokens = encode_steps(prompt, completion, self._tokenizer, self._separator, tools)
             else:
                 turn = [{"role": "assistant", "content": completion}]
                 ids = encode_completion(prompt, turn, self._tokenizer, tools=tools).input_ids
-                found = StepwiseTokens(ids, [len(ids) - 1], 0)
+                tokens = StepwiseTokens(ids, [len(ids) - 1], 0)
         except UserError as error:
             return str(error)
-        count = len(found.input_ids)
+        count = len(tokens.input_ids)
         if not count or (self._limit is not None and count > self._limit):
             return f"its conversation has {count} tokens and the model reads 1 to {self._limit or 'any'}"
-        return found
+        return tokens
 
 
 def _calibrated(component: RewardComponentConfig, config: PreTrainedConfig, name: str, scores: int) -> list[float]:
@@ -232,9 +232,12 @@ def score_text(engine: RewardModel, rows: Sequence[StepwiseTokens], steps: str =
     return torch.stack([over(outputs[place, row.ends].sigmoid()) for place, row in enumerate(rows)])
 
 
-def tokenizes_alike(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether two tokenizers give a conversation the same tokens: same vocabulary and chat template."""
-    return tokenizer.get_vocab() == other.get_vocab() and tokenizer.chat_template == other.chat_template
+def tokenizes_alike(tokenizer: PreTrainedTokenizerBase, actor_tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if two tokenizers give a conversation the same tokens: same vocabulary and chat template."""
+    return (
+        tokenizer.get_vocab() == actor_tokenizer.get_vocab()
+        and tokenizer.chat_template == actor_tokenizer.chat_template
+    )
 
 
 def _present(indices: Sequence[int | None]) -> list[int]:

@@ -55,8 +55,8 @@ class Reward:
         self._world = world
         self._logged = len(components) > 1 or any(component.logged_alone for component in components)
         self.packs = all(component.packs for component in components)
-        """Whether no component pads its micro-batches."""
-        self.model_ranks = [each.world.members for each in components if each.world is not None]
+        """True if no component pads its micro-batches."""
+        self.model_ranks = [component.world.members for component in components if component.world is not None]
         """Ranks of each reward model."""
 
     @torch.no_grad()
@@ -73,11 +73,11 @@ class Reward:
 
         Args:
             rollout: the rollout, complete on every rank.
-            micro_batches: returns this rank's rows, as one of some ranks whose tensor-parallel groups of a size share
-                them; None is an empty row. Each row is on exactly one group, and all have the same number of
-                micro-batches.
+            micro_batches: returns this rank's rows for a component, from its ranks and the size of their
+                tensor-parallel groups; None is an empty row. Each row is on exactly one group, and all groups have the
+                same number of micro-batches.
             read_texts: returns the rollout as text; called once, and only if a component of this rank reads text.
-            may_drop_all: whether all rows may be dropped.
+            may_drop_all: true if all rows may be dropped.
             beside: called after functions and endpoints have started, before any rank waits for another.
 
         Raises:
@@ -129,15 +129,17 @@ class Reward:
     def _of_all_ranks(
         self, batches: Sequence[RewardBatch], scores: Sequence[ComponentScores], count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores, whether there is one, and failures, of all ranks: [components, N] float32 each."""
+        """Scores, 1 where a row has a score, and 1 where it failed, from all ranks: [components, N] float32 each."""
         table = torch.zeros(3, len(scores), count)
-        for place, (component, batch, found) in enumerate(zip(self._components, batches, scores, strict=True)):
+        for place, (component, batch, component_scores) in enumerate(
+            zip(self._components, batches, scores, strict=True)
+        ):
             if not component.reports_rows:
                 continue
             rows = torch.tensor(batch.rows, dtype=torch.long)
-            table[0, place, rows] = torch.tensor([value or 0.0 for value in found.values])
-            table[1, place, rows] = torch.tensor([float(value is not None) for value in found.values])
-            table[2, place, rows[list(found.failures)]] = 1.0
+            table[0, place, rows] = torch.tensor([value or 0.0 for value in component_scores.values])
+            table[1, place, rows] = torch.tensor([float(value is not None) for value in component_scores.values])
+            table[2, place, rows[list(component_scores.failures)]] = 1.0
         # Each row is set on one rank and is zero on the others.
         values, scored, failed = self._world.all_reduce(table.to(self._world.device))
         return values, scored, failed
@@ -221,13 +223,13 @@ def build_reward(
         if component.model is None:
             return background[component.label]
         path = resolve(component.model)
-        own, engine = load_tokenizer(path), build_engine(component.label, path)
-        reads_tokens = component.steps == "last" and tokenizes_alike(own, tokenizer)
+        reward_tokenizer, engine = load_tokenizer(path), build_engine(component.label, path)
+        reads_tokens = component.steps == "last" and tokenizes_alike(reward_tokenizer, tokenizer)
         with shared_user_errors(world):
             if isinstance(engine, AbsentEngine):
                 return AbsentReward(component, engine, logged_alone=not reads_tokens)
             if reads_tokens:
                 return ModelReward(component, engine, end=turn_end(tokenizer))
-            return RetokenizingModelReward(component, engine, own)
+            return RetokenizingModelReward(component, engine, reward_tokenizer)
 
     return Reward([build(component) for component in components], world)

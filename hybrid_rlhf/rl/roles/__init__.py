@@ -1,7 +1,7 @@
 """Actor, critic, reference and reward models of an RL step, each on its ranks.
 
-Read `roles.py` (what the other parts see), `placing.py` (which ranks), `automatic.py` (the planner's choice), `room.py`
-(whether they have the memory) and `building.py` (their engines).
+Read `roles.py` (the roles as the other parts use them), `placing.py` (their ranks), `automatic.py` (the planner's
+choice), `room.py` (the check of memory) and `building.py` (their engines).
 """
 
 from hybrid_rlhf.rl.roles.automatic import MeasuredStep, PlacementWatch, choose_placement

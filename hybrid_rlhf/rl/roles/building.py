@@ -49,10 +49,10 @@ def build_roles(
     Args:
         config: the step.
         run: the run whose ranks share the models.
-        placement: of `place_roles`.
+        placement: the result of `place_roles`.
         actor_path: resolved path of the actor's initial weights.
         tokenizer: tokenizer of the actor.
-        updates: updates of the actor in the whole run, for its schedule.
+        updates: number of updates of the actor in the whole run, for its schedule.
 
     Raises:
         UserError: when a model cannot be loaded, or critic or reference differ from the actor in vocabulary.
@@ -195,7 +195,7 @@ class _Builder:
         return AbsentEngine(spec.role, part, facts) if engine is None else engine
 
     def _union(self, trained: str, copy: str) -> World:
-        """The ranks of both, in a group of their own: weights may travel while others compute."""
+        """The ranks of both, in a separate group, so that weights may travel during other collectives."""
         both = sorted({*self._placement[trained].ranks, *self._placement[copy].ranks})
         return self._run.world.part(both, own=True)
 
@@ -210,14 +210,14 @@ class _Builder:
 
 
 def _frozen_spec(config: RLConfig, role: Role, path: str, *, stage: ZeroStage, residency: RoleResidency) -> EngineSpec:
-    """A frozen model.
+    """The spec of a frozen model.
 
     Args:
         config: the step.
         role: reward or critic for a scorer, reference or actor for a language model.
         path: resolved path of the model.
         stage: its ZeRO stage, 0 or 3.
-        residency: where its weights are.
+        residency: where its weights are stored.
     """
     zero = residency.frozen_zero(stage)
     overrides = read_overrides(config.deepspeed_config)

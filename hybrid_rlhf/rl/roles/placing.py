@@ -1,4 +1,4 @@
-"""Where the roles of a run live: as the config names it, or as the planner chooses."""
+"""The placement of a run's roles on ranks: as the config names it, or as the planner chooses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
 
 
 def log_placement(config: RLConfig, placement: Placement, world: World) -> None:
-    """Log where the roles are, and where their memory is in each phase; on one rank only if the user places them."""
+    """Log the ranks of the roles and where their memory is in each phase; on one rank only for a configured
+    placement."""
     if not world.is_main or (config.placement is None and world.size == 1):
         return
     note = [READS_ACTOR] if config.uses_reference and "reference" not in placement.roles else []
@@ -37,12 +38,12 @@ def log_placement(config: RLConfig, placement: Placement, world: World) -> None:
 
 
 def residency_of(config: RLConfig, placement: Placement, world: World) -> dict[str, RoleResidency]:
-    """Where the memory of each role is."""
+    """The residency of each role's memory."""
     return ResidencyRules.of(config, cuda=world.device.type == "cuda").roles(placement)
 
 
 def reference_path_of(config: RLConfig, run: Run, actor_path: str) -> str | None:
-    """The reference's model; none without a reference, and where it is the actor without its adapters."""
+    """Path of the reference's model; None without a reference, and where it is the actor without its adapters."""
     if not config.uses_reference:
         return None
     # After a warm start the reference is still the model that the actor was first trained from.

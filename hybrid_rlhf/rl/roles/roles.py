@@ -31,17 +31,17 @@ class Roles:
     reward: Reward
     critic: Engine | None = None
     reference: FrozenRole | None = None
-    """None also where the reference is the actor without its adapters."""
+    """None also if the reference is the actor without its adapters."""
     separate_sampler: SeparateSampler | JointSampler | None = None
-    """A sampler on ranks of its own, alone or with the actor; none: the actor samples."""
+    """A sampler on ranks of its own, alone or with the actor; None if the actor samples."""
     critic_copy: CriticCopy | None = None
-    """Computes the critic's values; none: the critic does."""
+    """Computes the critic's values; None if the critic computes them."""
     reference_beside_rewards: bool = False
-    """See Placement."""
+    """True if the reference and the reward models have no rank in common, and so read at the same time."""
 
     @property
     def sampler(self) -> SamplingEngine:
-        """What samples completions."""
+        """The engine that samples completions."""
         return self.actor if self.separate_sampler is None else self.separate_sampler
 
     @property
@@ -51,7 +51,7 @@ class Roles:
 
     @property
     def packs(self) -> bool:
-        """Whether no role pads its micro-batches."""
+        """True if no role pads its micro-batches."""
         return all(role.packs for role in (self.actor, self.critic, self.reward, self.reference) if role is not None)
 
     def refresh_reference(self) -> None:
@@ -71,7 +71,7 @@ class Roles:
             self.world.broadcast(sent, source=actor.world.members[0])
             if parameters:
                 set_weights(parameters[name], sent)
-        for _ in weights or ():  # buffers, which do not change; the end releases what was gathered
+        for _ in weights or ():  # buffers do not change; the end of the iterator releases gathered weights
             pass
 
     def synchronize_versions(self) -> None:

@@ -4,8 +4,8 @@ Rewards are InstructGPT's: the score at the last response token, less a KL penal
 3.5). Scores may be scaled to mean 0 and standard deviation 1, so that kl_coef and score_clip mean the same for any
 reward: by running statistics (OpenRLHF), or by those of the initial actor's completions (Ziegler et al. 2019, arXiv
 1909.08593, section 2.2; InstructGPT, whose reward has mean 0 on demonstrations). The KL coefficient is fixed, or
-steered to a target (Ziegler et al., section 2.2; N details, no. 20). Deviation: a rollout counts for no more than the
-horizon, so that the coefficient never turns its sign. Every rank computes the same.
+adapted to a target (Ziegler et al., section 2.2; N details, no. 20). Deviation: the number of completions is clamped to
+the horizon, so that the coefficient never changes its sign. Every rank computes the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ScoreScaling:
 
     @property
     def needs_initial_scores(self) -> bool:
-        """Whether `observe` must be called with scores of the initial actor before any scores are scaled."""
+        """True if `observe` must be called with scores of the initial actor before any scores are scaled."""
         return self._how == "initial" and self._count == 0
 
     def observe(self, scores: Tensor) -> None:
@@ -50,7 +50,7 @@ class ScoreScaling:
         self._count = total
 
     def __call__(self, scores: Tensor) -> Tensor:
-        """Scores [N] scaled; running statistics are updated with them first."""
+        """Scale scores [N]; with running statistics, add them to the statistics first."""
         if self._how == "none":
             return scores
         if self._how == "running":
@@ -75,7 +75,7 @@ class ScoreScaling:
         return rewards if self._how == "none" or not self._std else rewards / self._std
 
     def metrics(self) -> dict[str, float]:
-        """Mean and standard deviation of the scaling; {} without scaling."""
+        """Mean and standard deviation that scale the scores; {} without scaling."""
         if self._how == "none":
             return {}
         return {"objective/scaling_mean": self._mean, "objective/scaling_std": self._std}
@@ -102,13 +102,13 @@ class NothingToLearn(Exception):
 
 
 def estimate_advantages(rollout: Rollout, algorithm: Algorithm, *, scaling: ScoreScaling, kl_coef: float) -> Batch:
-    """What the updates learn from.
+    """Scale the scores, shape the rewards, and let the algorithm estimate advantages and returns.
 
     Args:
-        rollout: with scores, and the log-probs and values of the roles.
+        rollout: a rollout with scores, and the log-probs and values of the roles.
         algorithm: turns rewards into advantages.
-        scaling: of the scores; running statistics take these scores in.
-        kl_coef: of the KL penalty where it is in the reward.
+        scaling: scaling of the scores; running statistics include these scores.
+        kl_coef: coefficient of the KL penalty where it is in the reward.
 
     Raises:
         NothingToLearn: on every rank, when truncated completions are masked and all are truncated.
@@ -147,8 +147,8 @@ def estimate_advantages(rollout: Rollout, algorithm: Algorithm, *, scaling: Scor
 
 
 def _advantages(rewards: Tensor, rollout: Rollout, algorithm: Algorithm) -> Tensor:
-    """[N, T] the algorithm's advantages; where it compares completions, all sequences of an episode have that of the
-    first, so that an episode counts once.
+    """[N, T] the algorithm's advantages; where it compares completions, all sequences of an episode have the advantage
+    of the first one, so that an episode counts once.
     """
     first, member = rollout.episodes()
     if algorithm.config.fewest_completions == 1 or len(first) == len(member):
@@ -159,7 +159,7 @@ def _advantages(rewards: Tensor, rollout: Rollout, algorithm: Algorithm) -> Tens
 
 
 def _with_scaled_greedy_scores(rollout: Rollout, scaling: ScoreScaling, *, score_clip: float | None) -> Rollout:
-    """Greedy scores scaled, penalized and clipped like the scores of the completions that they are a baseline of."""
+    """Greedy scores, scaled, penalized and clipped like the scores of the completions."""
     if rollout.greedy_scores is None or rollout.greedy_penalties is None:
         return rollout
     scores = scaling.scaled(rollout.greedy_scores) - rollout.greedy_penalties
@@ -168,19 +168,19 @@ def _with_scaled_greedy_scores(rollout: Rollout, scaling: ScoreScaling, *, score
 
 def _without_truncated(batch: Batch) -> Batch:
     """The completions that ended by themselves (DAPO, arXiv 2503.14476, section 3.4)."""
-    kept = batch.rollout.stopped.nonzero().flatten().tolist()
-    if not kept:
+    stopped = batch.rollout.stopped.nonzero().flatten().tolist()
+    if not stopped:
         raise NothingToLearn(
             "none of its completions ended by itself, see algorithm.mask_truncated", dict(batch.metrics)
         )
-    return batch.rows(kept)
+    return batch.rows(stopped)
 
 
 class KLController:
-    """Holds kl_coef; with a target, raises it when the KL is above and lowers it when below."""
+    """Holds kl_coef; with a target, raises it if the KL is above the target and lowers it if below."""
 
     def __init__(self, config: KLConfig | None) -> None:
-        """Args: the penalty; none: its coefficient is 0."""
+        """Take the settings of the penalty; None: its coefficient is 0."""
         self.kl_coef = 0.0 if config is None else config.coef
         self._target, self._horizon = (None, 1) if config is None else (config.target, config.horizon)
 
@@ -188,8 +188,8 @@ class KLController:
         """Move the coefficient after a rollout.
 
         Args:
-            kl: mean KL a completion, in nats.
-            completions: in the rollout.
+            kl: mean KL per completion, in nats.
+            completions: number of completions in the rollout.
         """
         if self._target is None:
             return
@@ -197,9 +197,9 @@ class KLController:
         self.kl_coef *= 1 + error * min(completions / self._horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"kl_coef": self.kl_coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.kl_coef = state["kl_coef"]

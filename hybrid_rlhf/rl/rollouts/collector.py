@@ -1,14 +1,14 @@
-"""The completions of each step: sampled at the step or ahead of it while earlier steps train, then scored, and those
-selected that the algorithm learns from.
+"""The completions of each step: sampled at the step, or ahead of it while earlier steps train, then scored and
+selected by the algorithm.
 
 With a policy lag of k, step s samples from the weights after step s - 1 - k, and the first k + 1 steps from the initial
 weights. The lag is constant, not an upper bound, so results do not depend on the timing of threads, and a resumed run
 continues bit for bit. Source: bounded staleness, Ho et al. 2013 (SSP); for RLHF Noukhovitch et al. 2024 (arXiv
 2410.18252), and AReaL (arXiv 2505.24298, section 5.2), whose correction of the loss is `algorithm.correction.method`.
 
-Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) requests more prompts until the step has as many as it takes. It
-requests those that are missing and no more, so that no accepted group is discarded; where the data or its rounds end,
-the step is smaller.
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) requests more prompts until enough groups of completions are
+accepted. It requests as many as are missing, so that no accepted group is discarded; if the data or the permitted
+rounds end before, the step is smaller.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class _SampledStep:
     """A step whose completions are sampled ahead."""
 
     rows: list[int]
-    """Numbers of its prompts in the data."""
+    """Indices of its prompts in the data set."""
     completions: Pending | Rollout | UserError | None
     """None if a checkpoint has no completions of the step; an error is raised at the step."""
     measured: SamplingCost = SamplingCost()
     part: RolloutPart | None = None
-    """Of a partial rollout. Its rows are then those of the prompts that begin in it, and once it is sampled those of
+    """This group's share of a partial rollout. `rows` are then the prompts that begin in it and, once it is sampled,
     the prompts that it has finished."""
 
 
@@ -77,8 +77,8 @@ class AsyncSampler:
             per_step: prompts per step, before dynamic sampling.
             total_steps: steps of the run.
             policy_lag: policy lag in steps; 0: sample at the step.
-            greedy: see RolloutSampler.sample.
-            partial: carries prompts from rollout to rollout; none: each finishes its own.
+            greedy: true to add one greedy completion to the samples of each prompt.
+            partial: carries prompts from rollout to rollout; None: each rollout finishes its own prompts.
         """
         self.sampler, self.stream, self._prompts, self._partial = sampler, stream, prompts, partial
         self.per_step, self.total_steps, self.policy_lag, self.greedy = per_step, total_steps, policy_lag, greedy
@@ -90,7 +90,7 @@ class AsyncSampler:
 
     @property
     def has_next(self) -> bool:
-        """Whether there are prompts for another step."""
+        """True if there are prompts for another step."""
         return bool(self._ahead) or self._prompts_left
 
     @property
@@ -98,7 +98,7 @@ class AsyncSampler:
         return self.stream.left > 0 or (self._partial is not None and self._partial.any_in_flight)
 
     def take(self, step: int) -> tuple[list[int], Rollout]:
-        """Numbers of the prompts of a step, and their completions. Every rank calls, in the order of steps.
+        """Indices of the prompts of a step, and their completions. Every rank calls, in the order of steps.
 
         Raises:
             UserError: on every rank, when an environment fails on any.
@@ -129,7 +129,7 @@ class AsyncSampler:
                 ahead.completions = self.sampler.begin(prompts, step=number, greedy=self.greedy, part=ahead.part)
 
     def _next(self, step: int) -> _SampledStep:
-        """A step with the next prompts."""
+        """A step with the next prompts of the stream."""
         if self._partial is None:
             return _SampledStep(self.stream.take(self.per_step), None)
         first = self.stream.taken
@@ -208,10 +208,10 @@ class AsyncSampler:
         except UserError as error:
             ahead.completions = error
             if self._partial is not None:
-                ahead.rows = []  # they are among the prompts in flight
+                ahead.rows = []  # its prompts are among those in flight
 
     def prompts(self, rows: Sequence[int]) -> list[Mapping[str, Any]]:
-        """Prompts of the data by number."""
+        """Rows of the data set by index."""
         return [self._prompts[row] for row in rows]
 
 
@@ -220,16 +220,16 @@ def _prefix(step: int) -> str:
 
 
 class Collector:
-    """Takes prompts from a stream until a step has what it needs."""
+    """Takes prompts from a stream until a step has enough completions."""
 
     def __init__(self, ahead: AsyncSampler, scorer: RolloutScorer, algorithm: Algorithm) -> None:
-        """Take what samples the steps, the scorer, and the algorithm that selects."""
+        """Take the sampler of the steps, the scorer, and the algorithm that selects."""
         self.ahead, self._scorer, self._algorithm = ahead, scorer, algorithm
         self.sampled = SampledTokens([], 0)
-        """Of the last step."""
+        """Token counts of the last step."""
 
     def collect(self, step: int) -> Rollout:
-        """The completions of a step; every rank calls, and gets the same.
+        """The completions of a step, the same on every rank. Every rank calls.
 
         Raises:
             UserError: on every rank, for a reward component without a usable score.
@@ -256,14 +256,14 @@ class Collector:
             rows = ahead.stream.take(wanted)
             if not rows:
                 break
-            # of the prompts that began in this step some may not be among the taken ones, but have their keys
+            # prompts that began in this step have used keys even if they are not among the taken ones
             first = len(taken) + ahead.extra_prompts
             sampled = ahead.sampler.sample(ahead.prompts(rows), step=step, first=first, greedy=ahead.greedy)
         ahead.begin(step)
         return self._selected(_joined(parts), torch.cat(masks), taken)
 
     def _selected(self, whole: Rollout, mask: torch.Tensor, taken: Sequence[int]) -> Rollout:
-        """The selected rows, with metrics of the whole and the row of each prompt in the data."""
+        """The selected rows, with metrics of all rows and the data set's row of each prompt."""
         assert whole.groups is not None
         self.sampled = SampledTokens(whole.response_mask.sum(dim=1).tolist(), int(whole.lengths.sum()))
         metrics = self._metrics(whole, mask, whole.groups)
@@ -300,7 +300,7 @@ class Collector:
 
 
 def _joined(parts: Sequence[Rollout]) -> Rollout:
-    """Scored completions of different prompts as one rollout; metrics are means by completions, counts sums."""
+    """Scored completions of different prompts as one rollout; metrics are means over completions, counts are summed."""
     if len(parts) == 1:
         return parts[0]
     rows = [float(len(part)) for part in parts]

@@ -1,6 +1,6 @@
 """Completions of the ranks that sample, sent to all ranks: first their lengths, then flat tokens without padding.
 
-Why not as objects: a rollout of a million tokens would be pickled and read again on every rank, number by number.
+They are not sent as objects, because pickling a rollout of a million tokens encodes every number separately.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class _Heading:
     tokens: int
     finish_reason: FinishReason | None
     weight_versions: list[tuple[int, int]]
-    """Each with its number of tokens."""
+    """Runs of equal versions as (version, number of tokens)."""
     truncates: bool
-    """Whether there are log-probs of the truncated distribution."""
+    """True if there are log-probs of the truncated distribution."""
     routes: tuple[tuple[int, ...], str] | None
     """Shape and dtype of the recorded experts."""
 
@@ -54,28 +54,28 @@ def gather_completions(mine: Sequence[Sampled], world: World) -> list[Sampled]:
     """
     if world.size == 1:
         return list(mine)
-    headings = world.all_gather_objects([_heading(each) for each in mine])
-    found = []
+    headings = world.all_gather_objects([_heading(sample) for sample in mine])
+    gathered = []
     for source, of_rank in enumerate(headings):
         if not of_rank:
             continue
-        own = [each.completion for each in mine] if source == world.rank else []
-        prompts = [each.prompt for each in mine] if source == world.rank else []
-        ids = [prompt + each.token_ids for prompt, each in zip(prompts, own, strict=True)]
-        floats = [each.logprobs + each.sampling_logprobs for each in own]
-        experts = [each.routes.reshape(-1).view(np.uint8) for each in own if each.routes is not None]
+        completions = [sample.completion for sample in mine] if source == world.rank else []
+        prompts = [sample.prompt for sample in mine] if source == world.rank else []
+        ids = [prompt + output.token_ids for prompt, output in zip(prompts, completions, strict=True)]
+        floats = [output.logprobs + output.sampling_logprobs for output in completions]
+        experts = [output.routes.reshape(-1).view(np.uint8) for output in completions if output.routes is not None]
         counts = (
             sum(heading.prompt_tokens + heading.tokens for heading in of_rank),
             sum(heading.tokens * (1 + heading.truncates) for heading in of_rank),
             sum(map(_bytes, of_rank)),
         )
-        found += _read(
+        gathered += _read(
             of_rank,
             _sent(ids, counts[0], np.dtype(np.int32), source, world),
             _sent(floats, counts[1], np.dtype(np.float32), source, world),
             _sent(experts, counts[2], np.dtype(np.uint8), source, world),
         )
-    return found
+    return gathered
 
 
 def _heading(sampled: Sampled) -> _Heading:
@@ -97,7 +97,7 @@ def _bytes(heading: _Heading) -> int:
 
 
 def _sent(values: Sequence[Any], count: int, dtype: np.dtype[Any], source: int, world: World) -> np.ndarray:
-    """The numbers that a rank sends, on every rank."""
+    """The numbers that a rank sends, received on every rank."""
     if not count:
         return np.empty(0, dtype)
     flat = np.concatenate([np.asarray(part, dtype) for part in values]) if values else np.empty(count, dtype)
@@ -106,7 +106,7 @@ def _sent(values: Sequence[Any], count: int, dtype: np.dtype[Any], source: int, 
 
 def _read(headings: Sequence[_Heading], ids: np.ndarray, floats: np.ndarray, experts: np.ndarray) -> list[Sampled]:
     """The completions that headings and flat numbers describe."""
-    found = []
+    completions = []
     token, number, byte = 0, 0, 0
     for heading in headings:
         prompt = ids[token : token + heading.prompt_tokens].tolist()
@@ -126,5 +126,5 @@ def _read(headings: Sequence[_Heading], ids: np.ndarray, floats: np.ndarray, exp
             byte += _bytes(heading)
         versions = [version for version, count in heading.weight_versions for _ in range(count)]
         completion = Completion(token_ids, logprobs, heading.finish_reason, drawn, versions, routes)
-        found.append(Sampled(heading.place, prompt, completion))
-    return found
+        completions.append(Sampled(heading.place, prompt, completion))
+    return completions

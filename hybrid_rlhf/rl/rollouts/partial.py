@@ -1,16 +1,17 @@
 """Partial rollouts: a rollout ends when enough prompts are finished, and the others continue in the next one.
 
-A long tail of completions then costs no idle time, and no token is sampled twice. A step trains on a constant number of
-prompts. Each tensor-parallel group that samples finishes its share of them, and keeps as many in flight as it would
-sample otherwise, and its share of the extra ones. Which prompts finish depends on tokens alone (`FinishedShare`), never
-on time or memory, so a run is reproducible and resumes bit for bit. It does depend on the number of groups.
+Ranks then do not idle until the longest completions end, and no token is sampled twice. A step trains on a constant
+number of prompts. Each tensor-parallel group that samples finishes its share of them; it has as many prompts in flight
+as it would sample otherwise, plus its share of the extra prompts. Which prompts finish depends on tokens alone
+(`FinishedShare`), never on time or memory, so a run is reproducible and resumes bit for bit. It does depend on the
+number of groups.
 
 Tokens keep their log-probs and weight versions; keys and values of a carried completion are computed again with the
 weights that continue it. A prompt keeps the random streams of the step in which it began.
 
 Source: partial rollouts of Kimi k1.5 (arXiv 2501.12599, section 2.6), APRIL (arXiv 2509.18521), and AReaL's
 interruptible generation (arXiv 2505.24298, section 4.1), whose correction of the loss is `algorithm.correction`.
-Deviations: the end is a number of tokens, not of seconds; a prompt is carried through `max_lag` steps at most.
+Deviations: a rollout ends after a number of tokens, not of seconds; a prompt is carried for `max_lag` steps at most.
 """
 
 from __future__ import annotations
@@ -38,31 +39,31 @@ class AssignedPrompt:
     """A prompt that this rank samples."""
 
     place: int
-    """Orders the prompts of a rollout, over all ranks."""
+    """Position in the order of the rollout's prompts, over all ranks."""
     row: Mapping[str, Any]
     params: SamplingParams
     recorded: bool
-    """Whether the experts of its completions are recorded, if the model has any."""
+    """True if the experts of its completions are recorded, where the model has experts."""
     begun: Sequence[Completion] = ()
-    """Its completions so far; none before its first rollout."""
+    """Its completions so far; empty before its first rollout."""
 
 
 @dataclass(frozen=True)
 class PromptInFlight:
-    """A prompt that has begun and that no step has trained on, as every rank knows it."""
+    """A prompt that has begun and that no step has trained on; the same on every rank."""
 
     row: int
-    """In the data set."""
+    """Row in the data set."""
     step: int
-    """In which it began, key of its random streams with its place."""
+    """Step in which it began; with `place` the key of its random streams."""
     place: int
-    """Among the prompts that began in that step."""
+    """Position among the prompts that began in that step."""
     group: int
     """Number of the tensor-parallel group that samples it."""
 
 
 class CarriedPrompts:
-    """The prompts in flight of this rank's group. One rollout at a time uses them, in the order of steps."""
+    """The prompts in flight of this rank's group. Rollouts use them one at a time, in the order of steps."""
 
     def __init__(self) -> None:
         self.prompts: list[AssignedPrompt] = []
@@ -70,20 +71,20 @@ class CarriedPrompts:
 
 @dataclass(frozen=True)
 class RolloutPart:
-    """What this rank's group contributes to a rollout."""
+    """The share of this rank's group in a rollout."""
 
     carried: CarriedPrompts
     first: int
-    """Place of the first prompt that begins in it."""
+    """Place of the first prompt that begins in the rollout."""
     begins: Sequence[int]
-    """Indices, among the prompts that begin in it, of those of the group."""
+    """Indices of the group's prompts among those that begin in the rollout."""
     prompts: int
-    """Prompts that it finishes and hands over."""
+    """Number of prompts that the group finishes and hands over."""
     overdue: frozenset[int]
-    """Places of prompts that it must finish."""
+    """Places of the prompts that the group must finish."""
 
     def join(self, new: Sequence[AssignedPrompt]) -> tuple[list[AssignedPrompt], FinishedShare]:
-        """All that the group samples, carried prompts first, and where that ends."""
+        """All prompts that the group samples, carried ones first, and the condition that ends the rollout."""
         self.carried.prompts = joined = [*self.carried.prompts, *new]
         required = [index for index, prompt in enumerate(joined) if prompt.place in self.overdue]
         return joined, FinishedShare(self.prompts, frozenset(required))
@@ -93,7 +94,7 @@ class RolloutPart:
     ) -> tuple[list[AssignedPrompt], list[list[Completion]]]:
         """The finished prompts of this rollout with their completions; the others stay in flight.
 
-        If more are finished than the part takes, those that must be come first, then those that needed fewer tokens.
+        If more are finished than the part takes, required prompts come first, then those that needed fewer tokens.
         """
         finished = [
             (prompt.place not in self.overdue, _added_tokens(prompt, of_prompt), prompt.place, index)
@@ -108,15 +109,15 @@ class RolloutPart:
 
 
 class PartialRollouts:
-    """Which prompts are in flight, and what each group contributes to a rollout; the same on every rank."""
+    """The prompts in flight, and each group's share of a rollout; the same on every rank."""
 
     def __init__(self, config: RolloutConfig, *, groups: int, group: int | None, total_steps: int) -> None:
         """Take the settings.
 
         Args:
-            config: with `partial`.
+            config: rollout settings with `partial`.
             groups: number of tensor-parallel groups that sample.
-            group: number of this rank's; none: it samples in none.
+            group: index of this rank's group; None if the rank samples in no group.
             total_steps: steps of the run.
         """
         assert config.partial is not None
@@ -125,34 +126,34 @@ class PartialRollouts:
         self._groups, self._group, self._total_steps = groups, group, total_steps
         self._carried = CarriedPrompts()
         self._in_flight: dict[int, PromptInFlight] = {}
-        """By place, of which prompts have different ones over the whole run."""
+        """Prompts in flight by place, which is unique over the whole run."""
         self._loads = [0] * groups
-        """Prompts of each group in flight after all rollouts that have begun."""
+        """Number of prompts of each group in flight after all rollouts that have begun."""
         self._tensors: dict[str, Tensor] = {}
 
     @classmethod
     def of(cls, config: RolloutConfig, engine: SamplingEngine, *, total_steps: int) -> Self | None:
-        """Those of a run that samples with an engine; none where each rollout finishes its own prompts."""
+        """The partial rollouts of an engine; None if each rollout finishes its own prompts."""
         groups, group = engine.groups
         return None if config.partial is None else cls(config, groups=groups, group=group, total_steps=total_steps)
 
     @property
     def any_in_flight(self) -> bool:
-        """Whether prompts are left for another step."""
+        """True if prompts are left for another step."""
         return any(self._loads)
 
     def wanted(self, step: int) -> int:
-        """Prompts that begin in the rollout of a step; none that no step would train on."""
+        """Number of prompts that begin in the rollout of a step, without those that no step would train on."""
         left = (self._total_steps - step + 1) * self._per_step
         return max(0, min(self._per_step + self.extra, left) - sum(self._loads))
 
     def begin(self, step: int, rows: Sequence[int], *, first: int) -> RolloutPart:
-        """Count a rollout in; every rank calls, in the order of steps.
+        """Register the rollout of a step. Every rank calls, in the order of steps.
 
         Args:
-            step: its step.
-            rows: of the prompts that begin in it.
-            first: their first place, beyond those of all earlier prompts.
+            step: number of the step.
+            rows: data set rows of the prompts that begin in it.
+            first: place of the first of them, greater than the places of all earlier prompts.
         """
         for index, row in enumerate(rows):
             group = index % self._per_step % self._groups
@@ -162,17 +163,17 @@ class PartialRollouts:
         shares = [len(range(group, self._per_step, self._groups)) for group in range(self._groups)]
         finished = [load if last else min(load, share) for load, share in zip(self._loads, shares, strict=True)]
         self._loads = [load - done for load, done in zip(self._loads, finished, strict=True)]
-        own = {place: prompt for place, prompt in self._in_flight.items() if prompt.group == self._group}
+        of_group = {place: prompt for place, prompt in self._in_flight.items() if prompt.group == self._group}
         return RolloutPart(
             self._carried,
             first,
-            [place - first for place in own if place >= first],
+            [place - first for place in of_group if place >= first],
             0 if self._group is None else finished[self._group],
-            frozenset(place for place, prompt in own.items() if prompt.step <= step - self._max_lag),
+            frozenset(place for place, prompt in of_group.items() if prompt.step <= step - self._max_lag),
         )
 
     def end(self, rollout: Rollout) -> list[int]:
-        """Count the prompts of a rollout out; their rows in the data set."""
+        """Remove the prompts of a finished rollout from those in flight, and return their rows in the data set."""
         assert rollout.groups is not None
         return [self._in_flight.pop(place).row for place in dict.fromkeys(rollout.groups.tolist())]
 
@@ -181,23 +182,23 @@ class PartialRollouts:
 
         Args:
             world: all ranks.
-            sends: whether this rank is the first of a group that samples.
+            sends: true if this rank is the first of a group that samples.
         """
         mine = [
             Sampled(prompt.place, list(prompt.row["input_ids"]), completion)
             for prompt in self._carried.prompts * sends
             for completion in prompt.begun
         ]
-        whole = sorted(gather_completions(mine, world), key=lambda each: each.place)
+        whole = sorted(gather_completions(mine, world), key=lambda sample: sample.place)
         self._tensors = {}
         if whole:
-            episodes = [Episode.of(each.prompt, each.completion) for each in whole]
+            episodes = [Episode.of(sample.prompt, sample.completion) for sample in whole]
             rollout = Rollout.of(episodes, torch.device("cpu"))
             self._tensors = with_prefix(_CARRIED, rollout.tensors())
         return {
             "groups": self._groups,
             "prompts": [{"number": place, **asdict(prompt)} for place, prompt in self._in_flight.items()],
-            "completions": [[each.place, each.completion.finish_reason] for each in whole],
+            "completions": [[sample.place, sample.completion.finish_reason] for sample in whole],
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -210,12 +211,12 @@ class PartialRollouts:
         tensors: Mapping[str, Tensor],
         assigned: Callable[[int, PromptInFlight], AssignedPrompt],
     ) -> None:
-        """Restore the state of a checkpoint; prompts are distributed anew if the number of groups has changed.
+        """Restore the state of a checkpoint; prompts are redistributed if the number of groups has changed.
 
         Args:
-            state: of `state_dict`.
-            tensors: of the checkpoint.
-            assigned: what samples a prompt, by its place.
+            state: result of `state_dict`.
+            tensors: tensors of the checkpoint.
+            assigned: returns the prompt to sample, from its place and the prompt in flight.
         """
         for index, entry in enumerate(state["prompts"]):
             prompt = PromptInFlight(**{name: value for name, value in entry.items() if name != "number"})
@@ -237,7 +238,7 @@ class PartialRollouts:
 
 
 def _added_tokens(prompt: AssignedPrompt, completions: Sequence[Completion]) -> int:
-    """Most tokens that a rollout has added to a completion of a prompt."""
+    """The largest number of tokens that a rollout has added to a completion of a prompt."""
     begun = [len(completion.token_ids) for completion in prompt.begun] or [0] * len(completions)
     return max(len(now.token_ids) - before for now, before in zip(completions, begun, strict=True))
 

@@ -1,11 +1,11 @@
-"""Prompts to completions: each tensor-parallel group samples part of the prompts, and every rank of the run gets all
-completions.
+"""From prompts to completions: each tensor-parallel group samples part of the prompts, and every rank of the run
+receives all completions.
 
-Samples with the actor's current weights between updates, or with a copy of them in a thread while the actor trains.
+The actor's current weights sample between updates, or a copy of them samples in a thread while the actor trains.
 Weights and completions are gathered by collectives in the main thread only; the sampling thread runs only those of its
 tensor-parallel group. One call samples at a time, in the order in which the main thread makes the calls, which is the
-same on every rank: an evaluation waits for all rollouts that began before it. An order by arrival could differ between
-the ranks of a tensor-parallel group, which would then wait for each other in different calls.
+same on every rank: an evaluation waits for all rollouts that began before it. With an order by arrival, the ranks of a
+tensor-parallel group could wait for each other in different calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Samples = list[list[Completion]] | list[list[Episode]]
 _Sampled = tuple[Sequence[AssignedPrompt], Samples]
 """Prompts with their samples."""
 _CLOSING_SECONDS = 10.0
-"""Longer than a decoding step takes."""
+"""Time for the threads to end; longer than a decoding step."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class SamplingCost:
     """Time and work of a rollout, on the first rank that samples."""
 
     seconds: float = 0.0
-    """Of sampling in a thread."""
+    """Time of sampling in a thread."""
     work: DecodeWork = DecodeWork()
-    """What decoding did."""
+    """Bytes read and steps made by decoding."""
     weight_sync_seconds: float = 0.0
-    """See HybridEngine."""
+    """Time of the weight sync, offloading and release of memory included, without the check."""
     weight_check_seconds: float = 0.0
-    """See HybridEngine."""
+    """Time of the check after it."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Pending:
     """None on a rank that does not sample."""
     call: BackgroundCall[tuple[_Sampled, SamplingCost]]
     partial: bool = False
-    """Whether it may leave completions to the next rollout."""
+    """True if it may leave completions to the next rollout."""
 
 
 def _by_prompt(sampled: Sequence[Sampled]) -> list[Sampled]:
-    """In the order of the prompts; the samples of a prompt keep theirs."""
-    return sorted(sampled, key=lambda each: each.place)
+    """Sort by prompt, stably, so that the samples of a prompt stay in their order."""
+    return sorted(sampled, key=lambda sample: sample.place)
 
 
 def cancel(rollouts: Sequence[Pending]) -> None:
@@ -97,13 +97,13 @@ class RolloutSampler:
         tokenizer: PreTrainedTokenizerBase | None = None,
         environments: EpisodeRunner | None = None,
     ) -> None:
-        """Take what samples, the settings, all ranks of the run, and the tokens that end a completion.
+        """Take the engine that samples, the settings, all ranks of the run, and the tokens that end a completion.
 
-        The tokenizer is needed for stop strings, the environments if there are any.
+        The tokenizer is needed for stop strings, `environments` for multi-turn episodes.
         """
         self.engine, self.config, self._world, self.seed = engine, config, world, seed
         self.cost = SamplingCost()
-        """Of the last rollout; the same on every rank."""
+        """Cost of the last rollout, the same on every rank."""
         self._stop: dict[str, Any] = {"stop_token_ids": stop_token_ids, "tokenizer": tokenizer}
         self.tokenizer, self.timers, self._environments = tokenizer, timers, environments
         self._stream = SideStream(world.device)
@@ -127,9 +127,10 @@ class RolloutSampler:
             prompts: rows with `input_ids`, the same on every rank.
             step: key of the random streams; prompt i of a step has the same samples on any number of ranks.
             first: position of the first prompt in the step.
-            greedy: whether to add one greedy completion after the samples of each prompt.
-            shown_as: name in the progress log; none: that of the step's rollout, which is shown if it takes long.
-            part: of a partial rollout: its prompts are those in flight that it finishes, by their places in `groups`.
+            greedy: true to add one greedy completion after the samples of each prompt.
+            shown_as: name in the progress log; None: the name of the step's rollout, shown if it takes long.
+            part: this group's share of a partial rollout, which returns the prompts in flight that it finishes, with
+                their places in `groups`.
         """
         mine = self._assigned(prompts, step, first, greedy, part)
         with self._in_turn(), self.engine.inference(**self._stop) as generation, self._in_sampling_stream():
@@ -147,7 +148,7 @@ class RolloutSampler:
         greedy: bool = False,
         part: RolloutPart | None = None,
     ) -> Pending:
-        """Start sampling what `sample` would return now, in a thread, with a copy of the weights. Every rank calls."""
+        """Start in a thread what `sample` would return now, with a copy of the weights. Every rank calls."""
         engine = self.engine
         generation = engine.snapshot(**self._stop)
         synced = engine.weight_sync_seconds, engine.weight_check_seconds
@@ -157,7 +158,7 @@ class RolloutSampler:
             weight_sync_seconds=self.cost.weight_sync_seconds + sync,
             weight_check_seconds=self.cost.weight_check_seconds + check,
         )
-        # the copy of the weights is complete behind this position
+        # the copy of the weights is complete after this position of the stream
         mine, copied = self._assigned(prompts, step, 0, greedy, part), self._stream.position()
         turn = self._in_turn()
 
@@ -190,19 +191,19 @@ class RolloutSampler:
             self._world.barrier()
 
     def assign(self, row: Mapping[str, Any], *, step: int, index: int, place: int) -> AssignedPrompt:
-        """A prompt in flight, as a group samples it.
+        """A prompt in flight, with its sampling parameters.
 
         Args:
-            row: with `input_ids`.
-            step: key of its random streams.
-            index: the other key: its number among the prompts of the step.
-            place: in `Rollout.groups`.
+            row: row of the data with `input_ids`.
+            step: first key of its random streams.
+            index: second key: index among the prompts of the step.
+            place: value in `Rollout.groups`.
         """
         return AssignedPrompt(place, row, self._params(step, index), self._records(index))
 
     def _in_turn(self) -> contextlib.AbstractContextManager[None]:
-        """A place in the order of calls, taken now in the main thread; the context, which any thread must enter, waits
-        until all calls before it have sampled.
+        """Reserve the next place in the order of calls; called in the main thread. The returned context waits, in any
+        thread, until all earlier calls have sampled.
         """
         earlier_ended, ended = self._last_ended, threading.Event()
         self._last_ended = ended
@@ -218,21 +219,21 @@ class RolloutSampler:
         return turn()
 
     def _in_sampling_stream(self) -> contextlib.AbstractContextManager[None]:
-        """With a policy lag, the stream of the sampling threads: freed memory is reused only in the stream that
-        allocated it, and a KV cache may outlive a call and be used in both."""
+        """With a policy lag, enter the stream of the sampling threads, because memory is reused only in the stream that
+        allocated it, and a KV cache may outlive a call and be used in both threads."""
         return self._stream.after(self._stream.position()) if self.config.policy_lag else contextlib.nullcontext()
 
     def _params(self, step: int, index: int) -> SamplingParams:
         return replace(self.config.sampling, seed=derive_seed(self.seed, step, index))
 
     def _records(self, index: int) -> bool:
-        """Whether the experts of a prompt's completions are recorded, by its number in a rollout."""
+        """Return True if the experts of a prompt's completions are recorded, by the prompt's index in a rollout."""
         return index < self.config.recorded_prompts(index + 1)
 
     def _assigned(
         self, prompts: Sequence[Mapping[str, Any]], step: int, first: int, greedy: bool, part: RolloutPart | None
     ) -> list[AssignedPrompt]:
-        """The prompts that this rank samples, those of a part among those that begin in it."""
+        """The prompts that this rank samples; with a part, those of its group that begin in the rollout."""
         groups, group = self.engine.groups
         if part is not None:
             return [
@@ -248,7 +249,7 @@ class RolloutSampler:
         return mine
 
     def _progress(self, mine: Sequence[AssignedPrompt], step: int, shown_as: str | None = None) -> ProgressLog:
-        """Counts the completions of this rank's prompts."""
+        """A log that counts the completions of this rank's prompts."""
         return ProgressLog(
             shown_as or f"rollout of step {step}",
             total=sum(prompt.params.n for prompt in mine),
@@ -264,7 +265,8 @@ class RolloutSampler:
         progress: ProgressLog,
         part: RolloutPart | None = None,
     ) -> _Sampled:
-        """Completions of this rank's prompts, or episodes with an environment; of a part those that it finishes."""
+        """Completions of this rank's prompts, or episodes of an environment; with a part, of the prompts that it
+        finishes."""
         if generation is None:
             return [], []
         until = None
@@ -289,7 +291,7 @@ class RolloutSampler:
         return (mine, samples) if part is None else part.hand_over(mine, samples)
 
     def _gathered(self, sampled: _Sampled, cost: SamplingCost, *, partial: bool = False) -> Rollout:
-        """Completions of all ranks as a rollout, those of a prompt adjacent."""
+        """Completions of all ranks as a rollout; completions of one prompt are adjacent."""
         world, engine = self._world, self.engine
         self.cost = world.broadcast_object(cost, source=engine.world.members[0])
         mine: list[Any] = []
@@ -299,10 +301,10 @@ class RolloutSampler:
                 mine += [Sampled(prompt.place, list(prompt.row["input_ids"]), sample) for sample in of_prompt]
         if self._environments is None:
             whole = _by_prompt(gather_completions(mine, world))
-            rollout = Rollout.of([Episode.of(each.prompt, each.completion) for each in whole], world.device)
-            places = torch.tensor([each.place for each in whole], device=world.device)
+            rollout = Rollout.of([Episode.of(sample.prompt, sample.completion) for sample in whole], world.device)
+            places = torch.tensor([sample.place for sample in whole], device=world.device)
             return replace(rollout, groups=places) if partial else rollout
-        whole = _by_prompt([each for of_rank in world.all_gather_objects(mine) for each in of_rank])
-        episodes: list[Any] = [each.completion for each in whole]
+        whole = _by_prompt([sample for of_rank in world.all_gather_objects(mine) for sample in of_rank])
+        episodes: list[Any] = [sample.completion for sample in whole]
         self._environments.check_failures(episodes, world)
-        return as_rollout(episodes, world.device, places=[each.place for each in whole])
+        return as_rollout(episodes, world.device, places=[sample.place for sample in whole])

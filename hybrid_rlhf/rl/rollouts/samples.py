@@ -1,4 +1,4 @@
-"""What a run records of its rollouts: readable rows of samples.jsonl, and what is known of each token.
+"""Records of rollouts: readable rows of samples.jsonl, and the values of each token.
 
 `runtime/observability/token_records.py` writes and reads the arrays of tokens.
 """
@@ -23,17 +23,16 @@ from hybrid_rlhf.runtime.observability.token_records import COLUMN
 
 
 class SampleTexts:
-    """Writes completions out as text."""
+    """Decodes completions to text."""
 
     def __init__(self, prompts: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take the data set of the prompts, and the tokenizer."""
         self._prompts, self._tokenizer = prompts, tokenizer
 
     def __call__(self, rollout: Rollout, rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """Some rows of a scored rollout as text, with their scores; none: all rows.
+        """Some rows of a scored rollout as text, with their scores; None for all rows.
 
-        Weight versions are written with the number of tokens that each sampled, scores of components before their
-        weights.
+        Each weight version has the number of tokens that it sampled; scores of components are unweighted.
         """
         assert rollout.prompt_rows is not None and rollout.groups is not None
         prompts, scores, kl = rollout.prompt_rows.tolist(), rollout.penalized_scores, rollout.kl
@@ -68,7 +67,8 @@ def sample_text(rollout: Rollout, row: int, tokenizer: PreTrainedTokenizerBase) 
 
 
 def token_arrays(batch: Batch, ratios: Tensor | None = None) -> dict[str, np.ndarray]:
-    """The tokens of a batch without padding, as `TokenRecord.of` reads them; `ratios` of its updates, if it had any."""
+    """Token arrays of a batch without padding, in the format of `TokenRecord.of`; with `ratios` of its updates, if
+    any."""
     rollout, mask = batch.rollout, batch.rollout.response_mask
     prompts = torch.where(mask.any(dim=1), mask.int().argmax(dim=1), rollout.lengths)
     known: dict[str, Tensor | None] = {

@@ -1,7 +1,7 @@
-"""What the roles compute for sampled completions: scores and penalties, then log-probs and values.
+"""Values that the roles compute for sampled completions: scores and penalties, then log-probs and values.
 
 Old log-probs come from the training forward over the same micro-batches as the first epoch, so that the first
-mini-batch has a ratio of exactly 1. With a single update they are that update's own.
+mini-batch has a ratio of exactly 1. With a single update they come from the forward of that update.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hybrid_rlhf.runtime.world import World
 
 _Reader = ModelEngine | InferenceReader
 _Batches = Callable[[_Reader | CriticCopy], list[tuple[list[int | None], Rollout]]]
-"""A rank's micro-batches for a role: rows of the rollout, and these rows."""
+"""A rank's micro-batches for a role: row indices of the rollout, and these rows."""
 
 
 class RolloutScorer:
-    """Has the roles read completions."""
+    """Scores completions by the reward, and reads them with actor, reference and critic."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class RolloutScorer:
 
         Args:
             prompts: rows of the data, the same on every rank.
-            rollout: equally many completions of each prompt, those of one prompt next to each other; or with `samples`
-                any number, and the places of their prompts in `groups`.
+            rollout: the same number of completions of each prompt, those of one prompt adjacent; or with `samples` any
+                number, and the indices of their prompts in `groups`.
             first: place in the step of the first prompt.
-            greedy: whether the last completion of each prompt is greedy; it becomes the greedy score of the others, and
-                a prompt whose greedy completion is dropped is dropped.
-            refill: the step has other completions, so that all of these may be dropped.
+            greedy: true if the last completion of each prompt is greedy; its score becomes the greedy score of the
+                others, and a prompt is dropped if its greedy completion is.
+            refill: true if the step has other completions, so that all of these may be dropped.
 
         Raises:
             UserError: on every rank, for a reward component without a usable score.
@@ -91,8 +91,8 @@ class RolloutScorer:
             if ref is not None:
                 self._world.all_reduce(ref)
         count, device = len(rollout), self._world.device
-        kept = torch.ones(count, dtype=torch.bool, device=device)
-        kept[report.dropped] = False
+        accepted = torch.ones(count, dtype=torch.bool, device=device)
+        accepted[report.dropped] = False
         samples, row = count // len(prompts), torch.arange(count, device=device)
         prompt = rollout.places(len(prompts))
         scores = report.scores
@@ -102,7 +102,7 @@ class RolloutScorer:
             rollout,
             self._algorithm.penalties,
             max_new_tokens=self._config.sampling.max_new_tokens,
-            scores_std=self._scaling.scaled_std(scores[kept]),
+            scores_std=self._scaling.scaled_std(scores[accepted]),
         )
         scored = replace(
             rollout,
@@ -114,23 +114,23 @@ class RolloutScorer:
             metrics={**report.metrics, **episode_metrics(rollout)},
         )
         if not greedy:
-            return scored.select(kept)
+            return scored.select(accepted)
         last = row % samples == samples - 1
         scored = replace(scored, greedy_scores=scores[last][prompt], greedy_penalties=penalties[last][prompt])
-        return scored.select(kept & kept[last][prompt] & ~last)
+        return scored.select(accepted & accepted[last][prompt] & ~last)
 
     @property
     def weight_version(self) -> int:
-        """Updates of the actor's weights."""
+        """Number of updates of the actor's weights."""
         return self._roles.actor.weight_version
 
     @torch.no_grad()
     def compute_logprobs(self, rollout: Rollout, plan: MiniBatchPlan) -> Rollout:
         """Add the actor's and the reference's log-probs and the critic's values, in the micro-batches of a plan.
 
-        The actor does not read a rollout that makes one update: its log-probs come with that update's own forward, and
-        until then the generation engine's stand in, unless older weights or other arithmetic sampled and a KL to the
-        reference needs the actor's own, or a loss divides by the tokens that a correction keeps.
+        The actor does not read a rollout that makes one update: its log-probs come with that update's forward, and the
+        generation engine's replace them until then. It does read where older weights or other arithmetic sampled and a
+        KL to the reference needs the actor's log-probs, or where a loss divides by the tokens that a correction keeps.
 
         Recorded routes are dropped where they are only compared, as later forwards have other weights.
         """
@@ -141,18 +141,18 @@ class RolloutScorer:
         wanted = [reads_ref, reads_old, reads_old, roles.critic is not None]
         batches, agreement = _batches(rollout, plan), RouterAgreement(self._world.device)
         # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
-        found = torch.zeros(4, *rollout.input_ids.shape, device=self._world.device)
+        outputs = torch.zeros(4, *rollout.input_ids.shape, device=self._world.device)
         with self._timers("scoring"):
             if roles.critic_copy is not None:
-                roles.critic_copy.sync()  # first, so that the critic's ranks may read for the actor meanwhile
+                roles.critic_copy.sync()  # first, so that the critic's ranks are free for the actor in the meantime
             if reads_ref:
-                self._read_reference(batches, found[0])
+                self._read_reference(batches, outputs[0])
             if reads_old:
-                self._read_actor(batches, found[1], found[2], agreement)
+                self._read_actor(batches, outputs[1], outputs[2], agreement)
             if roles.critic is not None:
-                self._read_critic(batches, found[3])
-            # each row of each is filled by one rank and zero on the others
-            summed = self._world.all_reduce(found[wanted]) if any(wanted) else found[:0]
+                self._read_critic(batches, outputs[3])
+            # each row of each tensor is filled by one rank and zero on the others
+            summed = self._world.all_reduce(outputs[wanted]) if any(wanted) else outputs[:0]
             ref, old, entropy, values = _unstacked(summed, wanted)
             if reads_old and rollout.routes is not None:
                 metrics |= agreement.metrics(self._world)
@@ -167,37 +167,38 @@ class RolloutScorer:
         )
 
     def _is_stale(self, rollout: Rollout) -> bool:
-        """Whether older weights sampled any token, as the first rank sees it: collectives follow from the answer."""
+        """Return True if older weights sampled any token; broadcast from the first rank, as collectives depend on
+        it."""
         return self._world.broadcast_object(bool(rollout.stale_updates(self.weight_version)))
 
-    def _read_reference(self, batches: _Batches, found: Tensor) -> None:
+    def _read_reference(self, batches: _Batches, output: Tensor) -> None:
         """Fill this rank's rows of the reference's log-probs [N, T]; nothing on a rank without the reference."""
         actor, reference = self._roles.actor, self._roles.reference
         if reference is None and isinstance(actor, ModelEngine):
             with actor.reference() as base:
-                _read(base, batches, found, self._logprobs_of(base))
+                _read(base, batches, output, self._logprobs_of(base))
         if isinstance(reference, _Reader):
             with reference.on_device():
-                _read(reference, batches, found, self._logprobs_of(reference))
+                _read(reference, batches, output, self._logprobs_of(reference))
 
     def _read_actor(self, batches: _Batches, logprobs: Tensor, entropy: Tensor, agreement: RouterAgreement) -> None:
         actor, temperature = self._roles.actor, self._config.sampling.temperature
         if not isinstance(actor, ModelEngine):
             return
         for indices, batch in batches(actor):
-            found = actor(
+            rows_read = actor(
                 batch.input_ids, batch.attention_mask, batch.response_mask, temperature, routes=batch.padded_routes
             )
             agreement.add(actor)
             if actor.reports_rows:
-                for whole, values in zip((logprobs, entropy), found, strict=True):
+                for whole, values in zip((logprobs, entropy), rows_read, strict=True):
                     scatter_rows(whole, indices, values)
 
-    def _read_critic(self, batches: _Batches, found: Tensor) -> None:
+    def _read_critic(self, batches: _Batches, output: Tensor) -> None:
         copy = self._roles.critic_copy
         reader = self._roles.critic if copy is None else copy
         if isinstance(reader, ModelEngine | CriticCopy) and reader.world.is_member:
-            _read(reader, batches, found, lambda batch: values_before(reader(batch.input_ids, batch.attention_mask)))
+            _read(reader, batches, output, lambda batch: values_before(reader(batch.input_ids, batch.attention_mask)))
 
     def _logprobs_of(self, engine: _Reader) -> Callable[[Rollout], Tensor]:
         return lambda batch: _logprobs(engine, batch, self._config.sampling.temperature)
@@ -213,18 +214,18 @@ def _batches(rollout: Rollout, plan: MiniBatchPlan) -> _Batches:
     return lambda engine: on(engine.world, engine.tensor_parallel)
 
 
-def _read(engine: _Reader | CriticCopy, batches: _Batches, found: Tensor, read: Callable[[Rollout], Tensor]) -> None:
-    """Fill the rows of [N, T] that this rank reports with what the engine reads of them."""
+def _read(engine: _Reader | CriticCopy, batches: _Batches, output: Tensor, read: Callable[[Rollout], Tensor]) -> None:
+    """Fill the rows of `output` [N, T] that this rank reports with `read(batch)`."""
     for indices, batch in batches(engine):
         values = read(batch)
         if engine.reports_rows:
-            scatter_rows(found, indices, values)
+            scatter_rows(output, indices, values)
 
 
-def _unstacked(found: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-    """The rows of [wanted, N, T] at their places; none where nothing was wanted."""
-    rows = iter(found)
-    return [next(rows) if each else None for each in wanted]
+def _unstacked(stacked: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Unstack [wanted, N, T] to one tensor per flag; None where the flag is false."""
+    rows = iter(stacked)
+    return [next(rows) if is_wanted else None for is_wanted in wanted]
 
 
 def _logprobs(engine: _Reader, batch: Rollout, temperature: float) -> Tensor:
@@ -235,14 +236,14 @@ def _logprobs(engine: _Reader, batch: Rollout, temperature: float) -> Tensor:
 def score_penalties(
     rollout: Rollout, config: PenaltiesConfig | None, *, max_new_tokens: int, scores_std: float
 ) -> Tensor:
-    """[N] float32, what is subtracted from scores: for a missing end, and for length.
+    """Penalties that are subtracted from scores, for a missing end and for length, [N] float32.
 
     Source: the EOS trick of N+ details, for scores of standard deviation 1; overlong shaping, DAPO (arXiv 2503.14476,
     eq. 13).
 
     Args:
         rollout: the N completions.
-        config: the penalties; none: zero.
+        config: the penalties; None: no penalty.
         max_new_tokens: longest completion.
         scores_std: standard deviation of the rollout's scores, the penalty for a missing end where that is "auto".
     """

@@ -1,4 +1,4 @@
-"""The actor's loss on a micro-batch: the algorithm's own, an entropy bonus, and the KL where it is a term of the loss.
+"""The actor's loss on a micro-batch: the algorithm's loss, an entropy bonus, and the KL where it is a term of the loss.
 
 All terms are sums over response tokens with the same weights, divided once by the caller.
 """
@@ -19,12 +19,12 @@ from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Batch, Rollout
 
 ROUTES_USED = ("routes_used", "routes_recorded")
-"""Stats of a loss on completions with recorded experts: those that the routers used, and all."""
+"""Stats of a loss on completions with recorded experts: number of experts that the routers used, and of all."""
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What the loss of a micro-batch needs to know of its mini-batch."""
+    """Values of a mini-batch that the loss of its micro-batches needs."""
 
     tokens: float
     """Response tokens over all ranks, the denominator of the losses."""
@@ -37,7 +37,7 @@ class MiniBatch:
 
 
 class PolicyLoss:
-    """Computes the loss with an actor."""
+    """Computes the actor's loss on micro-batches."""
 
     def __init__(
         self, actor: ModelEngine | AbsentEngine, algorithm: Algorithm, *, temperature: float, max_tokens: int
@@ -101,7 +101,7 @@ class PolicyLoss:
         return rollout.response_mask if correction is None else rollout.response_mask & (correction > 0)
 
     def _correction(self, rollout: Rollout) -> Tensor | None:
-        """[n, t] weights of tokens for the difference between sampler and actor; none without a correction."""
+        """[n, t] weights of tokens for the difference between sampler and actor; None without a correction."""
         config = self._algorithm.correction
         if config is None:
             return None

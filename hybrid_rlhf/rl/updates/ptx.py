@@ -13,7 +13,7 @@ from hybrid_rlhf.runtime.world import World
 
 
 class PtxBatches:
-    """This rank's micro-batches of text without end, one list an update."""
+    """Infinite iterator over this rank's micro-batches of text, one list per update."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class PtxBatches:
         self._pad_token_id, self._device = pad_token_id, world.device
 
     def __iter__(self) -> Self:
-        """Itself."""
+        """Return self."""
         return self
 
     def __next__(self) -> list[TokenBatch]:
-        """The micro-batches of the next update."""
+        """Return the micro-batches of the next update."""
         return [collate_tokens(part, self._pad_token_id).to(self._device) for part in next(self._parts)]
 
     def state_dict(self) -> dict[str, int]:
@@ -50,5 +50,5 @@ class PtxBatches:
         return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a checkpoint, before the first batch is taken."""
+        """Restore the position of a checkpoint, before the first batch is taken."""
         self._loader.load_state_dict(state)

@@ -36,7 +36,7 @@ from hybrid_rlhf.runtime.world import World
 
 
 class LastLogprobs:
-    """Collects the log-probs of each row in its last update; ranks hold the rows that they computed."""
+    """Collects the log-probs of each row in its last update; each rank holds the rows that it computed."""
 
     def __init__(self, like: Tensor) -> None:
         """Take log-probs [N, T] of the rollout, for their shape."""
@@ -45,7 +45,7 @@ class LastLogprobs:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], world: World) -> Self | None:
-        """What `tensors` describes; the first rank holds it. None for no tensors."""
+        """The log-probs from the tensors of `tensors()`, which the first rank holds; None for an empty mapping."""
         if not tensors:
             return None
         restored = cls(tensors["values"].to(world.device))
@@ -55,26 +55,26 @@ class LastLogprobs:
         return restored
 
     def tensors(self, world: World) -> dict[str, Tensor]:
-        """State for a checkpoint; every rank calls, and gets the same."""
+        """Return the state for a checkpoint, the same on every rank. Every rank calls."""
         return {"values": self.of_all_ranks(world), "known": self._known}
 
     def begin(self, rows: Sequence[int]) -> None:
-        """An update of these rows, over all ranks: what other ranks had of them is of an earlier one."""
+        """Begin an update of these rows, over all ranks: discard the log-probs of their earlier updates."""
         self._values[list(rows)] = 0.0
         self._known[list(rows)] = True
 
     def add(self, rows: Sequence[int | None], logprobs: Tensor) -> None:
-        """The log-probs [n, t] of a micro-batch of this rank."""
+        """Store the log-probs [n, t] of a micro-batch of this rank."""
         scatter_rows(self._values, rows, logprobs)
 
     def of_all_ranks(self, world: World) -> Tensor:
-        """[N, T], 0 in rows without an update; every rank calls."""
+        """[N, T] log-probs of all ranks, 0 in rows without an update. Every rank calls."""
         return world.all_reduce(self._values.clone())
 
     def ratios(self, old_logprobs: Tensor, world: World) -> Tensor:
         """[N, T] p(last update) / p(before the updates), NaN in rows without an update; every rank calls."""
-        found = (self.of_all_ranks(world) - old_logprobs).exp()
-        return found.masked_fill(~self._known[:, None], torch.nan)
+        ratios = (self.of_all_ranks(world) - old_logprobs).exp()
+        return ratios.masked_fill(~self._known[:, None], torch.nan)
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class UpdateReport:
     batch: Batch
     """The batch, with old log-probs from the training forward in any case."""
     skipped: dict[str, list[int]]
-    """By role whose gradient was not finite: rows of this rank that may have caused the skipped update."""
+    """Rows of this rank that may have caused a skipped update, by each role whose gradient was not finite."""
     ratios: torch.Tensor | None = None
-    """[N, T], ratio of each token in its last update; none unless they were asked for and the algorithm has them."""
+    """[N, T], ratio of each token in its last update; None unless requested, and if the algorithm has no ratios."""
 
 
 class _Sums:
@@ -100,18 +100,18 @@ class _Sums:
 
 
 class Progress:
-    """How many updates from one rollout are made, and their sums so far."""
+    """Number of updates made from one rollout, with their loss sums."""
 
     def __init__(self, device: torch.device) -> None:
         self.updates = 0
         self.sums = _Sums(device)
         self.stats: dict[str, UpdateStats] = {}
         self.skipped: dict[str, list[int]] = {}
-        """By role whose gradient was not finite: rows of this rank that may have caused the skipped update."""
+        """Rows of this rank that may have caused a skipped update, by each role whose gradient was not finite."""
         self.sent: TransferTimes | None = None
-        """Of the actor's weights after its last update; none: they wait for the rollout."""
+        """Times of sending the actor's weights after its last update; None if they are sent at the next rollout."""
         self.last: LastLogprobs | None = None
-        """Log-probs of the updates so far, where an algorithm or a report needs them."""
+        """Log-probs of the updates so far, if an algorithm or a report needs them."""
 
     def record_skipped(self, role: str, micro_batches: list[list[int | None]], losses: list[torch.Tensor]) -> None:
         """Record the rows that may have caused a skipped update."""
@@ -133,7 +133,7 @@ class Progress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], roles: Roles) -> None:
-        """Restore the state of a checkpoint; on other ranks the first of a role takes all its sums."""
+        """Restore the state of a checkpoint; if the ranks have changed, the first rank of a role takes all its sums."""
         by_rank: list[dict[str, dict[str, float]]] = state["sums"]
         self.updates = state["updates"]
         here = {role: learner for role, learner in roles.learners.items() if learner.world.is_member}
@@ -178,7 +178,7 @@ class Updater:
             rollout: how completions are sampled; the actor's log-probs are taken at its temperature.
             average: the actor's moving average, updated after each update.
             ptx_batches: this rank's micro-batches of pretraining text, one list per update.
-            ptx_coef: weight of their loss.
+            ptx_coef: weight of the pretraining loss.
         """
         self._roles, self._world = roles, roles.world
         self._config, self._correction = algorithm.config, algorithm.correction
@@ -189,7 +189,7 @@ class Updater:
         self.ptx, self._ptx_coef = ptx_batches, ptx_coef
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """While the actor has the averaged weights; nothing on a rank without them."""
+        """Context in which the actor has the averaged weights; does nothing on a rank without them."""
         return contextlib.nullcontext() if self.average is None else self.average.applied()
 
     def update(
@@ -203,16 +203,16 @@ class Updater:
         keeps_ratios: bool = False,
         between: Callable[[Progress], None] = lambda progress: None,
     ) -> UpdateReport:
-        """Pass over a batch once per plan. Every rank of the run calls, and updates the roles that it has: actor and
-        critic learn at the same time where they are on disjoint ranks.
+        """Pass over a batch once per plan. Every rank of the run calls, and updates the roles that it has; on disjoint
+        ranks actor and critic learn at the same time.
 
         Args:
-            batch: to learn from.
+            batch: the batch to learn from.
             plans: mini-batches of each epoch.
-            kl_coef: of the KL in the loss, if it is there.
-            train_actor: whether the actor learns too, or the critic alone.
-            progress: of updates made from this batch before the run was interrupted.
-            keeps_ratios: whether the report has the ratio of each token.
+            kl_coef: coefficient of the KL, where it is a term of the loss.
+            train_actor: true to train actor and critic, false to train the critic alone.
+            progress: updates made from this batch before the run was interrupted.
+            keeps_ratios: true to report the ratio of each token.
             between: called before each update.
         """
         progress = progress or Progress(self._world.device)
@@ -264,24 +264,27 @@ class Updater:
     def _mini_batches(
         self, rollout: Rollout, plans: Sequence[MiniBatchPlan], kl_coef: float
     ) -> Iterator[tuple[list[int], Callable[[World], list[list[int | None]]], MiniBatch]]:
-        """Of each mini-batch its rows, this rank's micro-batches by the ranks that share it, and what losses need."""
+        """For each mini-batch: its rows, a function to this rank's micro-batches from the ranks that share it, loss
+        inputs."""
         counted = self._correction is None or self._correction.count_masked
-        kept = None if counted else self.policy_loss.kept(rollout).sum(dim=1)
+        kept_per_row = None if counted else self.policy_loss.kept(rollout).sum(dim=1)
         for plan in plans:
             for number, (tokens, sequences) in enumerate(zip(plan.tokens, plan.sequences, strict=True)):
                 rows = plan.rows_of(number)
-                kept_tokens = None if kept is None else float(kept[rows].sum())
+                kept_tokens = None if kept_per_row is None else float(kept_per_row[rows].sum())
                 yield rows, partial(plan.mini_batch, number), MiniBatch(tokens, sequences, kl_coef, kept_tokens)
 
     def _sending(self, *, last: bool) -> contextlib.AbstractContextManager[TransferTimes | None]:
-        """While the critic learns: the actor's weights travel to ranks that sample, if this was its last update."""
+        """Context of the critic's update: sends the actor's weights to separate samplers, after the actor's last
+        update."""
         sampler = self._roles.separate_sampler
         if not last or sampler is None or self._roles.critic is None:
             return contextlib.nullcontext()
         return sampler.sync_ahead()
 
     def _exceeds_target(self, approxkl: torch.Tensor, tokens: float) -> bool:
-        """Whether approxkl of the mini-batch ends the passes over the rollout; the same on every rank."""
+        """Return True if the mini-batch's mean approxkl exceeds the target, which ends the updates; the same on every
+        rank."""
         if self._config.target_kl is None:
             return False
         return float(self._world.all_reduce(approxkl)) / max(tokens, 1.0) > self._config.target_kl
@@ -344,30 +347,30 @@ class Updater:
 
     def _metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the updates, the same on every rank."""
-        own = self._own_metrics(progress)
+        values = self._own_metrics(progress)
         if progress.sent is not None and self._roles.actor.world.is_main:
-            own |= progress.sent.metrics
-        return {"rollout/updates": float(progress.updates)} | self._world.merge_dicts(own)
+            values |= progress.sent.metrics
+        return {"rollout/updates": float(progress.updates)} | self._world.merge_dicts(values)
 
     def _own_metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the roles whose first rank this is; every rank of a role calls."""
         sums, metrics = progress.sums, dict[str, float]()
         for role, last in progress.stats.items():
             world = self._roles.learners[role].world
-            found = {"lr" if role == "actor" else f"{role}/lr": last.lr}
+            role_metrics = {"lr" if role == "actor" else f"{role}/lr": last.lr}
             if last.grad_norm is not None:
-                found[f"{role}/grad_norm"] = last.grad_norm
+                role_metrics[f"{role}/grad_norm"] = last.grad_norm
             if role == "critic":
                 value = sums.value.means(world)
-                found |= {"loss/value": value["loss"], "val/clipfrac": value["clipfrac"]}
+                role_metrics |= {"loss/value": value["loss"], "val/clipfrac": value["clipfrac"]}
             else:
                 means = sums.policy.means(world)
-                found |= {name: means[key] for name, key in _POLICY_METRICS.items() if key in means}
+                role_metrics |= {name: means[key] for name, key in _POLICY_METRICS.items() if key in means}
                 used, recorded = (means.get(name, 0.0) for name in ROUTES_USED)
-                found |= {ROUTER_AGREEMENT: used / recorded} if recorded else {}
+                role_metrics |= {ROUTER_AGREEMENT: used / recorded} if recorded else {}
                 if self.ptx is not None:
-                    found["loss/ptx"] = sums.ptx.means(world)["loss"]
-            metrics |= found if world.is_main else {}
+                    role_metrics["loss/ptx"] = sums.ptx.means(world)["loss"]
+            metrics |= role_metrics if world.is_main else {}
         return metrics
 
 

@@ -1,7 +1,4 @@
-"""A file that is whole or not there: written beside its place, brought to the disk, and renamed.
-
-Why here: the lowest floor writes one too.
-"""
+"""Atomic writes: a file is written under a temporary name, flushed to the disk, and renamed."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from hybrid_rlhf.runtime.files.reading import user_path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a small file; one that was there stays as it was until the new one is whole.
+    """Write a small file; an existing file is unchanged until the new one is complete.
 
     Raises:
         OSError: when it cannot be written; nothing is left beside it.
@@ -27,7 +24,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes its place at the end of the block; after an exception it is removed.
+    """A file to write to, which is renamed at the end of the block; after an exception it is removed.
 
     Raises:
         OSError: when it cannot be written; nothing is left beside it.
@@ -45,7 +42,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def output_file(path: str | Path, key: str, *, overwrite: bool) -> Path:
-    """The place of a new file, with its folder.
+    """The path of a new file; creates its folder.
 
     Raises:
         UserError: naming `key`, if the file exists and may not be replaced, or cannot be written.
@@ -54,7 +51,7 @@ def output_file(path: str | Path, key: str, *, overwrite: bool) -> Path:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         is_there, writable = os.path.lexists(file), os.access(file.parent, os.W_OK)
-    except OSError:  # a file where a folder should be
+    except OSError:  # a component of the path is a file
         is_there = writable = False
     if not writable or (is_there and not file.is_file()):
         raise UserError(f"{key} must be a file that can be written, got {path}: choose another")

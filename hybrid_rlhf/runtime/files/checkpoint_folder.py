@@ -1,4 +1,4 @@
-"""The checkpoints of a run on disk: which exist, which are complete, which to keep.
+"""The checkpoints of a run on disk: existing ones, complete ones, and those to keep.
 
 A checkpoint is a folder step_N, or step_N_update_M for one saved after M updates on the rollout of step N + 1. It is
 complete if its manifest is unaltered and every file has the size and checksum in the manifest. Folders with other
@@ -79,7 +79,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def find_fault(checkpoint: Path, world: World) -> str | None:
-    """Why a checkpoint cannot be used, or None; every rank calls and verifies its share of the files."""
+    """Why a checkpoint cannot be used, or None. Every rank calls, and verifies its share of the files."""
     try:
         files = dict(read_manifest(checkpoint)["files"]) if world.is_main else {}
         fault = None
@@ -105,11 +105,11 @@ def newest_complete(run_folder: Path, world: World) -> Path | None:
 
 
 def newest_before(run_folder: Path, step: int) -> Path | None:
-    """The newest checkpoint with a valid manifest that a run resumes from before the rollout of a step; None: none."""
+    """The newest checkpoint from which a run resumes before the rollout of a step, with a valid manifest; or None."""
     for path in checkpoint_paths(run_folder)[::-1]:
         after, update = _position(path)
         with contextlib.suppress(BrokenCheckpoint):
-            if after + (update >= 0) < step and read_manifest(path):  # one within a step holds its rollout
+            if after + (update >= 0) < step and read_manifest(path):  # a checkpoint within a step contains its rollout
                 return path
     return None
 
@@ -126,16 +126,16 @@ def rename_superseded(run_folder: Path, checkpoint: Path | None) -> None:
 
 
 def prune_checkpoints(run_folder: Path, config: CheckpointConfig) -> None:
-    """Remove the checkpoints that no rule keeps and partial ones; call it once the newest is complete."""
+    """Remove partial checkpoints and those that no rule keeps; call it once the newest is complete."""
     metrics = {}
     for path in checkpoint_paths(run_folder):
         try:
             metrics[path] = read_manifest(path)["figures"]
         except BrokenCheckpoint:
             continue
-    kept = checkpoints_to_keep(metrics, config)
+    to_keep = checkpoints_to_keep(metrics, config)
     for path in metrics:
-        if path not in kept:
+        if path not in to_keep:
             path.rename(path.with_name(f"{path.name}.partial"))  # an interrupted removal must not look complete
     for path in (run_folder / CHECKPOINTS).glob("step_*.partial"):
         if _PARTIAL_NAME.fullmatch(path.name):
@@ -145,16 +145,16 @@ def prune_checkpoints(run_folder: Path, config: CheckpointConfig) -> None:
 def checkpoints_to_keep(metrics: Mapping[Path, Mapping[str, float]], config: CheckpointConfig) -> set[Path]:
     """The checkpoints to keep, given complete ones and the metrics of their steps."""
     paths = sorted(metrics, key=_position)
-    kept = set(paths[-config.keep_last :])
+    to_keep = set(paths[-config.keep_last :])
     if config.keep_every:
         ends = [path for path in paths if _position(path)[1] < 0]
-        kept |= {path for path in ends if _position(path)[0] % config.keep_every == 0}
+        to_keep |= {path for path in ends if _position(path)[0] % config.keep_every == 0}
     if config.best_metric is not None:
         sign, name = config.best_metric
         measured = [path for path in paths if math.isfinite(metrics[path].get(name, math.nan))]
         if measured:
-            kept.add(max(measured, key=lambda path: sign * metrics[path][name]))
-    return kept
+            to_keep.add(max(measured, key=lambda path: sign * metrics[path][name]))
+    return to_keep
 
 
 def _position(path: Path) -> tuple[int, int]:

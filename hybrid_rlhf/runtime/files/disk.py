@@ -1,6 +1,6 @@
-"""What a disk's fault means for its owner, and write errors of libraries as the OSError of the disk that caused them.
+"""Messages for errors of a disk, and the OSError behind write errors of libraries.
 
-safetensors gives the system's error number in its message. torch and DeepSpeed lose it, so a test write finds it.
+safetensors has the system's error number in its message. torch and DeepSpeed omit it, so a test write finds it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _FAULTS = {
 _OF_FILES_ALONE = (errno.EACCES, errno.EPERM)
 DISK_ERRNOS = frozenset(_FAULTS)
 _PROBE_BYTES = 2**20
-"""More than the free space of a disk on which a write has failed."""
+"""Size of a test write: more than the free space of a disk on which a write has failed."""
 
 
 def disk_fault(error: OSError) -> str | None:
-    """The fault, the file or folder, and what to do; none where the error is no disk's."""
+    """The fault with the file or folder, and what to do; None if the error is not a disk's."""
     if error.errno not in _FAULTS or (error.errno in _OF_FILES_ALONE and error.filename is None):
         return None
     fault, fix = _FAULTS[error.errno]
@@ -44,7 +44,7 @@ def disk_fault(error: OSError) -> str | None:
 
 @contextlib.contextmanager
 def disk_errors_translated(folder: Path) -> Iterator[None]:
-    """Raise an OSError that names the folder for any error in the block that the disk has caused."""
+    """Context that raises an OSError with the folder's name for any error in the block that the disk has caused."""
     try:
         yield
     except UserError:
@@ -54,8 +54,8 @@ def disk_errors_translated(folder: Path) -> Iterator[None]:
             raise
         raise OSError(error.errno, error.strerror, str(folder)) from error
     except Exception as error:
-        found = re.search(r"\(os error (\d+)\)", str(error))
-        number = int(found[1]) if found else _probe(folder)
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(match[1]) if match else _probe(folder)
         if number not in DISK_ERRNOS:
             raise
         assert number is not None

@@ -27,22 +27,22 @@ class LockOwner:
     pid: int
     host: str
     start_ticks: int
-    """When the process started, in clock ticks since the boot of its host: process ids are reused."""
+    """Start time of the process, in clock ticks since the boot of its host: process ids are reused."""
 
     @classmethod
     def read(cls, text: str) -> LockOwner | None:
-        """The owner that the text of a lock file names; None: the file is empty or has another format."""
+        """The owner in the text of a lock file; None if the file is empty or has another format."""
         match text.split():
             case [pid, host, ticks] if pid.isdecimal() and ticks.isdecimal() and len(text) <= _LONGEST_OWNER:
                 return cls(int(pid), host, int(ticks))
         return None
 
     def is_alive(self) -> bool:
-        """Whether the process lives on this host."""
+        """Return True if the process is alive on this host."""
         return self.host == socket.gethostname() and _start_ticks(self.pid) == self.start_ticks
 
     def has_open(self, folder: Path) -> bool:
-        """Whether the process has the lock file of a folder open.
+        """Return True if the process has the lock file of a folder open.
 
         Raises:
             OSError: if its open files cannot be read, or there is no lock file.
@@ -50,7 +50,7 @@ class LockOwner:
         lock = (folder / LOCK_FILE).lstat()
         descriptors = f"/proc/{self.pid}/fd"
         for name in os.listdir(descriptors):
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # closed in the meantime
                 opened = os.stat(f"{descriptors}/{name}")
                 if (opened.st_dev, opened.st_ino) == (lock.st_dev, lock.st_ino):
                     return True
@@ -80,7 +80,7 @@ class FolderLock:
         return None
 
     def release(self) -> None:
-        """Release the lock, if it is held; its file names no owner any more."""
+        """Release the lock, if it is held; its file then names no owner."""
         if self._descriptor in _held:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
@@ -94,7 +94,7 @@ class FolderLock:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Whether another process holds the lock; otherwise this one acquires it, if the file system supports locks."""
+    """Return True if another process holds the lock; otherwise acquire it, if the file system supports locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -105,7 +105,7 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None: there is none, or it has ended and is not reaped."""
+    """Start time of a process in clock ticks since boot; None if it does not exist, or is a zombie."""
     try:
         content = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -115,7 +115,7 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def _close_in_child() -> None:
-    """A forked child shares the lock and may outlive the run."""
+    """Close the locks in a forked child, which shares them and may outlive the run."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()

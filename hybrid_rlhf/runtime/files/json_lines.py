@@ -1,6 +1,6 @@
 """JSON Lines files to which a run appends. A failing disk does not end the run.
 
-Lines that cannot be written stay in memory, in their order, until the disk accepts them; a partial line is truncated.
+Lines that cannot be written stay in memory, in order, until the disk accepts them; a partial line is truncated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 MAX_PENDING_BYTES = 64 * 2**20
-"""Limit of the lines held in memory; beyond it the oldest are discarded."""
+"""Limit of the pending lines; beyond it the oldest are discarded."""
 logger = logging.getLogger(LOGGER_NAME)
 
 
@@ -123,9 +123,9 @@ def drop_lines_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    kept = b"".join(raw + b"\n" for line, raw in _parsed(path) if line["step"] <= step)
-    if kept != path.read_bytes():
-        write_whole(path, kept)
+    complete = b"".join(raw + b"\n" for line, raw in _parsed(path) if line["step"] <= step)
+    if complete != path.read_bytes():
+        write_whole(path, complete)
 
 
 def _parsed(path: Path) -> list[tuple[dict[str, Any], bytes]]:

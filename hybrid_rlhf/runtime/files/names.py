@@ -1,4 +1,4 @@
-"""Names of what a run folder has. Why apart: what reads run folders without running needs no torch."""
+"""Names of files in a run folder, in a module without torch, for readers of run folders."""
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"

@@ -1,7 +1,7 @@
-"""Files and folders that a user names, and JSON in them: read whole, or refused in one line.
+"""Files and folders that a user names, and JSON in them: read completely, or refused in one line.
 
-Why one place: a path may be a pipe that nobody writes to, a device without an end, or bytes that are no text; a parser
-may be nested out of its stack, and takes the last of two equal keys in silence.
+A path may be a pipe without a writer, an endless device, or bytes that are not text; deeply nested JSON may overflow
+the parser's stack, and a parser silently takes the last of two equal keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from hybrid_rlhf.configs.errors import UserError
 
 CACHE = "~/.cache/hybrid_rlhf"
-"""Folder of what is computed or downloaded once per machine: tokenized rows, dequantised models, measured choices."""
+"""Folder of results that are computed or downloaded once per machine: tokenized rows, models, measured choices."""
 _MAGIC = {
     b"\x1f\x8b": "is compressed with gzip: gunzip it",
     b"PK\x03\x04": "is a zip archive: unzip it",
@@ -25,7 +25,7 @@ _MAGIC = {
 
 
 class NotJSON(ValueError):
-    """What is wrong with a text, and where."""
+    """A text is not valid JSON; with the reason and its position."""
 
     def __init__(self, reason: str, line: int = 1, column: int | None = None) -> None:
         super().__init__(reason)
@@ -33,7 +33,7 @@ class NotJSON(ValueError):
 
 
 def user_path(path: str | Path) -> Path:
-    """A path that a user wrote; ~ is the home folder, and the ~name of nobody is a name, as for a shell."""
+    """Expand ~ in a path of the user; ~name of an unknown user is kept, as in a shell."""
     return Path(os.path.expanduser(path))
 
 
@@ -43,21 +43,21 @@ def cache_folder(cache_dir: str | None = None) -> Path:
 
 
 def regular_file(path: str | Path, rule: str) -> Path:
-    """The path of a file that has an end.
+    """The path of a regular file.
 
     Args:
-        path: what the user wrote; ~ is the home folder.
-        rule: what it must be, the beginning of an error: "--config must name a file".
+        path: path as the user wrote it; ~ is the home folder.
+        rule: requirement at the beginning of an error, such as "--config must name a file".
 
     Raises:
-        UserError: when it is missing, a folder, a pipe or a device, or cannot be looked at.
+        UserError: when it is missing, a folder, a pipe or a device, or cannot be accessed.
     """
     try:
         file = Path(path).expanduser()
         if file.is_file():
             return file
         exists, folder = file.exists(), file.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~ of a user that there is not
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~ of an unknown user
         reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
         raise UserError(f"{rule}, {path} cannot be read ({reason}): check the path") from error
     kind = "is a folder" if folder else "is a pipe or a device" if exists else "does not exist"
@@ -65,10 +65,10 @@ def regular_file(path: str | Path, rule: str) -> Path:
 
 
 def read_text(path: str | Path, rule: str) -> str:
-    """The text of a file, UTF-8 with or without its mark.
+    """The text of a file, UTF-8 with or without a byte order mark.
 
     Raises:
-        UserError: when there is no such file or it is no text; see `regular_file`.
+        UserError: when there is no such file or it is not text; see `regular_file`.
     """
     file = regular_file(path, rule)
     try:
@@ -91,11 +91,11 @@ def parse_json(text: str) -> Any:
     """JSON in which no key is repeated and all text can be written as UTF-8.
 
     Raises:
-        NotJSON: for whatever else.
+        NotJSON: for any other text.
     """
     try:
         content = json.loads(text, object_pairs_hook=_distinct)
-        if "\\ud" in text.lower():  # \ud83d alone is half of a character
+        if "\\ud" in text.lower():  # a lone surrogate such as \ud83d is half of a character
             json.dumps(content, ensure_ascii=False).encode()
         return content
     except json.JSONDecodeError as error:
@@ -108,7 +108,7 @@ def parse_json(text: str) -> Any:
         raise
     except UnicodeEncodeError as error:
         raise NotJSON("a text has half of a surrogate pair") from error
-    except ValueError as error:  # Python's guard against numbers that take hours to read
+    except ValueError as error:  # Python's limit on the digits of integers
         raise NotJSON(f"a number has more than {sys.get_int_max_str_digits()} digits") from error
 
 
@@ -116,7 +116,7 @@ def read_json_object(path: str | Path, key: str) -> dict[str, Any]:
     """The object of a JSON file that a config key names.
 
     Raises:
-        UserError: when there is no such file, or it holds something else.
+        UserError: when there is no such file, or it does not contain an object.
     """
     text = read_text(path, f"{key} must name a JSON file")
     try:
@@ -129,7 +129,7 @@ def read_json_object(path: str | Path, key: str) -> dict[str, Any]:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, whose reader would take the last of two equal keys in silence."""
+    """A JSON object; raise NotJSON for a repeated key, of which the parser would silently take the last."""
     content = dict(pairs)
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,4 +1,4 @@
-"""Undoes what a start wrote to a run folder, when a user's error ends it before its loop: the next one is then new."""
+"""Restores a run folder when a user's error ends a start before its loop, so that the next start is new."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hybrid_rlhf.runtime.files.names import LOG_FILE
 
 
 def contents(folder: Path, names: Iterable[str]) -> dict[str, bytes | None]:
-    """What files of a folder contain; none: there is no such file."""
+    """Contents of files in a folder, by name; None for a file that does not exist."""
     return {name: (folder / name).read_bytes() if (folder / name).exists() else None for name in names}
 
 
 def restore(folder: Path, before: Mapping[str, bytes | None]) -> None:
-    """Remove the files that were not there, and restore the others; an older log goes on."""
+    """Remove files that did not exist, and restore the others; an older log is kept."""
     for name, content in before.items():
         with contextlib.suppress(OSError):  # the user's error is the one to report
             if content is None:

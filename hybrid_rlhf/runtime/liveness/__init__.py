@@ -1,5 +1,5 @@
 """Ends a run that hangs or has lost a rank, and handles signals.
 
-Read `watchdog.py` (a thread on every rank), `heartbeats.py` (its own TCP connections), `stall_report.py` (what each
-rank was doing), then `signals.py` (SIGTERM, SIGUSR1) and `launcher.py` (stops ranks whose launcher has died).
+Read `watchdog.py` (a thread on every rank), `heartbeats.py` (its TCP connections), `stall_report.py` (activity of each
+rank), then `signals.py` (SIGTERM, SIGUSR1) and `launcher.py` (stops ranks whose launcher has died).
 """

@@ -1,9 +1,9 @@
 """Heartbeat channel: plain TCP connections between rank 0 and all other ranks, separate from those of the collectives.
 
-The operating system closes the sockets of a process that dies, whatever its main thread was waiting for, and TCP
-keep-alive fails the connection to a host that vanishes. A connection that ends without an exit notice therefore means
-that the rank died; this is detected within 25 seconds, while NCCL alone would let the other ranks wait for their
-collective timeout. A busy process keeps its connections. Messages are JSON, one per line.
+The operating system closes the sockets of a process that dies, even if its main thread is blocked, and TCP keep-alive
+fails the connection to a host that vanishes. A connection that ends without an exit notice therefore means that the
+rank died; this is detected within 25 seconds, while with NCCL alone the other ranks would wait for the timeout of their
+collective. A busy process keeps its connections. Messages are JSON, one per line.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _CONNECT_SECONDS = 30.0
 _SEND_SECONDS = 1.0
 _MAX_HANDSHAKE_BYTES = 512
 _READY = b"+"
-"""Sent to every rank once all are connected. No rank sends anything but its handshake before it has received this."""
+"""Sent to every rank once all are connected. Until a rank has received it, it sends only its handshake."""
 _MAX_LINE_BYTES = 2**16
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
-"""Linux names: seconds, seconds, tries, milliseconds. Other systems keep their defaults for those they lack."""
+"""Names on Linux: seconds, seconds, tries, milliseconds. Other systems keep their defaults for missing ones."""
 
 Message = dict[str, Any]
 _open: weakref.WeakSet[HeartbeatChannel] = weakref.WeakSet()
@@ -48,7 +48,7 @@ class _Peer:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def lines(self, max_bytes: int) -> list[bytes]:
-        """The lines that one read completes; call it when the socket is readable.
+        """The lines that one read completes; call it if the socket is readable.
 
         Raises:
             OSError: if the connection has ended or a line is longer than `max_bytes`.
@@ -61,7 +61,7 @@ class _Peer:
 
 
 class HeartbeatChannel:
-    """The connections of this rank: to all other ranks on rank 0, to rank 0 elsewhere; none with a single rank."""
+    """The connections of this rank: on rank 0 to all other ranks, on other ranks to rank 0."""
 
     def __init__(self, world: World) -> None:
         """Connect; every rank calls.
@@ -179,8 +179,8 @@ class HeartbeatChannel:
         if not lines:
             return
         selector.unregister(peer.socket)
-        given, _, words = lines[0].partition(b" ")
-        if not secrets.compare_digest(given, token.encode()):
+        received, _, words = lines[0].partition(b" ")
+        if not secrets.compare_digest(received, token.encode()):
             peer.socket.close()
             return
         rank, host = words.decode().split(" ")

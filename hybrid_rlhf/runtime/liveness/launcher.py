@@ -1,9 +1,9 @@
 """Stops a rank whose launcher has died, so that it releases its GPU and its run folder.
 
 torchrun, the DeepSpeed launcher and `train.py` end their ranks when they receive a signal that can be caught. SIGKILL
-cannot, and the kernel leaves the ranks running. A thread of every rank therefore checks once per second that the
-processes that started it are alive; if one is not, it sends SIGTERM to its own process, on which the loop saves and
-stops (signals.py). All ranks of that launcher do so, and the other ranks of the run stop with them.
+cannot be caught, and the ranks keep running. A thread of every rank therefore checks once per second that the processes
+that started it are alive; if one is not, it sends SIGTERM to its own process, so that the loop saves and stops
+(signals.py). All ranks of that launcher do so, and the other ranks of the run stop with them.
 
 A process started from a shell has no launcher: `nohup python training/step1_sft/main.py &` outlives its shell.
 
@@ -27,10 +27,10 @@ from hybrid_rlhf.runtime.liveness.signals import ask_to_stop
 STARTED_BY = "HYBRID_RLHF_STARTED_BY"
 """Environment variable with the process id of `train.py`, set for the processes that it starts on its host."""
 _TORCHRUN, _DEEPSPEED = "TORCHELASTIC_RUN_ID", "CROSS_RANK"
-"""Environment variables that only this launcher sets for its ranks."""
+"""Environment variables that only the respective launcher sets for its ranks."""
 _POLL_SECONDS = 1.0
 _LOGGER_NAME = "hybrid_rlhf"
-"""Repeated from logs.py, which imports torch: this module is imported earlier."""
+"""Repeated from logs.py, which imports torch, because this module is imported earlier."""
 _watching = threading.Lock()
 
 
@@ -60,14 +60,14 @@ def _launchers(started_by: int | None) -> list[psutil.Process]:
     Raises:
         psutil.NoSuchProcess: if one is already dead.
     """
-    found = [] if started_by is None else [psutil.Process(started_by)]
+    processes = [] if started_by is None else [psutil.Process(started_by)]
     if _TORCHRUN in os.environ or _DEEPSPEED in os.environ:
-        found.append(psutil.Process(os.getppid()))
+        processes.append(psutil.Process(os.getppid()))
     if _DEEPSPEED in os.environ:  # one process per host, and the command that started it
-        command = found[-1].parent()
+        command = processes[-1].parent()
         with contextlib.suppress(psutil.AccessDenied):
-            found += [command] if command is not None and "deepspeed" in " ".join(command.cmdline()) else []
-    return found
+            processes += [command] if command is not None and "deepspeed" in " ".join(command.cmdline()) else []
+    return processes
 
 
 def _watch(launchers: Sequence[psutil.Process]) -> None:

@@ -1,8 +1,8 @@
 """Requests by signal: SIGTERM and SIGINT save and stop a run, SIGUSR1 saves and continues.
 
 Schedulers send SIGTERM and SIGUSR1 before they reclaim a machine, a terminal sends SIGINT on Ctrl-C. A second SIGTERM
-or SIGINT stops at once. Outside its loop a run has nothing to save: there SIGUSR1 is ignored and the others end the
-process.
+or SIGINT stops at once. Outside its loop a run has nothing to save: there SIGUSR1 is ignored, and SIGTERM and SIGINT
+end the process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess  # for a type alone  # nosec B404
+import subprocess  # only for a type  # nosec B404
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,16 +25,16 @@ STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 _stopping = threading.Event()
 """Set once the loop of this process has received SIGTERM or SIGINT."""
 _SAME_KEY_SECONDS = 1.0
-"""A rank receives one Ctrl-C from the terminal and again from torchrun, which forwards its own."""
+"""Time within which a second SIGINT is the same Ctrl-C, which a rank receives from the terminal and from torchrun."""
 
 
 class SignalRequests:
-    """Records the signals received."""
+    """Records the received signals."""
 
     def __init__(self) -> None:
         self.stop = False
         self.saves = 0
-        """How many checkpoints have been requested."""
+        """Number of checkpoints requested."""
         self._interrupted_at: float | None = None
 
     def catch(self) -> AbstractContextManager[None]:
@@ -60,7 +60,7 @@ class SignalRequests:
 
 
 def ask_to_stop() -> None:
-    """Send this process SIGTERM, unless it is stopping: a second would end it at once."""
+    """Send this process SIGTERM, unless it is already stopping: a second signal would end it at once."""
     if not _stopping.is_set():
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -74,9 +74,9 @@ def ignore_save_requests() -> AbstractContextManager[None]:
 def forward_signals(process: subprocess.Popen[str]) -> Iterator[SignalRequests]:
     """Forward signals to the ranks: the child process, or those it has started on this host; SIGINT as SIGTERM.
 
-    The child has a session of its own, or Ctrl-C would reach it too. A launcher in between would end its ranks without
+    The child needs a separate session, as Ctrl-C would reach it too. A launcher in between would end its ranks without
     waiting for a checkpoint. SIGUSR1 is not sent to a process that does not handle it, such as a rank that is still
-    importing or a launcher without ranks: it would die.
+    importing or a launcher without ranks, because it would end it.
 
     Yields:
         the requests received so far; only `stop` is set.
@@ -87,11 +87,11 @@ def forward_signals(process: subprocess.Popen[str]) -> Iterator[SignalRequests]:
         if number == signal.SIGINT:
             if not requests.stop:
                 _say_that_it_stops()
-            number = signal.SIGTERM  # also a rank that is still importing ends by it without a traceback
+            number = signal.SIGTERM  # ends a rank that is still importing without a traceback
         requests.stop = requests.stop or number == signal.SIGTERM
         with contextlib.suppress(psutil.Error):
             child = psutil.Process(process.pid)
-            ranks = [other for other in child.children(recursive=True) if _is_rank(other)]
+            ranks = [descendant for descendant in child.children(recursive=True) if _is_rank(descendant)]
             for rank in ranks or [child]:
                 if number == signal.SIGTERM or _handles(rank, number):
                     rank.send_signal(number)
@@ -102,9 +102,9 @@ def forward_signals(process: subprocess.Popen[str]) -> Iterator[SignalRequests]:
 
 @contextlib.contextmanager
 def _handler_installed(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals, by default all, inside the block; does nothing outside the main thread, as Python requires.
+    """Handle signals, by default all three, inside the block; no effect outside the main thread, as Python requires.
 
-    SIGINT stays ignored where it is, as in a script's background job.
+    SIGINT stays ignored if it is ignored, as in a script's background job.
     """
     is_main = threading.current_thread() is threading.main_thread()
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -119,7 +119,7 @@ def _handler_installed(handler: Callable[[int, FrameType | None], None], *number
 
 
 def _say_that_it_stops() -> None:
-    """One line per host, written without a buffer: a signal may come while another line is printed."""
+    """Print one line per host, unbuffered: a signal may arrive while another line is printed."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with contextlib.suppress(OSError):
             os.write(2, b"stopping after this step; a second Ctrl-C ends at once\n")
@@ -132,7 +132,7 @@ def _is_rank(process: psutil.Process) -> bool:
 
 
 def _handles(process: psutil.Process, number: int) -> bool:
-    """Whether a process handles a signal; true if the system does not show it."""
+    """Return True if a process handles a signal, or if the system does not tell."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines()
         mask = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))

@@ -1,4 +1,4 @@
-"""What each rank was doing when a phase took too long, and which rank the others wait for.
+"""Reports the activity of each rank when a phase takes too long, and the rank that the others wait for.
 
 A rank whose main thread is inside torch.distributed (or DeepSpeed's wrapper of it) waits; one whose main thread is
 elsewhere keeps the others waiting. Where collectives run on a GPU or asynchronously, Python's frames do not show them:
@@ -26,29 +26,29 @@ _WRAPPERS = tuple(
     f"{_PACKAGE}/runtime/{name}.py"
     for name in ("world", "observability/timers", "liveness/watchdog", "liveness/stall_report")
 )
-"""Their frames do not show what a rank is doing."""
+"""Files whose frames do not show what a rank is doing."""
 _OUTSIDE = " (not in a collective)"
 _MAX_NAME_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank is doing."""
+    """Activity of one rank."""
 
     rank: int
     phase: str
     seconds: float
     """Duration of the phase so far."""
     place: str
-    """The innermost line outside of libraries: `file.py:12 function`."""
+    """The innermost line of code outside of libraries: `file.py:12 function`."""
     collective: str | None
-    """The function of torch.distributed that is being called, if any."""
+    """The function of torch.distributed that is running, if any."""
     started: int
-    """Collectives over all ranks that this rank has started."""
+    """Number of collectives over all ranks that this rank has started."""
 
     @property
     def doing(self) -> str:
-        """Where the rank is, as text."""
+        """The activity of the rank as text."""
         if self.collective is None:
             return f"at {self.place}{_OUTSIDE}"
         return f"in {self.collective}, called at {self.place}"
@@ -57,7 +57,7 @@ class RankReport:
         return f"in {self.phase} since {self.seconds:.0f} s, {self.doing}"
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The report as a JSON object."""
         return asdict(self)
 
 
@@ -66,9 +66,9 @@ def report_rank(rank: int, phase: str, seconds: float) -> RankReport:
     threads = sys._current_frames()
     frames = _stack(threads[threading.main_thread().ident or 0])
     place = _place(frames)
-    if frames[0].f_code.co_filename == threading.__file__:  # it waits for another thread: find what that one does
-        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-        stacks = [_stack(threads[thread.ident or 0]) for thread in others if thread.ident in threads]
+    if frames[0].f_code.co_filename == threading.__file__:  # it waits for another thread: report that thread
+        other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        stacks = [_stack(threads[thread.ident or 0]) for thread in other_threads if thread.ident in threads]
         # The newest thread that runs code of this project or of the user, except this one, the watchdog.
         busy = [stack for stack in stacks if not _is_watchdog(stack) and any(_is_own(frame) for frame in stack)]
         place = _place(busy[-1]) if busy else place
@@ -77,10 +77,10 @@ def report_rank(rank: int, phase: str, seconds: float) -> RankReport:
 
 
 def diagnose(reports: Sequence[RankReport], *, silent: Collection[int] = ()) -> str:
-    """Which ranks are stalled and which wait for them, in one line.
+    """One line that names the stalled ranks and the ranks that wait for them.
 
     Args:
-        reports: of the ranks that responded, at least one.
+        reports: reports of the ranks that responded, at least one.
         silent: ranks that did not respond.
     """
     stalled = [] if silent else _stalled(reports)
@@ -89,25 +89,25 @@ def diagnose(reports: Sequence[RankReport], *, silent: Collection[int] = ()) -> 
         verb = _verb(silent, "does", "do")
         parts = [f"{_ranks(silent)} {verb} not respond (stopped, or in C code that holds the interpreter lock)"]
     elif not stalled:
-        same = len({one.doing for one in reports}) == 1
+        same = len({report.doing for report in reports}) == 1
         parts = [f"all ranks wait in {'one collective that does not end' if same else 'different collectives'}"]
-    waiting = [one for one in reports if one not in stalled]
-    for text, ranks in _grouped(waiting, lambda one: one.doing.removesuffix(_OUTSIDE)):
+    waiting = [report for report in reports if report not in stalled]
+    for text, ranks in _grouped(waiting, lambda report: report.doing.removesuffix(_OUTSIDE)):
         parts.append(f"{_ranks(ranks)} {_verb(ranks, 'waits', 'wait')}{' for it' * bool(stalled or silent)} {text}")
     return "; ".join(parts)
 
 
 def _stalled(reports: Sequence[RankReport]) -> list[RankReport]:
-    """The ranks that keep the others waiting; none if all are in collectives."""
-    outside = [one for one in reports if one.collective is None]
-    fewest = min((one.started for one in outside), default=0)
-    return [one for one in outside if one.started == fewest]
+    """The ranks that keep the others waiting; [] if all are in collectives."""
+    outside = [report for report in reports if report.collective is None]
+    fewest = min((report.started for report in outside), default=0)
+    return [report for report in outside if report.started == fewest]
 
 
 def _grouped(reports: Iterable[RankReport], text: Callable[[RankReport], str]) -> Iterable[tuple[str, list[int]]]:
     groups: defaultdict[str, list[int]] = defaultdict(list)
-    for one in reports:
-        groups[text(one)].append(one.rank)
+    for report in reports:
+        groups[text(report)].append(report.rank)
     return groups.items()
 
 
@@ -137,13 +137,13 @@ def _stack(frame: FrameType | None) -> list[FrameType]:
 
 
 def _place(frames: Sequence[FrameType]) -> str:
-    own = [frame for frame in frames if _is_own(frame)]
-    frame = own[0] if own else frames[0]
+    relevant = [frame for frame in frames if _is_own(frame)]
+    frame = relevant[0] if relevant else frames[0]
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
 def _is_own(frame: FrameType) -> bool:
-    """Whether a frame is code of this project or of the user that shows what the rank is doing."""
+    """Return True if a frame shows what the rank does: code of this project or of the user, except wrappers."""
     file = frame.f_code.co_filename
     return file not in _WRAPPERS and (file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES))
 
@@ -153,7 +153,7 @@ def _is_watchdog(stack: Sequence[FrameType]) -> bool:
 
 
 def _collective(frames: Sequence[FrameType]) -> str | None:
-    """The outermost function of torch.distributed in a stack, otherwise of deepspeed.comm."""
+    """The outermost function of torch.distributed in a stack, or else of deepspeed.comm."""
     for part in _COLLECTIVES:
         names = [frame.f_code.co_name for frame in frames if part in frame.f_code.co_filename]
         if names:

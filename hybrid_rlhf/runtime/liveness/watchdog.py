@@ -1,8 +1,8 @@
 """Ends a run that hangs or has lost a rank, and reports which rank is the cause; a thread on every rank.
 
-Without it, a rank that waits for a dead or stuck one blocks until the timeout of its collective, and nothing shows
-which rank it waits for. The thread knows the current phase of its rank and reads the heartbeat channel. faulthandler's
-timer, a C thread, ends the process where no Python thread can run any more.
+Without it, a rank that waits for a dead or stuck rank blocks until the timeout of its collective, without a report of
+the cause. The thread knows the current phase of its rank and reads the heartbeat channel. faulthandler's timer, a C
+thread, ends the process if no Python thread can run any more.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from hybrid_rlhf.runtime.world import World
 
 STACKS = "stacks"
 EXIT_CODE = 70
-"""Of a rank that ends because of another rank or of a phase over its time limit; EX_SOFTWARE of sysexits.h."""
+"""Exit code of a rank that ends because of another rank or of a phase over its time limit; EX_SOFTWARE of
+sysexits.h."""
 _POLL_SECONDS = 1.0
 _REPORT_SECONDS = 5.0
-"""How long rank 0 waits for the reports of the other ranks."""
+"""Time for which rank 0 waits for the reports of the other ranks."""
 _DIAGNOSIS_SECONDS = 8.0
-"""How long the other ranks then wait for the diagnosis of rank 0."""
+"""Time for which the other ranks then wait for the diagnosis of rank 0."""
 _MARGIN_SECONDS = 12.0
-"""Past the limit, how long this thread may be unable to run before the C thread ends the process."""
+"""Time after the limit for which this thread may be unable to run before the C thread ends the process."""
 _GRACE_SECONDS = 2.0
-"""How long a rank continues after another has failed: it usually meets the same error and reports it itself."""
+"""Time for which a rank continues after another has failed: it usually has the same error and reports it itself."""
 _EXIT_NOTICE_SECONDS = 5.0
 _ON_END_SECONDS = 10.0
-"""For the report and the last message of a run that ends here."""
+"""Time for the report and the last message of a run that ends here."""
 
 
 class Watchdog:
@@ -66,7 +67,7 @@ class Watchdog:
         self._stalled_since: float | None = None
         self._reports: dict[int, RankReport] = {}
         self._failure: tuple[float, str, int] | None = None
-        """When to end because another rank has failed, its error and the exit code."""
+        """Time at which to end because another rank has failed, its error and the exit code."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._stacks = (self._folder / f"rank_{world.rank:05}.txt").open("w")
         self._channel = HeartbeatChannel(world)
@@ -74,7 +75,7 @@ class Watchdog:
 
     @property
     def phase(self) -> str:
-        """What this rank is doing, such as `generation of step 12`."""
+        """Current phase of this rank, such as `generation of step 12`."""
         return self._beat[0]
 
     def beat(self, phase: str) -> None:
@@ -99,7 +100,7 @@ class Watchdog:
     ) -> None:
         """Send the exit notice, with the error if there is one."""
         if os.getpid() != self._process:
-            return  # a forked child leaves the block; the run continues
+            return  # in a forked child; the run continues
         self._error, self._is_over = error, True
         self._channel.wake()
         self._thread.join()
@@ -136,7 +137,7 @@ class Watchdog:
             self._channel.receive(until - time.monotonic())
 
     def _poll(self) -> None:
-        """Receive messages for a moment, then check the time limits."""
+        """Receive messages for a short time, then check the time limits."""
         timeout = min(_POLL_SECONDS, self._limit / 10) if self._limit else _POLL_SECONDS
         if self._limit:
             faulthandler.dump_traceback_later(self._limit + _MARGIN_SECONDS, exit=True, file=self._stacks)
@@ -157,15 +158,15 @@ class Watchdog:
         if "diagnosis" in message:
             self._end(message["diagnosis"], message["code"], reported=True)
         elif "stalled" in message:
-            one = RankReport(**message["stalled"])
-            self._reports[one.rank] = one
+            report = RankReport(**message["stalled"])
+            self._reports[report.rank] = report
             self._report_stall()
         elif "failed" in message and self._failure is None:
             text = f"rank {message['rank']} stopped: {message['failed']}"
             self._failure = (time.monotonic() + _GRACE_SECONDS, text, message["code"])
 
     def _report_stall(self) -> None:
-        """Write the stacks and report once, on stderr and to the other ranks, what this rank is doing."""
+        """Write the stacks and report this rank's activity once, on stderr and to the other ranks."""
         if self._stalled_since is not None:
             return
         self._stalled_since = time.monotonic()
@@ -205,7 +206,7 @@ class Watchdog:
         os._exit(code)
 
     def _call_on_end(self, text: str) -> None:
-        """In a thread of its own: it may meet a lock that the main thread holds."""
+        """Call `on_end` in a separate thread, as it may wait for a lock that the main thread holds."""
         if self.on_end is not None:
             end_state: EndState = "failed" if self._stalled_since is None else "stalled"
             call = threading.Thread(target=self.on_end, args=(end_state, text), daemon=True)

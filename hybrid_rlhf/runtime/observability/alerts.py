@@ -1,8 +1,8 @@
-"""Messages to a webhook when a run ends, fails or stalls, or when a rule of its advice fires.
+"""Messages to a webhook when a run ends, fails or stalls, or when a rule of its advice applies.
 
 A message is a JSON object whose `text` Slack shows and whose `content` Discord shows; both ignore the other keys, which
-are for programs. It contains no settings, no data and no credentials. Messages are sent by a thread, so that a slow or
-dead server costs the run nothing but a line in its log.
+are for programs. It contains no settings, no data and no credentials. A thread sends the messages, so that a slow or
+dead server does not delay the run; the log has a line about it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from hybrid_rlhf.runtime.observability.sinks.sink import EndState
 from hybrid_rlhf.runtime.urls import expanded_url, shown_url
 
 REQUEST_SECONDS = 5.0
-"""Longest request, and longest wait for the last message when the run ends."""
+"""Time limit of a request, and of the wait for the last message at the end of the run."""
 _LONGEST_TEXT = 1000
-"""Characters; Discord takes 2000."""
+"""Number of characters; Discord's limit is 2000."""
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it logs complete URLs
 logger = logging.getLogger(LOGGER_NAME)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How and why a run ends."""
+    """State and reason of the end of a run."""
 
     end_state: EndState
     reason: str = ""
     place: str = ""
-    """The innermost line of an error that is not the user's."""
+    """The innermost line of code of an error that is not a user's mistake."""
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """What an exception says; that of a signal stops the run."""
+        """The ending that an exception means; the exception of a signal stops the run."""
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
             return cls("stopped", "by a signal, after a checkpoint" if isinstance(error, SystemExit) else "by Ctrl-C")
         if isinstance(error, UserError):
@@ -49,7 +49,7 @@ class Ending:
 
     @property
     def text(self) -> str:
-        """In one line, without credentials."""
+        """The reason in one line, without credentials."""
         return redacted(shortened(self.reason, _LONGEST_TEXT))
 
 
@@ -57,11 +57,11 @@ class Alerts:
     """Sends messages to a webhook."""
 
     def __init__(self, url: str, *, run: str) -> None:
-        """Read the variables of the URL.
+        """Expand the environment variables in the URL.
 
         Args:
-            url: with its placeholders.
-            run: name of the run, in every message.
+            url: URL with its placeholders.
+            run: name of the run, part of every message.
 
         Raises:
             UserError: when a variable is not set.
@@ -77,8 +77,8 @@ class Alerts:
 
         Args:
             event: `finished`, `stopped`, `failed`, `stalled`, or `advice`.
-            text: what happened.
-            step: the last that was logged.
+            text: description of the event.
+            step: the last logged step.
         """
         line = f"{self._run}: {event} after step {step}" + (f": {text}" if text else "")
         line = redacted(shortened(line, _LONGEST_TEXT))

@@ -1,8 +1,8 @@
 """The console of a training loop: a log line for each step, and on a terminal a progress bar below the lines.
 
 The bar has a fixed part that fits in 80 columns (step, total, elapsed and remaining time, tokens per second, one
-metric) and takes the columns that are left. The remaining time is the mean duration of the last steps times the steps
-that remain: rich estimates it from the last thirty seconds, which a step of RL exceeds.
+metric) and fills the other columns. The remaining time is the mean duration of the last steps times the number of
+remaining steps: rich's own estimate uses the last thirty seconds, which a step of RL exceeds.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class StepDisplay:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take what is shown.
+        """Take the contents of the display.
 
         Args:
             title: name of the loop.
             total_steps: steps of the whole run.
-            done_steps: steps of earlier processes of the run.
+            done_steps: number of steps that earlier processes of the run have made.
             every: steps between two lines; the last step always has one.
-            enabled: whether this rank shows anything.
-            console: shows the bar; none: standard output, if it is a terminal.
-            clock: returns seconds.
+            enabled: true if this rank shows anything.
+            console: console of the bar; None: standard output, if it is a terminal.
+            clock: function that returns seconds.
         """
         self._title, self._total, self._every, self._enabled = title, total_steps, every, enabled
         self._clock = clock
@@ -88,7 +88,7 @@ class StepDisplay:
                 self._progress.stop()
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of a step that has just ended; the bar shows the first one and the tokens per second."""
+        """Show the metrics of a finished step; the bar shows the tokens per second and the first metric."""
         if not self._enabled:
             return
         self._ends.append(self._clock())
@@ -103,7 +103,7 @@ class StepDisplay:
 
     @contextlib.contextmanager
     def _bar_dropped_on_error(self) -> Iterator[None]:
-        """Continue without the bar if the terminal is closed."""
+        """Context that continues without the bar if the terminal is closed."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Numbers and durations as people write them, in the log, on the progress bar, in the report and on model cards."""
+"""Formats numbers and durations for the log, the progress bar, the report and model cards."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from hybrid_rlhf.runtime.world import World
 
 LOGGER_NAME = "hybrid_rlhf"
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
-"""Of the local time at which lines begin, except on a terminal."""
+"""Format of the local time at the beginning of lines, except on a terminal."""
 
 
 def setup_logging(world: World, *, file: Path | None = None) -> logging.Logger:
@@ -24,7 +24,7 @@ def setup_logging(world: World, *, file: Path | None = None) -> logging.Logger:
 
     Args:
         world: rank 0 logs at INFO, the others at WARNING with their rank as a prefix.
-        file: a copy of the log of rank 0.
+        file: file for a copy of rank 0's log.
     """
     logger = logging.getLogger(LOGGER_NAME)
     close_log_file()
@@ -51,7 +51,7 @@ def close_log_file() -> None:
 
 
 class _Console(logging.StreamHandler):  # type: ignore[type-arg]
-    """Standard output, until it fails. Each line looks it up: a progress bar replaces it to stay below the lines."""
+    """Standard output, until it fails. Each line looks up sys.stdout: a progress bar replaces it to stay below them."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -83,8 +83,8 @@ class _LogFile(logging.FileHandler):
 
 def _drop(handler: logging.Handler, reason: str) -> None:
     logger = logging.getLogger(LOGGER_NAME)
-    # A new list: the failing record is on its way through the old one, and removal would skip the next handler.
-    logger.handlers = [other for other in logger.handlers if other is not handler]
+    # A new list, because logging is iterating over the old one and would skip the next handler after a removal.
+    logger.handlers = [kept_handler for kept_handler in logger.handlers if kept_handler is not handler]
     logger.warning(reason)
 
 

@@ -27,7 +27,7 @@ SINKS: dict[SinkName, type[MetricsSink]] = {
     "mlflow": MlflowSink,
     "trackio": TrackioSink,
 }
-"""By their names in the config."""
+"""Sinks by their names in the config."""
 
 
 class MetricsWriter:
@@ -46,8 +46,8 @@ class MetricsWriter:
 
         Args:
             folder: run folder.
-            sinks: besides metrics.jsonl.
-            tracked: the run as sinks show it; none: by its folder.
+            sinks: sinks besides metrics.jsonl.
+            tracked: the run's name and project in sinks; None: its folder.
             resumed_step: drop later lines, written by an interrupted run.
             start_seconds: initial value of time_seconds.
 

@@ -20,9 +20,9 @@ from hybrid_rlhf.runtime.world import World
 PROFILE_FOLDER = "profile"
 logger = logging.getLogger(LOGGER_NAME)
 _PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "B200": 2250.0, "RTX 4090": 165.0}
-"""Dense bfloat16 peak by a part of the GPU's name; from the vendor's data sheets."""
+"""Dense bfloat16 peak by part of the GPU's name, from the vendor's data sheets."""
 _MEMORY_TB_PER_SECOND = {"H200": 4.8, "H100": 3.35, "A100": 2.039, "L40S": 0.864, "B200": 8.0, "RTX 4090": 1.008}
-"""Memory bandwidth, likewise."""
+"""Memory bandwidth by part of the GPU's name, from the same source."""
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def model_flops_utilisation(
 
 
 def decode_roofline(*, read_bytes: float, seconds: float, device: torch.device) -> dict[str, float]:
-    """perf/decode_roofline: the bytes that decoding must read, divided by those the GPU's memory can deliver meanwhile.
+    """perf/decode_roofline: the bytes that decoding must read, as a share of the memory bandwidth in that time.
 
     {} if the memory bandwidth is unknown or no bytes were counted.
     """

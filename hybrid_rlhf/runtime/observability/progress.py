@@ -1,7 +1,7 @@
-"""Progress of long work as log lines: how much is done, at which speed, and the estimated remaining time.
+"""Progress of long work as log lines: items done, speed, and estimated remaining time.
 
-They are plain lines instead of a bar, so that log files and batch systems show them too. Work of less than five seconds
-logs nothing. Lines appear every five seconds in the first minute and every thirty seconds after five minutes. Work that
+They are lines instead of a bar, so that log files and batch systems show them too. Work of less than five seconds logs
+nothing. Lines appear every five seconds in the first minute and every thirty seconds after five minutes. Work that
 every step of a loop repeats logs from thirty seconds on.
 """
 
@@ -16,12 +16,12 @@ from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 T = TypeVar("T")
 FIRST_SECONDS = 5.0
-"""Until the first line, and shortest interval between lines."""
+"""Time until the first line, and shortest interval between lines."""
 STEP_SECONDS = 30.0
-"""The same for work that every step repeats."""
+"""The same for work that every step of a loop repeats."""
 _MAX_SECONDS = 30.0
 _GROWTH = 0.1
-"""Between these limits, the interval is this share of the time since the start."""
+"""Between these limits, the interval is this fraction of the time since the start."""
 logger = logging.getLogger(LOGGER_NAME)
 
 
@@ -43,10 +43,10 @@ class ProgressLog:
         Args:
             what: name of the work.
             total: number of items; None: unknown.
-            unit: what is counted, in the plural.
+            unit: name of the counted items, in the plural.
             on_advance: called at every advance.
-            first_seconds: until the first line, and the shortest interval between lines; none: five.
-            clock: returns seconds.
+            first_seconds: time until the first line, and shortest interval between lines; None: 5.
+            clock: function that returns seconds.
         """
         self._what, self._total, self._unit, self._on_advance, self._clock = what, total, unit, on_advance, clock
         self._done = 0

@@ -12,7 +12,7 @@ import torch
 
 
 class Timers:
-    """Accumulates seconds by name, and on a GPU keeps the peak memory of each name."""
+    """Accumulates seconds by name, and on a GPU the peak memory of each name."""
 
     def __init__(self, device: torch.device, *, on_phase: Callable[[str], None] | None = None) -> None:
         """Start at 0.
@@ -24,12 +24,12 @@ class Timers:
         self._device, self._on_phase = device, on_phase
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._open: list[str] = []
-        """Blocks that have begun, the innermost last."""
+        """Open blocks, the innermost last."""
         self._peaks: dict[str, int] = {}
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a block, on a GPU including its queued work."""
+        """Time a block, including its queued work on a GPU."""
         if self._on_phase is not None:
             self._on_phase(name)
         start = self._now()
@@ -50,16 +50,16 @@ class Timers:
 
     @property
     def measures_memory(self) -> bool:
-        """Whether blocks have peaks."""
+        """True if blocks have peaks, which only a GPU measures."""
         return self._device.type == "cuda"
 
     @property
     def peaks_gib(self) -> dict[str, float]:
-        """Peak memory of each phase so far, allocated on the GPU; {} without one."""
+        """Peak memory of each phase so far, allocated on the GPU; {} without a GPU."""
         return {name: peak / 2**30 for name, peak in self._peaks.items()}
 
     def _note_peak(self) -> None:
-        """What was allocated at most since the last call belongs to the open blocks."""
+        """Assign the peak since the last call to the open blocks."""
         if not self.measures_memory:
             return
         peak = torch.cuda.max_memory_allocated(self._device)
@@ -81,7 +81,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 _EARLIER_PEAKS: defaultdict[torch.device, int] = defaultdict(int)
-"""Bytes; peaks before torch's statistics were reset."""
+"""Peaks in bytes before torch's statistics were reset."""
 
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
@@ -93,6 +93,6 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def _reset_peak(device: torch.device) -> None:
-    """Begin torch's statistics anew, and remember their peak."""
+    """Reset torch's statistics, and remember their peak."""
     _EARLIER_PEAKS[device] = max(_EARLIER_PEAKS[device], torch.cuda.max_memory_allocated(device))
     torch.cuda.reset_peak_memory_stats(device)

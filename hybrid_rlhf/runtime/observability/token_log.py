@@ -1,6 +1,6 @@
-"""Writes token records (token_records.py): a file per recorded step, written beside its place and renamed.
+"""Writes token records (token_records.py): a file per recorded step, written under a temporary name and renamed.
 
-A disk that fails does not end the run: the log names the first error, and the step has no record.
+A failing disk does not end the run: the log names the first error, and the step has no record.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ logger = logging.getLogger(LOGGER_NAME)
 
 
 class TokenLog:
-    """Writes the tokens of every k-th step, the steps of samples.jsonl."""
+    """Writes the tokens of every k-th step, the same steps as samples.jsonl."""
 
     def __init__(self, folder: Path, *, every: int, ranks: int, enabled: bool) -> None:
-        """Take the run folder, k (0: no records), the number of ranks, and whether this one writes."""
+        """Take the run folder, k (0: no records), the number of ranks, and whether this rank writes."""
         self._folder, self._every, self._enabled = folder / TOKENS, every, enabled
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         self._details = {"ranks": ranks, "environment": environment}
@@ -43,7 +43,7 @@ class TokenLog:
                 file.unlink()
 
     def records(self, step: int) -> bool:
-        """Whether a step is one of the recorded ones, on every rank alike."""
+        """Return True if a step is recorded; the same on every rank."""
         return bool(self._every) and (step - 1) % self._every == 0
 
     def write(self, step: int, arrays: Callable[[], Mapping[str, np.ndarray]]) -> None:

@@ -1,8 +1,8 @@
-"""What a run records of each token of its rollouts, read without torch: `tokens/step_00000010.safetensors`.
+"""Reads the records of each token of a run's rollouts, without torch: `tokens/step_00000010.safetensors`.
 
 The arrays are flat, without padding. Row `n` of a rollout has the ids `offsets[n]` to `offsets[n + 1]`, first its
 prompt, and the entries `response_offsets[n]` to `response_offsets[n + 1]` of each column, one per response token. A
-reader loads those of its row alone. `token_log.py` writes them.
+reader loads only the entries of its row. `token_log.py` writes the files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ TOKENS = "tokens"
 COLUMN = "columns."
 """Prefix of the names of columns."""
 DETAILS = "details"
-"""The only key of the metadata, because several are written in any order."""
+"""The only key of the metadata, because the order of several keys is arbitrary."""
 ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "HYBRID_RLHF_PRODUCTS")
-"""Variables that decide in which order numbers are summed."""
+"""Variables that determine in which order numbers are summed."""
 _FILE = re.compile(r"step_(\d+)\.safetensors")
 
 
@@ -33,17 +33,17 @@ class TokenRecord:
     """One completion with its prompt, token by token."""
 
     prompt_length: int
-    """Tokens before the completion."""
+    """Number of tokens before the completion."""
     ids: list[int]
-    """Of the prompt and the completion."""
+    """Tokens of the prompt and the completion."""
     response: list[bool]
-    """Whether the actor sampled the token, for each of `ids`."""
+    """True where the actor sampled the token, for each of `ids`."""
     columns: dict[str, list[float | None]]
-    """By name, for each of `ids`; None where the token is not sampled or the number is not finite."""
+    """Values by column name, for each of `ids`; None where the token is not sampled or the value is not finite."""
 
     @classmethod
     def of(cls, arrays: Mapping[str, Any], index: int) -> TokenRecord:
-        """Row `index` of the arrays of a rollout, or of what reads them by slices.
+        """Row `index` of a rollout's arrays, which may be slices of a file.
 
         Raises:
             IndexError: if there is no such row.
@@ -81,7 +81,7 @@ class TokenRecords:
         return sorted(record_files(self._folder))
 
     def has(self, step: int) -> bool:
-        """Whether a step is recorded."""
+        """Return True if a step is recorded."""
         return record_file(self._folder, step).is_file()
 
     def read(self, step: int, index: int) -> TokenRecord:
@@ -89,7 +89,7 @@ class TokenRecords:
 
         Args:
             step: one of `steps`.
-            index: of the row in the rollout, as in samples.jsonl.
+            index: index of the row in the rollout, as in samples.jsonl.
 
         Raises:
             FileNotFoundError: if the step is not recorded.
@@ -103,9 +103,10 @@ class TokenRecords:
             raise ValueError(f"{record_file(self._folder, step)} is not a token record ({error})") from error
 
     def details(self, step: int) -> dict[str, Any]:
-        """How a step was computed: `ranks` is their number, `environment` the variables of ENVIRONMENT that were set.
+        """How a step was computed: `ranks` is the number of ranks, `environment` the variables of ENVIRONMENT that were
+        set.
 
-        It raises the errors of `read`.
+        It raises the same errors as `read`.
         """
         try:
             with safe_open(record_file(self._folder, step), framework="numpy") as file:
@@ -121,12 +122,12 @@ def record_file(folder: Path, step: int) -> Path:
 
 
 def record_files(folder: Path) -> dict[int, Path]:
-    """The files of a folder of records by step; others are not touched."""
-    found = ((_FILE.fullmatch(path.name), path) for path in folder.glob("step_*.safetensors"))
-    return {int(match[1]): path for match, path in found if match}
+    """The files of a folder of records, by step; other files are ignored."""
+    matches = ((_FILE.fullmatch(path.name), path) for path in folder.glob("step_*.safetensors"))
+    return {int(match[1]): path for match, path in matches if match}
 
 
 def _spread(values: np.ndarray, response: np.ndarray) -> list[float | None]:
-    """Values of the response tokens at their places among all tokens."""
+    """Values of the response tokens at their positions among all tokens; None elsewhere."""
     known = iter([value if math.isfinite(value) else None for value in values.tolist()])
     return [next(known) if sampled else None for sampled in response.tolist()]

@@ -36,13 +36,13 @@ from hybrid_rlhf.supervised.trainer import Objective
 
 @dataclass(frozen=True)
 class DistillBatch:
-    """A micro-batch with the rows it was made of."""
+    """A micro-batch with the rows that it was made of."""
 
     tokens: TokenBatch
     rows: Sequence[Mapping[str, Any] | None]
     """Rows of the data, packed or not; with `place` where completions may be sampled."""
     on_policy: bool = False
-    """Whether the completions are sampled from the student."""
+    """True if the completions are sampled from the student."""
 
 
 class DistillObjective(Objective[DistillBatch]):
@@ -66,16 +66,16 @@ class DistillObjective(Objective[DistillBatch]):
         self.packs = teacher.packs
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> DistillBatch:
-        """See Objective."""
+        """Collate the rows as tokens on the device, and keep the rows."""
         return DistillBatch(collate_tokens(rows, self._pad_token_id).to(self._device), rows)
 
     def resample(self, engine: ModelEngine, batches: Sequence[DistillBatch], *, step: int) -> Sequence[DistillBatch]:
-        """See Objective: updates chosen by a seeded draw replace the completions of the data by the student's own."""
+        """In updates chosen by a seeded draw, replace the completions of the data by the student's own."""
         draw = np.random.default_rng(derive_seed(self._seed, step)).random()
         if not isinstance(engine, HybridEngine) or draw >= self._config.on_policy_fraction:
             return batches
         sequences_of = [self._sequences(batch, step) for batch in batches]
-        requests = [request for found in sequences_of for _, request in found if request is not None]
+        requests = [request for pairs in sequences_of for _, request in pairs if request is not None]
         generation_config = engine.lm.generation_config
         stop = stop_token_ids(self._tokenizer, generation_config.eos_token_id if generation_config else None)
         with engine.inference(stop_token_ids=stop) as generation:
@@ -83,22 +83,22 @@ class DistillObjective(Objective[DistillBatch]):
                 generation.generate([prompt for prompt, _ in requests], [params for _, params in requests])
             )
         replaced = []
-        for batch, found in zip(batches, sequences_of, strict=True):
-            rows = [row if request is None else _completed(request[0], next(completions)) for row, request in found]
+        for batch, pairs in zip(batches, sequences_of, strict=True):
+            rows = [row if request is None else _completed(request[0], next(completions)) for row, request in pairs]
             tokens = collate_tokens(rows, self._pad_token_id).to(self._device)
             replaced.append(DistillBatch(tokens, batch.rows, on_policy=True))
         return replaced
 
     def count(self, batch: DistillBatch) -> int:
-        """See Objective: tokens with loss."""
+        """Number of tokens with loss."""
         return int(batch.tokens.loss_mask.sum())
 
     def tokens(self, batch: DistillBatch) -> int:
-        """See Objective."""
+        """Number of tokens, without padding."""
         return int(batch.tokens.attention_mask.sum())
 
     def loss(self, engine: ModelEngine, batch: DistillBatch) -> LossSum:
-        """See Objective."""
+        """Return the divergence from the teacher plus the SFT loss, summed over the tokens with loss."""
         tokens, config = batch.tokens, self._config
         rule = DistillationRule(
             config.divergence, config.beta, config.temperature, 0.0 if batch.on_policy else config.sft_coef
@@ -115,7 +115,7 @@ class DistillObjective(Objective[DistillBatch]):
         return engine.with_router_losses(loss, tokens.loss_mask.sum(dim=1))
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
-        """See Objective: sft is the negative log-likelihood per token of the completions, sampled or not."""
+        """Means per token; sft is the negative log-likelihood of the completions, sampled or not."""
         metrics = {f"{prefix}/{name}": means[name] for name in ("loss", "divergence", "sft")}
         metrics[f"{prefix}/perplexity"] = math.exp(min(means["sft"], 700.0))
         return metrics | ({f"{prefix}/on_policy": means["on_policy"]} if prefix == self.name else {})
@@ -123,13 +123,13 @@ class DistillObjective(Objective[DistillBatch]):
     def _sequences(
         self, batch: DistillBatch, step: int
     ) -> list[tuple[Mapping[str, Any] | None, tuple[list[int], SamplingParams] | None]]:
-        """The sequences of a micro-batch, each with its prompt and sampling parameters; none for text and padding."""
-        found: list[tuple[Mapping[str, Any] | None, tuple[list[int], SamplingParams] | None]] = []
+        """The sequences of a micro-batch, each with its prompt and sampling parameters; None for text and padding."""
+        sequences: list[tuple[Mapping[str, Any] | None, tuple[list[int], SamplingParams] | None]] = []
         for row in batch.rows:
             for number, sequence in enumerate(row_sequences(row)):
                 begin = 0 if sequence is None or sequence["is_text"] else last_completion_start(sequence["loss_mask"])
                 if row is None or sequence is None or begin == 0:
-                    found.append((sequence, None))
+                    sequences.append((sequence, None))
                     continue
                 sampling = self._config.sampling
                 params = replace(
@@ -137,18 +137,18 @@ class DistillObjective(Objective[DistillBatch]):
                     max_new_tokens=min(sampling.max_new_tokens, self._max_length - begin),
                     seed=derive_seed(self._seed, step, row["place"], number),
                 )
-                found.append((sequence, (sequence["input_ids"][:begin], params)))
-        return found
+                sequences.append((sequence, (sequence["input_ids"][:begin], params)))
+        return sequences
 
 
 def _completed(prompt: list[int], completions: Sequence[Any]) -> dict[str, Any]:
-    """A row of a prompt and its sampled completion."""
+    """A row made of a prompt and its sampled completion."""
     sampled = list(completions[0].token_ids)
     return {"input_ids": prompt + sampled, "loss_mask": [False] * len(prompt) + [True] * len(sampled)}
 
 
 def last_completion_start(loss_mask: Sequence[bool]) -> int:
-    """Position at which the last assistant turn of a conversation begins; 0: there is no prompt before it."""
+    """Position at which the last assistant turn of a conversation begins; 0 if no prompt precedes it."""
     place = len(loss_mask)
     while place and not loss_mask[place - 1]:
         place -= 1
@@ -158,7 +158,7 @@ def last_completion_start(loss_mask: Sequence[bool]) -> int:
 
 
 def with_row_numbers(rows: RowSequence, config: DistillConfig, *, max_length: int) -> RowSequence:
-    """Rows with their number, the key of the random stream of their samples, and room for a sampled completion."""
+    """Rows with their index, the key of the random stream of their samples, and room for a sampled completion."""
     if not config.on_policy_fraction:
         return rows
     lengths, limit = list(rows["length"]), max_length

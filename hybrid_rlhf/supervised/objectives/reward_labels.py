@@ -23,28 +23,28 @@ class RewardLabelObjective(ScoreObjective[RewardLabelBatch]):
     """Trains scores whose sigmoid is the probability that a completion, or a step, is good."""
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> RewardLabelBatch:
-        """See Objective."""
+        """Collate the rows as completions with labels, on the device."""
         return collate_reward_labels(rows, self._pad_token_id).to(self._device)
 
     def count(self, batch: RewardLabelBatch) -> int:
-        """See Objective: labels."""
+        """Number of labels."""
         return len(batch.labels)
 
     def loss(self, engine: ModelEngine, batch: RewardLabelBatch) -> LossSum:
-        """See Objective."""
+        """Return the binary cross-entropy of the labels' scores, summed over labels."""
         scores = self.outputs(engine, batch)[batch.sequence_index, batch.token_index]
         correct = (scores.detach() > 0) == (batch.labels >= 0.5)
         loss = labelled_reward_loss(scores, labels=batch.labels)
         return self.with_head_counts(loss, correct, batch.head[batch.sequence_index])
 
     def calibration_data(self, engine: ModelEngine, batch: RewardLabelBatch) -> CalibrationData:
-        """See ScoreObjective."""
+        """Return the scores at the labels, and the same scores signed by their labels."""
         scores = self.outputs(engine, batch)[batch.sequence_index, batch.token_index]
         heads = batch.head[batch.sequence_index]
         return CalibrationData(torch.where(batch.labels >= 0.5, scores, -scores), heads, scores, heads)
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
-        """See Objective: accuracy over all labels, scores over good and bad ones separately."""
+        """Accuracy over all labels, and mean scores of good and bad ones separately."""
         good = means["good"]
         chosen, rejected = means["chosen_score"] / (good or 1.0), means["rejected_score"] / ((1 - good) or 1.0)
         return {

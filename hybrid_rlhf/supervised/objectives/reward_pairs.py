@@ -30,13 +30,13 @@ class CalibrationData:
     """Scores of a model, for its calibration."""
 
     margins: Tensor
-    """[E] score difference per comparison, or signed score per label; positive if correct."""
+    """[E] score difference of each comparison, or signed score of each label; positive if correct."""
     margin_heads: Tensor
-    """[E] int64, head of each."""
+    """[E] int64, head of each margin."""
     scores: Tensor
     """[N] scores of completions, or of their steps."""
     score_heads: Tensor
-    """[N] int64, head of each."""
+    """[N] int64, head of each score."""
 
 
 class ScoreObjective(Objective[ScoredT]):
@@ -53,7 +53,7 @@ class ScoreObjective(Objective[ScoredT]):
         """Scores and margins of a batch."""
 
     def tokens(self, batch: ScoredT) -> int:
-        """See Objective."""
+        """Number of tokens, without padding."""
         return int(batch.attention_mask.sum())
 
     def outputs(self, engine: ModelEngine, batch: ScoredT) -> Tensor:
@@ -65,8 +65,8 @@ class ScoreObjective(Objective[ScoredT]):
 
         Args:
             loss: a loss whose stats are sums over comparisons or labels.
-            correct: [E] bool, whether the model agrees with each.
-            heads: [E] int64, head of each.
+            correct: [E] bool, true where the model agrees with the comparison or label.
+            heads: [E] int64, head of each comparison or label.
         """
         stats = {**loss.stats, "compared": torch.full_like(correct, 1.0, dtype=torch.float32).sum()}
         for place, name in enumerate(self._config.heads):
@@ -87,17 +87,17 @@ class RewardPairObjective(ScoreObjective[PreferenceBatch]):
     """Ranks the chosen completion above the rejected one, by Bradley-Terry (with margins) or Plackett-Luce."""
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> PreferenceBatch:
-        """See Objective."""
+        """Collate the rows as preferences, on the device."""
         return collate_preferences(rows, self._pad_token_id).to(self._device)
 
     def count(self, batch: PreferenceBatch) -> int:
-        """See Objective: pairs, or ranked lists."""
+        """Number of pairs, or of ranked lists with the listwise loss."""
         if self._config.loss == "listwise":
             return len(batch.row[batch.chosen_index].unique())
         return len(batch.chosen_index)
 
     def loss(self, engine: ModelEngine, batch: PreferenceBatch) -> LossSum:
-        """See Objective."""
+        """Return the loss of the pairs or ranked lists, summed over them."""
         scores = scores_at_end(self.outputs(engine, batch), batch.attention_mask)
         chosen, rejected = scores[batch.chosen_index], scores[batch.rejected_index]
         listwise = self._config.loss == "listwise"
@@ -116,7 +116,7 @@ class RewardPairObjective(ScoreObjective[PreferenceBatch]):
         return self.with_head_counts(loss, (chosen > rejected).detach(), batch.head[batch.chosen_index])
 
     def calibration_data(self, engine: ModelEngine, batch: PreferenceBatch) -> CalibrationData:
-        """See ScoreObjective."""
+        """Return the margins of the pairs, and the scores of the completions that are compared."""
         scores = scores_at_end(self.outputs(engine, batch), batch.attention_mask)
         compared = torch.cat([batch.chosen_index, batch.rejected_index]).unique()
         return CalibrationData(
@@ -127,7 +127,7 @@ class RewardPairObjective(ScoreObjective[PreferenceBatch]):
         )
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
-        """See Objective: all but the loss are means over pairs."""
+        """The mean loss; the other metrics are means over pairs."""
         compared = means["compared"] or 1.0
         names = ("accuracy", "margin", "chosen_score", "rejected_score")
         pairs = {f"{prefix}/{name}": means[name] / compared for name in names}

@@ -27,24 +27,24 @@ class SFTObjective(Objective[TokenBatch]):
         self._pad_token_id, self._device = pad_token_id, device
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> TokenBatch:
-        """See Objective."""
+        """Collate the rows as tokens on the device."""
         return collate_tokens(rows, self._pad_token_id).to(self._device)
 
     def count(self, batch: TokenBatch) -> int:
-        """See Objective: tokens with loss."""
+        """Number of tokens with loss."""
         return int(batch.loss_mask.sum())
 
     def tokens(self, batch: TokenBatch) -> int:
-        """See Objective."""
+        """Number of tokens, without padding."""
         return int(batch.attention_mask.sum())
 
     def loss(self, engine: ModelEngine, batch: TokenBatch) -> LossSum:
-        """See Objective."""
+        """Return the negative log-likelihood, summed over the tokens with loss."""
         logprobs, _ = engine(batch.input_ids, batch.attention_mask, batch.loss_mask)
         return engine.with_router_losses(sft_loss(logprobs, mask=batch.loss_mask), batch.loss_mask.sum(dim=1))
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
-        """See Objective."""
+        """Mean loss, and perplexity without router losses."""
         loss = means["loss"]
         nll = loss - means.get(ROUTER_TOTAL, 0.0)
         return {f"{prefix}/loss": loss, f"{prefix}/perplexity": math.exp(min(nll, 700.0))}

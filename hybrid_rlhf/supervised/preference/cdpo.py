@@ -20,7 +20,7 @@ class ConservativeDPO(PairLoss):
     config: CDPOConfig
 
     def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
-        """See PairLoss."""
+        """Return -(1 - eps) log sigmoid(beta margin) - eps log sigmoid(-beta margin) for each pair, [P]."""
         smoothing = self.config.label_smoothing
         margin = self.config.beta * (chosen.log_ratio - rejected.log_ratio)
         return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)

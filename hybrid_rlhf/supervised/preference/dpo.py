@@ -17,5 +17,5 @@ class DPO(PairLoss):
     """Logistic loss of the margin, the difference of log-ratios."""
 
     def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
-        """See PairLoss."""
+        """Return -log sigmoid(beta margin) for each pair, [P]."""
         return -logsigmoid(self.config.beta * (chosen.log_ratio - rejected.log_ratio))

@@ -18,5 +18,5 @@ class Hinge(PairLoss):
     """Linear up to a margin of 1 / beta."""
 
     def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
-        """See PairLoss."""
+        """Return max(0, 1 - beta margin) for each pair, [P]."""
         return relu(1 - self.config.beta * (chosen.log_ratio - rejected.log_ratio))

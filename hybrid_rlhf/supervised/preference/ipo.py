@@ -18,6 +18,6 @@ class IPO(PairLoss):
     """Squared distance of the margin to its target."""
 
     def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
-        """See PairLoss."""
+        """Return (margin - 1 / (2 beta))^2 for each pair, with log-ratios per token, [P]."""
         margin = chosen.log_ratio / chosen.tokens - rejected.log_ratio / rejected.tokens
         return (margin - 1 / (2 * self.config.beta)).square()

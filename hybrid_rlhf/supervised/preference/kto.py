@@ -6,8 +6,8 @@ Source: Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 8, and section 4.1 on the
     loss = desirable_weight (1 - sigmoid(beta (r - z)))    of a good completion
            undesirable_weight (1 - sigmoid(beta (z - r)))  of a bad one
 
-Deviation: the mismatched completions of a row are those of the next row of the data, as many as the row has itself. z
-is a mean over the whole update, without gradient, so it does not depend on ranks or micro-batches. The paper shifts
+Deviation: the mismatched completions of a row are those of the next row of the data, as many as the row has. z is a
+mean over the whole update, without gradient, so it does not depend on ranks or micro-batches. The paper shifts
 completions within a micro-batch, TRL within a stored chunk of the data.
 
 Shapes: R rows.
@@ -29,10 +29,10 @@ class KTO:
         self.config = config
 
     def __call__(self, log_ratio: Tensor, *, mean_logprobs: Tensor, good: Tensor, reference_point: Tensor) -> LossSum:
-        """The sum over rows; good ones add algorithm.sft_coef times their negative log-likelihood per token.
+        """The loss summed over rows; good rows add algorithm.sft_coef times their negative log-likelihood per token.
 
         Args:
-            log_ratio: [R] actor over reference, with gradient.
+            log_ratio: [R] log-ratio of actor to reference, with gradient.
             mean_logprobs: [R] mean log-prob per token, with gradient.
             good: [R] bool, labels.
             reference_point: scalar, the z above, without gradient.

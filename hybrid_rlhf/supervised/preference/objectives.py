@@ -30,28 +30,29 @@ class PreferencePairObjective(Objective[PreferenceBatch]):
     def __init__(
         self, pair_loss: PairLoss, *, pad_token_id: int, device: torch.device, reference: EngineContext | None = None
     ) -> None:
-        """Take the loss, and a reference that runs at each update; none: rows have its log-probs, or need none."""
+        """Take the loss, and a reference to run at each update; None if rows have its log-probs, or the loss needs
+        none."""
         self._pair_loss, self._reference = pair_loss, reference
         self._pad_token_id, self._device = pad_token_id, device
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> PreferenceBatch:
-        """See Objective."""
+        """Collate the rows as preferences, on the device."""
         return collate_preferences(rows, self._pad_token_id).to(self._device)
 
     def prepare(self, engine: ModelEngine, batches: Sequence[PreferenceBatch]) -> Sequence[PreferenceBatch]:
-        """See Objective."""
+        """Add the reference's log-probs, if the reference runs at each update."""
         return batches if self._reference is None else with_live_logprobs(batches, self._reference)
 
     def count(self, batch: PreferenceBatch) -> int:
-        """See Objective: pairs."""
+        """Number of pairs."""
         return len(batch.chosen_index)
 
     def tokens(self, batch: PreferenceBatch) -> int:
-        """See Objective."""
+        """Number of tokens, without padding."""
         return int(batch.attention_mask.sum())
 
     def loss(self, engine: ModelEngine, batch: PreferenceBatch) -> LossSum:
-        """See Objective."""
+        """Return the loss, summed over pairs."""
         logprobs, tokens = completion_logprobs(engine, batch), _lengths(batch)
 
         def side(index: Tensor) -> PairSide:
@@ -62,7 +63,7 @@ class PreferencePairObjective(Objective[PreferenceBatch]):
         return engine.with_router_losses(loss, 0.5 * both.bincount(minlength=len(logprobs)))
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
-        """See Objective."""
+        """Means over pairs of loss, accuracy, margin, rewards and SFT loss."""
         names = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "sft")
         return {f"{prefix}/{name}": means[name] for name in names}
 
@@ -75,18 +76,18 @@ class PreferenceLabelObjective(Objective[PreferenceLabelBatch]):
     def __init__(
         self, kto: KTO, *, pad_token_id: int, device: torch.device, reference: EngineContext | None = None
     ) -> None:
-        """See PreferencePairObjective."""
+        """Take the loss, and a reference to run at each update; None if rows have its log-probs."""
         self._kto, self._reference = kto, reference
         self._pad_token_id, self._device = pad_token_id, device
         self._reference_point = torch.zeros((), device=device)
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> PreferenceLabelBatch:
-        """See Objective."""
+        """Collate the rows as completions with labels, on the device."""
         return collate_preference_labels(rows, self._pad_token_id).to(self._device)
 
     @torch.no_grad()
     def prepare(self, engine: ModelEngine, batches: Sequence[PreferenceLabelBatch]) -> Sequence[PreferenceLabelBatch]:
-        """See Objective: the reference point is a mean over the whole update."""
+        """Add live reference log-probs, and compute the reference point as a mean over the whole update."""
         if self._reference is not None:
             batches = with_live_logprobs(batches, self._reference)
         sums = torch.zeros(2, device=self._device)
@@ -100,15 +101,15 @@ class PreferenceLabelObjective(Objective[PreferenceLabelBatch]):
         return batches
 
     def count(self, batch: PreferenceLabelBatch) -> int:
-        """See Objective: completions with a label."""
+        """Number of completions with a label."""
         return len(batch.desirable)
 
     def tokens(self, batch: PreferenceLabelBatch) -> int:
-        """See Objective."""
+        """Number of tokens, without padding."""
         return int(batch.attention_mask.sum())
 
     def loss(self, engine: ModelEngine, batch: PreferenceLabelBatch) -> LossSum:
-        """See Objective."""
+        """Return the loss, summed over completions with a label."""
         rows, count = _or_first(batch.labelled_index), len(batch.labelled_index)
         logprobs = _logprobs_of(engine, batch, rows)[:count]
         ref_logprobs, tokens = batch.ref_logprobs[rows][:count], _lengths(batch)[rows][:count]
@@ -121,7 +122,7 @@ class PreferenceLabelObjective(Objective[PreferenceLabelBatch]):
         return engine.with_router_losses(loss, (torch.arange(len(rows), device=rows.device) < count).float())
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
-        """See Objective: rewards are means over good and bad completions separately."""
+        """Means over completions with a label; rewards are means over good and bad ones separately."""
         good, bad = max(means["good"], 1e-9), max(1 - means["good"], 1e-9)
         chosen, rejected = means["good_reward"] / good, means["bad_reward"] / bad
         return {
@@ -144,7 +145,7 @@ def _or_first(rows: Tensor) -> Tensor:
 
 
 def _logprobs_of(engine: ModelEngine, batch: PreferenceLabelBatch, rows: Tensor) -> Tensor:
-    """[rows] log-probs of some completions of a batch."""
+    """[rows] log-probs of some completions of a batch, summed over their tokens."""
     width = int(batch.attention_mask[rows].sum(dim=1).max())
     inputs = (tensor[rows, :width] for tensor in (batch.input_ids, batch.attention_mask, batch.response_mask))
     logprobs: Tensor = engine(*inputs)[0]

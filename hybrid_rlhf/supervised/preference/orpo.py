@@ -21,11 +21,11 @@ class ORPO(PairLoss):
     """Logistic loss of the log odds ratio."""
 
     def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
-        """See PairLoss."""
+        """Return -beta log sigmoid(log odds(w) - log odds(l)) for each pair, [P]."""
         return -self.config.beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
     def rewards(self, side: PairSide) -> Tensor:
-        """See PairLoss."""
+        """Return beta times the mean log-prob per token, [P]."""
         return self.config.beta * side.mean_logprobs
 
 

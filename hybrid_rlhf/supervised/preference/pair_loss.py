@@ -31,7 +31,7 @@ class PairSide:
 
     @property
     def log_ratio(self) -> Tensor:
-        """[P] actor over reference: the implicit reward, before beta (DPO)."""
+        """[P] log-ratio of actor to reference: the implicit reward, before beta (DPO)."""
         return self.logprobs - self.ref_logprobs
 
     @property
@@ -41,7 +41,7 @@ class PairSide:
 
 
 class PairLoss:
-    """A loss on pairs; subclasses define it."""
+    """Base class of a loss on pairs."""
 
     def __init__(self, config: PreferenceLossConfig) -> None:
         self.config = config
@@ -55,7 +55,7 @@ class PairLoss:
         return self.config.beta * side.log_ratio
 
     def __call__(self, chosen: PairSide, rejected: PairSide) -> LossSum:
-        """The sum over pairs, with the stats accuracy, margin, chosen_reward, rejected_reward and sft."""
+        """The loss summed over pairs, with the stats accuracy, margin, chosen_reward, rejected_reward and sft."""
         losses = self.losses(chosen, rejected)
         sft = -chosen.mean_logprobs
         if self.config.sft_coef:

@@ -37,7 +37,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 BatchT = TypeVar("BatchT", PreferenceBatch, PreferenceLabelBatch)
 EngineContext = Callable[[], AbstractContextManager[ModelEngine]]
-"""Returns a context that gives the reference, ready for forwards."""
+"""Returns a context that yields the reference, ready for forwards."""
 
 
 def completion_logprobs(engine: ModelEngine, batch: PreferenceBatch | PreferenceLabelBatch) -> Tensor:
@@ -64,18 +64,18 @@ def compute_reference_logprobs(
 ) -> dict[str, list[float]]:
     """Log-probs of the completions of each row under the reference, by `completions_key`.
 
-    Every rank calls, and gets those of all ranks.
+    Every rank calls, and receives the log-probs of all ranks.
 
     Args:
         rows: rows with `responses` and `masks`.
         reference: the model that computes them.
-        collate: makes a batch of rows.
+        collate: turns rows into a batch.
         plan: sizes of batches and micro-batches.
-        progress: counts the rows.
+        progress: log that counts the rows.
     """
     if not len(rows):
         return {}
-    found: dict[str, list[float]] = {}
+    computed: dict[str, list[float]] = {}
     for micro_batches in one_pass(rows, plan, reference.world, padded=not reference.packs, progress=progress):
         for micro in micro_batches:
             logprobs = completion_logprobs(reference, collate(micro)).tolist()
@@ -83,13 +83,13 @@ def compute_reference_logprobs(
                 count = 1 if row is None else len(row["responses"])
                 of_row, logprobs = logprobs[:count], logprobs[count:]
                 if row is not None:
-                    found[completions_key(row)] = of_row
-    gathered = reference.world.all_gather_objects(found)
+                    computed[completions_key(row)] = of_row
+    gathered = reference.world.all_gather_objects(computed)
     return {key: values for part in gathered for key, values in part.items()}
 
 
 def completions_key(row: Mapping[str, Any]) -> str:
-    """Hash of what the log-probs of a row depend on besides the model: tokens and masks of its completions."""
+    """Hash of the tokens and masks of a row's completions, which determine its log-probs under a model."""
     return hashlib.sha256(json.dumps([row["responses"], row["masks"]]).encode()).hexdigest()[:32]
 
 
@@ -144,8 +144,8 @@ class ReferenceModel:
         Args:
             train: training rows.
             held_out: held-out rows; log-probs of all of them are computed.
-            used: numbers of the training rows that the run uses, in order of use; the others are not computed.
-            collate: makes a batch of rows.
+            used: indices of the training rows that the run uses, in order of use; the others are not computed.
+            collate: turns rows into a batch.
             plan: sizes of batches and micro-batches.
         """
         file, world, watchdog = self._run.folder / LOGPROBS_FILE, self._run.world, self._run.watchdog
@@ -177,7 +177,7 @@ class ReferenceModel:
     def _missing(
         self, wanted: Sequence[tuple[RowSequence, Sequence[int]]], known: Mapping[str, Any]
     ) -> list[list[int]]:
-        """Numbers of the rows to compute, per set of rows; of rows with equal completions only the first."""
+        """Indices of the rows to compute, per set of rows; only the first of rows with equal completions."""
         seen = set(known)
         progress = self._run.progress("rows of the run", total=sum(len(numbers) for _, numbers in wanted))
         missing: list[list[int]] = []
@@ -190,9 +190,10 @@ class ReferenceModel:
         return missing
 
     def _read(self, file: Path) -> dict[str, list[float]]:
-        """Log-probs that an earlier start of this run stored, on every rank; {} if they are of another reference."""
-        found: dict[str, list[float]] = {}
+        """Log-probs that an earlier start of this run stored, on every rank; {} if a different reference computed
+        them."""
+        logprobs: dict[str, list[float]] = {}
         if self._run.world.is_main and self._run.checkpoint is not None and file.is_file():
             content = json.loads(file.read_text())
-            found = content["logprobs"] if content.get("reference") == self._path else {}
-        return self._run.world.broadcast_object(found)
+            logprobs = content["logprobs"] if content.get("reference") == self._path else {}
+        return self._run.world.broadcast_object(logprobs)

@@ -20,9 +20,9 @@ class SimPO(PairLoss):
     config: SimPOConfig
 
     def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
-        """See PairLoss."""
+        """Return -log sigmoid of the difference of rewards less the target margin, for each pair, [P]."""
         return -logsigmoid(self.rewards(chosen) - self.rewards(rejected) - self.config.target_margin)
 
     def rewards(self, side: PairSide) -> Tensor:
-        """See PairLoss."""
+        """Return beta times the mean log-prob per token, [P]."""
         return self.config.beta * side.mean_logprobs

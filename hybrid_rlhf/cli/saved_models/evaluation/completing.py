@@ -14,7 +14,7 @@ from hybrid_rlhf.data.rows.formats import PromptRow, read_prompt_row
 
 
 def read_prompts(config: EvaluateConfig) -> list[tuple[str, PromptRow]]:
-    """The prompts to complete, each with its place for errors."""
+    """The prompts to complete, each with its location for errors."""
     return [(where, read_prompt_row(where, row)) for where, row in source_rows(config)]
 
 
@@ -24,9 +24,9 @@ def complete(
     """Texts [i][j]: sample j of prompt i.
 
     Args:
-        config: sampling and seed; sampling.seed, if it is given, replaces the seed.
-        prompts: see `read_prompts`.
-        model: another model than the config's; none: the config's.
+        config: sampling and seed; sampling.seed, if set, replaces the seed.
+        prompts: the result of `read_prompts`.
+        model: name of another model; None: the config's.
 
     Raises:
         UserError: when there is no such model, or a prompt is longer than max_length.
@@ -43,4 +43,4 @@ def complete(
         sampled = engine.generate(encoded, sampling)
     finally:
         engine.close()  # the next model needs its memory
-    return [[completion_text(one.token_ids, tokenizer) for one in samples] for samples in sampled]
+    return [[completion_text(completion.token_ids, tokenizer) for completion in samples] for samples in sampled]

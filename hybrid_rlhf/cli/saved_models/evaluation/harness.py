@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness on a saved model: texts by the generation engine, log-likelihoods by the policy.
 
-Why not its own Hugging Face backend: the engine decodes faster, and what is measured is what training samples from and
-scores.
+The harness's Hugging Face backend is not used because the engine decodes faster, and because engine and policy are what
+training samples from and scores with.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybrid_rlhf.models.pretrained.loading import load_model
 
 
 def harness(config: EvaluateConfig, place: Place) -> Measurement:
-    """Run tasks; intervals are those of the harness's standard errors.
+    """Run tasks; intervals come from the harness's standard errors.
 
     Raises:
         UserError: when there is no such task, or its data cannot be loaded.
@@ -53,7 +53,7 @@ def harness(config: EvaluateConfig, place: Place) -> Measurement:
             fewshot_random_seed=config.seed,
             bootstrap_iters=1000,
         )
-    except OSError as error:  # of data sets and the network
+    except OSError as error:  # errors of data sets and of the network
         raise UserError(
             f"the data of {', '.join(config.tasks)} cannot be loaded ({first_line(error)}): check it"
         ) from error
@@ -74,7 +74,7 @@ def harness(config: EvaluateConfig, place: Place) -> Measurement:
 
 
 class EngineLM(TemplateLM):  # type: ignore[misc]
-    """A saved model as lm-evaluation-harness asks for it."""
+    """A saved model with the interface of lm-evaluation-harness."""
 
     def __init__(self, config: EvaluateConfig, place: Place) -> None:
         super().__init__()
@@ -93,16 +93,16 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """Begins a text without context."""
+        """The token that begins a text without context."""
         return int(self.tokenizer.eos_token_id)  # type: ignore[arg-type]
 
     @property
     def tokenizer_name(self) -> str:
-        """Part of the key of its cache."""
+        """Name of the tokenizer, part of the key of the harness's cache."""
         return self._config.path.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation."""
+        """Render a conversation as text."""
         text = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -112,7 +112,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         return str(text)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Tokens of a text."""
+        """Token ids of a text."""
         ids: list[int] = self.tokenizer(string, add_special_tokens=bool(add_special_tokens))["input_ids"]  # type: ignore[assignment]
         return ids
 
@@ -120,18 +120,18 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """The log-prob of each continuation, and whether it is what greedy decoding gives."""
-        found: dict[int, tuple[float, bool]] = {}
+        """The log-prob of each continuation, and true if greedy decoding gives the continuation."""
+        scores: dict[int, tuple[float, bool]] = {}
         order = sorted(range(len(requests)), key=lambda place: -len(requests[place][1]) - len(requests[place][2]))
         for start in range(0, len(order), self._config.batch_rows):
             places = order[start : start + self._config.batch_rows]
             rows = [(requests[place][1] + requests[place][2])[-self._limit :] for place in places]
             counts = [min(len(requests[place][2]), len(row) - 1) for place, row in zip(places, rows, strict=True)]
-            found |= zip(places, self._scores(rows, counts), strict=True)
-        return [found[place] for place in range(len(requests))]
+            scores |= zip(places, self._scores(rows, counts), strict=True)
+        return [scores[place] for place in range(len(requests))]
 
     def _scores(self, rows: Sequence[list[int]], counts: Sequence[int]) -> list[tuple[float, bool]]:
-        """Of the last tokens of each row, as many as its count."""
+        """The summed log-prob of the last `count` tokens of each row, and true if all of them are greedy."""
         ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=self._device)
         real, wanted = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
         for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
@@ -147,7 +147,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         return results
 
     def _logits(self, states: Tensor) -> Tensor:
-        """[n, V] float32."""
+        """Logits [n, V] float32 of hidden states [n, H]."""
         head = self._policy.head
         scaled, bias = head.scaled(states)
         logits = torch.nn.functional.linear(scaled, head.weight, bias).float()
@@ -155,7 +155,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-prob of each whole text, in windows as long as the model has positions."""
+        """The log-prob of each whole text, in windows of the model's maximum length."""
         totals = []
         for (text,) in (request.args for request in requests):
             ids = self.tok_encode(text)
@@ -167,7 +167,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Completions, without what stopped them."""
+        """Completions, without the stop strings."""
         prompts, sampling, stops = [], [], []
         for context, options in (request.args for request in requests):
             until = options.get("until") or []
@@ -194,5 +194,5 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
 
 def _before(text: Any, stops: Sequence[str]) -> str:
-    """A text up to the first stop string in it."""
+    """The part of a text before its first stop string."""
     return str(text)[: min([str(text).find(stop) for stop in stops if stop in str(text)], default=len(str(text)))]

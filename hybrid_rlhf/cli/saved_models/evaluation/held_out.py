@@ -1,6 +1,6 @@
 """Measures of given completions: perplexity of conversations, accuracy of a reward model on preference pairs.
 
-Rows are rendered, masked and truncated as in training, so that a value is that of a run's own evaluation.
+Rows are rendered, masked and truncated as in training, so that a value equals that of a run's own evaluation.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from hybrid_rlhf.models.pretrained.loading import load_model
 
 
 def source_rows(config: EvaluateConfig) -> Iterator[tuple[str, Row]]:
-    """The rows to evaluate on, each with its place for errors."""
+    """The rows to evaluate on, each with its location for errors."""
     rows = (row for source in config.data for row in open_source(source))
     return islice(rows, config.max_rows)
 
 
 @torch.no_grad()
 def perplexity(config: EvaluateConfig, place: Place) -> Measurement:
-    """Of the tokens that the assistant generates, as step 1 counts them; the interval is over conversations."""
+    """Perplexity of the tokens that the assistant generates, counted as in SFT; the interval is over conversations."""
     encoded: list[dict[str, Any]] = []
     for number, (where, row) in enumerate(source_rows(config)):
-        found = encode_conversation_row(where, read_sft_row(where, row), place.tokenizer, config.max_length)
-        encoded += [columns | {"number": number} for columns in found]
+        encoded_rows = encode_conversation_row(where, read_sft_row(where, row), place.tokenizer, config.max_length)
+        encoded += [columns | {"number": number} for columns in encoded_rows]
     usable = _usable(encoded, config)
     lm, _ = load_model(
         place.path,
@@ -75,8 +75,8 @@ def accuracy(config: EvaluateConfig, place: Place) -> Measurement:
     encoded: list[dict[str, Any]] = []
     for where, row in source_rows(config):
         head = {"head": head_index(where, row, scorer.heads)} if scorer.heads else {}
-        found = encode_preference_row(where, row, place.tokenizer, config.max_length)
-        encoded += [columns | head for columns in found]
+        encoded_rows = encode_preference_row(where, row, place.tokenizer, config.max_length)
+        encoded += [columns | head for columns in encoded_rows]
     correct: list[float] = []
     margins: list[float] = []
     pairs = 0
@@ -114,14 +114,14 @@ def _usable(encoded: Sequence[dict[str, Any]], config: EvaluateConfig) -> list[d
 
 
 def _batches(rows: Sequence[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
-    """Rows of similar length together, the longest first, so that too little memory shows at once."""
+    """Rows of similar length together, the longest first, so that too little memory fails at once."""
     ordered = sorted(rows, key=lambda row: -int(row["length"]))
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
 
 
 def _lost(encoded: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """How many rows were truncated or have nothing to measure; without those that there are none of."""
+    """Numbers of rows that were truncated or have nothing to measure; without entries of 0."""
     counts = {
         "truncated": sum(bool(row["cut"]) for row in encoded),
         "without tokens to measure": sum(not row["usable"] for row in encoded),

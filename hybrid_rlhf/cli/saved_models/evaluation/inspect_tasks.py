@@ -1,6 +1,6 @@
-"""Tasks of Inspect AI on a saved model, which Inspect asks over HTTP as any other server of OpenAI's API.
+"""Tasks of Inspect AI on a saved model, which Inspect queries over HTTP like any server of OpenAI's API.
 
-Why over HTTP: agents, tools and scorers of Inspect then work unchanged, and requests of all samples share one batch.
+With HTTP, agents, tools and scorers of Inspect work unchanged, and requests of all samples share one batch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hybrid_rlhf.serving.service import Service
 
 _NAME = "model"
 _ROWS = 32
-"""Completions that are decoded together, and requests that Inspect sends at once."""
+"""Number of completions decoded together, and of concurrent requests from Inspect."""
 
 
 def inspect_tasks(config: EvaluateConfig, place: Place) -> Measurement:
-    """Run tasks; intervals are those of Inspect's standard errors.
+    """Run tasks; intervals come from Inspect's standard errors.
 
     Raises:
         UserError: when there is no such task, or it fails.
@@ -65,7 +65,7 @@ def _run(config: EvaluateConfig, url: str, key: str) -> Sequence[EvalLog]:
                 display="none",
                 log_level="error",
             )
-        except Exception as error:  # noqa: BLE001 - of the task's own code, or of loading it
+        except Exception as error:  # noqa: BLE001 - errors of the task's code, or of loading it
             raise UserError(
                 f"tasks of Inspect must load, one of {', '.join(config.inspect_tasks)} does not ({first_line(error)}): "
                 "check it"
@@ -79,7 +79,7 @@ def _run(config: EvaluateConfig, url: str, key: str) -> Sequence[EvalLog]:
 
 
 def _reason(failed: EvalLog) -> str:
-    """Why a task did not run to its end, in one line."""
+    """Why a task did not complete, in one line."""
     message = "" if failed.error is None else failed.error.message.strip()
     return message.partition("\n")[0].rstrip() or f"its status is {failed.status}"
 
@@ -94,7 +94,7 @@ def _values(log: EvalLog) -> dict[str, Estimate | float | int]:
         for name, value in metrics.items():
             if name == "stderr":
                 continue
-            is_mean = spread and name in ("accuracy", "mean")  # what Inspect's standard error is of
+            is_mean = spread and name in ("accuracy", "mean")  # Inspect's standard error belongs to these
             shown = Estimate(value, value - spread, value + spread) if is_mean else value
             values[f"{log.eval.task} {score.name} {name}"] = shown
     return values

@@ -1,7 +1,7 @@
 """Judges of two completions of a prompt: a reward model, or a model behind OpenAI's API.
 
-A model is asked twice, with the completions in either order, because models prefer a position: a completion wins if
-it is preferred in one order and at least equal in the other, and a change of mind is a tie.
+A model is asked twice, with the completions in both orders, because models prefer a position: a completion wins if it
+is preferred in one order and at least equal in the other; contrary preferences are a tie.
 
 Source: Zheng et al. 2023 (arXiv 2306.05685), sections 3.1 and 3.4.
 """
@@ -50,20 +50,20 @@ then end with [[A]] if answer A is better, [[B]] if answer B is better, or [[C]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one prompt."""
+    """A judge's verdict on one prompt."""
 
     outcome: float
-    """1: the first model wins, 0.5: a tie, 0: the other wins."""
+    """1 if the first model wins, 0.5 for a tie, 0 if the second wins."""
     changed_with_order: bool = False
     unreadable: int = 0
-    """Answers of the judge without a verdict, which count as ties."""
+    """Number of the judge's answers without a verdict, which count as ties."""
 
 
 class RewardJudge:
-    """The higher score wins; several scores of a model are added."""
+    """Judge by a reward model: the higher score wins; several scores of a model are added."""
 
     def __init__(self, config: EvaluateConfig) -> None:
-        """Take the settings; the model is loaded when the others are closed.
+        """Take the settings; the model is loaded when the other models are closed.
 
         Raises:
             UserError: when there is no such model.
@@ -71,21 +71,21 @@ class RewardJudge:
         self._place = find_model(config, config.judge.model)
 
     def verdicts(self, prompts: Sequence[PromptRow], ours: Sequence[str], theirs: Sequence[str]) -> list[Verdict]:
-        """On each prompt."""
+        """Return the verdict on each prompt."""
         scorer = load_scorer(self._place)
         first, second = (
             scorer.score([(row.messages, text, row.tools) for row, text in zip(prompts, texts, strict=True)])
             for texts in (ours, theirs)
         )
-        margins = [sum(own) - sum(other) for own, other in zip(first, second, strict=True)]
+        margins = [sum(our_scores) - sum(their_scores) for our_scores, their_scores in zip(first, second, strict=True)]
         return [Verdict(0.5 if margin == 0 else float(margin > 0)) for margin in margins]
 
 
 class EndpointJudge:
-    """Asks a model in both orders."""
+    """Judge by a model behind an API, asked in both orders."""
 
     def __init__(self, config: JudgeConfig) -> None:
-        """Read the key, and ask for the model's name if none is given.
+        """Read the API key, and request the model's name if none is given.
 
         Raises:
             UserError: when the key's variable is not set, or the endpoint does not answer.
@@ -108,28 +108,28 @@ class EndpointJudge:
         self._model = config.served_name or self._ask("GET", "models", lambda reply: str(reply["data"][0]["id"]))
 
     def verdicts(self, prompts: Sequence[PromptRow], ours: Sequence[str], theirs: Sequence[str]) -> list[Verdict]:
-        """On each prompt.
+        """Return the verdict on each prompt.
 
         Raises:
             UserError: when requests fail, or no answer has a verdict.
         """
         with ThreadPoolExecutor(_CONCURRENT) as pool:
-            found = list(pool.map(self._verdict, prompts, ours, theirs))
-        if all(verdict.unreadable == 2 for verdict in found):
+            judged = list(pool.map(self._verdict, prompts, ours, theirs))
+        if all(verdict.unreadable == 2 for verdict in judged):
             raise UserError(
                 f"a judge must end with [[A]], [[B]] or [[C]], {self._model} at {self._shown} never did: use another"
             )
-        return found
+        return judged
 
-    def _verdict(self, row: PromptRow, own: str, other: str) -> Verdict:
-        forward, backward = self._prefers(row, own, other), self._prefers(row, other, own)
+    def _verdict(self, row: PromptRow, ours: str, theirs: str) -> Verdict:
+        forward, backward = self._prefers(row, ours, theirs), self._prefers(row, theirs, ours)
         scores = [{"A": 1.0, "B": 0.0}.get(forward or "", 0.5), {"A": 0.0, "B": 1.0}.get(backward or "", 0.5)]
         changed = set(scores) == {0.0, 1.0}
         total = sum(scores)
         return Verdict(0.5 if total == 1.0 else float(total > 1.0), changed, (forward is None) + (backward is None))
 
     def _prefers(self, row: PromptRow, first: str, second: str) -> str | None:
-        """A, B or C; none: the answer has no verdict."""
+        """The answer A, B or C; None if the answer has no verdict."""
         conversation = "\n\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in row.messages)
         content = _REQUEST.format(
             instructions=self._config.instructions or _INSTRUCTIONS,
@@ -143,7 +143,7 @@ class EndpointJudge:
         return verdicts[-1] if verdicts else None
 
     def _ask(self, method: str, path: str, read: Callable[[Any], str], body: dict[str, Any] | None = None) -> str:
-        """What is read from a reply, after some tries."""
+        """Send a request, with retries, and return what `read` extracts from the reply."""
         for number in range(1, _TRIES + 1):
             try:
                 response = self._client.request(method, path, json=body)

@@ -30,12 +30,12 @@ def pass_rate(config: EvaluateConfig) -> Measurement:
         [text for of_prompt in samples for text in of_prompt],
         {name: [row.columns.get(name) for _, row in prompts for _ in range(count)] for name in columns},
     )
-    found = reward.score(texts)
-    if None in found.values:
-        place = found.values.index(None)
-        where, reason = prompts[place // count][0], found.failures.get(place, "it gave None")
+    component_scores = reward.score(texts)
+    if None in component_scores.values:
+        place = component_scores.values.index(None)
+        where, reason = prompts[place // count][0], component_scores.failures.get(place, "it gave None")
         raise UserError(f"{where}: {config.reward} must give a number per completion, it did not: {reason}; fix it")
-    scores = [float(value or 0.0) for value in found.values]
+    scores = [float(value or 0.0) for value in component_scores.values]
     by_prompt = [scores[start : start + count] for start in range(0, len(scores), count)]
     passed = [sum(score >= config.pass_score for score in of_prompt) for of_prompt in by_prompt]
     return Measurement(

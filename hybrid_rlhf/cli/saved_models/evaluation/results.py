@@ -1,4 +1,4 @@
-"""What a measure gives: named values, with 95 % intervals where they estimate a mean over rows.
+"""Results of a measure: named values, with 95 % intervals where they estimate a mean over rows.
 
 Proportions, and means of values in [0, 1], have Wilson's score interval over rows, which is conservative for values
 between 0 and 1 (their variance is at most that of a proportion) and does not degenerate at 0 and 1. Other means have a
@@ -17,7 +17,7 @@ import numpy as np
 from rich.table import Table
 
 Z95 = 1.959964
-"""Of a normal distribution, two-sided 95 %."""
+"""Quantile of a normal distribution, two-sided 95 %."""
 _RESAMPLES = 2000
 
 
@@ -37,10 +37,10 @@ class Measurement:
     title: str
     values: Mapping[str, Estimate | float | int]
     rows: Sequence[Mapping[str, object]] = ()
-    """One entry per row, for the JSON file; empty where there is none."""
+    """One entry per row, for the JSON file; empty if the measure has none."""
 
     def table(self) -> Table:
-        """For people."""
+        """The values as a table for people."""
         table = Table("metric", "value", "95 % interval", title=self.title)
         for name, value in self.values.items():
             if isinstance(value, Estimate):
@@ -55,7 +55,7 @@ def wilson(values: Sequence[float]) -> Estimate:
     count, mean = len(values), float(np.mean(values))
     center = (mean + Z95**2 / (2 * count)) / (1 + Z95**2 / count)
     half = Z95 / (1 + Z95**2 / count) * math.sqrt(mean * (1 - mean) / count + Z95**2 / (4 * count**2))
-    # an end that is 0 or 1 is so exactly, not but for rounding
+    # ends that are 0 or 1 must be exact, without rounding errors
     low = 0.0 if mean == 0 else max(0.0, center - half)
     return Estimate(mean, low, 1.0 if mean == 1 else min(1.0, center + half))
 
@@ -70,10 +70,10 @@ def bootstrap(
     """A ratio of two sums over rows, such as the loss per token; a mean where all counts are 1.
 
     Args:
-        totals: of each row.
-        counts: of each row.
-        seed: of the resampling.
-        transform: of the ratio.
+        totals: numerator of each row.
+        counts: denominator of each row.
+        seed: seed of the resampling.
+        transform: function applied to the ratio.
     """
     pairs = np.stack([np.asarray(totals, dtype=np.float64), np.asarray(counts, dtype=np.float64)])
     generator, rows = np.random.default_rng(seed), pairs.shape[1]
@@ -83,7 +83,7 @@ def bootstrap(
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Chance that at least one of k completions passes, without bias, from more samples of the prompt."""
+    """Unbiased estimate of the chance that at least one of k completions passes, from `samples` of the prompt."""
     if samples - passed < k:
         return 1.0
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)

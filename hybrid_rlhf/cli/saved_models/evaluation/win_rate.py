@@ -1,4 +1,4 @@
-"""How often a model's completion is preferred to that of another model, by a judge."""
+"""Share of prompts for which a judge prefers a model's completion to another model's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def win_rate(config: EvaluateConfig) -> Measurement:
         f"{config.path} against {config.against}",
         {"win rate": wilson(outcomes), **counts, "prompts": len(prompts), **judged},
         [
-            {"prompt": row.messages, "completion": own, "other": other, "outcome": verdict.outcome}
-            for (_, row), own, other, verdict in zip(prompts, ours, theirs, verdicts, strict=True)
+            {"prompt": row.messages, "completion": our_text, "other": their_text, "outcome": verdict.outcome}
+            for (_, row), our_text, their_text, verdict in zip(prompts, ours, theirs, verdicts, strict=True)
         ],
     )

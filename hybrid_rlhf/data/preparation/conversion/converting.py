@@ -55,17 +55,17 @@ assert CONVERSIONS.keys() == MATCHES.keys() == {*get_args(FormatName)} - {"auto"
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion has read and written."""
+    """Numbers of rows that a conversion has read and written."""
 
     format: FormatName
     rows: int
     written: int
-    """0 if a problem has kept the output from being written."""
+    """0 if a problem has prevented the output."""
     problems: RowProblems
 
 
 class _Abandoned(Exception):
-    """There are problems, so that the output is removed."""
+    """Raised to remove the output when there are problems."""
 
 
 def convert(path: str, output: Path, *, format: FormatName, ranked_as: RankedAs, skip_bad: bool) -> ConversionReport:
@@ -73,10 +73,10 @@ def convert(path: str, output: Path, *, format: FormatName, ranked_as: RankedAs,
 
     Args:
         path: a file, a folder or a hub name.
-        output: JSONL file, which takes its place only when it is complete.
+        output: JSONL file, which appears only once it is complete.
         format: the format of the source; auto: the first that matches the first row.
         ranked_as: how ranked completions are written.
-        skip_bad: leave out rows that cannot be converted; otherwise they leave the output unwritten.
+        skip_bad: true to leave out rows that cannot be converted; otherwise they prevent the output.
 
     Raises:
         UserError: if the source cannot be read, no format matches, or it has no row for the output.
@@ -112,17 +112,17 @@ def convert(path: str, output: Path, *, format: FormatName, ranked_as: RankedAs,
 
 
 def _detected(location: str, row: Row) -> FormatName:
-    found = next((name for name, matches in MATCHES.items() if matches(row)), None)
-    if found is None:
+    detected = next((name for name, matches in MATCHES.items() if matches(row)), None)
+    if detected is None:
         raise UserError(
             f"{location}: a row must be in one of the formats {', '.join(MATCHES)}, got columns {found_columns(row)}: "
             "name the format with --format, or rename columns"
         )
-    return found
+    return detected
 
 
 def checked(location: str, record: Record, ranked_as: RankedAs) -> Row:
-    """The row of a record.
+    """Check that a step can read the row of a record, and return the row.
 
     Raises:
         UserError: if no step can read it.

@@ -1,4 +1,4 @@
-"""What a format makes of a row: a row in the form of rows/formats.py, or ranked completions, written in one of three
+"""Results of a conversion: a row in the form of rows/formats.py, or ranked completions, written in one of three
 forms."""
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class RankedCompletions:
 
     prompt: list[Message]
     completions: list[Message]
-    """One turn each."""
+    """One turn per completion."""
     ranks: list[float]
-    """Of each completion; lower is better."""
+    """Rank of each completion; lower is better."""
 
     def written(self, location: str, ranked_as: RankedAs) -> Row:
         """The row in one of the three forms.
@@ -45,11 +45,11 @@ class RankedCompletions:
 
 Record = Row | RankedCompletions
 Conversion = Callable[[Iterable[LocatedRow], RankedAs, RowProblems], Iterator[tuple[str, Record]]]
-"""From the rows of a source to records with their location; rows that cannot be converted are noted as problems."""
+"""From the rows of a source to records with their location; rows that cannot be converted are recorded as problems."""
 
 
 def row_by_row(convert: Callable[[str, Row], Record]) -> Conversion:
-    """The conversion of a format in which each row stands for itself."""
+    """The conversion of a format in which rows are independent of each other."""
 
     def conversion(rows: Iterable[LocatedRow], _: RankedAs, problems: RowProblems) -> Iterator[tuple[str, Record]]:
         for location, row in rows:
@@ -75,16 +75,16 @@ def column(location: str, row: Row, name: str, kind: type, what: str) -> Any:
     """
     value = row.get(name)
     if not isinstance(value, kind):
-        found = "none" if name not in row else type(value).__name__
-        raise UserError(f"{location}: column {name!r} must be {what}, got {found}: fix the row")
+        kind_of_value = "none" if name not in row else type(value).__name__
+        raise UserError(f"{location}: column {name!r} must be {what}, got {kind_of_value}: fix the row")
     return value
 
 
 def text_column(location: str, row: Row, name: str) -> str:
-    """The text of a column, which is not empty.
+    """The non-empty text of a column.
 
     Raises:
-        UserError: if it is.
+        UserError: if it is missing, empty or not text.
     """
     text: str = column(location, row, name, str, "text")
     if not text.strip():

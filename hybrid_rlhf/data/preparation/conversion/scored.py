@@ -46,12 +46,12 @@ def _score(place: str, completion: Row) -> float:
             return float(completion[name])
     annotations = completion.get("annotations")
     ratings = [_rating(aspect) for aspect in annotations.values()] if isinstance(annotations, dict) else []
-    found = [rating for rating in ratings if rating is not None]
-    if not found:
+    present = [rating for rating in ratings if rating is not None]
+    if not present:
         raise UserError(
             f"{place} must have a score ({', '.join(_SCORES)}, or ratings in annotations), got none: remove it"
         )
-    return fmean(found)
+    return fmean(present)
 
 
 def _rating(aspect: Any) -> float | None:

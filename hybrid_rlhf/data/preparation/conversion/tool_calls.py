@@ -1,4 +1,4 @@
-"""Tool calls as data sets write them, to messages with `tool_calls` and turns of the role `tool`.
+"""Converts tool calls as data sets write them to messages with `tool_calls` and turns of the role `tool`.
 
 | style | a call | a result |
 |---|---|---|
@@ -7,8 +7,7 @@
 | ShareGPT | a turn from `function_call`: JSON text of one call or a list | a turn from `observation` |
 | Hermes | `<tool_call>` around JSON in the text | `<tool_response>` in the text of a `tool` turn |
 
-`read_message` then makes a mapping of arguments in JSON text. A result gets the name of its call, which some chat
-templates read.
+`read_message` then parses arguments in JSON text. A result gets the name of its call, which some chat templates read.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ def with_tool_calls(location: str, messages: Sequence[Any]) -> list[Message]:
     """Messages with calls and results in one style.
 
     Raises:
-        UserError: naming `location`, for a message that is none, or a call that is not JSON.
+        UserError: naming `location`, for an invalid message, or a call that is not JSON.
     """
-    found: list[Message] = []
+    converted: list[Message] = []
     pending: list[Message] = []
     for message in messages:
         for turn in _turns(location, message):
@@ -55,21 +54,20 @@ def with_tool_calls(location: str, messages: Sequence[Any]) -> list[Message]:
             elif read["role"] == "tool" and pending:
                 call = pending.pop(0)
                 read = {"role": "tool", "name": call["function"]["name"], **read}
-            found.append(read)
-    return found
+            converted.append(read)
+    return converted
 
 
 def tools_column(location: str, row: Row, messages: Sequence[Message]) -> dict[str, Tools]:
     """The column `tools` of a row, from its columns `tools` or `functions`; {} if there are none.
 
-    A system prompt that lists the tools itself, as those of Hermes do, needs no column: the chat template would list
-    them twice.
+    A system prompt that lists the tools, as in Hermes, needs no column: the chat template would list them twice.
 
     Raises:
         UserError: if it is not a list of JSON schemas.
     """
-    given = row.get("tools") or row.get("functions")
-    tools = _value(location, given) if isinstance(given, str) and given.strip() else given
+    column = row.get("tools") or row.get("functions")
+    tools = _value(location, column) if isinstance(column, str) and column.strip() else column
     listed = any(m["role"] == "system" and _LISTED_TOOLS in m.get("content", "") for m in messages)
     if not tools or listed:
         return {}

@@ -1,10 +1,10 @@
-"""OpenAssistant: trees of messages, one message per row with its `parent_id`, or one tree per row with `replies`.
+"""OpenAssistant: trees of messages, either one message per row with its `parent_id` or one tree per row with `replies`.
 
 Source: Köpf et al. 2023, "OpenAssistant Conversations" (arXiv 2304.07327), and the data sets oasst1 and oasst2.
 Assistant messages that reply to the same message have a `rank`, 0 for the best. Messages that are deleted, or failed
 their review, are left out with their replies.
 
-The rows of a tree may be anywhere in a source, so that all messages are read before the first is written.
+The rows of a tree may be anywhere in a source, so all messages are read before the first is written.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class TreeMessage:
     rank: float | None
     is_left_out: bool
     parent: str | None = None
-    """Id of the message that it replies to; None: it begins a tree."""
+    """Id of the message that it replies to; None at the root of a tree."""
     replies: list[TreeMessage] = field(default_factory=list)
 
     def answers(self) -> list[TreeMessage]:
         """The replies of the assistant, the best first."""
-        found = [reply for reply in self.kept_replies() if reply.message["role"] == "assistant"]
-        return sorted(found, key=lambda reply: float("inf") if reply.rank is None else reply.rank)
+        answers = [reply for reply in self.kept_replies() if reply.message["role"] == "assistant"]
+        return sorted(answers, key=lambda reply: float("inf") if reply.rank is None else reply.rank)
 
     def kept_replies(self) -> list[TreeMessage]:
         """The replies that are not left out."""
@@ -69,7 +69,7 @@ def tree_records(
 
 
 def _outside(messages: Mapping[str, TreeMessage], roots: Sequence[TreeMessage]) -> Iterator[TreeMessage]:
-    """The messages that no root leads to: a parent is missing, or they reply to each other."""
+    """The messages that no root leads to: their parent is missing, or they reply to each other in a circle."""
     waiting, reached = list(roots), set[int]()
     while waiting:
         message = waiting.pop()
@@ -124,7 +124,7 @@ def _comparisons(root: TreeMessage) -> Iterator[tuple[str, Record]]:
 
 
 def _conversations(root: TreeMessage) -> Iterator[tuple[str, Record]]:
-    """The longest conversations of a tree in which each turn of the assistant is the best."""
+    """The longest conversations of a tree in which each assistant turn is the best reply."""
     waiting = [(root, [root.message])]
     while waiting:
         message, path = waiting.pop(0)

@@ -1,7 +1,7 @@
 """Formats that list turns: ShareGPT, Alpaca, and the messages of OpenAI.
 
 ShareGPT: `conversations` with `from` and `value`, optional `system` and `tools`; the `weight` of an assistant turn is
-kept, those of other turns mean nothing. Alpaca (Taori et al. 2023):
+kept, weights of other turns are ignored. Alpaca (Taori et al. 2023):
 `instruction`, `input` and `output`, optional `history` (pairs) and `system`; instruction and input are joined by a line
 break, as in LLaMA-Factory. Both may have `chosen` and `rejected` in place of the last turn. OpenAI: `messages`, or for
 preferences `input`, `preferred_output` and `non_preferred_output`.
@@ -36,7 +36,7 @@ _ROLES = {
 
 
 def sharegpt_row(location: str, row: Row) -> Row:
-    """A conversation, or a pair."""
+    """Convert a row of ShareGPT to a conversation, or to a pair."""
     turns = column(location, row, "conversations", list, "a list of turns")
     system = row.get("system")
     messages = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
@@ -66,7 +66,7 @@ def _shared_turn(place: str, turn: Any) -> Message:
 
 
 def alpaca_row(location: str, row: Row) -> Row:
-    """A conversation, or a pair."""
+    """Convert a row of Alpaca to a conversation, or to a pair."""
     messages: list[Message] = []
     if isinstance(row.get("system"), str) and row["system"].strip():
         messages.append({"role": "system", "content": row["system"]})
@@ -103,12 +103,12 @@ def openai_row(location: str, row: Row) -> Row:
     start: list[Message] = next(
         (converted[n] for n in ("messages", "prompt") if isinstance(converted.get(n), list)), []
     )
-    kept = {name: value for name, value in converted.items() if name not in ("tools", "functions")}
-    return kept | tools_column(location, row, start)
+    other_columns = {name: value for name, value in converted.items() if name not in ("tools", "functions")}
+    return other_columns | tools_column(location, row, start)
 
 
 def _completed(location: str, row: Row, messages: list[Any], replies: list[Any]) -> Row:
-    """A conversation, or a pair if there are two replies to it, with the row's tools."""
+    """A conversation, or a pair if it has two replies, with the row's tools."""
     turns = with_tool_calls(location, messages)
     tools = tools_column(location, row, turns)
     if not replies:

@@ -1,9 +1,9 @@
-"""How each family lies in a GGUF file: llama.cpp's name of its architecture, metadata, names and layout of the weights.
+"""The layout of each family in a GGUF file: llama.cpp's name of the architecture, metadata, and names of the weights.
 
 llama.cpp differs from Hugging Face in three ways: it rotates neighbouring elements of Llama's queries and keys instead
 of the two halves of a head, so their rows are reordered; it multiplies by the weight of a Gemma norm where Hugging Face
-multiplies by one more; and the gate and up projections of experts are two tensors. Whatever metadata cannot express
-shows when the file is read back (writing.py).
+multiplies by 1 + weight; and the gate and up projections of experts are two tensors. Properties that metadata cannot
+express are detected when the file is read back (writing.py).
 
 Source: the GGUF specification and llama.cpp's conversion script.
 """
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GGUFFamily:
-    """A family as llama.cpp knows it."""
+    """A family in llama.cpp's terms."""
 
     architecture: str
     reordered: bool = False
-    """Rows of queries and keys are reordered."""
+    """True if the rows of queries and keys are reordered."""
     norm_offset: float = 0.0
-    """Added to the weights of norms."""
+    """Constant added to the weights of norms."""
     slides: bool = False
-    """Metadata has the sliding window; others must have none."""
+    """True if the metadata has the sliding window; models of other families must have none."""
     scalings: tuple[str, ...] = ("linear", "yarn")
     """Kinds of scaled rotary positions that llama.cpp computes for the architecture."""
 
@@ -47,9 +47,9 @@ class NamedPart:
     weight: str
     """Name of the weight in the model."""
     part: str
-    """Name of the part in the model's manner."""
+    """Name of the part, formed like the model's names."""
     written: str
-    """Name in the file."""
+    """Name of the tensor in the file."""
     value: Tensor
 
 
@@ -66,7 +66,7 @@ FAMILIES = {
     "gemma2": GGUFFamily("gemma2", norm_offset=1.0, slides=True, scalings=()),
     "gemma3_text": GGUFFamily("gemma3", norm_offset=1.0, slides=True, scalings=("linear",)),
 }
-"""By model_type."""
+"""Families by model_type."""
 _OPTIONAL = {
     "attn_logit_softcapping": "add_attn_logit_softcapping",
     "final_logit_softcapping": "add_final_logit_softcapping",
@@ -75,14 +75,14 @@ _OPTIONAL = {
     "moe_intermediate_size": "add_expert_feed_forward_length",
     "shared_expert_intermediate_size": "add_expert_shared_feed_forward_length",
 }
-"""Settings that some families have, and the writer's methods for them."""
+"""Settings that only some families have, with the writer's methods for them."""
 
 
 def gguf_family(lm: PreTrainedModel) -> GGUFFamily:
     """The family of a causal LM.
 
     Raises:
-        UserError: when there is none, or the model has what its metadata cannot express.
+        UserError: when there is none, or the model has a property that the metadata cannot express.
     """
     config = lm.config
     family = FAMILIES.get(config.model_type)
@@ -92,10 +92,10 @@ def gguf_family(lm: PreTrainedModel) -> GGUFFamily:
             "set --format safetensors"
         )
     kind = "sliding window" if _slides(config) and not family.slides else None
-    first, *others = map(scaling, rotary(config))
-    for found, known in ((first, family.scalings), *((other, ()) for other in others)):
-        if found not in ("default", *known):
-            kind = f"rotary positions of the kind {found}"
+    first, *other_scalings = map(scaling, rotary(config))
+    for kind_of_scaling, known in ((first, family.scalings), *((other_kind, ()) for other_kind in other_scalings)):
+        if kind_of_scaling not in ("default", *known):
+            kind = f"rotary positions of the kind {kind_of_scaling}"
     if kind is not None:
         raise UserError(
             f"format gguf writes {config.model_type} models without {kind}, this one has it: set --format safetensors"
@@ -122,7 +122,7 @@ def write_metadata(writer: GGUFWriter, family: GGUFFamily, config: PreTrainedCon
     writer.add_rope_freq_base(first["rope_theta"])
     write_scaling(writer, config)
     if family.slides:
-        writer.add_sliding_window(config.sliding_window or 0)  # by 0 llama.cpp knows Phi-4
+        writer.add_sliding_window(config.sliding_window or 0)  # llama.cpp recognizes Phi-4 by 0
     for key, method in _OPTIONAL.items():
         if getattr(config, key, None) is not None:
             getattr(writer, method)(getattr(config, key))
@@ -132,7 +132,7 @@ def named_parts(lm: PreTrainedModel, family: GGUFFamily) -> Iterator[NamedPart]:
     """The tensors of a file; a tied head is left out.
 
     Raises:
-        UserError: when the family has no name for one.
+        UserError: when llama.cpp's architecture has no name for a weight.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -149,7 +149,8 @@ def named_parts(lm: PreTrainedModel, family: GGUFFamily) -> Iterator[NamedPart]:
 
 
 def _parts(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
-    """A weight as llama.cpp has it: gate and up projections of experts apart, the gate of a shared expert a vector."""
+    """The parts of a weight in llama.cpp: gate and up projections of experts separate, a shared expert's gate a
+    vector."""
     experts, is_pair, _ = name.rpartition("gate_up_proj")
     if is_pair and experts.endswith(".experts."):
         return [(f"{experts}{half}_proj.weight", v) for half, v in zip(("gate", "up"), weight.chunk(2, 1), strict=True)]
@@ -159,13 +160,13 @@ def _parts(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def written_weight(name: str, weight: Tensor, family: GGUFFamily, config: PreTrainedConfig) -> Tensor:
-    """A tensor as the file has it, float32.
+    """The value of a tensor in the file, float32.
 
     Args:
-        name: of the part in the Hugging Face model.
+        name: name of the part in the Hugging Face model.
         weight: its value.
-        family: of the model.
-        config: of the model.
+        family: family of the model.
+        config: config of the model.
     """
     value = weight.detach().to("cpu", torch.float32)
     if name.endswith("norm.weight"):
@@ -185,7 +186,7 @@ def read_weight(name: str, value: Tensor, family: GGUFFamily, config: PreTrained
 
 
 def _reordered_heads(name: str, family: GGUFFamily, config: PreTrainedConfig) -> int | None:
-    """Heads of a weight whose rows are reordered; none: they are not."""
+    """Number of heads of a weight whose rows are reordered; None if they are not."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     return heads.get(name.split(".")[-2]) if family.reordered else None
 

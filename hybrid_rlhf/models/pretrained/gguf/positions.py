@@ -1,8 +1,8 @@
 """Scaled rotary positions in a GGUF file: as metadata, or as tensors of factors that divide the frequencies.
 
-Linear scaling and YaRN are metadata. Llama 3's scaling is a tensor that llama.cpp knows for the architecture `llama`
-alone, and LongRoPE two tensors, for short and for long contexts. The parameters of Llama 3's scaling are not in the
-file: those of all its releases are tried, and what they do not reproduce is read as factors.
+Linear scaling and YaRN are metadata. Llama 3's scaling is a tensor that llama.cpp supports for the architecture `llama`
+alone, and LongRoPE is two tensors, for short and for long contexts. The parameters of Llama 3's scaling are not in the
+file: the parameters that all its releases share are tried, and factors that they do not reproduce are read as factors.
 
 Source: the GGUF specification and llama.cpp's conversion script.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-"""Tensors of factors."""
+"""Names of the tensors of factors."""
 _TYPE, _FACTOR, _CONTEXT = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
 _ATTENTION = "rope.scaling.attn_factor"
 _BETAS = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
@@ -29,7 +29,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def rotary(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Settings of rotary positions; those of layers that attend to everything first, where layers differ."""
+    """Settings of rotary positions, one entry if all layers are equal, else full attention first."""
     settings = config.rope_parameters
     if "rope_theta" in settings:
         return [settings]
@@ -37,12 +37,12 @@ def rotary(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def scaling(rope: Mapping[str, Any]) -> str:
-    """The kind of scaling; "default": none."""
+    """The kind of scaling, "default" without scaling."""
     return str(rope.get("rope_type") or "default")
 
 
 def write_scaling(writer: GGUFWriter, config: PreTrainedConfig) -> None:
-    """Write the metadata of a model's scaling; not other betas of YaRN than the usual, which llama.cpp does not apply:
+    """Write the metadata of a model's scaling. Unusual betas of YaRN, which llama.cpp does not apply, are not written:
     the file is then refused when it is read back."""
     from gguf import RopeScalingType
 
@@ -74,9 +74,9 @@ def read_scaling(config: PreTrainedConfig, metadata: Mapping[str, Any], tensors:
     """Complete the config of a file with its scaling.
 
     Args:
-        config: as transformers reads it, without scaling.
-        metadata: of the file, by keys without the architecture.
-        tensors: of the file, those of factors.
+        config: config as transformers reads it, without scaling.
+        metadata: metadata of the file, by keys without the architecture.
+        tensors: tensors of factors in the file.
     """
     rope, kind, context = rotary(config)[0], metadata.get(_TYPE), metadata.get(_CONTEXT)
     if kind in ("linear", "yarn"):
@@ -97,7 +97,7 @@ def read_scaling(config: PreTrainedConfig, metadata: Mapping[str, Any], tensors:
 
 
 def _read_frequencies(config: PreTrainedConfig, rope: dict[str, Any], factors: Tensor, context: int | None) -> None:
-    """As Llama 3's scaling if its parameters give these factors, else as the same factors for all contexts."""
+    """Set Llama 3's scaling if its parameters give these factors, else the same factors for all contexts."""
     llama3 = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
     rope |= llama3 | ({"original_max_position_embeddings": context} if context else {})
     if not torch.allclose(scaling_tensors(config)[FREQUENCIES], factors, rtol=1e-5, atol=0.0):
@@ -113,7 +113,7 @@ def _read_frequencies(config: PreTrainedConfig, rope: dict[str, Any], factors: T
 
 
 def _context(config: PreTrainedConfig, rope: Mapping[str, Any]) -> int | None:
-    """Tokens of the original context, where the model states them."""
+    """Number of tokens of the original context; None if the model does not state it."""
     key = "original_max_position_embeddings"
     value = rope.get(key) or getattr(config, key, None)
     return None if value is None else int(value)

@@ -1,8 +1,8 @@
-"""Reads a GGUF file: settings, weights and tokenizer by transformers, completed with what transformers leaves out.
+"""Reads a GGUF file: settings, weights and tokenizer by transformers, completed with settings that it ignores.
 
-It ignores scaled rotary positions, and the sizes of experts beside their number; a file that has them would give a
-model that computes something else. Of a mixture of experts in the architecture `llama` (Mixtral) it reads a dense
-model, so the weights of that are read here.
+transformers ignores scaled rotary positions, and the sizes of experts (not their number), so that the model would
+compute something else. It reads a mixture of experts of the architecture `llama` (Mixtral) as a dense model, so its
+weights are read here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LEFT_OUT = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
-"""Settings that transformers does not read for every family that has them."""
+"""Settings that transformers does not read for all families that have them."""
 
 
 def read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -77,7 +77,7 @@ def read_gguf_config(file: Path) -> PreTrainedConfig:
         config = _with_experts(config, metadata)
     for key, name in _LEFT_OUT.items():
         if key in metadata and hasattr(config, name):
-            setattr(config, name, metadata[key] or None)  # a window of 0 tokens, as of Phi-4, is none
+            setattr(config, name, metadata[key] or None)  # a window of 0 tokens (Phi-4) means no window
     rope = rotary(config)[0]
     if "partial_rotary_factor" in rope and "rope.dimension_count" in metadata:
         rope["partial_rotary_factor"] = metadata["rope.dimension_count"] / head_size(config)
@@ -87,7 +87,7 @@ def read_gguf_config(file: Path) -> PreTrainedConfig:
 
 
 def _with_experts(config: PreTrainedConfig, metadata: dict[str, Any]) -> MixtralConfig:
-    """The mixture of experts that transformers reads as a dense model."""
+    """The config of the mixture of experts that transformers reads as a dense model."""
     known = MixtralConfig().to_dict().keys() - {"architectures", "model_type", "transformers_version"}
     shared = {key: value for key, value in config.to_dict().items() if key in known}
     experts = {
@@ -99,7 +99,7 @@ def _with_experts(config: PreTrainedConfig, metadata: dict[str, Any]) -> Mixtral
 
 
 def _weights(reader: GGUFReader, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """The weights of a file under the names of the model."""
+    """The weights of a file by their names in the model."""
     family, stored = FAMILIES[config.model_type], {tensor.name: tensor for tensor in reader.tensors}
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)

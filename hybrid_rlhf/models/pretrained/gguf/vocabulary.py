@@ -1,7 +1,7 @@
 """A tokenizer as the metadata of a GGUF file: tokens, merges, kinds of tokens, chat template.
 
-Two kinds of tokenizers are written: byte-level BPE ("gpt2") and BPE of SentencePiece with byte fallback ("llama"). A
-byte-level one is told apart further by how it splits text before merging; llama.cpp knows these ways by name.
+Two kinds of tokenizers are written: byte-level BPE ("gpt2") and BPE of SentencePiece with byte fallback ("llama").
+Byte-level tokenizers also differ in how they split text before merging; llama.cpp has a name for each way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 _CANONICAL = ("llama-bpe", "qwen2", "tekken", "gpt-4o")
-"""Names that llama.cpp gives first to ways of splitting that have several."""
+"""Preferred names for ways of splitting to which llama.cpp gives several names."""
 _FIX = "set --format safetensors"
 
 
@@ -26,12 +26,12 @@ def write_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, siz
     """Write a tokenizer.
 
     Args:
-        writer: of the file.
-        tokenizer: with a fast implementation.
-        size: rows of the model's embedding; ids beyond the tokenizer's are filled up.
+        writer: writer of the file.
+        tokenizer: tokenizer with a fast implementation.
+        size: number of rows of the model's embedding; ids beyond the tokenizer's are filled with unused tokens.
 
     Raises:
-        UserError: when it is of another kind.
+        UserError: for another kind of tokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = json.loads(backend.to_str()) if backend is not None else {}
@@ -52,7 +52,7 @@ def write_vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, siz
         writer.add_tokenizer_pre(_split_name(content["pre_tokenizer"]))
     writer.add_token_list(listed)
     writer.add_token_types([_kind(index, token, tokens, added, model) for index, token in enumerate(listed)])
-    # llama.cpp merges SentencePiece's pieces by score, transformers any by the list, or by score where it is empty.
+    # llama.cpp merges SentencePiece's pieces by score; transformers merges by the list, or by score if it is empty.
     ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in reversed(list(enumerate(merges)))}
     writer.add_token_scores([ranks.get(token, 0.0) for token in listed])
     writer.add_token_merges(merges)
@@ -95,22 +95,22 @@ def _split_name(pre_tokenizer: dict[str, Any] | None) -> str:
     """llama.cpp's name of a way to split text.
 
     Raises:
-        UserError: when it is none of those that transformers reads back.
+        UserError: for a way that transformers cannot read back.
     """
     parts = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
     if len(parts) == 1 and parts[0].get("type") == "ByteLevel" and parts[0].get("use_regex", True):
         return "gpt-2"
     if [part.get("type") for part in parts] == ["Split", "ByteLevel"] and parts[0]["behavior"] == "Isolated":
         split = parts[0]["pattern"].get("Regex")
-        found = [name for name, known in GGUF_PRE_TOKENIZER_SPLITS.items() if known == split]
-        if found:
-            return next((name for name in _CANONICAL if name in found), found[0])
+        names = [name for name, known in GGUF_PRE_TOKENIZER_SPLITS.items() if known == split]
+        if names:
+            return next((name for name in _CANONICAL if name in names), names[0])
     kinds = " and ".join(str(part.get("type")) for part in parts)
     raise UserError(f"format gguf writes tokenizers that split text as GPT-2, Llama 3, Qwen, ..., got {kinds}: {_FIX}")
 
 
 def _adds_space(content: dict[str, Any]) -> bool:
-    """Whether a space is put before a text."""
+    """Return True if the tokenizer puts a space before a text."""
     pre = content.get("pre_tokenizer") or {}
     normalizers = (content.get("normalizer") or {}).get("normalizers", [])
     return pre.get("prepend_scheme", "never") != "never" or any(part["type"] == "Prepend" for part in normalizers)

@@ -1,7 +1,7 @@
 """Writes a causal LM to a GGUF file, reads it back (reading.py), and compares before the file gets its name.
 
-Compared are the settings, the frequencies of rotary positions, every weight, the log-probs of a few tokens, and the
-tokens of a text. A model whose file would compute something else is so refused, not written.
+Settings, frequencies of rotary positions, every weight, the log-probs of a few tokens, and the tokens of a text are
+compared. A model whose file would compute something else is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 GGUFType = Literal["f32", "f16", "bf16", "q8_0"]
 _PLAIN: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}
-"""Types that numpy has; others are bytes."""
+"""Types that numpy has; other types are stored as bytes."""
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 _WEIGHT_TOLERANCE = {"f32": 1e-6, "f16": 1e-3, "bf16": 8e-3, "q8_0": 8e-3}
 """Largest change of a weight, relative to the largest weight of its tensor: the rounding of the type."""
@@ -70,10 +70,10 @@ _NOT_COMPARED = {
     "transformers_version",
     "use_cache",
 }
-"""Keys of a config that do not change what a causal LM computes, that the tokenizer has, or that are compared by what
-they compute."""
+"""Keys of a config that do not affect the computation of a causal LM, that the tokenizer has, or whose effect is
+compared."""
 _ROUTERS = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
-"""Weights that llama.cpp always has in float32, besides vectors."""
+"""Weights besides vectors that llama.cpp always stores in float32."""
 
 
 def write_gguf(
@@ -82,17 +82,17 @@ def write_gguf(
     """Write a model, and check the file.
 
     Args:
-        file: does not exist.
+        file: file to write, which does not exist.
         lm: a causal LM in float32, on the host.
         tokenizer: its tokenizer.
         weights: type of the weights; vectors are always float32, and rows that do not fit the blocks of q8_0 are f16.
-        name: of the model, in the file's metadata.
+        name: name of the model in the file's metadata.
 
     Returns:
-        the mean change of the log-probs of a few tokens by the type, in nats.
+        the mean change of the log-probs of a few tokens due to the type, in nats.
 
     Raises:
-        UserError: when the format cannot express the model or its tokenizer, or the package gguf is missing; nothing is
+        UserError: when the format cannot express the model or its tokenizer, or the package gguf is missing; no file is
             left behind.
     """
     if importlib.util.find_spec("gguf") is None:
@@ -161,12 +161,12 @@ def _checked(file: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     """Read a file back and compare; returns the mean change of the probe's log-probs."""
     rule = f"a GGUF file of {type(lm).__name__} must be readable"
     with quiet_transformers(), quiet_console(), reading(rule, "set --format safetensors"):
-        found, own = read_gguf(file)
-    if (setting := _different_setting(lm, found)) is not None:
+        restored, restored_tokenizer = read_gguf(file)
+    if (setting := _different_setting(lm, restored)) is not None:
         key, before, after = setting
         raise _differs(f"{key} {before} becomes {after}")
-    _check_positions(lm, found)
-    stored = dict(found.named_parameters())
+    _check_positions(lm, restored)
+    stored = dict(restored.named_parameters())
     for name, weight in lm.named_parameters():
         expected, read = weight.detach().float().cpu(), stored[name].detach()
         scale = float(expected.abs().max()) + 1.0 * name.endswith("norm.weight")
@@ -176,42 +176,42 @@ def _checked(file: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         ):
             raise _differs(f"the weight {name} changes")
     probe = probe_tokens(lm.config.vocab_size)
-    change = float((module_logprobs(lm, probe).cpu() - module_logprobs(found, probe)).abs().mean())
+    change = float((module_logprobs(lm, probe).cpu() - module_logprobs(restored, probe)).abs().mean())
     if not change <= _LOGPROB_TOLERANCE[weights]:
         raise _differs(f"log-probs change by {change:.3g} nats")
-    ids = [t(_PROBE_TEXT, add_special_tokens=False)["input_ids"] for t in (tokenizer, own)]
+    ids = [t(_PROBE_TEXT, add_special_tokens=False)["input_ids"] for t in (tokenizer, restored_tokenizer)]
     if ids[0] != ids[1]:
         raise _differs("its tokenizer splits text differently")
     return change
 
 
-def _check_positions(lm: PreTrainedModel, found: PreTrainedModel) -> None:
-    """Refuse another scale or other frequencies of rotary positions, those of long contexts included."""
-    before, after = _positions(lm), _positions(found)
+def _check_positions(lm: PreTrainedModel, restored: PreTrainedModel) -> None:
+    """Refuse a changed scale or changed frequencies of rotary positions, those of long contexts included."""
+    before, after = _positions(lm), _positions(restored)
     for name, expected in before.items():
         if name not in after or not torch.allclose(expected, after[name], rtol=1e-5, atol=0.0):
             raise _differs(f"{name} of its rotary positions changes")
 
 
 def _positions(lm: PreTrainedModel) -> dict[str, Tensor]:
-    found = {
+    frequencies = {
         name: torch.as_tensor(value).float().cpu()
         for module in lm.modules()
         for name, value in [*module.named_buffers(recurse=False), *vars(module).items()]
         if name.endswith(("inv_freq", "attention_scaling")) and not name.endswith("long_inv_freq")
     }
     first = rotary(lm.config)[0]
-    return found | {key: torch.tensor(first[key]) for key in ("long_factor",) if key in first}
+    return frequencies | {key: torch.tensor(first[key]) for key in ("long_factor",) if key in first}
 
 
 def _differs(what: str) -> UserError:
     return UserError(f"a GGUF file must compute what the model does, {what}: set --format safetensors")
 
 
-def _different_setting(lm: PreTrainedModel, found: PreTrainedModel) -> tuple[str, Any, Any] | None:
-    """The first setting that another model has otherwise: its name and both values."""
-    before, after = lm.config.to_dict(), found.config.to_dict()
-    before["head_dim"], after["head_dim"] = head_size(lm.config), head_size(found.config)
+def _different_setting(lm: PreTrainedModel, restored: PreTrainedModel) -> tuple[str, Any, Any] | None:
+    """The first setting that differs in the other model: its name and both values; None if all are the same."""
+    before, after = lm.config.to_dict(), restored.config.to_dict()
+    before["head_dim"], after["head_dim"] = head_size(lm.config), head_size(restored.config)
     for key in before:
         if key in after and key not in _NOT_COMPARED and not key.startswith("_") and not _same(before[key], after[key]):
             return key, before[key], after[key]
@@ -219,7 +219,7 @@ def _different_setting(lm: PreTrainedModel, found: PreTrainedModel) -> tuple[str
 
 
 def _same(before: Any, after: Any) -> bool:
-    """Equal, up to the rounding of numbers to float32."""
+    """Return True if two settings are equal, up to the rounding of numbers to float32."""
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(_same(before[key], after[key]) for key in before)
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (before, after))

@@ -25,29 +25,29 @@ class TensorBoardSink(MetricsSink):
         self._events = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.resumed_step + 1)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See MetricsSink."""
+        """Write each metric as a scalar event."""
         for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
 
     def close(self, end_state: EndState) -> None:
-        """See MetricsSink."""
+        """Close the file of events."""
         self._events.close()
 
 
 class CsvSink(MetricsSink):
-    """metrics.csv: a row per step, a column per metric; empty where a step lacks it."""
+    """metrics.csv: a row per step, a column per metric; empty where a step lacks the metric."""
 
     module, title = "csv", "metrics.csv"
 
     def __init__(self, run: TrackedRun) -> None:
         self._path = run.folder / CSV_FILE
         rows = _read(self._path)
-        kept = [row for row in rows if int(row["step"]) <= run.resumed_step]
+        earlier = [row for row in rows if int(row["step"]) <= run.resumed_step]
         self._columns = list(rows[0]) if rows else ["step"]
-        self._write_all(kept)
+        self._write_all(earlier)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See MetricsSink; a metric that is new adds a column, which rewrites the file."""
+        """Append a row; a new metric adds a column, which rewrites the file."""
         row = {"step": step, **metrics}
         new = [name for name in row if name not in self._columns]
         if new:
@@ -58,7 +58,7 @@ class CsvSink(MetricsSink):
             csv.DictWriter(file, self._columns).writerow(row)
 
     def close(self, end_state: EndState) -> None:
-        """See MetricsSink."""
+        """Do nothing: every row has been written."""
 
     def _write_all(self, rows: list[dict[str, Any]]) -> None:
         text = io.StringIO(newline="")

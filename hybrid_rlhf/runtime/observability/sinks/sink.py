@@ -1,7 +1,7 @@
-"""The interface of a sink, and the thread in which each one works.
+"""The interface of a sink, and the thread of each sink.
 
-A tracker may wait for its server for minutes, so a step only puts its metrics into a queue. A sink that fails is logged
-once and is then left out; metrics.jsonl has the same values.
+A tracker may wait minutes for its server, so a step only puts its metrics into a queue. A sink that fails is logged
+once and then disabled; metrics.jsonl has the same values.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 EndState = Literal["finished", "stopped", "failed", "stalled"]
-"""How a run ends; stopped: by a signal, and to be resumed."""
+"""How a run ended; a stopped run was ended by a signal, and can be resumed."""
 IDS_FILE = "sinks.json"
-"""Ids of the run in its trackers, by sink: a resumed run continues them."""
+"""Ids of the run in its trackers, by sink, with which a resumed run continues them."""
 CLOSE_SECONDS = 30.0
-"""How long the end of a run waits for a sink."""
+"""Time for which the end of a run waits for a sink."""
 logger = logging.getLogger(LOGGER_NAME)
 _ids_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a sink needs to know of a run."""
+    """Properties of a run that a sink needs."""
 
     folder: Path
     project: str = "hybrid_rlhf"
@@ -43,24 +43,24 @@ class TrackedRun:
     params: Mapping[str, Any] = field(default_factory=dict)
     """Dotted keys of the config, with plain values."""
     resumed_step: int = -1
-    """Later steps were dropped from metrics.jsonl; -1: all."""
+    """Step after which lines of metrics.jsonl were dropped; -1: all were dropped."""
     run_id: str | None = None
-    """The run in the tracker, if it has been opened before."""
+    """Id of the run in the tracker, if an earlier start has opened it."""
 
 
 class MetricsSink(ABC):
-    """One place for metrics; every call comes from the same thread."""
+    """A destination of metrics; all calls come from the same thread."""
 
     module: ClassVar[str]
-    """Which it imports."""
+    """Name of the module that the sink imports."""
     title: ClassVar[str]
 
     @abstractmethod
     def __init__(self, run: TrackedRun) -> None:
-        """Open it, and continue the run with `run.run_id`."""
+        """Open the sink, and continue the run with `run.run_id`."""
 
     run_id: str | None = None
-    """For the next start of the same run."""
+    """Id for the next start of the same run."""
 
     @abstractmethod
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -68,7 +68,7 @@ class MetricsSink(ABC):
 
     @abstractmethod
     def close(self, end_state: EndState) -> None:
-        """Write what is left, and mark the run as ended."""
+        """Write pending metrics, and mark the run as ended."""
 
 
 class SinkThread:
@@ -109,7 +109,7 @@ class SinkThread:
 
 @dataclass(frozen=True)
 class _Call:
-    """The metrics of a step, or the end."""
+    """The metrics of a step, or the end of the run."""
 
     step: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Experiment trackers: Weights & Biases, MLflow, Trackio.
 
-Each reads its own environment variables (WANDB_API_KEY, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID, ...), which decide
-whether metrics leave the machine. A resumed run continues the run of its id; the steps after its checkpoint are then
-there twice, as no tracker drops them.
+Each reads its own environment variables (WANDB_API_KEY, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID, ...), which determine
+whether metrics leave the machine. A resumed run continues the run of its id; trackers cannot drop steps, so they have
+the steps after the checkpoint twice.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class WandbSink(MetricsSink):
         if self._run.disabled and os.environ.get("WANDB_MODE") != "disabled":
             raise RuntimeError("there is no API key: run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline")
         self.run_id = self._run.id
-        # W&B's own step only grows, and would discard what a resumed run writes again.
+        # W&B's own step only increases; W&B would discard the steps that a resumed run writes again.
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See MetricsSink."""
+        """Log the metrics with the step as a metric."""
         self._run.log({_STEP: step, **metrics})
 
     def close(self, end_state: EndState) -> None:
-        """See MetricsSink."""
+        """Finish the run, with exit code 0 if it has finished."""
         self._run.finish(exit_code=0 if end_state == "finished" else 1)
 
 
@@ -70,15 +70,15 @@ class MlflowSink(MetricsSink):
             self.run_id = self._id = run.run_id
             self._client.update_run(self._id, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = self._client.create_experiment(run.project) if found is None else found.experiment_id
+        existing = self._client.get_experiment_by_name(run.project)
+        experiment = self._client.create_experiment(run.project) if existing is None else existing.experiment_id
         self.run_id = self._id = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
         params = [Param(key, str(value)[:_MLFLOW_LONGEST_PARAM]) for key, value in run.params.items()]
         for start in range(0, len(params), _MLFLOW_PARAMS_PER_CALL):
             self._client.log_batch(self._id, params=params[start : start + _MLFLOW_PARAMS_PER_CALL])
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See MetricsSink."""
+        """Log the metrics as one batch."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -86,7 +86,7 @@ class MlflowSink(MetricsSink):
         self._client.log_batch(self._id, metrics=batch)
 
     def close(self, end_state: EndState) -> None:
-        """See MetricsSink."""
+        """Mark the run as finished or failed."""
         self._client.set_terminated(self._id, status=_MLFLOW_STATUS[end_state])
 
 
@@ -105,9 +105,9 @@ class TrackioSink(MetricsSink):
         self.run_id = self._run.name
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See MetricsSink."""
+        """Log the metrics of the step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self, end_state: EndState) -> None:
-        """See MetricsSink."""
+        """Finish the run."""
         self._run.finish()
