@@ -53,6 +53,7 @@ def test_all_parts_run_and_are_recorded(tmp_path: Path) -> None:
     assert run(tmp_path).stdout.count("done already") == len(PARTS)
 
 
+@pytest.mark.slow
 def test_an_interrupted_part_resumes_after_its_last_figure(tmp_path: Path) -> None:
     cut = {"done": False, "figures": {"SDPA, cuDNN off": {"kept": 1}}, "failure": "cut"}
     results.write("gpu", "attention.json", json.dumps(cut), tmp_path)
@@ -63,6 +64,7 @@ def test_an_interrupted_part_resumes_after_its_last_figure(tmp_path: Path) -> No
     assert record["done"] and "failure" not in record
 
 
+@pytest.mark.slow
 def test_a_part_without_time_is_left_to_the_next_call(tmp_path: Path) -> None:
     done = run(tmp_path, "--minutes", "0.1", "--part", "kernels")
     assert "no time left" in done.stdout and results.names("gpu", tmp_path) == []
@@ -87,6 +89,7 @@ def test_the_tests_of_all_triton_kernels_run_and_cublas_may_be_deterministic(mon
     assert started["env"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_fails_with_the_reason(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_hour", "--output", str(tmp_path)],

@@ -19,6 +19,7 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.faults)])
+@pytest.mark.slow
 def test_a_pipeline_that_receives_sigterm_saves_and_resumes(processes: int, model_folder: Path, tmp_path: Path) -> None:
     rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     line = pipeline_line(output, model_folder, rows)
@@ -49,6 +50,7 @@ def test_a_pipeline_that_receives_sigterm_saves_and_resumes(processes: int, mode
     assert (output / "step1_sft" / "finished.json").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_model_is_a_warm_start(model_folder: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl")
     first, second = tmp_path / "first", tmp_path / "second"
@@ -78,6 +80,7 @@ def test_a_run_from_another_runs_checkpoint_is_killed_before_its_first_and_resum
     assert found.pop("metrics") == [told for told in want.pop("metrics") if told["step"] > 2] and found == want
 
 
+@pytest.mark.slow
 def test_a_wrong_batch_size_is_corrected_in_place(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SECRETS = {
     "HF_TOKEN": "hf_Ab3dEf6hIj9kLmNoPqRs",
@@ -18,6 +20,7 @@ SECRETS = {
 }
 
 
+@pytest.mark.slow
 def test_secrets_of_the_environment_stay_there(model_folder: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"q{i}", "completion": f"a{i}"}) + "\n" for i in range(12)))

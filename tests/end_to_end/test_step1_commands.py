@@ -34,6 +34,7 @@ def test_distillation_condition_and_packing_have_commands() -> None:
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "--sft." in line])
+@pytest.mark.slow
 def test_the_commands_run(line: str, tmp_path: Path, model_folder: Path) -> None:
     name, step = documented_step(line)
     assert name == "sft"

@@ -69,10 +69,10 @@ def gone_on(world: World, path: Path, folders: list[Path], settings: dict[str, A
     [
         (1, {"stage": 0}),
         (2, {"stage": 0, "lora": 4}),
-        (2, {"stage": 1, "dtype": "bfloat16"}),
+        pytest.param(2, {"stage": 1, "dtype": "bfloat16"}, marks=pytest.mark.faults),
         (2, {"stage": 2, "offload_optimizer": True}),
         (2, {"stage": 3, "dtype": "bfloat16"}),
-        (2, {"stage": 0, "dtype": "bfloat16"}),
+        pytest.param(2, {"stage": 0, "dtype": "bfloat16"}, marks=pytest.mark.faults),
         (2, {"stage": 3, "lora": 4, "offload_optimizer": True, "offload_parameters": True}),
     ],
     ids=str,
@@ -102,6 +102,7 @@ def cross(shardings: list[tuple[int, int]], model_folder: Path, tmp_path: Path) 
                 assert not averaged or averaged == pytest.approx(want[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_shardings_read_each_other(model_folder: Path, tmp_path: Path) -> None:
     cross([(1, 0), (2, 3), (2, 1)], model_folder, tmp_path)
 
@@ -144,8 +145,14 @@ def update_with_nan_gradient(world: World, path: Path, settings: dict[str, Any])
     return [first, stats.skipped, stats.lr, train_step(engine, world), engine.deepspeed_engine.skipped_steps]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        *((0, "float32"), (1, "bfloat16"), (3, "bfloat16")),
+        *(pytest.param(stage, "bfloat16", marks=pytest.mark.faults) for stage in (0, 2)),
+        *(pytest.param(stage, "float32", marks=pytest.mark.faults) for stage in (1, 2, 3)),
+    ],
+)
 def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(
     stage: int, dtype: str, model_folder: Path, tmp_path: Path
 ) -> None:
