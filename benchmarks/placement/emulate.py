@@ -21,8 +21,8 @@ from benchmarks.placement.runs import WARM_STEPS, run_line, write_inputs
 from benchmarks.placement.settings import Setting
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import Placement, ZeroStage
-from hybrid_rlhf.placement.plans import LEARNERS, StepPlan
-from hybrid_rlhf.placement.search import STYLES, Candidate, Search
+from hybrid_rlhf.planning.plans import LEARNERS, StepPlan
+from hybrid_rlhf.planning.search import STYLES, Candidate, Search
 from tests.support.ranks import run_ranks
 
 REAL_TOKENS = 24

@@ -39,14 +39,14 @@ from hybrid_rlhf.configs.algorithms import ReinforceConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.memory.shapes import Shapes
-from hybrid_rlhf.placement.candidates import Options, joinings, layouts, plan_of, tensor_parallels
-from hybrid_rlhf.placement.costs import Costs
-from hybrid_rlhf.placement.job import JobReader, StepLengths
-from hybrid_rlhf.placement.machines.stored import load_curves
-from hybrid_rlhf.placement.memory import MemoryModel
-from hybrid_rlhf.placement.plans import Cluster, StepPlan, flattening
-from hybrid_rlhf.placement.search import Candidate, Search
+from hybrid_rlhf.planning.candidates import Options, joinings, layouts, plan_of, tensor_parallels
+from hybrid_rlhf.planning.costs import Costs
+from hybrid_rlhf.planning.job import JobReader, StepLengths
+from hybrid_rlhf.planning.machines.stored import load_curves
+from hybrid_rlhf.planning.placed_memory import MemoryModel
+from hybrid_rlhf.planning.plans import Cluster, StepPlan, flattening
+from hybrid_rlhf.planning.search import Candidate, Search
+from hybrid_rlhf.planning.shapes import Shapes
 from tests.support.ranks import run_ranks
 
 RANKS = 4

@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 
 from benchmarks.placement.settings import Setting
-from hybrid_rlhf.placement.tables import PlacementAnswer
+from hybrid_rlhf.planning.placement_table import PlacementAnswer
 
 OUTPUT = Path(__file__).parents[2] / "docs" / "benchmarks" / "placement_plans.md"
 HEAD = """# The planner's answer for five machines
 
 Written by `python -m benchmarks.placement.machines`. All curves are modelled from data sheets
-(`hybrid_rlhf/placement/machines/datasheets.py`); no figure here is measured. PPO, one update per rollout, gradient
+(`hybrid_rlhf/planning/machines/datasheets.py`); no figure here is measured. PPO, one update per rollout, gradient
 checkpointing, prompts of 512 tokens, completions of up to 1,024 tokens with a mean of 400 (log-normal). Critic, reward
 model and reference have the actor's dimensions, except where a title says otherwise. Each table has the best plan of
 each style, fastest first; below it, the best of all. The critic follows `actor.zero`.

@@ -19,8 +19,8 @@ from benchmarks.placement.rules import without_communication
 from benchmarks.placement.settings import Setting
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
-from hybrid_rlhf.placement.plans import StepPlan, style_of
-from hybrid_rlhf.placement.search import STYLES, Candidate, Search
+from hybrid_rlhf.planning.plans import StepPlan, style_of
+from hybrid_rlhf.planning.search import STYLES, Candidate, Search
 
 OUTPUT = Path(__file__).parents[2] / "docs" / "benchmarks" / "placement.md"
 DS_CHAT_ROWS, DS_CHAT_BATCH = 131_900, 1024
@@ -222,8 +222,8 @@ def _tell(lines: list[str]) -> None:
 
 HEAD = """# Published settings, predicted
 
-Written by `python -m benchmarks.placement.published`. **Everything under "predicted" is a simulation** on curves that
-are modelled from data sheets (`hybrid_rlhf/placement/machines/datasheets.py`: the parts of a peak that are achieved
+Written by `python -m benchmarks.placement.published`. **Nothing under "predicted" was run**: it is a sum of curves that
+are modelled from data sheets (`hybrid_rlhf/planning/machines/datasheets.py`: the parts of a peak that are achieved
 are assumptions, the same in all tables and not fitted to any of them); nothing here was run. The predictions are of
 this library's own loop and engine on that hardware, not of the published systems: a ratio below 1 says that the
 planner expects this loop to take less time than the system published.
@@ -259,7 +259,7 @@ The predictions of OpenRLHF's allocation are 1.1 to 0.56 of what it published: a
 and their time is that of reading weights and cache, which any good engine reaches. Those of flattening are 0.23 to
 0.07 of what DeepSpeed-Chat took, whose generation alone took 590 of the 855 s at 7B. The published gain is thus one
 of engines (the authors name vLLM as the first reason, issue 296; by the user's measurement it is 1.14x at 7B): with
-one engine on both sides, the simulation expects this separation without a policy lag to lose, as most GPUs wait in
+one engine on both sides, the planner expects this separation without a policy lag to lose, as most GPUs wait in
 every phase.
 
 ## ReaL, issue 10: OpenRLHF with 34B and 7B on 32 GPUs

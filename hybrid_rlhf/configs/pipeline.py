@@ -13,7 +13,7 @@ from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource, require_shares
 from hybrid_rlhf.configs.sections.placement import last_ranks
-from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
+from hybrid_rlhf.configs.sections.rules import require, require_template_variables
 from hybrid_rlhf.configs.sft import SFTConfig
 
 StepName = Literal["sft", "reward", "preference", "rl"]
@@ -101,13 +101,6 @@ class PipelineConfig:
     """Seed of all steps; null: each step's own."""
     steps: str = "sft,reward,rl"
     """Steps to run, comma-separated: sft, reward, preference, rl; a finished step is skipped."""
-    plan: bool = False
-    """Print the memory that each phase needs, without loading weights, and stop; exit code 1 if a phase does not
-    fit."""
-    plan_device_gib: float | None = setting(None, advanced=True)
-    """Memory of the GPUs that plan assumes, in GiB; null: this machine's."""
-    plan_ranks: int | None = setting(None, advanced=True)
-    """Number of ranks that plan assumes; null: the number that a run would start."""
     data: PipelineDataConfig = field(default_factory=PipelineDataConfig)
     sft: SFTConfig = field(default_factory=lambda: SFTConfig(output_dir=_OUTPUT + FOLDERS["sft"]))
     reward: RewardConfig = field(default_factory=lambda: RewardConfig(output_dir=_OUTPUT + FOLDERS["reward"]))
@@ -125,17 +118,18 @@ class PipelineConfig:
             "--steps sft,reward",
         )
         processes = self.launcher.processes
-        if "rl" in self.step_names and processes is not None and not self.plan:
+        if "rl" in self.step_names and processes is not None and self.starts_steps:
             for role, last in last_ranks(self.rl.placement).items():
                 require(
                     last < processes,
                     f"rl.placement.{role}.ranks must be below the {processes} ranks of {self.launcher}, got {last}: "
                     "add the missing hosts or ranks, or name others",
                 )
-        for name in ("plan_device_gib", "plan_ranks"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be above 0, got {value}: leave it out for this machine")
-            require(value is None or self.plan, f"{name} {value} is for a plan, got none: add --plan")
+
+    @property
+    def starts_steps(self) -> bool:
+        """True if the steps run, false if they are planned."""
+        return True
 
     @property
     def step_names(self) -> list[str]:
@@ -164,7 +158,7 @@ class PipelineConfig:
 
 
 MACHINES = ("b200", "h200", "h100", "a100", "a100-40g", "a800", "l40s", "a10g", "4090", "3090", "mi300x")
-"""With data sheets (placement/machines/datasheets.py)."""
+"""With data sheets (planning/machines/datasheets.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,20 +188,17 @@ class PlanConfig(PipelineConfig):
     candidates: int = 0
     """Placements to list beside the best of each style, fastest first, each with the reason why it lost."""
 
+    @property
+    def starts_steps(self) -> bool:
+        """False: the steps are planned."""
+        return False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("ranks", "hosts", "link_gib_per_second", "prompt_tokens", "completion_tokens"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {value}: leave it out for the default")
         require(self.candidates >= 0, f"candidates must be 0 or more, got {self.candidates}: give a number of plans")
-        require(
-            self.ranks is None or self.plan_ranks is None,
-            f"ranks and plan_ranks mean the same, got {self.ranks} and {self.plan_ranks}: leave plan_ranks out",
-        )
-        require(
-            self.machine == "this" or self.plan_device_gib is None,
-            f"--machine {self.machine} has memory of its own, got plan_device_gib {self.plan_device_gib}: leave it out",
-        )
         require(
             self.machine in ("this", *MACHINES) or self.machine.endswith((".yaml", ".yml")),
             f"--machine must be this (the local machine), {', '.join(MACHINES[:-1])} or {MACHINES[-1]}, or a YAML file "

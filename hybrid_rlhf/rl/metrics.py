@@ -10,7 +10,7 @@ from torch import Tensor
 from hybrid_rlhf.functional.groups import differs_in_group, group_size
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum, spread
 from hybrid_rlhf.generation.batching.requests import DecodeWork
-from hybrid_rlhf.placement.job import StepLengths
+from hybrid_rlhf.planning.job import StepLengths
 from hybrid_rlhf.rl.batch import Batch, Rollout
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.runtime.observability.profiling import decode_roofline, model_flops_utilisation

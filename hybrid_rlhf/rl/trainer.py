@@ -21,10 +21,10 @@ from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.loop.non_finite import NonFiniteError, SkippedUpdates, non_finite_rows
 from hybrid_rlhf.loop.trainer import Trainer
+from hybrid_rlhf.planning.automatic import MeasuredStep, Move, PlacementWatch
 from hybrid_rlhf.rl.batch import Batch, Rollout, with_prefix, without_prefix
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics, speed_metrics
 from hybrid_rlhf.rl.parts import RLParts
-from hybrid_rlhf.rl.roles import MeasuredStep, Move, PlacementWatch
 from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.samples import SampleTexts, token_arrays

@@ -12,9 +12,9 @@ from torch.distributed import distributed_c10d
 from hybrid_rlhf.cli import rl
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.placement.report import PredictionReport
+from hybrid_rlhf.planning import automatic
+from hybrid_rlhf.planning.prediction_errors import PredictionReport
 from hybrid_rlhf.rl.build import RLSession
-from hybrid_rlhf.rl.roles import automatic
 from hybrid_rlhf.runtime import world
 
 

@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.functional.masking import spread
-from hybrid_rlhf.placement.job import StepLengths
+from hybrid_rlhf.planning.job import StepLengths
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rewards.reward import COUNTS

@@ -10,7 +10,7 @@ from hybrid_rlhf.configs.sections.rules import nearest_hint, require
 
 STYLES = ("flattening", "interleaving", "separation")
 AUTO = "auto"
-"""The planner chooses (rl/roles/automatic.py)."""
+"""The planner chooses (planning/automatic.py)."""
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 _KEYS = ("ranks", "zero", "tensor_parallel", "with_actor")
 _MOST_RANKS = 2**16
