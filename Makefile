@@ -6,7 +6,7 @@ WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 PIP := $(VENV)/bin/pip install --quiet --constraint constraints.txt
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test families wheel-demo faults lint audit docs bench gpu venv clean
+.PHONY: demo test families wheel-demo faults lint house audit docs bench gpu venv clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/python train.py $(ARGS)
@@ -35,6 +35,10 @@ lint: $(VENV)/.test
 	$(VENV)/bin/mypy
 	$(VENV)/bin/bandit --configfile pyproject.toml --quiet --recursive hybrid_rlhf training inference train.py
 	@$(MAKE) --no-print-directory audit
+
+# Sizes, circles and folders of the library beside the stored table; ARGS=--write stores it.
+house: $(VENV)/.test
+	$(VENV)/bin/python -m tests.house.report $(ARGS)
 
 # Fails on a known vulnerability. Skipped, with a message, if pypi.org cannot be reached.
 audit: $(VENV)/.test

@@ -1,25 +1,21 @@
-"""How fast a board answers over a large run: `python -m benchmarks.board`, 10,000 steps with 1,000 samples each.
+"""How fast a board answers over a large run: `python -m benchmarks.board`, 300 steps with 1,000 samples each.
 
-Completions have 40 words out of 5,000. A board indexes them from samples.jsonl as those of any run; with `--copies N`,
-only the first Nth, of which the rest of samples.jsonl and of the index is then copied under later steps. Then each
-request is made five times over HTTP: printed are the median, the slowest, and the processor time of the board per
-request. Resident memory counts the mapped files of the index, which the kernel drops when it needs the space; its peak
-is that since the start of the board. Where there is a browser (tests/support/browser.py), views are opened in it too.
-Ten million samples need 8 GiB of disk; in a `--folder` they are kept and used again.
+Completions have 40 words out of 5,000. A board indexes them from samples.jsonl as those of any run. Then each request
+is made five times over HTTP: printed are the median, the slowest, and the processor time of the board per request.
+Where there is a browser (tests/support/browser.py), views are opened in it too. In a `--folder` samples and index are
+kept and used again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
-import shutil
+import sqlite3
 import statistics
 import tempfile
 import threading
 import time
-import zlib
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,10 +24,9 @@ import httpx2
 import numpy as np
 import psutil
 
-from hybrid_rlhf.board.samples.view import COLUMN_FORMATS
-from hybrid_rlhf.configs.files.atomic import write_whole
 from tests.support.board import ServedBoard, append_metrics, served_board, write_run
 from tests.support.browser import CHROMIUM, browser_context, checked_page
+from tests.support.runs import ENVIRONMENT
 
 WORDS = [f"word{number}" for number in range(5000)]
 TEXTS = 20_000
@@ -85,8 +80,7 @@ def report(title: str, board: ServedBoard, path: str, **query: Any) -> None:
         times.append((time.perf_counter() - start) * 1000)
     busy = 1000 * (processor_seconds(board) - before) / REQUESTS
     rows = f"  {found['total']:,} rows" if "total" in found else ""
-    limited = ", of the newest samples" if isinstance(found, dict) and found.get("total_is_limited") else ""
-    print(f"{title:24}{statistics.median(times):8.1f} ms{max(times):8.1f} ms{busy:6.0f} ms{rows}{limited}", flush=True)
+    print(f"{title:24}{statistics.median(times):8.1f} ms{max(times):8.1f} ms{busy:6.0f} ms{rows}", flush=True)
 
 
 def processor_seconds(board: ServedBoard) -> float:
@@ -96,10 +90,10 @@ def processor_seconds(board: ServedBoard) -> float:
 
 
 def memory_of(board: ServedBoard) -> str:
-    """Resident memory now and at its peak, and how much of it maps files."""
+    """Resident memory now and at its peak."""
     status = Path(f"/proc/{board.process.pid}/status").read_text()
-    now, peak, files = (int(status.split(f"{name}:")[1].split()[0]) / 2**10 for name in ("VmRSS", "VmHWM", "RssFile"))
-    return f"{now:.0f} MiB, of them {files:.0f} of files; {peak:.0f} MiB at the peak"
+    now, peak = (int(status.split(f"{name}:")[1].split()[0]) / 2**10 for name in ("VmRSS", "VmHWM"))
+    return f"{now:.0f} MiB; {peak:.0f} MiB at the peak"
 
 
 def seconds_until_metric(board: ServedBoard, folder: Path) -> float:
@@ -152,37 +146,6 @@ def open_in_browser(board: ServedBoard, run: str) -> None:
         print(f"{'a search is typed':24}{1000 * (time.perf_counter() - start):8.1f} ms until its rows are shown")
 
 
-def copy_samples(folder: Path, steps: int, copies: int) -> None:
-    """Append copies of all samples under later steps to samples.jsonl and to its index."""
-    state = json.loads((folder / "samples.index" / "state.json").read_text())
-    inside, rows, size = folder / "samples.index" / state["generation"], state["rows"], state["end"]
-    blocks = state["completion_blocks"]
-    offsets = np.fromfile(inside / "offset.bin", "<i8")
-    begins = [*offsets[:: rows // steps].tolist(), size]
-    for copy in range(1, copies):
-        with (folder / "samples.jsonl").open("r+b") as file:
-            for step in range(1, steps + 1):
-                file.seek(begins[step - 1])
-                lines = file.read(begins[step] - begins[step - 1])
-                file.seek(0, os.SEEK_END)
-                old, new = (b'{"step": %*d,' % (STEP_WIDTH, number) for number in (step, step + copy * steps))
-                file.write(lines.replace(old, new))
-        for first, last in zip(blocks, (*blocks[1:], rows), strict=True):
-            moved = f"completions_{first + copy * rows}_{last + copy * rows}.block"
-            shutil.copy(inside / f"completions_{first}_{last}.block", inside / moved)
-        for column in inside.glob("*.bin"):
-            if not column.name.startswith("prompt_"):
-                values = np.fromfile(column, COLUMN_FORMATS.get(column.stem, "<f4"), rows)
-                added = {"offset": copy * size, "step": copy * steps}.get(column.stem, 0)
-                with column.open("ab") as opened:
-                    opened.write((values + values.dtype.type(added)).tobytes())
-    last = lines.replace(old, new).splitlines()[-1]
-    state |= {"rows": rows * copies, "end": size * copies, "step": steps * copies, "last_crc": zlib.crc32(last)}
-    state |= {"last": size * copies - len(last) - 1}
-    state |= {"completion_blocks": [first + copy * rows for copy in range(copies) for first in blocks]}
-    write_whole(folder / "samples.index" / "state.json", json.dumps(state))
-
-
 def index_samples(output: Path) -> None:
     """Wait until a board has indexed all samples."""
     with served_board(output) as board:
@@ -197,7 +160,7 @@ def index_samples(output: Path) -> None:
         print(f"{'resident':24}{memory_of(board)}", flush=True)
 
 
-def write(output: Path, steps: int, samples: int, copies: int) -> Path:
+def write(output: Path, steps: int, samples: int) -> Path:
     """The run with its index, or that of an earlier call."""
     folder = output / "large"
     if not folder.exists():
@@ -205,20 +168,20 @@ def write(output: Path, steps: int, samples: int, copies: int) -> Path:
         for step in range(1, steps + 1):
             append_metrics(folder, step, **{f"other/{number}": step * 0.1 for number in range(50)})
         start = time.monotonic()
-        write_samples(folder, steps // copies, samples)
-        print(f"{steps // copies} steps x {samples} samples, written in {time.monotonic() - start:.0f} s", flush=True)
+        write_samples(folder, steps, samples)
+        print(f"{steps} steps x {samples} samples, written in {time.monotonic() - start:.0f} s", flush=True)
         index_samples(output)
-        if copies > 1:
-            copy_samples(folder, steps // copies, copies)
-            print(f"copied {copies - 1} times")
     return folder
 
 
-def main(steps: int, samples: int, copies: int, output: Path) -> None:
+def main(steps: int, samples: int, output: Path) -> None:
     """Write, index, ask, print."""
+    ENVIRONMENT["HOME"] = str(output)  # the index lies in its cache folder
     load = os.getloadavg()[1]
-    print(f"python {platform.python_version()}, numpy {np.__version__}, {os.cpu_count()} cores, {date.today()}")
-    folder = write(output, steps, samples, copies)
+    print(
+        f"python {platform.python_version()}, SQLite {sqlite3.sqlite_version}, {os.cpu_count()} cores, {date.today()}"
+    )
+    folder = write(output, steps, samples)
     with served_board(output) as board:
         run = board.run("large")["id"]
         path = f"/api/runs/{run}/samples"
@@ -240,7 +203,7 @@ def main(steps: int, samples: int, copies: int, output: Path) -> None:
         print(f"{'a new metric':24}{seconds_until_metric(board, folder):8.2f} s until its event")
     for name, parts in (
         ("samples.jsonl", [folder / "samples.jsonl"]),
-        ("index", (folder / "samples.index").rglob("*")),
+        ("index", (output / ".cache").rglob("*.sqlite")),
     ):
         size = sum(file.stat().st_size for file in parts if file.is_file())
         print(f"{f'size of {name}':24}{size / 2**30:8.2f} GiB")
@@ -249,10 +212,9 @@ def main(steps: int, samples: int, copies: int, output: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--samples", type=int, default=1_000)
-    parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--folder", type=Path)
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        main(words.steps, words.samples, words.copies, (words.folder or Path(temporary)) / "output")
+        main(words.steps, words.samples, (words.folder or Path(temporary)) / "output")

@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.generation import SamplingParams
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.model import cpu_kernels
-from hybrid_rlhf.generation.model.layers import InferenceLinear, rotate
-from hybrid_rlhf.generation.sampler import Sampler
+from hybrid_rlhf.generation.batching.sampler import Sampler
+from hybrid_rlhf.generation.model.layers import InferenceLinear
+from hybrid_rlhf.generation.ops import cpu_kernels
+from hybrid_rlhf.generation.ops.rows import rotated
 from hybrid_rlhf.runtime.world import solo_world
 
 ROWS, LAYERS, ROUNDS, BLOCK_TOKENS = 32, 30, 21, 16
@@ -63,7 +64,7 @@ def attention_operations(lengths: Tensor) -> dict[str, tuple[Operation, Operatio
     table = (angles.cos(), angles.sin())
 
     def torch_write(layer: int) -> None:
-        turned = rotate(qkv[:, : HEADS + KV_HEADS], *table)
+        turned = rotated(qkv[:, : HEADS + KV_HEADS], *table)
         for cache, new in zip(slots, (turned[:, HEADS:], qkv[:, HEADS + KV_HEADS :]), strict=True):
             cache[layer].flatten(0, 2).index_copy_(0, slot_places, new.flatten(0, 1))
 
@@ -135,7 +136,7 @@ def sampling_operations() -> dict[str, tuple[Operation, Operation]]:
     for name, params in SAMPLING.items():
         streams = [np.random.default_rng(row).random(4) for row in range(ROWS)]
         requests = [Request((1,), row, params, frozenset({2}), stream) for row, stream in enumerate(streams)]
-        mode, rows = SamplingMode.of(requests), DecodeBatch.of(requests, vocab_size=VOCABULARY, device=cpu)
+        mode, rows = sampling_mode(requests), DecodeBatch.of(requests, vocab_size=VOCABULARY, device=cpu)
         by_kernel = Sampler(VOCABULARY, mode, solo_world(cpu))
         by_torch = Sampler(VOCABULARY, mode, solo_world(cpu))
         by_torch._kernels = None

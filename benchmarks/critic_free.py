@@ -24,12 +24,10 @@ from typing import Any
 import torch
 import transformers
 
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import MicroBatches, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
@@ -39,6 +37,8 @@ from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rewards.models import ModelReward
 from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, init_world
 
@@ -131,16 +131,16 @@ def step_of(
     roles = Roles(world, actor, reward, critic, reference)
     algorithm = ALGORITHMS[name](config.algorithm, value_lam=config.critic.gae_lambda if config.critic else 1.0)
     tokenizer = load_tokenizer(path)
-    parts = RLParts.of(
-        roles,
-        algorithm,
-        sampling=config.rollout,
-        tokenizer=tokenizer,
+    sampler = RolloutSampler(
+        actor,
+        config.rollout,
+        world=world,
         stop_token_ids=(int(tokenizer.eos_token_id),),  # type: ignore[arg-type]
-        micro_batches=MicroBatches(None, options.micro_batch_tokens),
         seed=0,
         timers=Timers(world.device),
+        tokenizer=tokenizer,
     )
+    parts = RLParts.of(roles, algorithm, sampler, micro_batches=MicroBatches(None, options.micro_batch_tokens))
 
     def step(number: int) -> float:
         generator = torch.Generator().manual_seed(number)

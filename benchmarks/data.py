@@ -60,7 +60,7 @@ def load_rows(file: Path, tokenizer: str, cache: str) -> None:
     """Load the rows as `hybrid-rlhf sft` does, up to the first batch, and print the cost."""
     import torch
 
-    from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+    from hybrid_rlhf.configs.sections.training import MicroBatches
     from hybrid_rlhf.configs.sft import SFTDataConfig
     from hybrid_rlhf.data.loaders import BatchLoader
     from hybrid_rlhf.data.tokenized import load_sft_data

@@ -50,13 +50,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.generation.batching.cache import bytes_per_token
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.model import cpu_kernels
+from hybrid_rlhf.generation.model.cache import bytes_per_token
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.quantised import Linear
+from hybrid_rlhf.generation.ops import cpu_kernels
 from hybrid_rlhf.generation.sampling import derive_seed
-from hybrid_rlhf.generation.weights.conversion import decoder_of
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.runtime.world import default_device, default_dtype, solo_world

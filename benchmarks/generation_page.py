@@ -114,7 +114,7 @@ def page(results: dict[str, Result]) -> str:
         '"Matrix products" runs only the matrix multiplications of the same work, in the packed form that this engine '
         'uses; "oneDNN\'s products" runs them by oneDNN. Each is an upper bound for an engine with these kernels, up '
         "to the noise of a shared machine. Prompts are not cached between runs unless a row states it. Kernels, "
-        "quantisation, speculative decoding and the weight sync: [generation in detail](generation_details.md).",
+        "quantisation and the weight sync: [generation in detail](generation_details.md).",
         "## Targets",
         *targets(results),
         "## Uniform",

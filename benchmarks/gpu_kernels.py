@@ -24,7 +24,7 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
 def kernels(record: Record, *, small: bool) -> None:
     """Error against float64, microseconds, and bytes a second beside a copy's."""
-    from hybrid_rlhf.generation.model import kernels as triton_kernels
+    from hybrid_rlhf.generation.ops import gpu as triton_kernels
 
     record.measure("limits", lambda: limits(small=small))
     copy = record.figures["limits"]["copy_gb_per_second"]

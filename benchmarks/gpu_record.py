@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.world import default_device
 
 DEVICE = default_device()

@@ -129,10 +129,10 @@ def steps(record: Record, part: str, *, small: bool) -> None:
 
 def _three_steps(words: list[str], *, small: bool) -> dict[str, Any]:
     from hybrid_rlhf.cli.rl import main
-    from hybrid_rlhf.configs.parsing.command_line import parse_config
     from hybrid_rlhf.configs.rl import RLConfig
     from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
     from hybrid_rlhf.planning.step_memory import Planner
+    from hybrid_rlhf.runtime.command_line import parse_config
     from hybrid_rlhf.runtime.observability.metrics import read_metrics
 
     with tempfile.TemporaryDirectory() as name:

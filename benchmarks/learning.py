@@ -37,8 +37,8 @@ import yaml
 
 from benchmarks.learning_tasks import REASONING_TASK, Task, copy_task, demo_task, reasoning_task, run_step, sharp_task
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
-from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "as it is": {},

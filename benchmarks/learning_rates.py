@@ -33,9 +33,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from benchmarks.learning_tasks import write_rows
 from benchmarks.ppo_step import TEMPLATE
 from hybrid_rlhf import RL, SFT, PreferenceTuning, RewardModel
-from hybrid_rlhf.configs.sections.learning_rates import RATES, Learning, derived_rate
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.data.rows.embedded import write_demo_data
+from hybrid_rlhf.engines.learning_rates import RATES, Learning, derived_rate
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.world import solo_world

@@ -40,7 +40,6 @@ from benchmarks.in_turn import InTurn
 from benchmarks.learning_tasks import ROOT, write_rows
 from benchmarks.matrix_products import Products, Times
 from benchmarks.ppo_step import CPU, PAD_TOKEN, environment, plain_words
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sft import SFTConfig
@@ -48,6 +47,7 @@ from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.tokenized import TokenizedData, load_preference_data, load_sft_data
 from hybrid_rlhf.models.pretrained.sources import quiet_transformers, resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 from hybrid_rlhf.runtime.world import solo_world
 

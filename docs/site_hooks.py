@@ -1,7 +1,7 @@
-"""Hook of the documentation site: a link to what the site does not have becomes its text.
+"""Hooks of the documentation site: generated pages; links to what the site does not have become their text.
 
-These are files outside docs/, and folders. tests/house/test_docs.py checks that they exist; mkdocs checks all other
-links.
+The latter are files outside docs/, and folders. tests/house/test_docs.py checks that they exist; mkdocs checks all
+other links.
 """
 
 from __future__ import annotations
@@ -10,7 +10,21 @@ import posixpath
 import re
 from typing import Any
 
+import page_of_api  # mkdocs has the folder of its hooks on the path
+import page_of_keys
+from mkdocs.structure.files import File, Files
+
+GENERATED = {"api.md": page_of_api, "keys.md": page_of_keys}
+"""Modules that write the pages that only the site has."""
+
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """The files of the site with the generated pages."""
+    for name, module in GENERATED.items():
+        files.append(File.generated(config, name, content=module.page()))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **others: Any) -> str:

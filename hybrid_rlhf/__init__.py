@@ -20,16 +20,15 @@ if TYPE_CHECKING:
     from hybrid_rlhf.configs.sections.sampling import SamplingParams as SamplingParams
     from hybrid_rlhf.configs.sft import SFTConfig as SFTConfig
     from hybrid_rlhf.generation import Completion as Completion
-    from hybrid_rlhf.generation import Drafter as Drafter
     from hybrid_rlhf.generation import GenerationEngine as GenerationEngine
     from hybrid_rlhf.loop.step import TrainResult as TrainResult
     from hybrid_rlhf.rl.algorithms import Algorithm as Algorithm
     from hybrid_rlhf.rl.batch import Batch as Batch
     from hybrid_rlhf.rl.batch import Rollout as Rollout
     from hybrid_rlhf.rl.build import RL as RL
-    from hybrid_rlhf.rl.build import RLSession as RLSession
     from hybrid_rlhf.rl.environments import Environment as Environment
     from hybrid_rlhf.rl.parts import RLParts as RLParts
+    from hybrid_rlhf.rl.parts import RLSession as RLSession
     from hybrid_rlhf.supervised.build import SFT as SFT
     from hybrid_rlhf.supervised.build import PreferenceTuning as PreferenceTuning
     from hybrid_rlhf.supervised.build import RewardModel as RewardModel
@@ -39,7 +38,6 @@ _MODULES = {
     "Algorithm": "rl.algorithms",
     "Batch": "rl.batch",
     "Completion": "generation",
-    "Drafter": "generation",
     "Environment": "rl.environments",
     "GenerationEngine": "generation",
     "PreferenceStepConfig": "configs.preference",
@@ -47,7 +45,7 @@ _MODULES = {
     "RL": "rl.build",
     "RLConfig": "configs.rl",
     "RLParts": "rl.parts",
-    "RLSession": "rl.build",
+    "RLSession": "rl.parts",
     "RewardConfig": "configs.reward",
     "RewardModel": "supervised.build",
     "Rollout": "rl.batch",
@@ -63,7 +61,6 @@ __all__ = [
     "Algorithm",
     "Batch",
     "Completion",
-    "Drafter",
     "Environment",
     "GenerationEngine",
     "PreferenceStepConfig",

@@ -20,9 +20,10 @@ from benchmarks.placement.emulation import Emulation, run_emulated
 from benchmarks.placement.runs import WARM_STEPS, run_line, write_inputs
 from benchmarks.placement.settings import Setting
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import Placement, ZeroStage
+from hybrid_rlhf.configs.sections.placement import ZeroStage
 from hybrid_rlhf.planning.plans import LEARNERS, StepPlan
 from hybrid_rlhf.planning.search import STYLES, Candidate, Search
+from hybrid_rlhf.runtime.placement import Placement
 from tests.support.ranks import run_ranks
 
 REAL_TOKENS = 24

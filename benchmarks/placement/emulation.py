@@ -21,7 +21,6 @@ from unittest import mock
 import torch
 
 from benchmarks.placement.runs import RunTimes, timed_run
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.hybrid import HybridEngine
@@ -32,6 +31,7 @@ from hybrid_rlhf.generation.sampling import derive_seed
 from hybrid_rlhf.planning.costs import Costs, Work
 from hybrid_rlhf.planning.plans import SAMPLER, StepPlan
 from hybrid_rlhf.rl.rollouts import sampler as rollout_sampler
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 
 

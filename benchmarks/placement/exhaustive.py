@@ -37,7 +37,6 @@ from benchmarks.placement.trials_page import (
 )
 from hybrid_rlhf.configs.algorithms import ReinforceConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.planning.candidates import Options, joinings, layouts, plan_of, tensor_parallels
 from hybrid_rlhf.planning.costs import Costs
@@ -47,6 +46,7 @@ from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import Cluster, StepPlan, flattening
 from hybrid_rlhf.planning.search import Candidate, Search
 from hybrid_rlhf.planning.shapes import Shapes
+from hybrid_rlhf.runtime.command_line import parse_config
 from tests.support.ranks import run_ranks
 
 RANKS = 4

@@ -30,9 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from benchmarks.placement.rules import linear_rule, without_communication
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import PlacedRoles, resolve_placement
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
@@ -43,6 +41,8 @@ from hybrid_rlhf.planning.plans import Cluster, StepPlan
 from hybrid_rlhf.planning.prediction_errors import STEP, PredictionReport, summary
 from hybrid_rlhf.planning.shapes import Shapes
 from hybrid_rlhf.planning.step_time import step_time
+from hybrid_rlhf.runtime.command_line import parse_config
+from hybrid_rlhf.runtime.placement import PlacedRoles, resolve_placement
 from tests.support.tiny import VOCABULARY, tiny_tokenizer
 
 PHASES = ("weight_sync", "generation", "scoring", "training", "other")

@@ -18,9 +18,9 @@ from pathlib import Path
 from benchmarks.placement.rules import without_communication
 from benchmarks.placement.settings import Setting
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.planning.plans import StepPlan, style_of
 from hybrid_rlhf.planning.search import STYLES, Candidate, Search
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 
 OUTPUT = Path(__file__).parents[2] / "docs" / "benchmarks" / "placement.md"
 DS_CHAT_ROWS, DS_CHAT_BATCH = 131_900, 1024

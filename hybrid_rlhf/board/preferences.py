@@ -19,19 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hybrid_rlhf.board.runs.reading import complete_lines, finite, number, open_regular
 from hybrid_rlhf.board.samples.lines import prompt_messages
 from hybrid_rlhf.board.samples.rows import Samples
-from hybrid_rlhf.board.samples.view import IndexView
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.atomic import write_whole
 
 PREFERENCES_FILE = "preferences.jsonl"
 _MOST_OPEN = 1000
 """Pairs that were shown and not judged; the oldest are forgotten."""
 _TRIES = 40
+_PROMPTS = "SELECT key FROM prompts JOIN samples USING (prompt) GROUP BY prompt HAVING count(*) >= ?"
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,9 @@ class Preferences:
     def next(self, sources: Sequence[Samples]) -> dict[str, Any]:
         """A pair to judge: of one run, or one side of each of two; without one where no prompt has two completions."""
         judged = {_places(row) for row in self.read()}
-        views = [source.view() for source in sources]
-        prompts = _prompts_to_judge(views)
-        for _ in range(_TRIES if len(prompts) else 0):
-            pair = self._draw(sources, views, int(prompts[self._random.randrange(len(prompts))]))
+        prompts = _prompts_to_judge(sources)
+        for _ in range(_TRIES if prompts else 0):
+            pair = self._draw(sources, self._random.choice(prompts))
             if pair.left.completion == pair.right.completion or _places_of(pair) in judged:
                 continue
             name = secrets.token_hex(8)
@@ -165,33 +163,34 @@ class Preferences:
         write_whole(file, "".join(f"{json.dumps(row)}\n" for row in rows))
         return len(rows)
 
-    def _draw(self, sources: Sequence[Samples], views: Sequence[IndexView], prompt: int) -> ShownPair:
+    def _draw(self, sources: Sequence[Samples], key: str) -> ShownPair:
         """Two random completions of a prompt, of each source one, in random order."""
-        rows = [view.rows_of_prompt(prompt).tolist() for view in views]
-        picked = self._random.sample(rows[0], 2) if len(rows) == 1 else [self._random.choice(each) for each in rows]
-        twice = 3 - len(sources)
-        places = zip([*sources] * twice, [*views] * twice, picked, strict=True)
-        sides = [_side(source, view, row) for source, view, row in places]
+        sides, messages = list[ShownCompletion](), list[dict[str, Any]]()
+        for source in sources:
+            with source.index.view() as view:
+                picked = self._random.sample(view.rows_of_prompt(key).tolist(), 3 - len(sources))
+                for row, line in zip(picked, view.lines(picked), strict=True):
+                    messages = prompt_messages(line)
+                    sides.append(
+                        ShownCompletion(
+                            run=str(source.run.folder),
+                            step=line["step"],
+                            index=int(view.column("position")[row]),
+                            completion=str(line["completion"]),
+                            score=finite(number(line.get("score"))),
+                        )
+                    )
         self._random.shuffle(sides)
-        first = sources[0].index.line(views[0], rows[0][0])
-        return ShownPair(prompt_messages(first), sides[0], sides[1])
+        return ShownPair(messages, sides[0], sides[1])
 
 
-def _prompts_to_judge(views: Sequence[IndexView]) -> NDArray[np.int64]:
-    """The numbers of the prompts that have two completions, of two views one in each."""
-    numbers = [view.column("prompt_number") for view in views]
-    return np.intersect1d(numbers[0], numbers[1]) if len(views) == 2 else numbers[0][views[0].prompt_counts() > 1]
-
-
-def _side(source: Samples, view: IndexView, row: int) -> ShownCompletion:
-    content = source.index.line(view, row)
-    return ShownCompletion(
-        run=str(source.run.folder),
-        step=content["step"],
-        index=int(view.column("index")[row]),
-        completion=str(content["completion"]),
-        score=finite(number(content.get("score"))),
-    )
+def _prompts_to_judge(sources: Sequence[Samples]) -> list[str]:
+    """The keys of the prompts that have two completions, of two sources one in each."""
+    keys = []
+    for source in sources:
+        with source.view() as view:
+            keys.append(set(view.ask(_PROMPTS, 3 - len(sources))))
+    return sorted(set.intersection(*keys))
 
 
 def _places_of(pair: ShownPair) -> frozenset[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Signs that a run learns something else than it should, from its metrics and samples; pure functions.
+"""Signs that a run learns something else than it should: the rules of its advice, and rules that read samples.
 
 Each rule names its source and carries the numbers that it saw. The thresholds are conventions: they ask a person to
 look, and decide nothing. `benchmarks/hacking.py` measures what they find and how often they are wrong.
@@ -14,72 +14,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hybrid_rlhf.loop.advice.advisor import advice_text
+from hybrid_rlhf.loop.advice.curves import Curves
+from hybrid_rlhf.loop.advice.rules import RULES
+
 Floats = NDArray[np.float64]
-WINDOW = 20
-"""Steps that a trend is read from: fewer are noise of the prompts, more hide what happens now."""
-BEGINNING = 5
-"""Steps that tell how long completions were at first; a short run may change in ten."""
-CLEAR_TREND = 0.6
-"""Correlation of a value with the step within a window; of 20 independent values one in 200 reaches it by chance."""
-CLEAR_CHANGE = 0.25
-"""Change of a component within a window, in standard deviations of its scores; trends without one are drift."""
 EQUAL_GROUPS = 0.5
 """Part of the groups with equal scores; these teach nothing, so half of the rollout is lost. One step alone is
 noise: with eight groups, half of them are equal by chance now and then."""
-LENGTH_FACTOR = 1.5
-"""Growth of the mean length since the beginning, or its inverse."""
 REPEATED_NOW, REPEATED_MORE = 0.2, 0.1
 """Part of repeated 4-grams, and its growth; text of people repeats about a twentieth."""
 SAME_NOW, SAME_MORE = 0.5, 0.25
 """Part of the completions of a step that are one and the same, over all prompts, and its growth."""
 COPIED_NOW, COPIED_MORE = 0.5, 0.25
 """Part of the word pairs of a completion that are in its prompt, and its growth."""
-KL_FACTOR, KL_NATS = 3.0, 10.0
-"""Growth of the KL from one window to the next, and its least value, in nats per completion."""
-HELD_OUT_STDS = 0.25
-"""Fall of the held-out score from its best, in standard deviations of the held-out scores."""
 _GRAM, _PAIR = 4, 2
 _FEWEST_PROMPTS = 4
 _MOST_LOOKS = 200
 """Windows of a run that are looked at."""
-_READ = ("reward/", "eval/scores", "objective/scores", "objective/kl", "completions/mean_length")
-"""Prefixes of the metrics that rules read."""
-
-
-@dataclass(frozen=True)
-class MetricCurve:
-    """One metric over the steps, without missing values."""
-
-    steps: NDArray[np.int64]
-    values: Floats
-
-    @classmethod
-    def of(cls, steps: NDArray[np.int64], values: Floats) -> MetricCurve:
-        """The finite values of a column."""
-        kept = np.isfinite(values)
-        return cls(steps[kept], values[kept])
-
-    def until(self, step: int) -> MetricCurve:
-        """The values up to a step."""
-        end = int(np.searchsorted(self.steps, step, side="right"))
-        return MetricCurve(self.steps[:end], self.values[:end])
-
-    def last(self, count: int) -> MetricCurve:
-        """The newest values."""
-        return MetricCurve(self.steps[-count:], self.values[-count:])
-
-    @property
-    def trend(self) -> float:
-        """Correlation of value and step; 0 for a constant."""
-        if len(self.values) < WINDOW // 2 or np.ptp(self.values) == 0:
-            return 0.0
-        return float(np.corrcoef(self.steps, self.values)[0, 1])
-
-    @property
-    def change(self) -> float:
-        """Mean of the second half less that of the first."""
-        half = len(self.values) // 2
-        return float(self.values[half:].mean() - self.values[:half].mean()) if half else 0.0
 
 
 @dataclass(frozen=True)
@@ -119,28 +71,30 @@ class Signal:
     """Where it was found first; `find_signals` sets it."""
 
 
-def find_signals(curves: Mapping[str, MetricCurve], sampled: Sequence[SampledStep]) -> list[Signal]:
+def find_signals(lines: Sequence[Mapping[str, float]], sampled: Sequence[SampledStep]) -> list[Signal]:
     """All findings over the whole run, alerts first: each as it was seen last, with the step where it was seen first.
 
     Args:
-        curves: the metrics of a run by name.
+        lines: of metrics.jsonl, which the rules of the run's advice judge.
         sampled: steps with samples, in order, the first and the last among them.
     """
     found: dict[str, Signal] = {}
-    for signal in sorted([*_in_metrics(curves), *_in_samples(sampled)], key=lambda signal: signal.step):
+    for signal in sorted([*_in_metrics(lines), *_in_samples(sampled)], key=lambda signal: signal.step):
         first = found[signal.name].first_step if signal.name in found else signal.step
         found[signal.name] = replace(signal, first_step=first)
     return sorted(found.values(), key=lambda signal: signal.severity != "alert")
 
 
-def _in_metrics(curves: Mapping[str, MetricCurve]) -> Iterator[Signal]:
-    """What the rules of metrics find at several steps, if they see nothing later."""
-    read = {name: curve for name, curve in curves.items() if name.startswith(_READ) and len(curve.steps)}
-    steps = np.unique(np.concatenate([np.empty(0, np.int64), *(curve.steps for curve in read.values())]))
-    for place in np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _MOST_LOOKS)).astype(int)):
-        known = {name: curve.until(steps[place]) for name, curve in read.items()}
-        for rule in (diverging_components, length_drift, kl_explosion, held_out_falls):
-            yield from rule(known)
+def _in_metrics(lines: Sequence[Mapping[str, float]]) -> Iterator[Signal]:
+    """What the rules of the advice find at several steps, if they see nothing later."""
+    curves, looks = Curves(), set(np.linspace(0, len(lines) - 1, min(len(lines), _MOST_LOOKS)).astype(int).tolist())
+    for place, line in enumerate(lines):
+        curves.add(int(line["step"]), line)
+        for rule in RULES if place in looks else ():
+            if (evidence := rule.check(curves)) is not None:
+                severity = "alert" if rule.is_alert else "warning"
+                what = f"{evidence}: {advice_text(rule, curves)}"
+                yield Signal(rule.name, severity, curves.step, what, [], rule.source)
 
 
 def _in_samples(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
@@ -148,27 +102,6 @@ def _in_samples(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
     for count in range(1, len(sampled) + 1):
         for rule in (collapsed_groups, repeated_phrases, same_answer, copied_prompts):
             yield from rule(sampled[:count])
-
-
-def diverging_components(curves: Mapping[str, MetricCurve]) -> Iterator[Signal]:
-    """One reward component rises while another falls: the sum hides what is lost."""
-    parts, clear = dict[str, MetricCurve](), dict[str, float]()
-    for metric, whole in curves.items():
-        if metric.startswith("reward/") and metric.endswith("/mean"):
-            name = metric.removeprefix("reward/").removesuffix("/mean")
-            parts[name], spread = whole.last(WINDOW), curves.get(f"reward/{name}/std")
-            clear[name] = CLEAR_CHANGE * float(spread.last(WINDOW).values.max(initial=0.0)) if spread else 0.0
-    rising = [name for name, part in parts.items() if part.trend >= CLEAR_TREND and part.change >= clear[name]]
-    falling = [name for name, part in parts.items() if part.trend <= -CLEAR_TREND and -part.change >= clear[name]]
-    if rising and falling:
-        yield Signal(
-            "diverging components",
-            "warning",
-            int(parts[rising[0]].steps[-1]),
-            f"{', '.join(rising)} rises over the last {WINDOW} steps while {', '.join(falling)} falls",
-            [_values(f"{name}, first and last", parts[name]) for name in (*rising, *falling)],
-            "Skalse et al. 2022, Defining and characterizing reward hacking, arXiv 2209.13085",
-        )
 
 
 def collapsed_groups(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
@@ -194,23 +127,6 @@ def collapsed_groups(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
                 *({"step": step.step, "index": int(step.indices[rows[0]])} for rows in equal[:5]),
             ],
             "Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.2",
-        )
-
-
-def length_drift(curves: Mapping[str, MetricCurve]) -> Iterator[Signal]:
-    """Completions become much longer or shorter; scores often follow the length alone."""
-    curve = curves.get("completions/mean_length")
-    if curve is None or len(curve.values) < WINDOW:
-        return
-    before, now = float(curve.values[:BEGINNING].mean()), float(curve.values[-WINDOW // 2 :].mean())
-    if before > 0 and (now / before >= LENGTH_FACTOR or now / before <= 1 / LENGTH_FACTOR):
-        yield Signal(
-            "length drift",
-            "warning",
-            int(curve.steps[-1]),
-            f"completions have {now:.4g} tokens on average, {before:.4g} in the first {BEGINNING} steps",
-            [{"label": "mean length at first", "value": before}, {"label": "mean length now", "value": now}],
-            "Singhal et al. 2023, A long way to go: length correlations in RLHF, arXiv 2310.03716",
         )
 
 
@@ -282,58 +198,6 @@ def copied_prompts(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
         )
 
 
-def kl_explosion(curves: Mapping[str, MetricCurve]) -> Iterator[Signal]:
-    """The KL to the reference grows fast while the score rises: the score is bought by leaving the reference."""
-    kl, scores = curves.get("objective/kl"), curves.get("objective/scores")
-    half = WINDOW // 2
-    if kl is None or scores is None or min(len(kl.values), len(scores.values)) < WINDOW:
-        return
-    before, now = float(kl.values[-WINDOW:-half].mean()), float(kl.values[-half:].mean())
-    gain = float(scores.values[-half:].mean() - scores.values[-WINDOW:-half].mean())
-    if now >= KL_NATS and now >= KL_FACTOR * max(before, 0.0) and gain > 0:
-        yield Signal(
-            "KL explosion",
-            "alert",
-            int(kl.steps[-1]),
-            f"the KL grew from {before:.3g} to {now:.3g} nats within {WINDOW} steps while the score rose by {gain:.3g}",
-            [
-                {"label": "KL before", "value": before},
-                {"label": "KL now", "value": now},
-                {"label": "rise of the score", "value": gain},
-            ],
-            "Gao et al. 2022, Scaling laws for reward model overoptimization, arXiv 2210.10760",
-        )
-
-
-def held_out_falls(curves: Mapping[str, MetricCurve]) -> Iterator[Signal]:
-    """The score of held-out prompts falls from its best while the score of training rises."""
-    held_out, spread, training = (
-        curves.get(f"{name}") for name in ("eval/scores", "eval/scores_std", "objective/scores")
-    )
-    if held_out is None or spread is None or training is None or len(held_out.values) < 3 or not len(spread.values):
-        return
-    best = int(np.argmax(held_out.values))
-    fall = float(held_out.values[best] - held_out.values[-1])
-    since = training.values[training.steps >= held_out.steps[best]]
-    if len(since) < 2:
-        return
-    half = max(len(since) // 2, 1)
-    gain = float(since[half:].mean() - since[:half].mean())
-    if fall >= HELD_OUT_STDS * float(spread.values[-1]) and fall > 0 and gain > 0:
-        yield Signal(
-            "held-out score falls",
-            "alert",
-            int(held_out.steps[-1]),
-            f"the held-out score fell by {fall:.3g} since step {held_out.steps[best]} while that of training rose",
-            [
-                {"label": f"held-out score in step {held_out.steps[best]}", "value": float(held_out.values[best])},
-                {"label": "held-out score now", "value": float(held_out.values[-1])},
-                {"label": "rise of the training score", "value": gain},
-            ],
-            "Gao et al. 2022, Scaling laws for reward model overoptimization, arXiv 2210.10760",
-        )
-
-
 def repeated_part(text: str) -> float:
     """Part of a text's word 4-grams that occurred before in it."""
     grams = _grams(text, _GRAM)
@@ -380,7 +244,3 @@ def _copied_parts(step: SampledStep) -> list[float]:
 def _grams(text: str, size: int) -> list[tuple[str, ...]]:
     words = text.split()
     return [tuple(words[place : place + size]) for place in range(len(words) - size + 1)]
-
-
-def _values(label: str, curve: MetricCurve) -> dict[str, Any]:
-    return {"label": label, "value": f"{curve.values[0]:.4g}, {curve.values[-1]:.4g}"}

@@ -24,15 +24,17 @@ from hybrid_rlhf.board.runs.metrics import MetricsFile
 from hybrid_rlhf.board.runs.models import SavedModels
 from hybrid_rlhf.board.runs.reading import file_problem
 from hybrid_rlhf.board.runs.summary import RunSummaries
-from hybrid_rlhf.board.samples.lines import prompt_text
-from hybrid_rlhf.board.samples.rows import Samples, token_texts_of
-from hybrid_rlhf.board.signals import MetricCurve, SampledStep, Signal, find_signals
+from hybrid_rlhf.board.runs.tokens import RunTokens
+from hybrid_rlhf.board.samples.index import SampleIndex
+from hybrid_rlhf.board.samples.lines import last_text, prompt_messages
+from hybrid_rlhf.board.samples.rows import Samples
+from hybrid_rlhf.board.signals import SampledStep, Signal, find_signals
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 
 _MOST_OPEN = 16
-"""Runs whose curves are kept in memory."""
+"""Runs whose curves and samples are kept in memory."""
 _SIGNAL_STEPS, _SIGNAL_TEXTS = 12, 64
 """Steps whose samples are looked at, and completions of a step that are read."""
 OpenT = TypeVar("OpenT")
@@ -58,7 +60,6 @@ class BoardWorkspace:
         self._plans: dict[str, dict[str, float] | None] = {}
         self._metrics: OrderedDict[str, MetricsFile] = OrderedDict()
         self._samples: OrderedDict[str, Samples] = OrderedDict()
-        self._token_texts = token_texts_of(self._tokenizer_files)
         self._lock = threading.Lock()
         self._watcher = Watcher(self.folders, self.hub, self._index_on, self.training.is_alive)
 
@@ -74,8 +75,6 @@ class BoardWorkspace:
         self.estimates.close()
         self.jobs.close()
         self.chats.close()
-        for samples in self._samples.values():
-            samples.index.close()
 
     def metrics(self, run: RunFolder) -> MetricsFile:
         """The curves of a run, up to date."""
@@ -91,7 +90,9 @@ class BoardWorkspace:
         """
         if (problem := file_problem(run.folder / SAMPLES_FILE)) is not None:
             raise UserError(f"{run.name}: {problem}")
-        return self._kept(self._samples, run, lambda: Samples(run, self._token_texts), most=None)
+        return self._kept(
+            self._samples, run, lambda: Samples(run, RunTokens(run.folder, lambda: self._tokenizer_files(run)))
+        )
 
     def memory_plan(self, run: RunFolder) -> dict[str, float] | None:
         """GiB of each phase as planned; None until the plan is made, and where it cannot be."""
@@ -114,33 +115,47 @@ class BoardWorkspace:
         """What should be looked at in a run."""
         metrics = self.metrics(run)
         steps, _, columns = metrics.columns(metrics.names())
-        curves = {name: MetricCurve.of(steps, values) for name, values in columns.items()}
-        return find_signals(curves, self._sampled(run))
+        lines = (
+            [
+                {"step": int(step)}
+                | {name: value for name, value in zip(columns, values, strict=True) if np.isfinite(value)}
+                for step, values in zip(steps, np.array([*columns.values()]).T.tolist(), strict=True)
+            ]
+            if columns
+            else []
+        )
+        return find_signals(lines, self._sampled(run))
 
     def _sampled(self, run: RunFolder) -> list[SampledStep]:
         """Steps with samples, the first and the last among them, with some texts of each."""
-        samples = self.samples(run)
-        view = samples.view()
-        step, index, group, score = (view.column(name) for name in ("step", "index", "group", "score"))
-        steps, found = np.unique(step), []
-        for place in np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _SIGNAL_STEPS)).astype(int)):
-            rows = np.flatnonzero(step == steps[place])
-            # spread over the step, whose first rows may be of few prompts
-            read = np.linspace(0, len(rows) - 1, min(len(rows), _SIGNAL_TEXTS)).astype(int)
-            lines = samples.index.lines(view, rows[read])
-            texts, prompts = [str(line["completion"]) for line in lines], [prompt_text(line) for line in lines]
-            of_step = (index[rows], group[rows], score[rows].astype(float))
-            found.append(SampledStep(int(steps[place]), *of_step, texts, prompts, read))
-        return found
+        sampled = []
+        with self.samples(run).view() as view:
+            index, group, score = (view.column(name) for name in ("position", "group_number", "score"))
+            steps = np.unique(view.column("step"))
+            for place in np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _SIGNAL_STEPS)).astype(int)):
+                rows = np.flatnonzero(view.column("step") == steps[place])
+                # spread over the step, whose first rows may be of few prompts
+                read = np.linspace(0, len(rows) - 1, min(len(rows), _SIGNAL_TEXTS)).astype(int)
+                lines = view.lines(rows[read])
+                texts = [str(line["completion"]) for line in lines]
+                prompts = [last_text(prompt_messages(line)) for line in lines]
+                of_step = (index[rows].astype(int), group[rows].astype(int), score[rows])
+                sampled.append(SampledStep(int(steps[place]), *of_step, texts, prompts, read))
+        return sampled
 
-    def _kept(
-        self, opened: OrderedDict[str, OpenT], run: RunFolder, make: Callable[[], OpenT], most: int | None = _MOST_OPEN
-    ) -> OpenT:
+    def forget(self, run: RunFolder) -> None:
+        """Close a run that was deleted, and remove its index."""
+        with self._lock:
+            self._metrics.pop(run.id, None)
+            samples = self._samples.pop(run.id, None)
+        (samples.index if samples else SampleIndex(run)).remove()
+
+    def _kept(self, opened: OrderedDict[str, OpenT], run: RunFolder, make: Callable[[], OpenT]) -> OpenT:
         with self._lock:
             if run.id not in opened:
                 opened[run.id] = make()
             opened.move_to_end(run.id)
-            while most is not None and len(opened) > most:
+            while len(opened) > _MOST_OPEN:
                 opened.popitem(last=False)
             return opened[run.id]
 

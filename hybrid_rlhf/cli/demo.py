@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
 from hybrid_rlhf.configs.pipeline import DemoConfig, PipelineConfig
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:

@@ -1,7 +1,7 @@
 """The console script `hybrid-rlhf COMMAND`: one subcommand per module of this package.
 
 Only the module of the chosen command is imported, so that `--help` and `--version` need no torch. `--json` belongs to
-every command: it is taken out of the line here, and `configs/parsing/output.py` prints results and errors accordingly.
+every command: it is taken out of the line here, and `runtime/output.py` prints results and errors accordingly.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from importlib import import_module
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import user_errors
-from hybrid_rlhf.configs.parsing.output import JSON_OPTION, json_output, print_result
 from hybrid_rlhf.configs.sections.rules import nearest
+from hybrid_rlhf.runtime.command_line import user_errors
+from hybrid_rlhf.runtime.output import JSON_OPTION, json_output, print_result
 
 PROGRAM = "hybrid-rlhf"
 COMMANDS = {

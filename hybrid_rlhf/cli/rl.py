@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
 
 

@@ -18,9 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from hybrid_rlhf.cli.runs.processes import PACKAGE, CommandEnd, launcher, local_ranks, tee
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config, read_config, save_config, user_errors
-from hybrid_rlhf.configs.parsing.output import print_document, wants_json
-from hybrid_rlhf.configs.parsing.resuming import changed_keys
+from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.pipeline import (
     FOLDERS,
     STEP_NAMES,
@@ -29,10 +27,14 @@ from hybrid_rlhf.configs.pipeline import (
     start_of,
     step_config,
 )
-from hybrid_rlhf.configs.sections.placement import is_automatic, resolve_placement
+from hybrid_rlhf.configs.sections.placement import RolePlacements, is_automatic
 from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.runtime.command_line import parse_config, read_config, save_config, user_errors
+from hybrid_rlhf.runtime.hostfile import process_count
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.openmp import shared_cores
+from hybrid_rlhf.runtime.output import print_document, wants_json
+from hybrid_rlhf.runtime.placement import placed_roles, resolve_placement
 
 PipelineT = TypeVar("PipelineT", bound=PipelineConfig)
 DEMO = PACKAGE / "configs" / "commands" / "demo.yaml"
@@ -102,6 +104,7 @@ def pipeline(
         config = demo_config(config_type, argv, prog=prog)
     steps: dict[str, Any] = {name: step_config(name, config) for name in STEP_NAMES}
     check_seeds(steps)
+    check_ranks(config)
     check_models(steps, config)
     return config, steps
 
@@ -139,6 +142,25 @@ def check_models(steps: dict[str, Any], config: PipelineConfig) -> None:
         )
 
 
+def check_ranks(config: PipelineConfig) -> None:
+    """Raise UserError unless the hostfile can be read, and the ranks that the placement of RL names will start."""
+    processes, source = process_count(config.launcher)
+    placement = config.rl.placement
+    if (
+        "rl" not in config.step_names
+        or processes is None
+        or not config.starts_steps
+        or not isinstance(placement, RolePlacements)
+    ):
+        return
+    for name, role in placement.roles.items():
+        require(
+            role.ranks is None or role.ranks[-1] < processes,
+            f"rl.placement.{name}.ranks must be below the {processes} ranks of {source}, got "
+            f"{role.ranks and role.ranks[-1]}: add the missing hosts or ranks, or name others",
+        )
+
+
 def check_placement(steps: dict[str, Any], config: PipelineConfig) -> None:
     """Check, before the first step, that the ranks that will start have the placement of RL.
 
@@ -147,8 +169,8 @@ def check_placement(steps: dict[str, Any], config: PipelineConfig) -> None:
     rl = steps["rl"]
     is_new = rl.resume in ("never", "auto") and not (Path(rl.output_dir) / "config.yaml").exists()
     if "rl" in config.step_names and is_new and not is_automatic(rl.placement):
-        ranks = config.launcher.processes or local_ranks(config.launcher)
-        resolve_placement(rl.placement, rl.placed_roles(), ranks=ranks)
+        ranks = process_count(config.launcher)[0] or local_ranks(config.launcher)
+        resolve_placement(rl.placement, placed_roles(rl), ranks=ranks)
 
 
 def link_reports(config: PipelineConfig, steps: dict[str, Any]) -> None:

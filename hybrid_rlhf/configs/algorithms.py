@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from hybrid_rlhf.configs.sections.algorithm import (
     AlgorithmConfig,
@@ -24,7 +24,7 @@ from hybrid_rlhf.configs.sections.algorithm import (
     SingleUpdateConfig,
     SurrogateConfig,
 )
-from hybrid_rlhf.configs.sections.rules import require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Discount, Positive, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +37,21 @@ class PPOConfig(SurrogateConfig):
     needs_critic = True
 
     name: Literal["ppo"] = field(default="ppo", init=False)
-    gamma: float = 1.0
+    gamma: Discount = 1.0
     """Discount per token (1: InstructGPT)."""
-    gae_lambda: float = 1.0
+    gae_lambda: Discount = 1.0
     """Lambda of the actor's advantages (GAE, arXiv 1506.02438; 1: verl, OpenRLHF, arXiv 2503.01491)."""
-    value_clip: float = 0.0
+    value_clip: Annotated[float, "0 (none) or more"] = 0.0
     """Largest change of values per rollout (verl, OpenRLHF: 0.5); 0: not clipped."""
     whiten_advantages: bool = True
     """Advantages of a rollout get mean 0 and variance 1, over all ranks (N details, no. 18)."""
     whiten_rewards: bool = setting(False, advanced=True)
     """Rewards of a rollout get variance 1 and keep their mean, over all ranks (N details, no. 18)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("gamma", "gae_lambda"):
-            _require_share(name, getattr(self, name))
-        require(
-            self.value_clip >= 0,
-            f"algorithm.value_clip must be 0 (none) or more, got {self.value_clip}: give for example 0.5",
-        )
+    @property
+    def whitens(self) -> bool:
+        """True where something is whitened."""
+        return self.whiten_advantages or self.whiten_rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +84,11 @@ class ReinforcePPConfig(SurrogateConfig):
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): returns to go, whitened over the rollout; KL coefficient 0.01."""
 
     name: Literal["reinforce_pp"] = field(default="reinforce_pp", init=False)
-    gamma: float = 1.0
+    gamma: Discount = 1.0
     """Discount per token (1: the paper)."""
     whiten_advantages: bool = True
     """Advantages of a rollout get mean 0 and variance 1, over all ranks (the paper, eq. 9)."""
     kl: KLConfig | None = KLConfig(coef=0.01)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_share("gamma", self.gamma)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,15 +178,11 @@ class OnlineDPOConfig(SingleUpdateConfig):
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 2}
 
     name: Literal["online_dpo"] = field(default="online_dpo", init=False)
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Strength of the regularization to the reference (0.1: DPO, arXiv 2305.18290)."""
     kl: KLConfig | None = None
-    score_clip: float | None = setting(None, advanced=True)
+    score_clip: Positive | None = setting(None, advanced=True)
     """Scores are clipped to [-score_clip, score_clip] (DeepSpeed-Chat: 5); null: not clipped (TRL, verl)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.beta > 0, f"algorithm.beta must be above 0, got {self.beta}: give for example 0.1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,26 +200,18 @@ class RAFTConfig(SingleUpdateConfig, PolicyGradientConfig):
 
     name: Literal["raft"] = field(default="raft", init=False)
     kl: KLConfig | None = None
-    selected_per_prompt: int = 1
+    selected_per_prompt: Count = 1
     """Number of best completions per prompt to train on (1: the paper)."""
     select_above: float | None = None
     """Train only on completions whose score, minus penalties, exceeds this; null: any."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.selected_per_prompt >= 1,
-            f"algorithm.selected_per_prompt must be 1 or more, got {self.selected_per_prompt}: raise it",
-        )
+    def _check(self) -> None:
+        super()._check()
         require(
             self.kl is None or self.kl.where == "loss",
             "algorithm raft selects by scores, got algorithm.kl.where reward: give --algorithm.kl.where loss and "
             "--algorithm.kl.estimator k3",
         )
-
-
-def _require_share(name: str, value: float) -> None:
-    require(0 <= value <= 1, f"algorithm.{name} must be in [0, 1], got {value}: give for example 0.95")
 
 
 RL_ALGORITHMS: dict[str, type[AlgorithmConfig]] = {

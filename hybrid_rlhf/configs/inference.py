@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from hybrid_rlhf.configs.files.credentials import expanded
-from hybrid_rlhf.configs.files.urls import is_own_host
-from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
+from hybrid_rlhf.configs.credentials import expanded, is_own_host
+from hybrid_rlhf.configs.sections.rules import (
+    Count,
+    Natural,
+    Port,
+    Positive,
+    Settings,
+    require,
+    require_template_variables,
+    setting,
+)
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 _SERVE_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_GENERATING_KEYS = (*("adapters", "reward_model", "max_batch_rows", "max_sequence_tokens", "kv_cache_gib", "sampling"),)
+_GENERATING_KEYS = ("adapters", "reward_model", "max_batch_rows", "max_sequence_tokens", "kv_cache_gib", "sampling")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*]+")
 _CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
 _MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks", "inspect": "inspect_tasks"}  # nosec B105
@@ -24,7 +32,7 @@ def _chat_sampling() -> SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceConfig:
+class InferenceConfig(Settings):
     """The model, where it runs and how it samples."""
 
     path: str = ""
@@ -42,7 +50,7 @@ class InferenceConfig:
     training."""
     sampling: SamplingParams = setting(default_factory=_chat_sampling)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_template_variables(self.chat_template_kwargs)
         require(bool(self.path), "a model must be named, got none: give its folder, for example output/step3_ppo/actor")
         require(
@@ -76,8 +84,8 @@ class GenerateConfig(InferenceConfig):
     overwrite: bool = False
     """Replace the output if it exists."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
+        super()._check()
         require(
             self.prompt is None or self.input is None,
             f"generate takes --prompt or --input, got both, input {self.input}: leave one out",
@@ -94,7 +102,7 @@ class ServeConfig(InferenceConfig):
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0: all interfaces. An address that other machines can reach needs an api_key."""
-    port: int = 8000
+    port: Port = 8000
     """Port to listen on; 0: any free port."""
     api_key: str | None = None
     """Required bearer token of requests, usually ${NAME} of an environment variable; null: none."""
@@ -106,36 +114,23 @@ class ServeConfig(InferenceConfig):
     """LoRA adapters of the model: peft folders by the names that requests use."""
     reward_model: str | None = None
     """Reward model that scores conversations at /score: a folder or hub name, which is also its name in requests."""
-    max_queue: int = 256
+    max_queue: Natural = 256
     """Maximum number of waiting completions, and of waiting requests for scores; further requests are rejected with
     status 429."""
-    max_batch_rows: int = 64
+    max_batch_rows: Count = 64
     """Maximum number of completions decoded together."""
-    max_sequence_tokens: int = 4096
+    max_sequence_tokens: Annotated[int, "2 or more"] = 4096
     """Maximum number of tokens of a prompt and its completion together."""
-    kv_cache_gib: float | None = setting(None, advanced=True)
+    kv_cache_gib: Positive | None = setting(None, advanced=True)
     """Memory for keys and values, in GiB; null: the size for all rows at maximum length, at most 0.9 of the free memory
     of a GPU or 0.125 of that of a host, unless one row needs more."""
-    shutdown_seconds: int = setting(30, advanced=True)
+    shutdown_seconds: Count = setting(30, advanced=True)
     """Time for requests to finish after SIGTERM or SIGINT."""
     sampling: SamplingParams = setting(default_factory=lambda: SamplingParams(max_new_tokens=512), keys=_SERVE_KEYS)
     """For what a request does not name."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}: choose another")
-        for name, least in (
-            ("max_queue", 0),
-            ("max_batch_rows", 1),
-            ("max_sequence_tokens", 2),
-            ("shutdown_seconds", 1),
-        ):
-            value = getattr(self, name)
-            require(value >= least, f"{name} must be {least} or more, got {value}: raise it")
-        require(
-            self.kv_cache_gib is None or self.kv_cache_gib > 0,
-            f"kv_cache_gib must be above 0, got {self.kv_cache_gib}: raise it, or leave it out",
-        )
+    def _check(self) -> None:
+        super()._check()
         require(
             self.api_key is not None or is_own_host(self.host),
             f"a server that other machines reach needs an api_key, got host {self.host} without one: give --api_key "
@@ -146,7 +141,6 @@ class ServeConfig(InferenceConfig):
                 _ORIGIN.fullmatch(origin) is not None,
                 f"cors_origins must be SCHEME://HOST or SCHEME://HOST:PORT each, got {origin}: write it out",
             )
-        require(self.api_key is None or bool(self.api_key), "api_key must not be empty: give a key, or leave it out")
         require(
             self.served_name not in self.adapters,
             f"adapters must have other names than the model, got {self.served_name}: rename one",
@@ -174,7 +168,7 @@ class ServeConfig(InferenceConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeConfig:
+class JudgeConfig(Settings):
     """Judge of two completions: a reward model, or a model behind OpenAI's API."""
 
     model: str | None = None
@@ -187,10 +181,10 @@ class JudgeConfig:
     """Environment variable that holds the endpoint's key."""
     instructions: str | None = setting(None, advanced=True)
     """Criterion for the judge; null: the better answer to the conversation, whatever its length."""
-    timeout_seconds: float = setting(120.0, advanced=True)
+    timeout_seconds: Positive = setting(120.0, advanced=True)
     """Time limit of a request, in seconds; a failed request is repeated three times."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(
             self.model is None or self.url is None,
             f"judge takes one of model and url, got {self.model} and {self.url}: leave one out",
@@ -199,10 +193,6 @@ class JudgeConfig:
             self.url is not None or (self.served_name is None and self.api_key_env is None),
             f"judge.served_name and judge.api_key_env go with judge.url, got {self.served_name or self.api_key_env}: "
             "give the URL, or leave them out",
-        )
-        require(
-            self.timeout_seconds > 0,
-            f"judge.timeout_seconds must be above 0, got {self.timeout_seconds}: raise it",
         )
 
 
@@ -217,11 +207,11 @@ class EvaluateConfig(InferenceConfig):
     model and perplexity for other models."""
     data: list[str] = setting(default_factory=list)
     """Rows with the columns of the corresponding step: files, folders or hub names."""
-    max_rows: int | None = None
+    max_rows: Count | None = None
     """Number of rows to read, from the beginning of the data; null: all."""
-    max_length: int = 1024
+    max_length: Annotated[int, "2 or more"] = 1024
     """Longest row, in tokens; longer conversations and pairs are truncated and counted, longer prompts are rejected."""
-    batch_rows: int = setting(8, advanced=True)
+    batch_rows: Count = setting(8, advanced=True)
     """Rows in one forward pass."""
     against: str | None = None
     """The other model for win_rate."""
@@ -250,21 +240,12 @@ class EvaluateConfig(InferenceConfig):
     overwrite: bool = False
     """Replace the output if it exists."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, value in (("max_length", self.max_length - 1), ("batch_rows", self.batch_rows)):
-            require(value >= 1, f"{name} is too small, got {getattr(self, name)}: raise it")
-        require(
-            self.max_rows is None or self.max_rows >= 1, f"max_rows must be 1 or more, got {self.max_rows}: raise it"
-        )
+    def _check(self) -> None:
+        super()._check()
         require(
             bool(self.k) and all(1 <= k for k in self.k),
             f"k must be numbers of 1 or more, got {self.k}: give for example [1, 4]",
         )
-        self._check_measure()
-
-    def _check_measure(self) -> None:
-        """Require what the measure needs, and no more."""
         given = {measure: bool(getattr(self, key)) for measure, key in _MEASURES.items()}
         for measure, key in _MEASURES.items():
             require(given[measure] or self.measure != measure, f"{measure} needs --{key}, got none: give it")
@@ -303,7 +284,7 @@ class EvaluateConfig(InferenceConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig:
+class ExportConfig(Settings):
     """Export a model: merged adapters, another dtype, shards, or one GGUF file."""
 
     path: str = ""
@@ -316,12 +297,12 @@ class ExportConfig:
     """Type of the weights; stored: unchanged. q8_0 (8 bits in blocks of 32) is only for gguf."""
     adapter: str | None = None
     """PEFT adapter to merge into the model: a folder with adapter_config.json."""
-    shard_gib: float = 4.0
+    shard_gib: Positive = 4.0
     """Largest weights file of a folder, in GiB."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(bool(self.path), "a model must be named, got none: give its folder, for example output/step3_ppo/actor")
         require(bool(self.output), "--output must name what to write, got none: give a folder or a .gguf file")
         require(
@@ -333,7 +314,6 @@ class ExportConfig:
             self.dtype != "q8_0" or self.format == "gguf",
             "dtype q8_0 is for format gguf, got safetensors: set --format gguf",
         )
-        require(self.shard_gib > 0, f"shard_gib must be above 0, got {self.shard_gib}: raise it")
 
 
 @dataclass(frozen=True, kw_only=True)

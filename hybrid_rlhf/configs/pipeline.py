@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.files.reading import read_text
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource, require_shares
-from hybrid_rlhf.configs.sections.placement import last_ranks
-from hybrid_rlhf.configs.sections.rules import require, require_template_variables
+from hybrid_rlhf.configs.sections.rules import (
+    Count,
+    Natural,
+    Positive,
+    Settings,
+    require,
+    require_template_variables,
+)
 from hybrid_rlhf.configs.sft import SFTConfig
 
 StepName = Literal["sft", "reward", "preference", "rl"]
@@ -24,49 +28,13 @@ _OUTPUT = "{output_dir}/"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LauncherConfig:
+class LauncherConfig(Settings):
     """Number and location of the processes of a step."""
 
-    num_processes: int | None = None
+    num_processes: Count | None = None
     """Processes on this machine; null: one per GPU, or one."""
     hostfile: str | None = None
     """DeepSpeed hostfile for several machines, with lines `host slots=8`."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.num_processes is None or self.num_processes >= 1,
-            f"launcher.num_processes must be 1 or more, got {self.num_processes}: leave it out for one per GPU",
-        )
-        if self.hostfile is not None:
-            _hosts(self.hostfile)
-
-    @property
-    def processes(self) -> int | None:
-        """Processes of all machines; none: one per GPU of this machine."""
-        return self.num_processes if self.hostfile is None else sum(_hosts(self.hostfile).values())
-
-    def __str__(self) -> str:
-        """What says how many processes there are."""
-        if self.hostfile is None:
-            return f"launcher.num_processes {self.num_processes}"
-        hosts = len(_hosts(self.hostfile))
-        return f"launcher.hostfile {self.hostfile} with {hosts} host{'s' * (hosts > 1)}"
-
-
-def _hosts(path: str) -> dict[str, int]:
-    """Slots by host, as DeepSpeed reads them: `HOST slots=N` a line, each host once."""
-    hosts: dict[str, int] = {}
-    for number, line in enumerate(read_text(path, "launcher.hostfile must name a file").splitlines(), start=1):
-        words = line.partition("#")[0].split()
-        require(
-            not words or (len(words) == 2 and re.fullmatch(r"slots=[1-9]\d{0,4}", words[1]) is not None),
-            f"{path}:{number}: a line of a hostfile is `HOST slots=N`, got {line!r}: fix it",
-        )
-        if words:
-            require(words[0] not in hosts, f"{path}:{number}: a host is given once, {line!r} repeats one: keep one")
-            hosts[words[0]] = int(words[1].removeprefix("slots="))
-    require(bool(hosts), f"launcher.hostfile must name hosts, {path} has none: write `HOST slots=N` lines")
-    return hosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +56,7 @@ class PipelineDataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
+class PipelineConfig(Settings):
     """Supervised fine-tuning, reward model and RL; or supervised fine-tuning and a preference loss without a reward
     model."""
 
@@ -110,21 +78,13 @@ class PipelineConfig:
     rl: RLConfig = field(default_factory=lambda: RLConfig(output_dir=_OUTPUT + FOLDERS["rl"]))
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         unknown = [name for name in self.step_names if name not in STEP_NAMES]
         require(
             not unknown and bool(self.step_names),
             f"--steps takes sft, reward, preference and rl, comma-separated, got {self.steps!r}: for example "
             "--steps sft,reward",
         )
-        processes = self.launcher.processes
-        if "rl" in self.step_names and processes is not None and self.starts_steps:
-            for role, last in last_ranks(self.rl.placement).items():
-                require(
-                    last < processes,
-                    f"rl.placement.{role}.ranks must be below the {processes} ranks of {self.launcher}, got {last}: "
-                    "add the missing hosts or ranks, or name others",
-                )
 
     @property
     def starts_steps(self) -> bool:
@@ -174,18 +134,18 @@ class PlanConfig(PipelineConfig):
     machine: str = "this"
     """Machine to plan for. this: the local machine, as measured by hybrid-rlhf calibrate. Modelled from data sheets:
     b200, h200, h100, a100, a100-40g, a800, l40s, a10g, 4090, 3090, mi300x, or a YAML file with a data sheet."""
-    ranks: int | None = None
+    ranks: Count | None = None
     """Number of ranks on all hosts; null: the number that a run would start."""
-    hosts: int | None = None
+    hosts: Count | None = None
     """Number of hosts, with the same number of ranks each; null: the minimum for the machine's GPUs per host."""
-    link_gib_per_second: float | None = None
+    link_gib_per_second: Positive | None = None
     """Bandwidth between hosts, in GiB per second per host and direction; null: that of the machine's usual network.
     With --machine this, collectives within a host stay those that hybrid-rlhf calibrate measured."""
-    prompt_tokens: float | None = None
+    prompt_tokens: Positive | None = None
     """Mean length of the prompts; null: half of rl.rollout.max_prompt_tokens."""
-    completion_tokens: float | None = None
+    completion_tokens: Positive | None = None
     """Mean length of the completions; null: half of rl.rollout.sampling.max_new_tokens. Lengths have a long tail."""
-    candidates: int = 0
+    candidates: Natural = 0
     """Placements to list beside the best of each style, fastest first, each with the reason why it lost."""
 
     @property
@@ -193,12 +153,8 @@ class PlanConfig(PipelineConfig):
         """False: the steps are planned."""
         return False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("ranks", "hosts", "link_gib_per_second", "prompt_tokens", "completion_tokens"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be above 0, got {value}: leave it out for the default")
-        require(self.candidates >= 0, f"candidates must be 0 or more, got {self.candidates}: give a number of plans")
+    def _check(self) -> None:
+        super()._check()
         require(
             self.machine in ("this", *MACHINES) or self.machine.endswith((".yaml", ".yml")),
             f"--machine must be this (the local machine), {', '.join(MACHINES[:-1])} or {MACHINES[-1]}, or a YAML file "
@@ -207,10 +163,10 @@ class PlanConfig(PipelineConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateConfig:
+class CalibrateConfig(Settings):
     """Measures the compute and communication speed of this machine once, for hybrid-rlhf plan."""
 
-    ranks: int | None = None
+    ranks: Count | None = None
     """Ranks that measure collectives; null: up to 8 processes on a CPU, one per GPU otherwise."""
     quick: bool = False
     """Fewer and smaller sizes, for a quick test: seconds instead of minutes."""
@@ -218,12 +174,6 @@ class CalibrateConfig:
     """Measure again, even if measurements of this machine exist."""
     cache_dir: str | None = None
     """Folder of the curves; null: ~/.cache/hybrid_rlhf."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.ranks is None or self.ranks >= 1,
-            f"ranks must be 1 or more, got {self.ranks}: leave it out for the default",
-        )
 
 
 def step_config(name: str, config: PipelineConfig) -> Any:

@@ -6,17 +6,17 @@ The losses are in supervised/preference/, one file each; docs/algorithms.md comp
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.rules import require, setting
+from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, require, setting
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceLossConfig:
+class PreferenceLossConfig(Settings):
     """What all preference losses read."""
 
     needs_reference: ClassVar[bool] = True
@@ -26,16 +26,10 @@ class PreferenceLossConfig:
 
     name: str = field(default="", init=False)
     """Preference loss; it selects the keys of this section and their defaults (docs/algorithms.md)."""
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Strength of the regularization to the reference (0.1: DPO, arXiv 2305.18290)."""
-    sft_coef: float = 0.0
+    sft_coef: NonNegative = 0.0
     """Weight of the negative log-likelihood per token of the chosen completion (RPO, arXiv 2404.19733; ORPO)."""
-
-    def __post_init__(self) -> None:
-        require(self.beta > 0, f"algorithm.beta must be above 0, got {self.beta}: give for example 0.1")
-        for name in ("sft_coef", "target_margin", "desirable_weight", "undesirable_weight"):
-            value = getattr(self, name, 0.0)
-            require(value >= 0, f"algorithm.{name} must be 0 or more, got {value}: raise it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +44,8 @@ class CDPOConfig(PreferenceLossConfig):
     """Conservative DPO (Mitchell 2023), for noisy labels."""
 
     name: Literal["cdpo"] = field(default="cdpo", init=False)
-    label_smoothing: float = 0.1
+    label_smoothing: Annotated[float, "in [0, 0.5)"] = 0.1
     """Probability that a label is wrong (0.1: Mitchell 2023)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            0 <= self.label_smoothing < 0.5,
-            f"algorithm.label_smoothing must be in [0, 0.5), got {self.label_smoothing}: give for example 0.1",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +69,9 @@ class SimPOConfig(PreferenceLossConfig):
     needs_reference = False
 
     name: Literal["simpo"] = field(default="simpo", init=False)
-    beta: float = 2.0
+    beta: Positive = 2.0
     """Scale of the implicit reward, the mean log-prob per token (2.0: the paper)."""
-    target_margin: float = 1.0
+    target_margin: NonNegative = 1.0
     """Target margin between the rewards of chosen and rejected completion (gamma in the paper; 1.0 is in its range)."""
 
 
@@ -95,9 +82,9 @@ class ORPOConfig(PreferenceLossConfig):
     needs_reference = False
 
     name: Literal["orpo"] = field(default="orpo", init=False)
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Weight of the odds ratio (0.1: the paper)."""
-    sft_coef: float = 1.0
+    sft_coef: NonNegative = 1.0
     """Weight of the negative log-likelihood per token of the chosen completion (1.0: the paper)."""
 
 
@@ -108,10 +95,10 @@ class KTOConfig(PreferenceLossConfig):
     learns_labels = True
 
     name: Literal["kto"] = field(default="kto", init=False)
-    desirable_weight: float = 1.0
+    desirable_weight: NonNegative = 1.0
     """Weight of desirable completions; the paper recommends total weights of both kinds within a third of each
     other."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: NonNegative = 1.0
     """Weight of undesirable completions."""
 
 

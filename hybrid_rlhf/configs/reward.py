@@ -8,13 +8,13 @@ from typing import Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
 from hybrid_rlhf.configs.sections.model import SCORER_KEYS, LoraConfig, ModelConfig
-from hybrid_rlhf.configs.sections.rules import require, setting
+from hybrid_rlhf.configs.sections.rules import NonNegative, Settings, require, setting
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardObjectiveConfig:
+class RewardObjectiveConfig(Settings):
     """The loss of the reward model."""
 
     loss: Literal["pairwise", "listwise", "binary", "steps"] = "pairwise"
@@ -23,7 +23,7 @@ class RewardObjectiveConfig:
     heads: list[str] = field(default_factory=list)
     """Names of several scores, for example [helpful, harmless]; a row's column `head` selects the one that it trains,
     by default the first. Empty: one score."""
-    centering_coef: float = 0.0
+    centering_coef: NonNegative = 0.0
     """Weight of (chosen + rejected)^2, which centers scores at 0 (arXiv 2312.09244: 0.01); only for pairs and lists,
     because labels already define the zero."""
     step_separator: str = setting("\n", advanced=True)
@@ -32,11 +32,7 @@ class RewardObjectiveConfig:
     """Fit a temperature and measure the mean and standard deviation of scores on held-out rows; saved in
     config.json."""
 
-    def __post_init__(self) -> None:
-        require(
-            self.centering_coef >= 0,
-            f"objective.centering_coef must be 0 or more, got {self.centering_coef}: give for example 0.01",
-        )
+    def _check(self) -> None:
         require(
             len(self.heads) != 1 and len(set(self.heads)) == len(self.heads),
             f"objective.heads are two or more different names, got {self.heads}: leave it out for one score",

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOConfig, RAFTConfig
+from hybrid_rlhf.configs.credentials import is_own_host
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, PolicyGradientConfig
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
-from hybrid_rlhf.configs.sections.placement import PlacedRoles, check_placement, has_separate_sampler
+from hybrid_rlhf.configs.sections.placement import PlacementConfig, has_separate_sampler, read_placement
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.configs.sections.rules import require, setting, whole_number
+from hybrid_rlhf.configs.sections.rules import (
+    Nats,
+    Natural,
+    NonNegative,
+    RowTokens,
+    Settings,
+    Share,
+    require,
+    setting,
+    whole_number,
+)
 from hybrid_rlhf.configs.sections.run import FaultsConfig, StepConfig
-from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig, frozen_zero
+from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
 
 _FEWEST_PROMPTS = 64
 """In a rollout with several completions per prompt, unless the user sets rollout.prompts_per_step."""
@@ -29,41 +40,37 @@ class PromptDataConfig(DataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PtxConfig:
+class PtxConfig(Settings):
     """Pretraining loss mixed into the actor's updates (PPO-ptx of InstructGPT)."""
 
     coef: float = 0.0
     """Weight of the pretraining loss (InstructGPT: 27.8)."""
     sources: list[str | DataSource] = field(default_factory=list)
     """Pretraining text (a `text` column) or conversations: paths, or {path, weight, split_name}."""
-    max_length: int = 1024
+    max_length: RowTokens = 1024
     """Longest row, in tokens (1024: TRL's SFT default)."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(
             self.coef > 0, f"ptx.coef must be above 0, got {self.coef}: give its weight, or --ptx null for no such loss"
         )
         require(bool(self.sources), "ptx.sources must name pretraining text, got none: give --ptx.sources FILE")
-        require(self.max_length >= 2, f"ptx.max_length must be 2 tokens or more, got {self.max_length}: raise it")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig:
+class ActorConfig(Settings):
     """Training of the actor, which starts from model.path."""
 
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="constant"))
     zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
-    ema_decay: float = setting(0.0, advanced=True)
+    ema_decay: Annotated[float, "in [0, 1)"] = setting(0.0, advanced=True)
     """Decay per update of a moving average of the actor, which is evaluated and saved as actor_ema (DeepSpeed-Chat:
     0.992); 0: none."""
 
-    def __post_init__(self) -> None:
-        require(0 <= self.ema_decay < 1, f"actor.ema_decay must be in [0, 1), got {self.ema_decay}: give 0 for none")
-
 
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig:
+class CriticConfig(Settings):
     """Initialization and training of the critic."""
 
     path: str | None = None
@@ -74,42 +81,25 @@ class CriticConfig:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="constant"))
     zero: ZeroConfig | None = setting(None, mutable=True)
     """Sharding of the critic; null: the actor's settings."""
-    gae_lambda: float = 1.0
+    gae_lambda: Share = 1.0
     """Lambda of the critic's targets; algorithm.gae_lambda is the actor's (VC-PPO, arXiv 2503.01491)."""
-    head_lr: float | None = setting(None, advanced=True)
+    head_lr: NonNegative | None = setting(None, advanced=True)
     """Peak learning rate of the head; null: optimizer.lr, but at least 0.1 / hidden size for a zero-initialised
     head."""
     share_base: bool = False
     """The critic has its own adapters on the actor's weights; needs LoRA."""
-    warmup_steps: int = setting(0, advanced=True)
+    warmup_steps: Natural = setting(0, advanced=True)
     """Number of initial steps in which only the critic is trained."""
-
-    def __post_init__(self) -> None:
-        require(
-            0 <= self.gae_lambda <= 1,
-            f"critic.gae_lambda must be in [0, 1], got {self.gae_lambda}: give for example 1.0",
-        )
-        rate = self.head_lr
-        require(
-            rate is None or rate >= 0, f"critic.head_lr must be 0 or more, got {rate}: leave it out for the default"
-        )
-        require(self.warmup_steps >= 0, f"critic.warmup_steps must be 0 or more, got {self.warmup_steps}: raise it")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceModelConfig:
+class ReferenceModelConfig(Settings):
     """The frozen reference of the KL penalty. Under ZeRO-3 it is sharded like the actor."""
 
     path: str | None = None
     """Model folder or hub name; null: the initial actor."""
-    refresh_every: int = setting(0, advanced=True)
+    refresh_every: Annotated[int, "0 (never) or more"] = setting(0, advanced=True)
     """Steps between copies of the actor's weights to the reference; 0: never."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.refresh_every >= 0,
-            f"reference.refresh_every must be 0 (never) or more, got {self.refresh_every}: raise it",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,20 +132,13 @@ class RewardSumConfig:
 class RLFaultsConfig(FaultsConfig):
     """Which faults end a run."""
 
-    max_logprob_diff: float | None = setting(None, advanced=True)
+    max_logprob_diff: Nats | None = setting(None, advanced=True)
     """Largest allowed difference in nats between log-probs of the sampler and of training, on fixed tokens after each
     weight sync and on average over a rollout with current weights; the run stops if it is exceeded. null: 0.002 in
     float32, 0.1 in lower precision, 0.5 quantised, more if logits are large."""
     check_weights: bool = setting(False, advanced=True)
     """Compare checksums of all weights that a sampler on separate ranks (placement) receives, in each weight sync; the
     first two syncs are always compared."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.max_logprob_diff is None or self.max_logprob_diff > 0,
-            f"faults.max_logprob_diff must be above 0 nats, got {self.max_logprob_diff}: give for example 0.1",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +156,11 @@ class RLConfig(StepConfig):
     environment: EnvironmentConfig | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     ptx: PtxConfig | None = None
-    placement: str | dict[str, Any] | None = setting(None, mutable=True)
+    placement: PlacementConfig | None = setting(None, mutable=True, read=read_placement)
     """Ranks of each role (docs/placement.md): flattening (all roles on all ranks), interleaving (reference and reward
     models on disjoint ranks), separation (sampler and frozen models on separate ranks), ranks by role, such as
-    {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (chosen by the planner, after hybrid-rlhf calibrate); {style:
-    auto, adapt: true} may change it during the run. null: flattening."""
+    {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (chosen by the planner, after hybrid-rlhf calibrate). null:
+    flattening."""
     train: LoopConfig = field(default_factory=LoopConfig)
     faults: RLFaultsConfig = setting(default_factory=RLFaultsConfig, mutable=True)
 
@@ -189,115 +172,6 @@ class RLConfig(StepConfig):
             self.algorithm.needs_critic or self.critic is None,
             f"algorithm {name} has no critic, got the section critic: leave it out",
         )
-        self._check_samples(name)
-        check_placement(self.placement)
-        alone = has_separate_sampler(self.placement)
-        require(
-            not self.faults.check_weights or alone,
-            "faults.check_weights compares weights that a sampler with ranks of its own receives, got placement "
-            f"{self.placement}: leave it out, or give --placement separation",
-        )
-        if self.rollout.endpoint is not None and self.environment is None:
-            object.__setattr__(self, "environment", EnvironmentConfig())
-        if self.environment is not None and self.environment.path is None:
-            self._check_program(name, self.environment)
-        require(
-            self.rollout.endpoint is None or self.environment is None or self.environment.path is None,
-            "rollout.endpoint is for programs, got environment.path "
-            f"{self.environment and self.environment.path}: leave one out",
-        )
-        if self.rollout.samples_otherwise and not self.algorithm.allows_other_sampler:
-            self._correct()
-        if self.rollout.policy_lag:
-            self._check_ahead(alone)
-        if self.rollout.partial is not None:
-            self._check_partial()
-        require(
-            not self.rollout.routing_replay or self.algorithm.uses_sampler_policy,
-            f"rollout.routing_replay is for losses on the policy that sampled, got algorithm {name}, which learns from "
-            "completions of any policy: leave it out",
-        )
-        require(
-            self.uses_reference or self.reference == ReferenceModelConfig(),
-            f"algorithm {name} without algorithm.kl has no reference, got reference.path {self.reference.path} and "
-            f"refresh_every {self.reference.refresh_every}: leave the section out",
-        )
-        if self.critic is not None and self.critic.share_base:
-            self._check_shared_base(self.critic)
-
-    @staticmethod
-    def following(values: Mapping[str, Any], settled: set[str]) -> dict[str, int]:
-        """Defaults that follow from the size of a rollout: its prompts, and the mini-batches it divides into.
-
-        Args:
-            values: dotted keys, as far as they are known.
-            settled: keys that are given.
-        """
-        prompts, n = whole_number(values["rollout.prompts_per_step"]), whole_number(values["rollout.sampling.n"])
-        found = {}
-        if n > 1 and "rollout.prompts_per_step" not in settled:
-            prompts = found["rollout.prompts_per_step"] = max(_FEWEST_PROMPTS, prompts // n)
-        if "algorithm.mini_batches" not in settled:
-            rows, most = prompts * n, whole_number(values["algorithm.mini_batches"])
-            unit = whole_number(values["train.micro_batch_size"]) or 1
-            divisors = [count for count in range(1, most + 1) if rows and rows % (count * unit) == 0]
-            found["algorithm.mini_batches"] = max(divisors, default=1)
-        return found
-
-    def _correct(self) -> None:
-        """Correct the loss for the sampler, by default by truncation."""
-        if not isinstance(self.algorithm, PolicyGradientConfig):
-            raise UserError(
-                "samples of other weights than those that train need algorithm.correction, got algorithm "
-                f"{self.algorithm.name} without: give another, or leave out rollout.async_sampling, rollout.partial "
-                "and rollout.quantization"
-            )
-        object.__setattr__(self, "algorithm", replace(self.algorithm, correction=CorrectionConfig()))
-
-    def _check_ahead(self, alone: bool) -> None:
-        """Rules of sampling beside training; `alone`: on ranks of its own."""
-        rollout = self.rollout
-        require(
-            alone or rollout.tensor_parallel == 1,
-            "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
-            f"rollout.tensor_parallel {rollout.tensor_parallel}: give 1, or --placement separation",
-        )
-
-    def _check_partial(self) -> None:
-        require(
-            self.environment is None,
-            "rollout.partial carries completions of one turn, got the section environment: leave one out",
-        )
-
-    def _check_program(self, name: str, environment: EnvironmentConfig) -> None:
-        """Rules of programs, of the run or outside of it."""
-        rollout, endpoint = self.rollout, self.rollout.endpoint
-        require(
-            environment.program is not None or endpoint is not None,
-            f"environment.path must be module:Class or path/to/file.py:Class, got {environment.path}: give the class, "
-            "environment.program, or --rollout.endpoint true",
-        )
-        require(
-            environment.program is not None or endpoint is None or endpoint.is_local or endpoint.api_key is not None,
-            "rollout.endpoint.api_key must be given where other machines connect, got none with "
-            f"rollout.endpoint.host {endpoint and endpoint.host}: give ${{NAME}} of an environment variable",
-        )
-        for key, value, needed in (
-            ("tensor_parallel", rollout.tensor_parallel, 1),
-            ("draft", rollout.draft, None),
-            ("routing_replay", rollout.routing_replay, False),
-        ):
-            require(
-                value == needed,
-                f"a program is answered while it runs, got rollout.{key} {value}: leave it out",
-            )
-        require(
-            self.algorithm.takes_sequences,
-            f"a program has episodes of several sequences, got algorithm {name}, which counts completions: "
-            "give another, such as grpo",
-        )
-
-    def _check_samples(self, name: str) -> None:
         least, n = self.algorithm.fewest_completions, self.rollout.sampling.n
         require(
             n >= least,
@@ -318,22 +192,114 @@ class RLConfig(StepConfig):
                 f"algorithm.selected_per_prompt must be below rollout.sampling.n {n}, got "
                 f"{self.algorithm.selected_per_prompt}: lower it",
             )
+        alone = has_separate_sampler(self.placement)
+        require(
+            not self.faults.check_weights or alone,
+            "faults.check_weights compares weights that a sampler with ranks of its own receives, got placement "
+            f"{self.placement and self.placement.as_given()}: leave it out, or give --placement separation",
+        )
+        if self.rollout.endpoint is not None and self.environment is None:
+            object.__setattr__(self, "environment", EnvironmentConfig())
+        if self.environment is not None and self.environment.path is None:
+            self._check_program(name, self.environment)
+        require(
+            self.rollout.endpoint is None or self.environment is None or self.environment.path is None,
+            "rollout.endpoint is for programs, got environment.path "
+            f"{self.environment and self.environment.path}: leave one out",
+        )
+        if self.rollout.samples_otherwise and not self.algorithm.allows_other_sampler:
+            if not isinstance(self.algorithm, PolicyGradientConfig):
+                raise UserError(
+                    "samples of other weights than those that train need algorithm.correction, got algorithm "
+                    f"{name} without: give another, or leave out rollout.async_sampling, rollout.partial and "
+                    "rollout.quantization"
+                )
+            # by default by truncation
+            object.__setattr__(self, "algorithm", replace(self.algorithm, correction=CorrectionConfig()))
+        require(
+            not self.rollout.policy_lag or alone or self.rollout.tensor_parallel == 1,
+            "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
+            f"rollout.tensor_parallel {self.rollout.tensor_parallel}: give 1, or --placement separation",
+        )
+        require(
+            self.rollout.partial is None or self.environment is None,
+            "rollout.partial carries completions of one turn, got the section environment: leave one out",
+        )
+        require(
+            not self.rollout.routing_replay or self.algorithm.uses_sampler_policy,
+            f"rollout.routing_replay is for losses on the policy that sampled, got algorithm {name}, which learns from "
+            "completions of any policy: leave it out",
+        )
+        require(
+            self.uses_reference or self.reference == ReferenceModelConfig(),
+            f"algorithm {name} without algorithm.kl has no reference, got reference.path {self.reference.path} and "
+            f"refresh_every {self.reference.refresh_every}: leave the section out",
+        )
+        critic = self.critic
+        if critic is not None and critic.share_base:
+            require(
+                self.actor.lora is not None and self.critic_lora is not None,
+                "critic.share_base needs adapters on both, got none on the "
+                f"{'actor' if self.actor.lora is None else 'critic'}: give --actor.lora.rank 16",
+            )
+            require(
+                critic.path is None,
+                f"critic.share_base starts the critic from the actor's weights, got critic.path {critic.path}: leave "
+                "one out",
+            )
+            stage = max(self.actor.zero.stage, self.critic_zero.stage)
+            require(
+                stage < 3,
+                f"critic.share_base needs whole weights, got zero.stage {stage}: take stage 2, or leave share_base out",
+            )
 
-    def _check_shared_base(self, critic: CriticConfig) -> None:
+    @staticmethod
+    def following(values: Mapping[str, Any], settled: set[str]) -> dict[str, int]:
+        """Defaults that follow from the size of a rollout: its prompts, and the mini-batches it divides into.
+
+        Args:
+            values: dotted keys, as far as they are known.
+            settled: keys that are given.
+        """
+        prompts, n = whole_number(values["rollout.prompts_per_step"]), whole_number(values["rollout.sampling.n"])
+        found = {}
+        if n > 1 and "rollout.prompts_per_step" not in settled:
+            prompts = found["rollout.prompts_per_step"] = max(_FEWEST_PROMPTS, prompts // n)
+        if "algorithm.mini_batches" not in settled:
+            rows, most = prompts * n, whole_number(values["algorithm.mini_batches"])
+            unit = whole_number(values["train.micro_batch_size"]) or 1
+            divisors = [count for count in range(1, most + 1) if rows and rows % (count * unit) == 0]
+            found["algorithm.mini_batches"] = max(divisors, default=1)
+        return found
+
+    def _check_program(self, name: str, environment: EnvironmentConfig) -> None:
+        """Rules of programs, of the run or outside of it."""
+        rollout, endpoint = self.rollout, self.rollout.endpoint
         require(
-            self.actor.lora is not None and self.critic_lora is not None,
-            "critic.share_base needs adapters on both, got none on the "
-            f"{'actor' if self.actor.lora is None else 'critic'}: give --actor.lora.rank 16",
+            environment.program is not None or endpoint is not None,
+            f"environment.path must be module:Class or path/to/file.py:Class, got {environment.path}: give the class, "
+            "environment.program, or --rollout.endpoint true",
         )
         require(
-            critic.path is None,
-            f"critic.share_base starts the critic from the actor's weights, got critic.path {critic.path}: leave one "
-            "out",
+            environment.program is not None
+            or endpoint is None
+            or is_own_host(endpoint.host)
+            or endpoint.api_key is not None,
+            "rollout.endpoint.api_key must be given where other machines connect, got none with "
+            f"rollout.endpoint.host {endpoint and endpoint.host}: give ${{NAME}} of an environment variable",
         )
-        stage = max(self.actor.zero.stage, self.critic_zero.stage)
+        for key, value, needed in (
+            ("tensor_parallel", rollout.tensor_parallel, 1),
+            ("routing_replay", rollout.routing_replay, False),
+        ):
+            require(
+                value == needed,
+                f"a program is answered while it runs, got rollout.{key} {value}: leave it out",
+            )
         require(
-            stage < 3,
-            f"critic.share_base needs whole weights, got zero.stage {stage}: take stage 2, or leave share_base out",
+            self.algorithm.takes_sequences,
+            f"a program has episodes of several sequences, got algorithm {name}, which counts completions: "
+            "give another, such as grpo",
         )
 
     @property
@@ -363,25 +329,6 @@ class RLConfig(StepConfig):
     def reads_without_adapters(self, reference_path: str | None, actor_path: str | None) -> bool:
         """Whether the actor without its adapters is the reference, which must not follow the actor then."""
         return self.actor.lora is not None and reference_path == actor_path and not self.reference.refresh_every
-
-    def placed_roles(self, *, has_reference: bool | None = None) -> PlacedRoles:
-        """What a step has to place; `has_reference`: the reference is a model of its own (none: as model.path says)."""
-        if has_reference is None:
-            path = self.reference.path or self.model.path
-            has_reference = self.uses_reference and not self.reads_without_adapters(path, self.model.path)
-        zero = {"actor": self.actor.zero.stage}
-        zero |= {"critic": self.critic_zero.stage} if self.critic is not None else {}
-        zero |= {"reference": frozen_zero(self.actor.zero).stage} if has_reference else {}
-        models = [component.label for component in self.reward.named if component.model is not None]
-        zero |= dict.fromkeys(models, frozen_zero(self.critic_zero).stage)
-        return PlacedRoles(
-            zero,
-            tensor_parallel=self.rollout.tensor_parallel,
-            policy_lag=self.rollout.policy_lag,
-            shares_base=self.critic is not None and self.critic.share_base,
-            reads_actor=self.uses_reference and not has_reference,
-            refreshes_reference=has_reference and bool(self.reference.refresh_every),
-        )
 
     @property
     def critic_start(self) -> str | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.rules import require, setting
+from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, Share, require, setting
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
@@ -27,26 +27,22 @@ class SFTDataConfig(RowDataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConditionConfig:
+class ConditionConfig(Settings):
     """Conditional SFT: each prompt is prefixed with the bucket of its row's `score`."""
 
-    buckets: int = 3
+    buckets: Annotated[int, "in [2, 100]"] = 3
     """Number of equally sized buckets into which the scores are divided."""
     template: str = "<score {bucket}/{buckets}> "
     """Prefix of the first user turn, or of plain text; bucket 1 has the lowest scores."""
 
-    def __post_init__(self) -> None:
-        require(
-            2 <= self.buckets <= 100,
-            f"condition.buckets must be 2 to 100, got {self.buckets}: give for example 3",
-        )
+    def _check(self) -> None:
         require(
             "{bucket}" in self.template, f"condition.template must contain {{bucket}}, got {self.template!r}: add it"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig:
+class DistillConfig(Settings):
     """Distillation: the student learns the teacher's distribution of each completion token."""
 
     teacher: str | None = None
@@ -54,24 +50,20 @@ class DistillConfig:
     divergence: Literal["forward", "reverse", "jensen_shannon"] = "forward"
     """forward: KL(teacher || student); reverse: KL(student || teacher); jensen_shannon: an interpolation of both
     (GKD)."""
-    beta: float = 0.5
+    beta: Annotated[float, "in (0, 1)"] = 0.5
     """Weight of the teacher in the mixture of jensen_shannon (0.5, as in GKD)."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Logits of both models are divided by this, and the divergence is multiplied by its square (arXiv 1503.02531)."""
-    sft_coef: float = 0.0
+    sft_coef: NonNegative = 0.0
     """Weight of the negative log-likelihood of the data's completions; not in on-policy updates."""
-    on_policy_fraction: float = 0.0
+    on_policy_fraction: Share = 0.0
     """Fraction of updates that use completions sampled by the student instead of those in the data (lambda of GKD)."""
     sampling: SamplingParams = setting(default_factory=SamplingParams, keys=_SAMPLING_KEYS)
 
-    def __post_init__(self) -> None:
-        require(0 < self.beta < 1, f"distill.beta must be in (0, 1), got {self.beta}: give for example 0.5")
-        for name, value in (("temperature", self.temperature), ("sampling.temperature", self.sampling.temperature)):
-            require(value > 0, f"distill.{name} must be above 0, got {value}: give for example 1.0")
-        require(self.sft_coef >= 0, f"distill.sft_coef must be 0 or more, got {self.sft_coef}: raise it")
+    def _check(self) -> None:
         require(
-            0 <= self.on_policy_fraction <= 1,
-            f"distill.on_policy_fraction must be in [0, 1], got {self.on_policy_fraction}: give for example 0.5",
+            self.sampling.temperature > 0,
+            f"distill.sampling.temperature must be above 0, got {self.sampling.temperature}: give for example 1.0",
         )
         require_default(self.sampling, _SAMPLING_KEYS, section="distill.sampling")
         require(

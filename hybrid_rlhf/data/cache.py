@@ -20,7 +20,7 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.cache import cache_folder
+from hybrid_rlhf.runtime.files.reading import cache_folder
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, run_once_per_host
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.row_views import RowSequence, column_array
 
 BATCH_SIZE_KEY = "train.global_batch_size"

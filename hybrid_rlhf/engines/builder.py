@@ -18,7 +18,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.learning_rates import Learning, derived_rate
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
@@ -32,6 +31,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.engines.learning_rates import Learning, derived_rate
 from hybrid_rlhf.engines.partition import set_weights, share_weights
 from hybrid_rlhf.engines.residency.rules import RoleResidency
 from hybrid_rlhf.engines.separate.reader import InferenceReader

@@ -271,17 +271,3 @@ def free_weights(module: nn.Module) -> None:
         for tensor in (parameter, partition_of(parameter)):
             if tensor is not None:
                 tensor.data = tensor.data.new_empty(0)
-
-
-def destroy_engine(engine: DeepSpeedEngine) -> None:
-    """Free the memory of an engine's weights, gradients and optimizer states, of which DeepSpeed keeps references."""
-    optimizer = wrapped_optimizer(engine)
-    groups_of = getattr(optimizer, "param_groups", [])
-    held = [parameter for group in groups_of for parameter in group["params"]]
-    states = getattr(optimizer, "state", {})
-    held += [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
-    engine.destroy()
-    for tensor in held:
-        tensor.data, tensor.grad = tensor.data.new_empty(0), None
-    states.clear()
-    free_weights(engine.module)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import read_json_object
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.runtime.files.reading import read_json_object
 
 _OURS = {
     **dict.fromkeys(("optimizer", "scheduler", "managed_gradient_accumulation"), "the optimizer section"),

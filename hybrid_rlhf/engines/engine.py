@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybrid_rlhf.engines.deepspeed_internals import (
-    destroy_engine,
     disable_gradient_allreduce,
     engine_ranks,
     free_weights,
@@ -116,10 +115,6 @@ class ModelEngine:
     def drop_weights(self) -> None:
         """Free the memory of a frozen model, which cannot be used afterwards; DeepSpeed keeps references to it."""
         free_weights(self.module)
-
-    def close(self) -> None:
-        """Free all memory of the engine, which cannot be used afterwards; no collective runs."""
-        destroy_engine(self._engine)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[ModelEngine]:
@@ -247,6 +242,3 @@ class AbsentEngine:
         self.parameters, self.packs = facts.parameters, facts.packs
         self.weight_version = 0
         """Optimizer updates of the current weights, as of the last synchronization."""
-
-    def close(self) -> None:
-        """See ModelEngine: there is nothing to free."""

@@ -33,18 +33,16 @@ from hybrid_rlhf.engines.sampling_engine import (
     check_closed,
     groups_of,
     rollout_backend,
-    rollout_drafter,
     rounds_otherwise,
 )
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
-from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.weights.conversion import InferenceWeights, architecture_of, plan_inference_weights
-from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights, architecture_of, plan_inference_weights
 from hybrid_rlhf.models.lora import has_lora, lora_merged
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.models.routers.replay import RouterReplay
@@ -92,8 +90,8 @@ class HybridEngine(ModelEngine):
             residency: where its memory lies in each phase; none: as the rollout says.
 
         Raises:
-            UserError: when tensor_parallel, quantization, routing_replay, draft, async_sampling or partial needs
-                inference weights and the model has none, its experts cannot be replayed, or drafts cannot be verified.
+            UserError: when tensor_parallel, quantization, routing_replay, async_sampling or partial needs inference
+                weights and the model has none, or its experts cannot be replayed.
         """
         super().__init__(role, engine, world, options)
         self._rollout = rollout or RolloutConfig()
@@ -112,8 +110,6 @@ class HybridEngine(ModelEngine):
         """Time of the check after it."""
         self.work = DecodeWork()
         """What decoding did on this rank in the last rollout."""
-        self.drafter: Drafter | None = None
-        """Of all its rollouts; none without `rollout.draft`."""
         self._host_states = OffloadedStates(engine, world.device)
         self._elements = ElementCheck(self.lm)
         dtype = next(self.lm.parameters()).dtype
@@ -155,9 +151,7 @@ class HybridEngine(ModelEngine):
             "rollout.partial continues completions with inference weights, "
             f"{type(self.lm).__name__} has none: leave it out",
         )
-        architecture = None if self._inference_weights is None else self._inference_weights.architecture
-        self.drafter = rollout_drafter(rollout, architecture)
-        return architecture
+        return None if self._inference_weights is None else self._inference_weights.architecture
 
     def _follow_routes(self, architecture: ModelDescription | None) -> None:
         """Have the training forward compare its experts with recorded ones, or use these."""
@@ -177,13 +171,6 @@ class HybridEngine(ModelEngine):
         )
         module: Any = self.module
         module.replay = RouterReplay(self.lm, experts=kind.count, replays=replays)
-
-    def close(self) -> None:
-        """See ModelEngine; kept inference weights, KV cache and CUDA graphs too."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            kept.backend.close()
-        super().close()
 
     @property
     def deepspeed_engine(self) -> DeepSpeedEngine:
@@ -236,7 +223,6 @@ class HybridEngine(ModelEngine):
                 stop_token_ids=stop,
                 tokenizer=tokenizer,
                 weight_version=self.weight_version,
-                drafter=self.drafter,
                 keeps_backend=self._kept is not None,
             )
             self.weight_sync_seconds += time.perf_counter() - start
@@ -281,7 +267,6 @@ class HybridEngine(ModelEngine):
             stop_token_ids=stop_token_ids,
             tokenizer=tokenizer,
             weight_version=self.weight_version,
-            drafter=self.drafter,
             keeps_backend=self._keeps,
         )
         return self._snapshot
@@ -360,7 +345,6 @@ class AbsentActor(AbsentEngine):
         """Take the ranks of the actor, its facts, and how many ranks generate together."""
         super().__init__(role, world, facts)
         self.generation_world = world.split(tensor_parallel)
-        self.drafter: Drafter | None = None
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
         self.max_logprob_diff, self.rounds_otherwise = facts.max_logprob_diff, facts.rounds_otherwise

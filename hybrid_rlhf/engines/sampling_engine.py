@@ -11,10 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
-from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.weights.description import ModelDescription
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.runtime.world import World
 
@@ -33,18 +31,6 @@ def rollout_backend(decoder: Decoder, rollout: RolloutConfig, *, cuda_graphs: bo
 def rounds_otherwise(rollout: RolloutConfig, training: torch.dtype) -> bool:
     """Whether sampling computes with other precision than training in a dtype: 8-bit products, or another dtype."""
     return rollout.quantization is not None or DTYPES.get(rollout.dtype, training) != training
-
-
-def rollout_drafter(rollout: RolloutConfig, architecture: ModelDescription | None) -> Drafter | None:
-    """The drafter of `rollout.draft`; none without the setting.
-
-    Raises:
-        UserError: when drafts of the model cannot be verified.
-    """
-    if rollout.draft is None:
-        return None
-    check_can_draft(architecture, setting=f"rollout.draft {rollout.draft}")
-    return Drafter(rollout.draft, draft_tokens=rollout.draft_tokens)
 
 
 def check_closed(snapshot: GenerationEngine | None) -> None:
@@ -66,8 +52,6 @@ class SamplingEngine(Protocol):
     """The ranks that sample; this process may be none of them."""
     generation_world: World
     """The ranks that generate together, from the same prompts."""
-    drafter: Drafter | None
-    """Of all its rollouts; none without `rollout.draft`, and on ranks that do not sample."""
     work: DecodeWork
     """What decoding did on this rank in the last rollout."""
     weight_sync_seconds: float

@@ -6,11 +6,10 @@ The engine checks prompts, makes requests of them and collects results; a backen
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
 from torch import distributed as dist
@@ -21,14 +20,14 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation.backends.backend import BackendName, GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
+from hybrid_rlhf.generation.batching.request_maker import RequestMaker
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request, TokenLimit
-from hybrid_rlhf.generation.batching.stop_strings import stop_strings
-from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.model.quantised import Quantization
 from hybrid_rlhf.generation.open_batch import OpenBatch
-from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams, per_request, uniform_stream
-from hybrid_rlhf.generation.weights.conversion import SharedWeights, check_inference_weights
+from hybrid_rlhf.generation.ops.quantisation import Quantization
+from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams
+from hybrid_rlhf.generation.weights.inference_weights import SharedWeights
+from hybrid_rlhf.generation.weights.probe import check_inference_weights
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.models.pretrained.adapters import LowRank, read_adapter
 from hybrid_rlhf.models.pretrained.loading import load_model
@@ -37,12 +36,7 @@ from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, solo_world
 
-if TYPE_CHECKING:
-    from typing import Self
-
 logger = logging.getLogger(LOGGER_NAME)
-_MOST_TOP_K = 2**31 - 1
-_CHANGES_WITH_LENGTH = " (original_max_position_embeddings; in longer sequences its rotary positions all change)"
 
 
 class GenerationEngine:
@@ -55,7 +49,6 @@ class GenerationEngine:
         stop_token_ids: Iterable[int] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
-        drafter: Drafter | None = None,
         adapters: Sequence[str] = (),
         shared: SharedWeights | None = None,
         keeps_backend: bool = False,
@@ -67,19 +60,22 @@ class GenerationEngine:
             stop_token_ids: tokens that end every completion.
             tokenizer: for stop strings.
             weight_version: recorded for every token.
-            drafter: speculative decoding of all completions; none: only if `generate` receives one.
             adapters: names of the backend's adapters, in the order of their indices.
             shared: what gives the backend newer weights after its model was trained; none: the caller does.
             keeps_backend: leave the backend open when the engine is closed, for a later engine.
         """
         self._backend: GenerationBackend | None = backend
-        self.stop_token_ids = frozenset(stop_token_ids)
-        self._tokenizer = tokenizer
         self.weight_version = weight_version
-        self._drafter = drafter
         self._shared, self._keeps_backend = shared, keeps_backend
-        self.adapters = tuple(adapters)
-        """Names of the adapters that a prompt may choose."""
+        self.maker = RequestMaker(
+            backend.max_positions,
+            backend.trained_positions,
+            backend.vocab_size,
+            frozenset(stop_token_ids),
+            tokenizer,
+            tuple(adapters),
+        )
+        """Makes the requests of prompts."""
         self._work_before, self._work = backend.work, DecodeWork()
 
     @classmethod
@@ -204,6 +200,16 @@ class GenerationEngine:
         return self._backend is None
 
     @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Tokens that end every completion."""
+        return self.maker.stop_token_ids
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that a prompt may choose."""
+        return self.maker.adapters
+
+    @property
     def max_positions(self) -> int | None:
         """Longest sequence that the model has positions for; none: no limit."""
         return self.backend.max_positions
@@ -227,7 +233,6 @@ class GenerationEngine:
         *,
         record_routes: bool | Sequence[bool] = False,
         on_completed: Callable[[int], None] | None = None,
-        drafter: Drafter | None = None,
         begun: Sequence[Sequence[Completion]] = (),
         until: FinishedShare | None = None,
         adapters: Sequence[str | None] = (),
@@ -239,9 +244,6 @@ class GenerationEngine:
             sampling: for all prompts, or one per prompt.
             record_routes: record the experts that computed each token, for all prompts or per prompt.
             on_completed: called after each step with the number of completions that finished in it.
-            drafter: speculative decoding: `Drafter("ngram")`, or `Drafter("previous")`, which must be the same in each
-                call. Tokens are the same as without, up to rounding. Native backend, models without recurrent layers;
-                none: the engine's.
             begun: completions of an earlier call, with the same seeds: all samples of a prompt, or none; shorter than
                 `prompts` if the last ones have none. Finished ones are returned unchanged, others continue, also
                 with other weights; their prompt and tokens are recomputed. Native backend.
@@ -254,17 +256,18 @@ class GenerationEngine:
 
         Raises:
             UserError: when a prompt is empty or too long for the model, stop strings are given without a tokenizer, or
-                routes are recorded of a model without inference weights or mixtures of experts, or drafts cannot be
-                verified, or completions continue without inference weights.
+                routes are recorded of a model without inference weights or mixtures of experts, or completions continue
+                without inference weights.
             RuntimeError: when the engine is closed, also by another thread during the call.
         """
-        requests = self.requests(prompts, sampling)
-        if (until is not None or any(begun)) and not self.backend.continues:
+        continues = self.backend.continues
+        requests = self.maker.requests(prompts, sampling)
+        if (until is not None or any(begun)) and not continues:
             raise UserError("begun and until need inference weights, got the model's own module: leave them out")
         if adapters and len(adapters) != len(prompts):
             raise UserError(f"adapters are one per prompt, got {len(adapters)} for {len(prompts)}: give as many")
         for request, adapter in ((each, adapters[each.prompt_index]) for each in requests if adapters):
-            request.adapter = self.adapter_number(adapter)
+            request.adapter = self.maker.adapter_number(adapter)
         _continue(requests, begun)
         if until is not None:
             limit = TokenLimit(until, requests)
@@ -277,7 +280,7 @@ class GenerationEngine:
             )
         for request in requests:
             request.records_routes = recorded[request.prompt_index]
-        for new in self._run([request for request in requests if not request.ended], drafter):
+        for new in self._run([request for request in requests if not request.ended]):
             if self._backend is None:
                 raise RuntimeError("the generation engine was closed while it generated")
             if on_completed is not None:
@@ -287,21 +290,10 @@ class GenerationEngine:
             results[request.prompt_index].append(request.completion(self.weight_version))
         return results
 
-    def adapter_number(self, name: str | None) -> int:
-        """The backend's index of an adapter; 0: the model itself.
-
-        Raises:
-            UserError: if there is no adapter of this name.
-        """
-        if name is not None and name not in self.adapters:
-            known = ", ".join(self.adapters) or "none"
-            raise UserError(f"an adapter must be one of the engine's, {known}, got {name}: name one of them")
-        return 0 if name is None else 1 + self.adapters.index(name)
-
     def open(self, *, rows: int, max_tokens: int, memory_share: float | None = None) -> OpenBatch:
         """Decode requests from other threads as they arrive, until the batch is closed.
 
-        The engine cannot be used for anything else meanwhile. Drafts are not used.
+        The engine cannot be used for anything else meanwhile.
 
         Args:
             rows: maximum number of completions decoded together.
@@ -313,11 +305,11 @@ class GenerationEngine:
             UserError: when they do not.
         """
         self._follow_model()
-        return OpenBatch(self, rows=rows, max_tokens=max_tokens, memory_share=memory_share)
+        return OpenBatch(self.backend, self.maker, rows=rows, max_tokens=max_tokens, memory_share=memory_share)
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
         """Complete one prompt, token by token, including the stop token."""
-        for new in self._run(self.requests([prompt], replace(sampling, n=1))):
+        for new in self._run(self.maker.requests([prompt], replace(sampling, n=1))):
             yield from (token for _, token in new)
 
     def close(self) -> None:
@@ -327,10 +319,10 @@ class GenerationEngine:
         if backend is not None and not self._keeps_backend:
             backend.close()
 
-    def _run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
+    def _run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
         if requests:
             self._follow_model()
-            yield from self.backend.run(requests, drafter or self._drafter)
+            yield from self.backend.run(requests)
 
     def _follow_model(self) -> None:
         """Give the backend the weights that training has left in the model of `from_model`."""
@@ -338,56 +330,6 @@ class GenerationEngine:
         if decoder is not None:
             assert isinstance(self.backend, NativeBackend)
             self.backend.sync_weights(decoder)
-
-    def requests(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Request]:
-        """One request per sample of each prompt, before its first token; see `generate`."""
-        each = per_request(sampling, len(prompts))
-        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
-            self._check_tokens(index, prompt, params)
-        if any(params.stop for params in each) and self._tokenizer is None:
-            raise UserError("stop needs a tokenizer, the engine has none: use stop_token_ids")
-        return [
-            Request(
-                list(prompt),
-                index,
-                params,
-                self.stop_token_ids | set(params.stop_token_ids),
-                uniform_stream(params.seed or 0, sample, self._longest_completion(index, prompt, params)),
-                stop_strings(self._tokenizer, params.stop) if params.stop and self._tokenizer is not None else None,
-            )
-            for index, (prompt, params) in enumerate(zip(prompts, each, strict=True))
-            for sample in range(params.n)
-        ]
-
-    def _check_tokens(self, index: int, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise UserError unless a prompt has tokens, the model has them and those that end its completion, and top_k
-        fits into a tensor.
-        """
-        if not len(prompt):
-            raise UserError(f"a prompt has at least one token, prompt {index} has none: drop it")
-        most = self.backend.vocab_size - 1
-        for name, tokens in ((f"prompt {index}", prompt), ("stop_token_ids", params.stop_token_ids)):
-            if len(tokens) and (min(tokens) < 0 or max(tokens) > most):
-                unknown = next(token for token in tokens if not 0 <= token <= most)
-                raise UserError(f"token ids must be in 0..{most}, {name} has {unknown}: remove it")
-        if params.top_k > _MOST_TOP_K:
-            raise UserError(f"top_k must be at most {_MOST_TOP_K}, got {params.top_k}: lower it")
-
-    def _longest_completion(self, index: int, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Most tokens of a completion: max_new_tokens, or what a table of learned positions has left."""
-        limit, trained = self.max_positions, self.backend.trained_positions
-        if limit is None:
-            if trained is not None and len(prompt) + params.max_new_tokens > trained:
-                _warn_of_untrained_positions(trained)
-            return params.max_new_tokens
-        if len(prompt) >= limit:
-            why = "" if trained is None or trained <= limit else _CHANGES_WITH_LENGTH
-            raise UserError(
-                f"the model has {limit} positions{why}, prompt {index} has {len(prompt)} tokens: shorten the prompt"
-            )
-        return min(params.max_new_tokens, limit - len(prompt))
 
 
 def _continue(requests: Sequence[Request], begun: Sequence[Sequence[Completion]]) -> None:
@@ -398,16 +340,6 @@ def _continue(requests: Sequence[Request], begun: Sequence[Sequence[Completion]]
     for index, completions in enumerate(begun):
         for request, completion in zip(by_prompt[index], completions, strict=False):
             request.continue_from(completion)
-
-
-@functools.cache
-def _warn_of_untrained_positions(trained: int) -> None:
-    """Once for each context length: rollouts make engine after engine."""
-    logger.warning(
-        "prompt and max_new_tokens exceed the model's context length of %d tokens (max_position_embeddings): what is "
-        "sampled beyond it may be worse",
-        trained,
-    )
 
 
 def _shared_weights(

@@ -18,22 +18,19 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Self, TypeVar
 
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
+from hybrid_rlhf.generation.batching.request_maker import RequestMaker
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.sampling import FinishReason, SamplingParams, per_request
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.openmp import release_workers
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from hybrid_rlhf.generation.engine import GenerationEngine
 
 logger = logging.getLogger(LOGGER_NAME)
 ResultT = TypeVar("ResultT")
@@ -79,11 +76,18 @@ class OpenBatch:
     """Decodes on a thread of its own until it is closed. All methods may be called from any thread."""
 
     def __init__(
-        self, engine: GenerationEngine, *, rows: int, max_tokens: int, memory_share: float | None = None
+        self,
+        backend: GenerationBackend,
+        maker: RequestMaker,
+        *,
+        rows: int,
+        max_tokens: int,
+        memory_share: float | None = None,
     ) -> None:
         """Start; see `GenerationEngine.open`."""
-        self._engine, self._backend = engine, engine.backend
-        limit = engine.max_positions
+        self._backend = backend
+        self._maker = maker
+        limit = maker.max_positions
         self.rows, self.max_tokens = rows, max_tokens if limit is None else min(max_tokens, limit)
         self._memory_share = memory_share
         self._arrivals = Arrivals(rows=rows, max_tokens=self.max_tokens, memory_share=memory_share)
@@ -148,8 +152,8 @@ class OpenBatch:
         each = per_request(sampling, len(prompts))
         for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             self._check(index, prompt, params)
-        requests = self._engine.requests(prompts, each)
-        number = self._engine.adapter_number(adapter)
+        requests = self._maker.requests(prompts, each)
+        number = self._maker.adapter_number(adapter)
         for request in requests:
             request.top_logprobs, request.adapter = top_logprobs, number
         samples = each[0].n if each else 1
@@ -210,7 +214,7 @@ class OpenBatch:
 
     def prompt_logprobs(self, tokens: Sequence[int], *, adapter: str | None = None) -> Future[list[float]]:
         """Log-probs of all tokens of a prompt but the first, at temperature 1."""
-        number = self._engine.adapter_number(adapter)
+        number = self._maker.adapter_number(adapter)
         return self.call(lambda: self._backend.prompt_logprobs(tokens, number))
 
     def close(self) -> None:
@@ -294,8 +298,8 @@ class OpenBatch:
             failed = {request: ended for request in running if request.delivered}
         if untried := [request for request in running if request not in failed]:
             failed |= self._failing(_by_prompt(untried))
-            plain = self._engine.requests([[0]], SamplingParams(temperature=0.0, max_new_tokens=1))
-            if failed and (failure := self._trial(plain)) is not None:
+            plain = self._maker.requests([[0]], SamplingParams(temperature=0.0, max_new_tokens=1))
+            if failed and (failure := self._trial(plain)[0]) is not None:
                 raise failure
         if not failed and not self._has_progress:  # they fail together, and each alone does not
             failed = dict.fromkeys(running, error)
@@ -319,20 +323,22 @@ class OpenBatch:
         """Requests of prompts with which decoding fails, and what it raises."""
         if len(prompts) > 1 and not self._backend.continues:  # it would decode one batch to its end before the next
             return {request: error for prompt in prompts for request, error in self._failing([prompt]).items()}
-        error = self._trial([request for prompt in prompts for request in prompt])
+        requests = [request for prompt in prompts for request in prompt]
+        error, untried = self._trial(requests)
         if error is None:
-            return {}
+            return self._failing(_by_prompt(untried)) if 0 < len(untried) < len(requests) else {}
         if len(prompts) == 1:
             return dict.fromkeys(prompts[0], error)
         half = len(prompts) // 2
         return {**self._failing(prompts[:half]), **self._failing(prompts[half:])}
 
-    def _trial(self, requests: list[Request]) -> Exception | None:
-        """What decoding a few tokens of requests raises; the tokens are discarded."""
+    def _trial(self, requests: list[Request]) -> tuple[Exception | None, list[Request]]:
+        """What decoding a few tokens of requests raises, and the requests that had no room. Discards the tokens."""
         rows = min(len(requests), self.rows)
         arrivals = Arrivals(rows=rows, max_tokens=self.max_tokens, memory_share=self._memory_share)
         arrivals.add(requests)
         failure: Exception | None = None
+        untried: list[Request] = []
         try:
             for _ in self._backend.run_open(arrivals):
                 untried = [each for each in requests if not _is_tried(each)]
@@ -343,7 +349,7 @@ class OpenBatch:
             self._reset(failure := error)
         for request in requests:
             request.rewind(request.delivered)
-        return failure
+        return failure, untried
 
     def _fail(self, failed: dict[Request, Exception]) -> None:
         """End the submissions of requests."""

@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.masking import position_ids
-from hybrid_rlhf.generation.batching.cache import CacheLayout, blocks_of
+from hybrid_rlhf.generation.architecture.hugging_face import SCORE_HEAD, NotDescribed
 from hybrid_rlhf.generation.model.attention import Attention, Chunks
+from hybrid_rlhf.generation.model.cache import CacheLayout, blocks_of
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.weights.conversion import LOW_PRECISION_TOLERANCE, DescribedModel, InferenceWeights
-from hybrid_rlhf.generation.weights.describe import SCORE_HEAD, NotDescribed
+from hybrid_rlhf.generation.weights.inference_weights import DescribedModel, InferenceWeights
+from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE
 from hybrid_rlhf.models.head_check import agreement, module_logprobs, probe_tokens
 from hybrid_rlhf.models.policy import HEAD_CHUNK_TOKENS, Scorer, places_before, scatter_tokens
 from hybrid_rlhf.runtime.world import World, shared_user_errors

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hybrid_rlhf.configs.parsing.command_line import read_config
-from hybrid_rlhf.configs.parsing.resuming import changed_keys
+from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.saved.checkpoints import CheckpointWriter, LoopState, load_checkpoint
 from hybrid_rlhf.engines.saved.training_state import state_of
+from hybrid_rlhf.runtime.command_line import read_config
 from hybrid_rlhf.runtime.files.checkpoint_folder import checkpoint_name, read_manifest
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, SignalRequests
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -100,7 +100,7 @@ class CheckpointManager:
         requests = self._requests()
         if requests.save or requests.stop or due(step, self._config.save_every):
             state = loop()
-            self.save(state, metrics)
+            self._save(state, metrics)
             self._stop_if(requests, state)
 
     def within_step(self, loop: Callable[[], LoopState]) -> None:
@@ -114,7 +114,7 @@ class CheckpointManager:
         requests = self._requests(minutes=False)
         if requests.save or requests.stop:
             state = loop()
-            self.save(state, {})
+            self._save(state, {})
             self._stop_if(requests, state)
 
     def _requests(self, *, minutes: bool = True) -> _Requests:
@@ -125,16 +125,8 @@ class CheckpointManager:
         stop, save = self._world.all_reduce(flags, dist.ReduceOp.MAX).tolist()
         return _Requests(bool(stop), bool(save))
 
-    def save(self, state: LoopState, metrics: Mapping[str, float]) -> None:
-        """Save a checkpoint. Every rank calls.
-
-        Args:
-            state: of the loop.
-            metrics: of its last step; {} within a step.
-
-        Raises:
-            OSError: when it cannot be written.
-        """
+    def _save(self, state: LoopState, metrics: Mapping[str, float]) -> None:
+        """Save the state of the loop, with the metrics of its last step; {} within a step."""
         best = self._config.best_metric
         if best is not None and best[1] not in metrics and state.update is None and not self._warned_of_missing_metric:
             self._warned_of_missing_metric = True

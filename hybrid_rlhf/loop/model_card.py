@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hybrid_rlhf.configs.parsing.command_line import nested, read_config
+from hybrid_rlhf.configs.parsing.building import nested
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
@@ -22,6 +22,7 @@ from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.loop.report.environment import versions
 from hybrid_rlhf.models.pretrained.cards import read_card_metadata, render_card
+from hybrid_rlhf.runtime.command_line import read_config
 from hybrid_rlhf.runtime.observability.formatting import format_value
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.run import Run

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.partition import adapter_tensors, full_tensors
 from hybrid_rlhf.loop.model_card import model_card
 from hybrid_rlhf.models.lora import has_lora, write_adapter
 from hybrid_rlhf.models.pretrained.saving import save_model
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.disk import disk_errors_translated
 from hybrid_rlhf.runtime.observability.formatting import format_duration
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME

@@ -11,10 +11,7 @@ from dataclasses import asdict
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.configs.parsing.command_line import save_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
-from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.training import frozen_zero
@@ -25,6 +22,7 @@ from hybrid_rlhf.data.rows.counts import RowCounts
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.loop.batch_plan import BatchPlan
 from hybrid_rlhf.loop.report.writing import write_report
 from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
 from hybrid_rlhf.models.pretrained.loading import position_limit
@@ -32,6 +30,8 @@ from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
 from hybrid_rlhf.planning.phase_memory import AnyStep
+from hybrid_rlhf.runtime.command_line import save_config
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import CONFIG_FILE, DATA_FILE, Callback, Run, start_run
 

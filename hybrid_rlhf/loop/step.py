@@ -23,10 +23,10 @@ from datasets import Dataset, DatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.cache import cache_folder
-from hybrid_rlhf.configs.parsing.command_line import build_config, plain
+from hybrid_rlhf.configs.parsing.building import build_config, plain
 from hybrid_rlhf.configs.parsing.schema import Layer
 from hybrid_rlhf.configs.sections.run import StepConfig
+from hybrid_rlhf.runtime.files.reading import cache_folder
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Callback
 

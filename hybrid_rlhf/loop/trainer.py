@@ -62,16 +62,12 @@ class Trainer(ABC):
         """Whether there is data for another step."""
         return True
 
-    def leaves_after(self, step: int) -> bool:
-        """Whether to end after this step with a checkpoint, though steps are left. Every rank calls."""
-        return False
-
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Context around all steps."""
         return contextlib.nullcontext()
 
     def train(self) -> None:
-        """Run all remaining steps, or those until `leaves_after`."""
+        """Run all remaining steps."""
         run, done = self._run, self.resume()
         run.open_metrics(done)
         self._read_history()
@@ -92,9 +88,6 @@ class Trainer(ABC):
                 self._log(step, metrics)
                 display.show(step, self._shown(metrics))
                 self._checkpoints.after_step(step, partial(self.state, step), metrics)
-                if not is_last and self.leaves_after(step):
-                    self._checkpoints.save(self.state(step), metrics)
-                    return
 
     def _shown(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The metrics of the console, in the order of their prefixes."""

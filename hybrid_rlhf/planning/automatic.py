@@ -2,9 +2,8 @@
 
 The plan is made on the first rank, from the curves that `hybrid-rlhf calibrate` measured on this machine, from what a
 run on several hosts measures between them, and from assumed lengths of the completions. After a few steps their lengths
-replace the assumed ones, then the measured phases correct the curves, and the log says whether another placement would
-now be faster. With `placement.adapt` the run then moves to it, if the steps that are left gain more than the move costs
-(rl/build.py); otherwise it keeps its placement, and a checkpoint resumes under any other.
+replace the assumed ones, then the measured phases correct the curves. If another placement should now be faster, the
+log says so with the command that resumes under it; the run itself keeps its placement.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import adapts, is_automatic
+from hybrid_rlhf.configs.sections.placement import is_automatic, read_placement
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
@@ -25,10 +24,9 @@ from hybrid_rlhf.planning.job import JobReader, RLJob, StepLengths, default_leng
 from hybrid_rlhf.planning.machines.collectives import Times, time_between_hosts
 from hybrid_rlhf.planning.machines.links import with_measured_link
 from hybrid_rlhf.planning.machines.stored import load_curves
-from hybrid_rlhf.planning.moving import MovePrice, move_seconds
 from hybrid_rlhf.planning.phase_memory import Device, own_device
 from hybrid_rlhf.planning.placed_memory import MemoryModel
-from hybrid_rlhf.planning.placement_table import PlacementAnswer, plan_options, plan_placement, with_micro_batches
+from hybrid_rlhf.planning.placement_table import PlacementAnswer, plan_placement, with_micro_batches
 from hybrid_rlhf.planning.plans import Cluster, StepPlan
 from hybrid_rlhf.planning.prediction_errors import STEP, PredictionReport, memory_errors
 from hybrid_rlhf.planning.remedies import with_settings
@@ -36,6 +34,7 @@ from hybrid_rlhf.planning.search import Candidate
 from hybrid_rlhf.planning.shapes import Shapes
 from hybrid_rlhf.planning.step_time import StepTime, step_time
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.run import CONFIG_FILE
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -60,7 +59,7 @@ class PlannedSettings:
 
     def applied(self, config: RLConfig) -> RLConfig:
         """The config under the plan."""
-        changed: RLConfig = with_settings(config, {**self.others, "placement": self.placement})
+        changed: RLConfig = with_settings(config, {**self.others, "placement": read_placement(self.placement)})
         return changed
 
 
@@ -76,19 +75,6 @@ class MeasuredStep:
     """GiB of each rank by phase, so far; (): they were not measured."""
 
 
-@dataclass(frozen=True)
-class Move:
-    """A move of the run to another placement between two steps; the same on every rank."""
-
-    settings: PlannedSettings
-    style: str
-    price: MovePrice
-    step: int = 0
-    """After which the run moves."""
-    began: float = 0.0
-    """On this rank's clock."""
-
-
 def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, PlacementWatch | None]:
     """The config with the planner's placement in place of "auto", and on the first rank what compares its prediction
     with measurements; any other config as it is. Every rank calls.
@@ -102,7 +88,7 @@ def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, Placemen
     link = time_between_hosts(world, LINK_SIZES) if world.size > world.local_size else None
     with shared_user_errors(world):
         if world.is_main:
-            watch = PlacementWatch(_PlanRequest.of(config, world, link=link), adapts=adapts(config.placement))
+            watch = PlacementWatch(_PlanRequest.of(config, world, link=link))
             choice = PlannedSettings.of(watch.plan, config)
             for line in watch.answer.lines():
                 logger.info("%s", line)
@@ -158,11 +144,8 @@ class _PlanRequest:
         """What a plan is expected to take, by phase and of the whole step."""
         job, machine = with_micro_batches(self.job, plan.micro_batch_tokens), self.machine
         memory = MemoryModel(job, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes)
-        return _seconds(step_time(self.costs(plan), plan, rows_at_once=memory(plan).rows_at_once))
-
-    def costs(self, plan: StepPlan) -> Costs:
-        """Of the job on the machine, with the micro-batches of a plan."""
-        return Costs(with_micro_batches(self.job, plan.micro_batch_tokens), self.curves, self.cluster)
+        costs = Costs(job, self.curves, self.cluster)
+        return _seconds(step_time(costs, plan, rows_at_once=memory(plan).rows_at_once))
 
     def answer(self) -> PlacementAnswer:
         """The planner's."""
@@ -173,19 +156,15 @@ class _PlanRequest:
 
 
 class PlacementWatch:
-    """Compares times and memory of steps with the planner's, and finds whether a run should move."""
+    """Compares times and memory of steps with the planner's."""
 
-    def __init__(self, question: _PlanRequest, *, adapts: bool = False) -> None:
+    def __init__(self, question: _PlanRequest) -> None:
         """Ask the planner; its best plan runs.
-
-        Args:
-            question: job and machine.
-            adapts: whether the run moves where it gains by it.
 
         Raises:
             UserError: when no placement fits.
         """
-        self._question, self._adapts = question, adapts
+        self._question = question
         self.answer = question.answer()
         best = self.answer.best
         if best is None:
@@ -194,40 +173,30 @@ class PlacementWatch:
                 f"placement auto needs a placement that fits, the nearest {why}: use more ranks, a smaller model, "
                 "or settings that hybrid-rlhf plan names"
             )
-        self.build_seconds = 0.0
-        """Which building the engines has taken; the run sets it."""
         self._follow(best)
 
     def _follow(self, candidate: Candidate) -> None:
-        """Compare with another plan from now on."""
+        """Compare with a plan from now on."""
         assert candidate.time is not None
         self.plan, self._memory = candidate.plan, candidate.memory.phases
-        self.move: Move | None = None
-        """Where the run should go; none: it stays."""
         self._predicted = _seconds(candidate.time)
         self._measured: list[MeasuredStep] = []
 
-    def metrics(self, measured: MeasuredStep, *, steps_left: int = 0) -> dict[str, float]:
-        """Predictions and their errors for a step, after which so many are left."""
+    def metrics(self, measured: MeasuredStep) -> dict[str, float]:
+        """Predictions and their errors for a step."""
         report = self._compared(self._predicted, measured.seconds, measured.peaks)
         if measured.seconds:
             self._measured.append(measured)
             if len(self._measured) == _MEASURED_STEPS:
-                self._conclude(steps_left)
+                self._conclude()
         return report.metrics()
-
-    def moved(self) -> None:
-        """The run has moved: compare with the other plan, on the corrected curves."""
-        best = self.answer.best
-        assert best is not None
-        self._follow(best)
 
     def _compared(
         self, predicted: Mapping[str, float], seconds: Mapping[str, float], peaks: Sequence[Mapping[str, float]]
     ) -> PredictionReport:
         return PredictionReport.of(predicted, seconds, memory=memory_errors(self._memory, peaks))
 
-    def _conclude(self, steps_left: int) -> None:
+    def _conclude(self) -> None:
         """Log the errors, and what measured lengths and corrected curves say."""
         kept, assumed = self._measured[1:], self._question.job.lengths
         medians = {name: statistics.median(each.seconds.get(name, 0.0) for each in kept) for name in kept[0].seconds}
@@ -248,22 +217,15 @@ class PlacementWatch:
         best = self.answer.best
         if best is None or best.plan.placement == self.plan.placement:
             return
-        now = self._question.seconds(self.plan)[STEP]
-        cost = move_seconds(self._question.costs(best.plan), best.plan, build_seconds=self.build_seconds)
-        price = MovePrice(cost, now - best.seconds)
-        moves = self._adapts and price.pays(steps_left=steps_left)
-        if moves:
-            self.move = Move(PlannedSettings.of(best.plan, self._question.job.config), best.plan.placement.style, price)
-        options = plan_options(best.plan, self._question.job.config)
         logger.info(
-            "placement: with these measurements %s is expected to take %.2f s a step, this one %.2f s; moving is "
-            "expected to take %.1f s, and %d steps are left: %s",
+            "placement: with these measurements %s is expected to take %.2f s a step, this one %.2f s: leave it, or "
+            "stop the run and resume it with hybrid-rlhf rl --config %s/%s --resume auto %s",
             best.plan.placement.style,
             best.seconds,
-            now,
-            cost,
-            steps_left,
-            "the run moves" if moves else f"to use it, stop the run and resume it with --resume auto {options}",
+            self._question.seconds(self.plan)[STEP],
+            self._question.job.config.output_dir,
+            CONFIG_FILE,
+            self.answer.best_options("placement"),
         )
 
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage
+from hybrid_rlhf.configs.sections.placement import ZeroStage
 from hybrid_rlhf.planning.job import RLJob, RoleJob
 from hybrid_rlhf.planning.plans import SAMPLER, Cluster, StepPlan, style_of
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 
 PARTS = 16
 """Up to so many ranks every size of a range is tried; beyond, multiples of at least a part of the ranks."""

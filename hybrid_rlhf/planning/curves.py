@@ -209,8 +209,8 @@ class MachineCurves:
         """What predictions of a kind of work are multiplied by."""
         return self.corrections.get(kind, 1.0)
 
-    def slowed(self, ranks: int) -> float:
-        """How many times longer compute takes while so many ranks of a host compute; at least 1."""
+    def slowed(self, ranks: float) -> float:
+        """How many times longer compute takes while so many ranks of a host compute, in the mean; at least 1."""
         return max(1.0, self.slowdown(ranks))
 
     def gathered_layer(self, kind: Literal["forward", "backward"], ranks: int) -> float:

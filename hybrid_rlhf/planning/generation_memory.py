@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes, layers_with, recurrent_fields
+from hybrid_rlhf.generation.architecture.model_description import Experts
 from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
-from hybrid_rlhf.generation.batching.cache import CacheLayout, RouteSize, blocks_of, page_bytes
 from hybrid_rlhf.generation.batching.capacity import (
     FREE_SHARE,
     GRAPHS_BYTES,
@@ -23,9 +24,8 @@ from hybrid_rlhf.generation.batching.capacity import (
     rows_and_pages,
     saved_states,
 )
+from hybrid_rlhf.generation.model.cache import CacheLayout, RouteSize, blocks_of, page_bytes
 from hybrid_rlhf.generation.model.recurrent.states import state_bytes
-from hybrid_rlhf.generation.weights.describe import attention_sizes, layers_with, recurrent_fields
-from hybrid_rlhf.generation.weights.description import Experts
 from hybrid_rlhf.models.families import family_of
 from hybrid_rlhf.planning.shapes import ShapedModel
 
@@ -34,7 +34,7 @@ _FLOAT64 = 8
 _ROW_NUMBERS = 20
 """Numbers of a row in the tables besides its uniform ones: its state, sampling parameters and stop tokens."""
 _MOST_SPLITS, _SPLIT_PROGRAMS = 32, 528
-"""Parts of the attention of a row, at most, and programs of all rows: two waves of an H100 (kernels/attention.py)."""
+"""Parts of the attention of a row, at most, and programs of all rows: two waves of an H100 (ops/attention.py)."""
 
 
 def _recurrence(model: ShapedModel) -> dict[str, Any]:
@@ -199,8 +199,7 @@ def working_memory(
     cuts = rollout.sampling.top_p < 1 or rollout.sampling.top_k > 0
     logits = s.vocabulary * _FLOAT32 * (8 if cuts else 2 + (rollout.sampling.temperature != 1) + size / _FLOAT32)
     scores = s.heads * _capacity(rollout, device) * _FLOAT32 * 2 if device.type == "cpu" else 0.0
-    places = 1 if rollout.draft is None else 1 + rollout.draft_tokens
-    row, capacity, graphs = places * max(logits, scores), _capacity(rollout, device), False
+    row, capacity, graphs = max(logits, scores), _capacity(rollout, device), False
     if device.type == "cuda":
         kv_heads, width = max(s.kv_sizes, key=math.prod, default=(1, 0))
         splits = min(_MOST_SPLITS, _SPLIT_PROGRAMS // (rows * kv_heads))

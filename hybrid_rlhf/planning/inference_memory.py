@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.generation.weights.describe import recurrent_fields
+from hybrid_rlhf.generation.architecture.hugging_face import recurrent_fields
 from hybrid_rlhf.models.families import Family, family_of, has_float32_logits, unread_weights
 from hybrid_rlhf.models.lora import plain_name
 from hybrid_rlhf.planning.shapes import ShapedModel

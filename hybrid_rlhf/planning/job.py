@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig, frozen_zero
 from hybrid_rlhf.engines.sampling_engine import rounds_otherwise
-from hybrid_rlhf.generation.weights.describe import attention_sizes
+from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes
 from hybrid_rlhf.models.families import family_of
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
 from hybrid_rlhf.planning.shapes import ShapedModel, Shapes

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, RolePlacement
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
@@ -24,6 +23,7 @@ from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory, RankMemory, m
 from hybrid_rlhf.planning.plans import SAMPLER, StepPlan
 from hybrid_rlhf.planning.sampling_memory import InferenceBytes, inference_bytes, sampling_memory
 from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
+from hybrid_rlhf.runtime.placement import CRITIC_COPY, RolePlacement
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ from typing import Any
 
 import yaml
 
-from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, READS_ACTOR, Placement, in_words, role_label
 from hybrid_rlhf.engines.residency.rules import residency_table
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
@@ -19,6 +17,7 @@ from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import Cluster, StepPlan
 from hybrid_rlhf.planning.search import STYLES, Candidate, Search, SearchResult
 from hybrid_rlhf.planning.step_time import PHASES
+from hybrid_rlhf.runtime.placement import CRITIC_COPY, READS_ACTOR, Placement, in_words, role_label
 
 _GIB = 2**30
 _HALVINGS, _DOUBLINGS = 2, 2
@@ -83,8 +82,14 @@ class PlacementAnswer:
             lines.append(f"  {', '.join([_on_one_line(candidate.plan), *settings])}: {self.why(candidate)}")
         if self.best is not None:
             lines += ["", f"best plan: {self.best.plan.placement.style}", *_roles(self.best, self.job)]
-            lines.append(f"  set it with {plan_options(self.best.plan, self.job.config, key=key, given=self.given)}")
+            lines.append(f"  set it with {self.best_options(key)}")
         return lines
+
+    def best_options(self, key: str) -> str:
+        """The best plan as options of a command whose key `key` sets the placement."""
+        assert self.best is not None
+        settings = {**self.given, **self.best.plan.settings(self.job.config)}
+        return f"--{key} '{_on_one_line(self.best.plan)}' {_options(settings, key.removesuffix('placement'))}".rstrip()
 
     def _link(self) -> str:
         """The link between hosts, and where its speed is from."""
@@ -247,22 +252,6 @@ def _smaller_micro_batches(job: RLJob) -> tuple[int | None, ...]:
     longest = job.config.rollout.max_prompt_tokens + job.config.rollout.sampling.max_new_tokens
     halves = [train.micro_batch_tokens // 2**power for power in range(1, _HALVINGS + 1)]
     return (None, *(tokens for tokens in halves if tokens >= longest))
-
-
-def plan_options(
-    plan: StepPlan, config: RLConfig, *, key: str = "placement", given: Mapping[str, Any] | None = None
-) -> str:
-    """A plan and the settings that it needs, as options of the command line.
-
-    Args:
-        plan: the plan.
-        config: the config that runs under it.
-        key: name of the option that sets the placement.
-        given: further settings.
-    """
-    settings = {**(given or {}), **plan.settings(config)}
-    others = _options(settings, key.removesuffix("placement"))
-    return f"--{key} '{_on_one_line(plan)}' {others}".rstrip()
 
 
 def _on_one_line(plan: StepPlan) -> str:

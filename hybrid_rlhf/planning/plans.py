@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement, ZeroStage, in_words
+from hybrid_rlhf.configs.sections.placement import ZeroStage
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.planning.job import RLJob
 from hybrid_rlhf.planning.remedies import setting
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement, in_words
 
 LEARNERS = ("actor", "critic")
 SAMPLER = "sampler"

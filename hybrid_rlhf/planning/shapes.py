@@ -20,7 +20,6 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import regular_file, user_path
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.families import keep_float32_logits
@@ -34,6 +33,7 @@ from hybrid_rlhf.models.pretrained.loading import AUTO_CLASS, Architecture, adap
 from hybrid_rlhf.models.pretrained.sources import EMBEDDED_MODEL, quiet_transformers
 from hybrid_rlhf.models.structure import backbone_of, layer_list
 from hybrid_rlhf.planning.live_bytes import LiveBytes
+from hybrid_rlhf.runtime.files.reading import regular_file, user_path
 
 _LAYERS_RUN = (2, 4)
 """Numbers of layers that are measured. Layers are alike, so the memory of all of them is extrapolated from these."""

@@ -15,7 +15,7 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.placement import Placement, is_automatic, resolve_placement
+from hybrid_rlhf.configs.sections.placement import is_automatic
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig, frozen_zero
@@ -31,6 +31,7 @@ from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.sampling_memory import inference_bytes, sampling_memory
 from hybrid_rlhf.planning.shapes import Shapes
+from hybrid_rlhf.runtime.placement import Placement, placed_roles, resolve_placement
 
 _LITTLE_GIB, _ABUNDANT_GIB = 1e-6, 1e6
 """Caches that hold one completion, as generation takes at least, and all of them."""
@@ -56,7 +57,7 @@ class Planner:
         if not isinstance(config, RLConfig):
             return list(self._one_engine(config))
         placement = None if is_automatic(config.placement) else config.placement
-        resolved = resolve_placement(placement, config.placed_roles(), ranks=self.machine.ranks)
+        resolved = resolve_placement(placement, placed_roles(config), ranks=self.machine.ranks)
         return [each.named(self.machine.ranks) for each in self.memory(config, resolved)]
 
     def memory(self, config: RLConfig, placement: Placement) -> list[RankMemory]:

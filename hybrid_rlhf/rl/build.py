@@ -6,13 +6,10 @@ Data is read before models are loaded, so that an error in a file is reported wi
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset
@@ -20,15 +17,14 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.algorithms import GSPOConfig
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_rollout
-from hybrid_rlhf.configs.sections.placement import Placement, adapts
+from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.loaders import FEW_UPDATES, RowStream
 from hybrid_rlhf.data.tokenized import TokenizedData, load_prompt_data, load_ptx_data
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import ModelEngine
-from hybrid_rlhf.loop.saving import finish, save_engine
+from hybrid_rlhf.loop.batch_plan import BatchPlan, plan_rollout
 from hybrid_rlhf.loop.setup import (
     log_plan,
     open_step,
@@ -38,18 +34,21 @@ from hybrid_rlhf.loop.setup import (
 )
 from hybrid_rlhf.loop.step import ModelSource, Step
 from hybrid_rlhf.loop.user_code import register
-from hybrid_rlhf.planning.automatic import Move, PlacementWatch, choose_placement
+from hybrid_rlhf.planning.automatic import choose_placement
 from hybrid_rlhf.planning.kept_weights import resolve_keep_weights
 from hybrid_rlhf.planning.kv_cache import resolve_kv_cache
 from hybrid_rlhf.planning.room import require_room
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
-from hybrid_rlhf.rl.environments import Environment, EpisodeRunner, build_runner
-from hybrid_rlhf.rl.parts import RLParts
-from hybrid_rlhf.rl.roles import Roles, build_roles, log_placement, place_roles
-from hybrid_rlhf.rl.rollouts.samples import SampleTexts
+from hybrid_rlhf.rl.environments import Environment, build_runner
+from hybrid_rlhf.rl.parts import RLParts, RLSession
+from hybrid_rlhf.rl.roles import build_roles, log_placement, place_roles
+from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
+from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
+from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.placement import Placement
 from hybrid_rlhf.runtime.run import Callback, Run
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -57,55 +56,6 @@ logger = logging.getLogger(LOGGER_NAME)
 
 RewardSource = Callable[..., Any] | str | Mapping[str, Any]
 """A Python function, a reward model's path, or the settings of a reward component."""
-
-
-@dataclass(frozen=True)
-class RLSession:
-    """Models, data and parts of an RL run, for RLTrainer or a custom training loop."""
-
-    config: RLConfig
-    run: Run
-    tokenizer: PreTrainedTokenizerBase
-    parts: RLParts
-    prompts: Dataset
-    held_out: Dataset
-    stream: RowStream
-    """The order of the prompts over all epochs."""
-    total_steps: int
-    average: WeightAverage | None
-    """Also none on ranks without the actor."""
-    placement_watch: PlacementWatch | None = None
-    """Compares times with the planner's, on the first rank with `placement: auto`."""
-    adapts: bool = False
-    """Whether the run may move to another placement between two steps."""
-
-    def take_prompts(self) -> list[dict[str, Any]]:
-        """The prompts of the next step; empty at the end of the data."""
-        return [self.prompts[row] for row in self.stream.take(self.config.rollout.prompts_per_step)]
-
-    def trainer(self, *, moved: Move | None = None) -> RLTrainer:
-        """The loop over all steps; `moved`: the placement move that led to this session."""
-        return RLTrainer(
-            self.parts,
-            prompts=self.prompts,
-            held_out=self.held_out,
-            stream=self.stream,
-            total_steps=self.total_steps,
-            config=self.config,
-            run=self.run,
-            texts=SampleTexts(self.prompts, self.tokenizer),
-            average=self.average,
-            placement_watch=self.placement_watch,
-            adapts=self.adapts,
-            moved=moved,
-        )
-
-    def save(self) -> None:
-        """Save the trained models and mark the run as finished; every rank calls."""
-        if self.config.actor.ema_decay:
-            with contextlib.nullcontext() if self.average is None else self.average.applied():
-                save_engine(self.run, "actor_ema", self.parts.roles.actor, self.tokenizer)
-        finish(self.run, self.parts.roles.learners, self.tokenizer)
 
 
 class RL(Step[RLConfig]):
@@ -161,16 +111,8 @@ def run_rl(
     config: RLConfig, callbacks: Sequence[Callback] = (), algorithm_class: type[Algorithm] | None = None
 ) -> None:
     """RL by any algorithm, from config to saved actor and critic."""
-    with _opened_run(config, callbacks, algorithm_class) as builder:
-        session = builder.first()
-        trainer = session.trainer()
-        trainer.train()
-        while (move := trainer.move) is not None:
-            session.parts.roles.close()
-            del session, trainer  # before the next ones take memory
-            session = builder.after(move)
-            trainer = session.trainer(moved=move)
-            trainer.train()
+    with rl_session(config, callbacks, algorithm_class) as session:
+        RLTrainer(session).train()
         session.save()
 
 
@@ -179,65 +121,16 @@ def rl_session(
     config: RLConfig, callbacks: Sequence[Callback] = (), algorithm_class: type[Algorithm] | None = None
 ) -> Iterator[RLSession]:
     """Read the data, then load the models, and wire the parts."""
-    with _opened_run(config, callbacks, algorithm_class) as builder:
-        yield builder.first()
-
-
-@contextlib.contextmanager
-def _opened_run(
-    config: RLConfig, callbacks: Sequence[Callback], algorithm_class: type[Algorithm] | None
-) -> Iterator[_SessionBuilder]:
     with open_step(config, callbacks) as run:
-        yield _SessionBuilder(config, run, algorithm_class)
-
-
-class _SessionBuilder:
-    """Builds the session of a run, and those after each move to another placement."""
-
-    def __init__(self, config: RLConfig, run: Run, algorithm_class: type[Algorithm] | None) -> None:
-        self._config, self._run, self._algorithm_class = config, run, algorithm_class
-        self._actor_path, self._tokenizer = start_step(config, run, config.model.path, key="model.path")
-
-    def first(self) -> RLSession:
-        """The session of the run's start."""
-        config, self._watch = choose_placement(self._config, self._run.world)
-        return self._session(config)
-
-    def after(self, move: Move) -> RLSession:
-        """The session after a move, which resumes from the checkpoint of its step."""
-        gc.collect()  # engines are in reference cycles
-        self._run.watchdog.beat("move to another placement")
-        self._run.continue_from(move.step)
-        self._run.timers.forget_peaks()
-        if self._watch is not None:
-            self._watch.moved()
-        return self._session(move.settings.applied(self._config))
-
-    @cached_property
-    def _data(self) -> tuple[TokenizedData, Dataset | None]:
-        """Prompts and texts of PTX, which a run reads once."""
-        config, tokenizer, world = self._config, self._tokenizer, self._run.world
-        prompts = load_prompt_data(
-            config.data,
-            tokenizer=tokenizer,
-            seed=config.seed,
-            world=world,
-            max_prompt_tokens=config.rollout.max_prompt_tokens,
-        )
-        record_data(prompts.counts, self._run)
-        if config.ptx is None:
-            return prompts, None
-        return prompts, load_ptx_data(config.ptx, config.data, tokenizer=tokenizer, seed=config.seed, world=world)
-
-    def _session(self, config: RLConfig) -> RLSession:
-        run, tokenizer = self._run, self._tokenizer
-        placement = place_roles(config, run, self._actor_path)
+        actor_path, tokenizer = start_step(config, run, config.model.path, key="model.path")
+        config, watch = choose_placement(config, run.world)
+        placement = place_roles(config, run, actor_path)
         plan = plan_step(config, run, placement)
         config = resolve_kv_cache(resolve_keep_weights(config, run.world), placement, run.world)
         log_placement(config, placement, run.world)
         require_room(config, placement, run.world)
         run.placed = config, placement
-        prompts, ptx = self._data
+        prompts, ptx = _read_data(config, run, tokenizer)
         stream = RowStream(len(prompts.train), epochs=config.train.epochs, seed=config.seed)
         steps = total_steps(config, stream)
         few_updates = few_updates_text(config, len(prompts.train))
@@ -251,19 +144,15 @@ class _SessionBuilder:
             samples=any(group[0] == run.world.rank for group in placement.sampling_groups),
         )
         value_lam = 1.0 if config.critic is None else config.critic.gae_lambda
-        algorithm_class = self._algorithm_class or ALGORITHMS[config.algorithm.name]
-        algorithm = algorithm_class(config.algorithm, value_lam=value_lam)
+        algorithm = (algorithm_class or ALGORITHMS[config.algorithm.name])(config.algorithm, value_lam=value_lam)
         require(
             config.rollout.partial is None or not algorithm.wants_greedy,
             "rollout.partial carries sampled completions, got the greedy baseline of algorithm "
             f"{config.algorithm.name}: leave it out",
         )
         updates = steps * config.algorithm.epochs * config.algorithm.mini_batches
-        start = time.perf_counter()
-        roles = build_roles(config, run, placement, self._actor_path, tokenizer, updates=updates)
+        roles = build_roles(config, run, placement, actor_path, tokenizer, updates=updates)
         roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]))
-        if self._watch is not None:
-            self._watch.build_seconds = time.perf_counter() - start
         actor, average, ptx_batches = roles.actor, None, None
         if isinstance(actor, ModelEngine):
             average = WeightAverage(actor.module, decay=config.actor.ema_decay) if config.actor.ema_decay else None
@@ -275,29 +164,52 @@ class _SessionBuilder:
                 pad_token_id=pad_token(tokenizer),
                 world=actor.world,
             )
-        parts = build_parts(
-            config,
-            run,
+        sampler = RolloutSampler(
+            roles.sampler,
+            config.rollout,
+            world=run.world,
+            stop_token_ids=stop_token_ids(tokenizer, actor.facts.eos_token_ids),
+            seed=config.seed,
+            timers=run.timers,
+            tokenizer=tokenizer,
+            environments=environments,
+        )
+        parts = RLParts.of(
             roles,
             algorithm,
-            tokenizer,
-            environments=environments,
+            sampler,
+            micro_batches=config.train.micro_batches,
             average=average,
             ptx_batches=ptx_batches,
+            ptx_coef=config.ptx.coef if config.ptx else 0.0,
         )
-        return RLSession(
-            config,
-            run,
-            tokenizer,
-            parts,
-            prompts.train,
-            prompts.held_out,
-            stream,
-            steps,
-            average,
-            self._watch,
-            adapts(self._config.placement),
+        ahead = AsyncSampler(
+            sampler,
+            prompts=prompts.train,
+            stream=stream,
+            per_step=config.rollout.prompts_per_step,
+            total_steps=steps,
+            policy_lag=config.rollout.policy_lag,
+            greedy=algorithm.wants_greedy,
+            partial=PartialRollouts.of(config.rollout, roles.sampler, total_steps=steps),
         )
+        collector = Collector(ahead, parts.scorer, algorithm)
+        yield RLSession(config, run, tokenizer, parts, prompts.train, prompts.held_out, collector, watch)
+
+
+def _read_data(config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenizedData, Dataset | None]:
+    """Prompts and texts of PTX."""
+    prompts = load_prompt_data(
+        config.data,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        world=run.world,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+    )
+    record_data(prompts.counts, run)
+    if config.ptx is None:
+        return prompts, None
+    return prompts, load_ptx_data(config.ptx, config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
 
 
 def total_steps(config: RLConfig, stream: RowStream) -> int:
@@ -353,7 +265,8 @@ def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:
 
 def _log_correction(config: RLConfig) -> None:
     """Log the correction for the sampler, and warn where weights per token are biased (docs/async.md)."""
-    correction = config.algorithm.correction
+    algorithm = config.algorithm
+    correction = algorithm.correction if isinstance(algorithm, PolicyGradientConfig) else None
     if correction is None:
         return
     if config.rollout.samples_otherwise:
@@ -397,31 +310,3 @@ def _log_updates(config: RLConfig, *, completions: int) -> None:
             config.algorithm.name,
             f", and rollout.prompts_per_step a multiple of {usual}" * uneven,
         )
-
-
-def build_parts(
-    config: RLConfig,
-    run: Run,
-    roles: Roles,
-    algorithm: Algorithm,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    environments: EpisodeRunner | None = None,
-    average: WeightAverage | None = None,
-    ptx_batches: PtxBatches | None = None,
-) -> RLParts:
-    """The parts of a step, wired by the config."""
-    return RLParts.of(
-        roles,
-        algorithm,
-        sampling=config.rollout,
-        micro_batches=config.train.micro_batches,
-        seed=config.seed,
-        timers=run.timers,
-        tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids(tokenizer, roles.actor.facts.eos_token_ids),
-        environments=environments,
-        average=average,
-        ptx_batches=ptx_batches,
-        ptx_coef=config.ptx.coef if config.ptx else 0.0,
-    )

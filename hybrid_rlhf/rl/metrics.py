@@ -10,8 +10,7 @@ from torch import Tensor
 from hybrid_rlhf.functional.groups import differs_in_group, group_size
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum, spread
 from hybrid_rlhf.generation.batching.requests import DecodeWork
-from hybrid_rlhf.planning.job import StepLengths
-from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.rl.batch import Batch, Rollout, SampledTokens
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.runtime.observability.profiling import decode_roofline, model_flops_utilisation
 from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
@@ -37,6 +36,25 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         "completions/clipped_ratio": float((~rollout.stopped).float().mean()),
         "rollout/logprob_abs_diff_mean": float(masked_mean(difference, mask=mask)),
         "rollout/logprob_abs_diff_max": float(difference.max()),
+    }
+
+
+def episode_metrics(rollout: Rollout) -> dict[str, float]:
+    """Turns, rewards and truncation, means over episodes; {} without an environment."""
+    if rollout.turn_rewards is None:
+        return {}
+    mask = rollout.response_mask
+    begins = mask[:, 1:] & ~mask[:, :-1]  # the template has at least one token between two turns
+    turns, rewards = begins.sum(dim=1).float(), rollout.turn_rewards.sum(dim=1)
+    whole = {"environment/truncated": float((~rollout.stopped).float().mean())}
+    if rollout.samples is None:
+        return {**whole, "environment/turns": float(turns.mean()), "environment/reward": float(rewards.mean())}
+    first, _ = rollout.episodes()
+    return {
+        **whole,
+        "environment/turns": float(turns.sum() / len(first)),
+        "environment/reward": float(rewards[first].mean()),
+        "environment/sequences": len(mask) / len(first),
     }
 
 
@@ -67,7 +85,7 @@ def evaluation_metrics(rollout: Rollout, *, prefix: str) -> dict[str, float]:
 
 def speed_metrics(
     roles: Roles,
-    sampled: StepLengths,
+    sampled: SampledTokens,
     trained_tokens: float,
     seconds: Mapping[str, float],
     *,
@@ -78,7 +96,7 @@ def speed_metrics(
 
     Args:
         roles: the models.
-        sampled: lengths of all completions.
+        sampled: number of tokens of the completions.
         trained_tokens: see UpdateReport.
         seconds: of generation, training, other timed parts, and the whole step.
         work: what decoding did on the first rank that samples.
@@ -92,13 +110,12 @@ def speed_metrics(
         else {
             "perf/generation_tokens_per_second": sum(sampled.completions) / generation,
             **decode_roofline(read_bytes=work.bytes, seconds=generation, device=device),
-            **(draft_metrics(work) if work.drafted or roles.sampler.drafter is not None else {}),
         }
     )
     return {
         **generating,
         "perf/train_tokens_per_second": trained_tokens / seconds["training"],
-        "perf/tokens_per_second": sampled.tokens / seconds["step"],
+        "perf/tokens_per_second": sampled.total / seconds["step"],
         **model_flops_utilisation(
             parameters=sum(role.parameters for role in roles.learners.values()),
             tokens=trained_tokens,
@@ -111,16 +128,4 @@ def speed_metrics(
         "time/other_seconds": seconds["step"] - sum(parts.values()),
         "time/step_seconds": seconds["step"],
         "memory/peak_gib": peak_memory_gib(device),
-    }
-
-
-def draft_metrics(work: DecodeWork) -> dict[str, float]:
-    """How much speculative decoding saved in a rollout, on this rank.
-
-    `rollout/draft_acceptance_rate` is the part of the draft tokens that were kept, `rollout/tokens_per_decode_step` the
-    tokens that a row kept per step, steps without drafts included: 1 where drafts save nothing.
-    """
-    return {
-        "rollout/draft_acceptance_rate": work.accepted / max(work.drafted, 1),
-        "rollout/tokens_per_decode_step": work.tokens / max(work.row_steps, 1),
     }

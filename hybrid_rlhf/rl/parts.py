@@ -10,25 +10,29 @@ report = parts.updater.update(batch, [plan], kl_coef=kl_coef)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.engines.averaging import WeightAverage
+from hybrid_rlhf.loop.saving import finish, save_engine
+from hybrid_rlhf.planning.automatic import MeasuredStep, PlacementWatch
+from hybrid_rlhf.planning.job import StepLengths
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, MiniBatchPlanner, Rollout
-from hybrid_rlhf.rl.environments import EpisodeRunner
+from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, MiniBatchPlanner, Rollout, SampledTokens
 from hybrid_rlhf.rl.roles import Roles
-from hybrid_rlhf.rl.rollouts.advantages import estimate_advantages
+from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
+from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
-from hybrid_rlhf.rl.rollouts.score_scaling import ScoreScaling
 from hybrid_rlhf.rl.rollouts.scoring import RolloutScorer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.rl.updates.updater import Updater
-from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.run import Run
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,9 @@ class RLParts:
         cls,
         roles: Roles,
         algorithm: Algorithm,
+        sampler: RolloutSampler,
         *,
-        sampling: RolloutConfig,
         micro_batches: MicroBatches,
-        seed: int,
-        timers: Timers,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_token_ids: tuple[int, ...],
-        environments: EpisodeRunner | None = None,
         average: WeightAverage | None = None,
         ptx_batches: PtxBatches | None = None,
         ptx_coef: float = 0.0,
@@ -65,40 +64,25 @@ class RLParts:
         Args:
             roles: the models.
             algorithm: selects completions, estimates advantages, computes the actor's loss.
-            sampling: how completions are sampled.
+            sampler: samples completions; its settings, seed, tokenizer and timers are those of the other parts too.
             micro_batches: the micro-batch limits.
-            seed: of sampling and mini-batches.
-            timers: of generation, scoring and training.
-            tokenizer: the actor's.
-            stop_token_ids: tokens that end a completion.
-            environments: run multi-turn episodes; none: a completion is one turn.
             average: moving average of the actor's weights.
             ptx_batches: pretraining text mixed into the updates.
             ptx_coef: weight of its loss.
         """
         scaling = ScoreScaling(algorithm.config.score_scaling)
-        planner = MiniBatchPlanner(replace(micro_batches, padded=not roles.packs), seed=seed)
-        sampler = RolloutSampler(
-            roles.sampler,
-            sampling,
-            world=roles.world,
-            stop_token_ids=stop_token_ids,
-            seed=seed,
-            timers=timers,
-            tokenizer=tokenizer,
-            environments=environments,
-        )
+        planner = MiniBatchPlanner(replace(micro_batches, padded=not roles.packs), seed=sampler.seed)
         scorer = RolloutScorer(
             roles,
             algorithm=algorithm.config,
-            sampling=sampling,
+            sampling=sampler.config,
             planner=planner,
             scaling=scaling,
-            tokenizer=tokenizer,
-            timers=timers,
+            tokenizer=sampler.tokenizer,
+            timers=sampler.timers,
         )
         updater = Updater(
-            roles, algorithm, rollout=sampling, average=average, ptx_batches=ptx_batches, ptx_coef=ptx_coef
+            roles, algorithm, rollout=sampler.config, average=average, ptx_batches=ptx_batches, ptx_coef=ptx_coef
         )
         return cls(roles, algorithm, sampler, scorer, updater, scaling, planner)
 
@@ -113,5 +97,45 @@ class RLParts:
         )
 
     def estimate(self, rollout: Rollout, *, kl_coef: float) -> Batch:
-        """See estimate_advantages."""
+        """The batch that a scored rollout becomes; see estimate_advantages."""
         return estimate_advantages(rollout, self.algorithm, scaling=self.scaling, kl_coef=kl_coef)
+
+
+@dataclass(frozen=True)
+class RLSession:
+    """Models, data and parts of an RL run, for RLTrainer or a custom training loop."""
+
+    config: RLConfig
+    run: Run
+    tokenizer: PreTrainedTokenizerBase
+    parts: RLParts
+    prompts: Dataset
+    held_out: Dataset
+    collector: Collector
+    """Takes the prompts of each step in their order over all epochs."""
+    placement_watch: PlacementWatch | None = None
+    """Compares times with the planner's, on the first rank with `placement: auto`."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the run, at most."""
+        return self.collector.ahead.total_steps
+
+    def take_prompts(self) -> list[Mapping[str, Any]]:
+        """The prompts of the next step; empty at the end of the data."""
+        ahead = self.collector.ahead
+        return ahead.prompts(ahead.stream.take(ahead.per_step))
+
+    def placement_metrics(self, seconds: Mapping[str, float], sampled: SampledTokens) -> dict[str, float]:
+        """Predictions and their errors for a step, by its timed phases and its completions; {} without a planner."""
+        if self.placement_watch is None:
+            return {}
+        lengths = StepLengths.of(sampled.completions, tokens=sampled.total)
+        return self.placement_watch.metrics(MeasuredStep(seconds, lengths, self.run.peaks))
+
+    def save(self) -> None:
+        """Save the trained models and mark the run as finished; every rank calls."""
+        if self.config.actor.ema_decay:
+            with self.parts.updater.averaged():
+                save_engine(self.run, "actor_ema", self.parts.roles.actor, self.tokenizer)
+        finish(self.run, self.parts.roles.learners, self.tokenizer)

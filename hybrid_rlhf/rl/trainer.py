@@ -6,35 +6,24 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from datasets import Dataset
-
-from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.data.loaders import RowStream
-from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.loop.non_finite import NonFiniteError, SkippedUpdates, non_finite_rows
 from hybrid_rlhf.loop.trainer import Trainer
-from hybrid_rlhf.planning.automatic import MeasuredStep, Move, PlacementWatch
 from hybrid_rlhf.rl.batch import Batch, Rollout, with_prefix, without_prefix
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics, speed_metrics
-from hybrid_rlhf.rl.parts import RLParts
-from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn
-from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
+from hybrid_rlhf.rl.parts import RLSession
+from hybrid_rlhf.rl.rollouts.advantages import KLController, NothingToLearn
 from hybrid_rlhf.rl.rollouts.samples import SampleTexts, token_arrays
-from hybrid_rlhf.rl.updates.kl_controller import KLController
-from hybrid_rlhf.rl.updates.last_logprobs import LastLogprobs
-from hybrid_rlhf.rl.updates.updater import Progress, UpdateReport
+from hybrid_rlhf.rl.updates.updater import LastLogprobs, Progress, UpdateReport
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.samples import SampleLog
 from hybrid_rlhf.runtime.observability.token_log import TokenLog
-from hybrid_rlhf.runtime.run import Run
 
 logger = logging.getLogger(LOGGER_NAME)
 _PARTIAL_STEP, _LAST_LOGPROBS = "partial_step.", "last_logprobs."
@@ -55,62 +44,26 @@ _EVAL_STEP = 2**32
 class RLTrainer(Trainer):
     """Trains actor and critic until the prompts or max_steps end."""
 
-    def __init__(
-        self,
-        parts: RLParts,
-        *,
-        prompts: Dataset,
-        held_out: Dataset,
-        stream: RowStream,
-        total_steps: int,
-        config: RLConfig,
-        run: Run,
-        texts: SampleTexts,
-        average: WeightAverage | None,
-        placement_watch: PlacementWatch | None = None,
-        adapts: bool = False,
-        moved: Move | None = None,
-    ) -> None:
-        """Take the parts, data and settings of a session, whether it may move, and the move that led to it."""
-        changing = dict(parts.roles.learners)
-        if config.reference.refresh_every and isinstance(parts.roles.reference, ModelEngine | AbsentEngine):
-            changing["reference"] = parts.roles.reference
-        checkpoints = CheckpointManager(run, config.train, changing, average)
+    def __init__(self, session: RLSession) -> None:
+        """Take the parts, data and settings of a session."""
+        config, run, parts = session.config, session.run, session.parts
+        roles, sampler = parts.roles, parts.roles.sampler
+        changing = dict(roles.learners)
+        if config.reference.refresh_every and isinstance(roles.reference, ModelEngine | AbsentEngine):
+            changing["reference"] = roles.reference
         super().__init__(
             config.algorithm.name,
-            total_steps=total_steps,
+            total_steps=session.total_steps,
             config=config.train,
             run=run,
-            checkpoints=checkpoints,
+            checkpoints=CheckpointManager(run, config.train, changing, parts.updater.average),
             shown_metrics=_SHOWN_METRICS,
         )
-        self._parts, self._roles, self._rl = parts, parts.roles, config
-        self._scorer, self._updater = parts.scorer, parts.updater
-        self._prompts, self._held_out, self._stream = prompts, held_out, stream
-        sampler, rollout, partial = parts.roles.sampler, config.rollout, None
-        if rollout.partial is not None:
-            groups, group = sampler.groups
-            partial = PartialRollouts(rollout, groups=groups, group=group, total_steps=total_steps)
-        self._collector = Collector(
-            parts.sampler,
-            parts.scorer,
-            parts.algorithm,
-            prompts=prompts,
-            stream=stream,
-            per_step=rollout.prompts_per_step,
-            total_steps=total_steps,
-            policy_lag=rollout.policy_lag,
-            extra_prompts=rollout.extra_prompts,
-            partial=partial,
-        )
-        self._ahead = self._collector.ahead
+        self._session, self._rl = session, config
+        self._parts, self._roles, self._scorer, self._updater = parts, roles, parts.scorer, parts.updater
+        self._collector, self._ahead = session.collector, session.collector.ahead
         self._max_logprob_diff = run.world.broadcast_object(sampler.max_logprob_diff, source=sampler.world.members[0])
-        self._kl, self._average, self._texts = KLController(config.algorithm.kl), average, texts
-        self._placement_watch, self._adapts, self._moved = placement_watch, adapts, moved
-        self._moved_metrics: dict[str, float] = {}
-        """Of the first step after a move."""
-        self.move: Move | None = None
-        """To another placement, after which the run goes on; the same on every rank."""
+        self._kl, self._texts = KLController(config.algorithm.kl), SampleTexts(session.prompts, session.tokenizer)
         self._skipped = SkippedUpdates(run, limit=config.faults.max_skipped_steps)
         self._samples = SampleLog(run.folder, every=config.logging.samples_every, enabled=run.world.is_main)
         self._tokens = TokenLog(
@@ -129,7 +82,7 @@ class RLTrainer(Trainer):
             if self._interrupted is not None:
                 (batch, progress), start, self._interrupted = self._interrupted, None, None
             else:
-                batch, progress = self.batch(step), Progress(self._world.device)
+                batch, progress = self.batch(step), None
         except NothingToLearn as found:
             return self._without_update(step, found)
         except NonFiniteError as found:
@@ -146,8 +99,7 @@ class RLTrainer(Trainer):
                 between=self._checkpoint_within(step, batch),
             )
         metrics = {**rollout_metrics(report.batch), **batch.metrics, **report.metrics}
-        metrics |= self._speed(step, report, start) | self._moved_metrics
-        self._moved_metrics = {}
+        metrics |= self._speed(report, start)
         self._require_own_samples(step, metrics)
         if "objective/kl" in metrics:
             self._kl.update(metrics["objective/kl"], completions=len(batch))
@@ -213,7 +165,7 @@ class RLTrainer(Trainer):
         rows = {row for skipped in report.skipped.values() for row in skipped}
         self._skipped.keep(step, self._texts(batch.rollout, sorted(rows)))
 
-    def _speed(self, step: int, report: UpdateReport, start: float | None) -> dict[str, float]:
+    def _speed(self, report: UpdateReport, start: float | None) -> dict[str, float]:
         """Speed and time of a step; {} for a resumed one, whose beginning was not timed."""
         cost = self._parts.sampler.cost
         synced = {"weight_sync": cost.weight_sync_seconds, "weight_check": cost.weight_check_seconds}
@@ -225,20 +177,16 @@ class RLTrainer(Trainer):
         seconds["step"] = time.perf_counter() - start
         sampled, hidden = self._collector.sampled, self._ahead.hidden_seconds
         metrics = speed_metrics(self._roles, sampled, report.trained_tokens, seconds, work=cost.work, hidden=hidden)
-        if self._placement_watch is None:
-            return metrics
-        measured = MeasuredStep(seconds, sampled, self._run.peaks)
-        return metrics | self._placement_watch.metrics(measured, steps_left=self.total_steps - step)
+        return metrics | self._session.placement_metrics(seconds, sampled)
 
     def evaluate(self) -> dict[str, float]:
         """Scores and KL of completions of the held-out prompts, of the averaged actor too; {} without prompts."""
-        if not len(self._held_out):
+        prompts = list(self._session.held_out)
+        if not prompts:
             return {}
-        prompts = [self._held_out[i] for i in range(len(self._held_out))]
         metrics = evaluation_metrics(self._evaluated(prompts), prefix="eval")
         if self._rl.actor.ema_decay:
-            applied = contextlib.nullcontext() if self._average is None else self._average.applied()
-            with applied, self._roles.sampler.other_weights():
+            with self._updater.averaged(), self._roles.sampler.other_weights():
                 metrics |= evaluation_metrics(self._evaluated(prompts), prefix="eval_ema")
         self._run.timers.take()
         return metrics
@@ -254,14 +202,6 @@ class RLTrainer(Trainer):
         """See Trainer."""
         return self._interrupted is not None or self._ahead.has_next
 
-    def leaves_after(self, step: int) -> bool:
-        """See Trainer: the run moves to another placement."""
-        if self._adapts:
-            watch = self._placement_watch
-            move = self._world.broadcast_object(None if watch is None else watch.move)
-            self.move = move and replace(move, step=step, began=time.perf_counter())
-        return self.move is not None
-
     def running(self) -> contextlib.AbstractContextManager[None]:
         """See Trainer."""
         return self._ahead.running()
@@ -270,7 +210,7 @@ class RLTrainer(Trainer):
         """See Trainer."""
         self._samples.flush()
         content: dict[str, Any] = {
-            "prompts": self._stream.state_dict(),
+            "prompts": self._ahead.stream.state_dict(),
             "algorithm": {"name": self._rl.algorithm.name, **self._parts.algorithm.state_dict()},
             "kl": self._kl.state_dict(),
             "scaling": self._parts.scaling.state_dict(),
@@ -304,35 +244,16 @@ class RLTrainer(Trainer):
         state = self._checkpoints.resume()
         if state is not None:
             self._restore(state)
-        if self._moved is not None:
-            self._report_move(self._moved)
         done = 0 if state is None else state.step
         self._samples.resume(done)
         self._tokens.resume(done)
         if self._parts.scaling.needs_initial_scores:
-            first = range(min(len(self._prompts), self._rl.rollout.prompts_per_step))
-            scores = self._evaluated([self._prompts[i] for i in first]).scores
+            prompts = self._session.prompts
+            first = range(min(len(prompts), self._rl.rollout.prompts_per_step))
+            scores = self._evaluated([prompts[i] for i in first]).scores
             assert scores is not None
             self._parts.scaling.observe(scores)
         return None if state is None else state.step
-
-    def _report_move(self, moved: Move) -> None:
-        """Log a move that has ended, and mark the next step."""
-        seconds, price = time.perf_counter() - moved.began, moved.price
-        self._moved_metrics = {
-            "placement/move_seconds": seconds,
-            "placement/predicted_move_seconds": price.cost_seconds,
-            "placement/predicted_gain_seconds": price.gain_seconds,
-        }
-        if self._world.is_main:
-            logger.info(
-                "placement: moved to %s after step %d in %.1f s, %.1f s were predicted; expected gain %.2f s a step",
-                moved.style,
-                moved.step,
-                seconds,
-                price.cost_seconds,
-                price.gain_seconds,
-            )
 
     def _restore(self, state: LoopState) -> None:
         content, mine = state.content, self._rl.algorithm.name
@@ -347,7 +268,7 @@ class RLTrainer(Trainer):
             "the checkpoint holds completions that older weights sampled (rollout.async_sampling.policy_lag), got "
             "algorithm.correction.method none: give truncate or mask",
         )
-        self._stream.load_state_dict(content["prompts"])
+        self._ahead.stream.load_state_dict(content["prompts"])
         self._parts.algorithm.load_state_dict(content["algorithm"])
         self._kl.load_state_dict(content["kl"])
         self._parts.scaling.load_state_dict(content["scaling"])

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.configs.files.cache import cache_folder
 from hybrid_rlhf.functional.products import BACKENDS, Backend, backend, linear, use_backend
+from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.reading import cache_folder
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
 

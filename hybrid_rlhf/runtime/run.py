@@ -16,14 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import read_config
-from hybrid_rlhf.configs.parsing.resuming import changed_keys
-from hybrid_rlhf.configs.sections.placement import Placement
+from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.sections.run import StepConfig
+from hybrid_rlhf.runtime.command_line import read_config
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
     MANIFEST,
-    checkpoint_name,
     find_fault,
     newest_complete,
     read_manifest,
@@ -44,6 +42,7 @@ from hybrid_rlhf.runtime.observability.metrics import METRICS_FILE, SINKS, Metri
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState, TrackedRun, require_installed
 from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.placement import Placement
 from hybrid_rlhf.runtime.product_backend import RECORD as PRODUCTS_FILE
 from hybrid_rlhf.runtime.product_backend import choose_product_backend
 from hybrid_rlhf.runtime.world import (
@@ -107,13 +106,8 @@ class Run:
         """The config stored in the run folder: `resume` is used again until the run has a complete checkpoint."""
         return replace(self.config, resume=self.initial_resume)
 
-    def continue_from(self, step: int) -> None:
-        """Let the checkpoint after a step be the one that is resumed next."""
-        self.checkpoint = self.folder / CHECKPOINTS / checkpoint_name(step)
-
     def open_metrics(self, resumed_step: int | None) -> None:
         """Open metrics.jsonl and drop the lines after the resumed step; None: drop all."""
-        self.close("stopped")  # of the loop before a move to another placement
         self.in_loop = True
         self.watchdog.begin_step((resumed_step or 0) + 1)
         if self.world.is_main:

@@ -211,16 +211,6 @@ def create_groups(parts: Iterable[Sequence[int]]) -> None:
             _group_of(ranks)
 
 
-def keep_groups(parts: Iterable[Sequence[int]]) -> None:
-    """Destroy all groups of parts of the ranks besides these, and those of other threads. Every rank of the run calls,
-    with the same."""
-    kept = {tuple(part) for part in parts}
-    for ranks, own in sorted(key for key in _GROUPS if key[1] or key[0] not in kept):
-        group = _GROUPS.pop((ranks, own))
-        if group is not None:
-            dist.destroy_process_group(group)
-
-
 def _group_of(ranks: tuple[int, ...], *, own: bool = False) -> dist.ProcessGroup | None:
     if (ranks, own) not in _GROUPS:
         group = dist.new_group(list(ranks))

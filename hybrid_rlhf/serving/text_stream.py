@@ -7,9 +7,12 @@ of the piece before it are decoded again, since some tokenizers write a space on
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 from hybrid_rlhf.data.chat.calls import ToolCall, read_reply, shown_so_far
-from hybrid_rlhf.generation.sampling import FinishReason
+
+if TYPE_CHECKING:  # it imports torch, which the board does without
+    from hybrid_rlhf.generation.sampling import FinishReason
 
 _INCOMPLETE = "\ufffd"
 """What decoding writes for the bytes of a character that has not ended."""

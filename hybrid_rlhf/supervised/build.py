@@ -10,8 +10,6 @@ from typing import Any
 
 from hybrid_rlhf.configs.preference import KTOConfig, PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
-from hybrid_rlhf.configs.sections.batch_plan import BatchPlan, plan_batch
-from hybrid_rlhf.configs.sections.learning_rates import Learning
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.mismatched import with_mismatched_completions
@@ -22,6 +20,8 @@ from hybrid_rlhf.data.tokenized import load_labelled_data, load_preference_data,
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
+from hybrid_rlhf.engines.learning_rates import Learning
+from hybrid_rlhf.loop.batch_plan import BatchPlan, plan_batch
 from hybrid_rlhf.loop.saving import finish
 from hybrid_rlhf.loop.setup import (
     build_frozen_engine,

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
 from hybrid_rlhf.data.row_views import RowSequence
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.calibration import TEMPERATURES, calibration_error, fit_temperature
+from hybrid_rlhf.loop.batch_plan import BatchPlan
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.supervised.objectives.reward_pairs import CalibrationData, ScoreObjective

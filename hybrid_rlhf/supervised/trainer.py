@@ -14,13 +14,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
 from hybrid_rlhf.configs.sections.training import TrainConfig
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.row_views import RowSequence
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.loop.batch_plan import BatchPlan
 from hybrid_rlhf.loop.checkpointing import CheckpointManager
 from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
 from hybrid_rlhf.loop.non_finite import SkippedUpdates, rows_with_non_finite_loss

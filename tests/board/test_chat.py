@@ -18,11 +18,12 @@ from hybrid_rlhf.board.runs.models import SavedModels
 from hybrid_rlhf.board.runs.summary import RunSummaries
 from hybrid_rlhf.cli.saved_models.loading import load_engine
 from hybrid_rlhf.configs.inference import InferenceConfig
-from hybrid_rlhf.configs.parsing.command_line import build_config, save_config
+from hybrid_rlhf.configs.parsing.building import build_config
 from hybrid_rlhf.configs.parsing.schema import Layer
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_completion, encode_prompt
+from hybrid_rlhf.runtime.command_line import save_config
 from tests.support.board import ServedBoard, append_rows, sample_rows, served_board
 from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 

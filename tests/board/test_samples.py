@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from hybrid_rlhf.board.runs.folders import RunFolder, run_id
-from hybrid_rlhf.board.samples import index as index_module
-from hybrid_rlhf.board.samples import queries
 from hybrid_rlhf.board.samples.index import SampleIndex
 from hybrid_rlhf.board.samples.queries import SampleQuery, find
+from hybrid_rlhf.configs.errors import UserError
 from tests.support.board import WORDS, ServedBoard, append_rows, sample_rows, served_board, write_run
 from tests.support.tiny import tiny_tokenizer
 
@@ -176,7 +173,22 @@ def index_of(folder: Path) -> SampleIndex:
 def steps_in(index: SampleIndex) -> list[int]:
     while index.update(1.0):
         pass
-    return [int(step) for step in index.view().column("step")]
+    with index.view() as view:
+        return [int(step) for step in view.column("step")]
+
+
+def found_in(index: SampleIndex, **query: Any) -> list[int]:
+    """The rows that a query finds."""
+    with index.view() as view:
+        return find(view, SampleQuery(**query)).tolist()
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of each test, so that no test finds the database of another."""
+    folder = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(folder))
+    return folder
 
 
 def test_the_index_reads_on_and_is_kept(tmp_path: Path) -> None:
@@ -189,62 +201,53 @@ def test_the_index_reads_on_and_is_kept(tmp_path: Path) -> None:
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write(b"\n")
     assert steps_in(first) == [1, 1, 1, 2]
-    generation = first.view().state.generation
-    first.close()
-    again = index_of(tmp_path)
-    assert steps_in(again) == [1, 1, 1, 2] and again.view().state.generation == generation
+    with first.view() as before, index_of(tmp_path).view() as again:
+        assert again.state == before.state and again.state.rows == 4
+    assert {file.name for file in tmp_path.iterdir()} == {"samples.jsonl"}, "the run folder stays as it is"
 
 
 def test_an_index_that_does_not_fit_begins_anew(tmp_path: Path) -> None:
     append_rows(tmp_path, [*sample_rows(1, 3), *sample_rows(2, 3)])
     index = index_of(tmp_path)
-    before = index.view() if steps_in(index) else None
+    assert steps_in(index) == [1] * 3 + [2] * 3
     lines = (tmp_path / "samples.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "beside").write_bytes(b"".join(lines[:3]))
-    os.replace(tmp_path / "beside", tmp_path / "samples.jsonl")
-    append_rows(tmp_path, [{**row, "completion": "resumed otherwise"} for row in sample_rows(2, 5)])
-    assert steps_in(index) == [1] * 3 + [2] * 5
-    assert find(index.view(), SampleQuery(text="resumed")).total == 5
-    assert before is not None and [
-        entry.name for entry in (tmp_path / "samples.index").iterdir() if entry.is_dir()
-    ] == [index.view().state.generation]
+    with index.view() as view:
+        os.replace(tmp_path / "beside", tmp_path / "samples.jsonl")
+        append_rows(tmp_path, [{**row, "completion": "resumed otherwise"} for row in sample_rows(2, 5)])
+        assert steps_in(index) == [1] * 3 + [2] * 5
+        assert len(view.column("score")) == 6, "a view is of one time"
+    assert found_in(index, text="resumed") == [3, 4, 5, 6, 7] and found_in(index, text="number") == [0, 1, 2]
+    (tmp_path / "samples.jsonl").unlink()
+    assert steps_in(index) == []
+    append_rows(tmp_path, sample_rows(7, 2))
+    assert steps_in(index) == [7, 7]
 
 
-@pytest.mark.parametrize(
-    "damage", ["{", "[]", "3", '{"format": 2}', "texts", "columns", "step.bin", "prompt_row.bin", "component_1.bin"]
-)
-def test_a_damaged_index_is_made_again(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", [slice(0, 100), slice(4096, None)])
+def test_a_damaged_index_is_made_again(tmp_path: Path, home: Path, damage: slice) -> None:
     append_rows(tmp_path, sample_rows(1, 3))
-    index = index_of(tmp_path)
-    steps_in(index)
-    folder = tmp_path / "samples.index"
-    inside = folder / index.view().state.generation
-    index.close()
-    if damage.endswith(".bin"):  # half copied
-        (inside / damage).write_bytes((inside / damage).read_bytes()[:-1])
-    elif damage not in ("texts", "columns"):
-        (folder / "state.json").write_text(damage)
-    elif damage == "texts":
-        (file,) = inside.glob("completions_*.block")
-        file.write_bytes(file.read_bytes()[:-2])
-    else:
-        shutil.rmtree(inside)
+    steps_in(index_of(tmp_path))
+    (file,) = home.rglob("*.sqlite")
+    content = bytearray(file.read_bytes())
+    content[damage] = b"x" * len(content[damage])
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="was damaged and is made again: ask again"):
+        steps_in(index_of(tmp_path))
     again = index_of(tmp_path)
-    assert steps_in(again) == [1, 1, 1]
-    assert find(again.view(), SampleQuery(text="number")).total == 3
+    assert steps_in(again) == [1, 1, 1] and found_in(again, text="number") == [0, 1, 2]
 
 
-def test_rows_that_were_written_and_not_counted_are_written_again(tmp_path: Path) -> None:
+def test_components_that_appear_late_are_missing_before(tmp_path: Path) -> None:
     append_rows(tmp_path, sample_rows(1, 3))
     index = index_of(tmp_path)
     steps_in(index)
-    column = tmp_path / "samples.index" / index.view().state.generation / "step.bin"
-    with column.open("ab") as file:
-        file.write(np.array([9, 9], "<i4").tobytes())
-    append_rows(tmp_path, [{**row, "components": {"late": 1.5}} for row in sample_rows(2, 2)])
+    append_rows(tmp_path, [{**row, "components": {'la"te': 1.5}} for row in sample_rows(2, 2)])
     assert steps_in(index) == [1, 1, 1, 2, 2]
-    late = index.view().column("component/late")
-    assert np.isnan(late[:3]).all() and late[3:].tolist() == [1.5, 1.5]
+    with index.view() as view:
+        late = view.column('component/la"te')
+        assert np.isnan(late[:3]).all() and late[3:].tolist() == [1.5, 1.5]
+    assert found_in(index, component='la"te', component_min=1) == [3, 4]
 
 
 def test_two_boards_share_an_index(tmp_path: Path) -> None:
@@ -252,60 +255,73 @@ def test_two_boards_share_an_index(tmp_path: Path) -> None:
     one, two = index_of(tmp_path), index_of(tmp_path)
     assert steps_in(one) == steps_in(two) == [1, 1, 1]
     append_rows(tmp_path, sample_rows(2, 2))
+    with one._connected() as writing:
+        writing.execute("BEGIN IMMEDIATE")
+        assert two.update(0.1) and found_in(two, text="number") == [0, 1, 2], "one indexes, the other reads"
     assert steps_in(two) == steps_in(one) == [1, 1, 1, 2, 2]
-    assert one.view().state == two.view().state
-    assert find(one.view(), SampleQuery(text="number", step=2)).total == 2
+    assert found_in(one, text="number", step=2) == [3, 4]
 
 
-def test_a_folder_that_cannot_be_written_has_its_index_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    folder = tmp_path / "run"
-    folder.mkdir()
-    append_rows(folder, sample_rows(1, 3))
-    (folder / "samples.index").write_text("a file where the index would be")  # root may write to any folder
-    index = index_of(folder)
-    assert steps_in(index) == [1, 1, 1]
-    assert (tmp_path / "home" / ".cache" / "hybrid_rlhf" / "board" / run_id(folder) / "state.json").exists()
-    assert (folder / "samples.index").read_text() == "a file where the index would be"
+def test_without_a_home_the_index_is_temporary(tmp_path: Path, home: Path) -> None:
+    (home / ".cache").write_text("a file where the folder would be")  # root may write to any folder
+    append_rows(tmp_path, sample_rows(1, 3))
+    assert steps_in(index_of(tmp_path)) == [1, 1, 1]
 
 
-@pytest.mark.parametrize("descending", [False, True])
-@pytest.mark.parametrize("sampled", [2**16, 64])
-def test_ranks_are_those_of_a_stable_sort(monkeypatch: pytest.MonkeyPatch, descending: bool, sampled: int) -> None:
-    """With a sample of all keys, and with one that misleads: keys that repeat at its stride, equal and missing ones."""
-    monkeypatch.setattr(queries, "_SAMPLED", sampled)
-    monkeypatch.setattr(queries, "_SLACK", 4)
+def test_a_search_finds_what_reading_all_texts_finds(tmp_path: Path) -> None:
+    """Over several transactions, whose words SQLite joins later."""
     random = np.random.default_rng(0)
-    for keys in (random.integers(0, 4, 10_000), random.normal(size=10_000), np.arange(9984) % 156, np.zeros(100)):
-        keys = keys.astype(np.float32)
-        keys[random.integers(0, len(keys), 50)] = np.inf
-        keys[random.integers(0, len(keys), 50)] = np.nan
-        whole = np.argsort(-keys if descending else keys, kind="stable")  # NaN is last in either order
-        pages = ((0, 50), (49, 50), (70, 90), (len(keys) // 2, len(keys) // 2 + 17), (len(keys) - 60, len(keys)))
-        for first, last in (*pages, (0, len(keys))):
-            found = queries._ranked(keys, first, last, descending=descending)
-            assert found.tolist() == whole[first:last].tolist()
+    words = np.array(["a", "ab", "abc", "b", "bc", "c", "ca", "zz", "sevenletters"])
+    texts = [" ".join(random.choice(words, random.integers(0, 4))) for _ in range(500)]
+    index = index_of(tmp_path)
+    for first in range(0, 500, 50):
+        rows = [{"step": 1, "prompt": "", "completion": text} for text in texts[first : first + 50]]
+        append_rows(tmp_path, rows)
+        steps_in(index)
+    for search in ("a", "ab c", "a*", "b* zz", "ab* bc*", "c ca a", "nothing", "zz*", "sevenlett*"):
+        wanted = [(word.rstrip("*"), word.endswith("*")) for word in search.split()]
+        matches = [
+            row
+            for row, text in enumerate(texts)
+            if all(
+                any(has == word or (begins and has.startswith(word)) for has in text.split()) for word, begins in wanted
+            )
+        ]
+        assert found_in(index, text=search) == matches, search
 
 
-def test_a_state_is_what_is_written(tmp_path: Path) -> None:
-    append_rows(tmp_path, sample_rows(1, 2))
+def test_words_are_told_apart_in_any_script(tmp_path: Path) -> None:
+    texts = [
+        "Crème brûlée, 2.5 kg!",
+        "Straße_42",
+        "東京タワー",
+        "привет Мир",
+        "",
+        "half \ud83d done",
+        "x" * 40 + " tail",
+    ]
+    append_rows(tmp_path, [{"step": 1, "prompt": "", "completion": text} for text in texts])
     index = index_of(tmp_path)
     steps_in(index)
-    stored = json.loads((tmp_path / "samples.index" / "state.json").read_text())
-    assert stored == json.loads(json.dumps(dataclasses.asdict(index.view().state)))
-    assert stored["end"] == (tmp_path / "samples.jsonl").stat().st_size
+    searches = ("creme", "BRÛL*", "kg 5", "strasse", "42", "京", "タ 東", "мир", "done", "x" * 40, "tail xxx*")
+    assert [found_in(index, text=search) for search in searches] == [
+        [0], [0], [0], [1], [1], [2], [2], [3], [5], [6], [6]
+    ]  # fmt: skip
+    for text in ("?! *", "*"):
+        with pytest.raises(UserError, match="must have a word"):
+            found_in(index, text=text)
+    assert found_in(index, text="NOT near(a) OR " + "a " * 400) == [], "no word is an operator"
 
 
-def test_blocks_are_joined_and_the_old_ones_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_KEPT_SECONDS", -1.0)
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_rows_of_equal_and_missing_scores_keep_the_order_of_the_file(tmp_path: Path, order: str) -> None:
+    random = np.random.default_rng(0)
+    scores = random.integers(0, 4, 200).astype(float)
+    scores[random.integers(0, 200, 20)] = np.nan
+    scores[random.integers(0, 200, 20)] = np.inf
+    rows = [{"step": 1, "prompt": "", "completion": "", "score": float(score)} for score in scores]
+    (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     index = index_of(tmp_path)
-    for step in range(1, 12):
-        append_rows(tmp_path, sample_rows(step, 2))
-        steps_in(index)
-    view = index.view()
-    assert [last - first for first, last in zip(view.state.completion_blocks, (16, 20, 22), strict=True)] == [16, 4, 2]
-    kept = {*view.completions.files(), *view.prompt_texts.files()}
-    assert set((tmp_path / "samples.index" / view.state.generation).glob("*.block")) == kept
-    assert find(view, SampleQuery(text="step 3")).rows.tolist() == [4, 5]
+    steps_in(index)
+    expected = np.argsort(-scores if order == "desc" else scores, kind="stable")  # NaN is last in either order
+    assert found_in(index, sort="score", order=order) == expected.tolist()

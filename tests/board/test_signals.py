@@ -9,17 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybrid_rlhf.board.signals import MetricCurve, SampledStep, copied_part, find_signals, repeated_part
+from hybrid_rlhf.board.signals import SampledStep, copied_part, find_signals, repeated_part
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.commands.board import BoardConfig
+from hybrid_rlhf.loop.advice.rules import RULES
 from tests.support.board import append_rows, sample_rows, write_run
 
 STEPS = np.arange(1, 61)
 NOISE = np.random.default_rng(0).normal(size=60)
 
 
-def curves(**values: np.ndarray) -> dict[str, MetricCurve]:
-    """A run that learns, with some metrics replaced."""
+def lines(**values: np.ndarray) -> list[dict[str, float]]:
+    """The metrics of a run that learns, with some replaced."""
     normal = {
         "objective/scores": 0.01 * STEPS + 0.02 * NOISE,
         "objective/kl": 0.05 * STEPS,
@@ -29,8 +30,11 @@ def curves(**values: np.ndarray) -> dict[str, MetricCurve]:
         "reward/model/mean": 0.01 * STEPS + 0.02 * NOISE,
         "reward/format/mean": NOISE,
     }
-    given = {name.replace("__", "/"): value for name, value in values.items()}
-    return {name: MetricCurve.of(STEPS, np.asarray(value, float)) for name, value in (normal | given).items()}
+    columns = normal | {name.replace("__", "/"): value for name, value in values.items()}
+    return [
+        {"step": int(step)} | {name: column[place] for name, column in columns.items() if np.isfinite(column[place])}
+        for place, step in enumerate(STEPS)
+    ]
 
 
 def sampled(equal_groups: int = 0, last_text: str = "reply {} of words that all differ") -> list[SampledStep]:
@@ -47,16 +51,16 @@ def sampled(equal_groups: int = 0, last_text: str = "reply {} of words that all 
     return [first, *(SampledStep(step, rows, groups, scores, texts[1], prompts, rows) for step in (50, 60))]
 
 
-CASES: dict[str, Callable[[], tuple[dict[str, MetricCurve], list[SampledStep]]]] = {
-    "diverging components": lambda: (curves(reward__format__mean=-0.1 * STEPS), sampled()),
-    "collapsed groups": lambda: (curves(), sampled(equal_groups=3)),
-    "length drift": lambda: (curves(completions__mean_length=100 + 2 * STEPS), sampled()),
-    "repeated phrases": lambda: (curves(), sampled(last_text="{} it is as it is {} it is as it is {} it is")),
-    "same answer to all prompts": lambda: (curves(), sampled(last_text="a reply of words that all differ")),
-    "prompt copied": lambda: (curves(), sampled(last_text="say {} in one new way")),
-    "KL explosion": lambda: (curves(objective__kl=np.where(STEPS > 50, 40.0, 3.0)), sampled()),
+CASES: dict[str, Callable[[], tuple[list[dict[str, float]], list[SampledStep]]]] = {
+    "diverging components": lambda: (lines(reward__format__mean=-0.1 * STEPS), sampled()),
+    "collapsed groups": lambda: (lines(), sampled(equal_groups=3)),
+    "length drift": lambda: (lines(completions__mean_length=100 + 2 * STEPS), sampled()),
+    "repeated phrases": lambda: (lines(), sampled(last_text="{} it is as it is {} it is as it is {} it is")),
+    "same answer to all prompts": lambda: (lines(), sampled(last_text="a reply of words that all differ")),
+    "prompt copied": lambda: (lines(), sampled(last_text="say {} in one new way")),
+    "KL explosion": lambda: (lines(objective__kl=np.where(STEPS > 50, 40.0, 3.0)), sampled()),
     "held-out score falls": lambda: (
-        curves(eval__scores=np.where(STEPS % 10 == 0, 1.0 - 0.02 * STEPS, np.nan)),
+        lines(eval__scores=np.where(STEPS % 10 == 0, 1.0 - 0.02 * STEPS, np.nan)),
         sampled(),
     ),
 }
@@ -66,29 +70,29 @@ CASES: dict[str, Callable[[], tuple[dict[str, MetricCurve], list[SampledStep]]]]
 def test_a_rule_finds_its_fault_alone_with_evidence(name: str) -> None:
     (signal,) = find_signals(*CASES[name]())
     assert signal.name == name and signal.severity in ("warning", "alert")
-    assert signal.first_step <= signal.step == 60 and signal.evidence and "arXiv" in signal.source
+    assert signal.first_step <= signal.step == 60 and "arXiv" in signal.source
+    assert signal.evidence or any(rule.name == name for rule in RULES)
     assert all({"label", "value"} == set(part) or {"step", "index"} == set(part) for part in signal.evidence)
 
 
 def test_a_run_that_learns_has_none() -> None:
-    assert find_signals(curves(), sampled()) == []
-    assert find_signals({}, []) == []
-    short = {name: curve.last(3) for name, curve in curves().items()}
-    assert find_signals(short, sampled()[:1]) == []
+    assert find_signals(lines(), sampled()) == []
+    assert find_signals([], []) == []
+    assert find_signals(lines()[:3], sampled()[:1]) == []
 
 
 def test_all_groups_equal_is_an_alert() -> None:
-    (signal,) = find_signals(curves(), sampled(equal_groups=4))
+    (signal,) = find_signals(lines(), sampled(equal_groups=4))
     assert signal.severity == "alert" and signal.evidence[0] == {"label": "part of equal groups", "value": 1.0}
 
 
 def test_solved_groups_are_not_collapsed() -> None:
     first, *last = sampled(equal_groups=4)
     solved = [replace(step, scores=np.full(16, 15.0)) for step in last]
-    assert find_signals(curves(), [first, *solved]) == [], "15 is the best score of the first step"
-    assert find_signals(curves(), [first, solved[0], last[1]]) == [], "one step alone is noise"
+    assert find_signals(lines(), [first, *solved]) == [], "15 is the best score of the first step"
+    assert find_signals(lines(), [first, solved[0], last[1]]) == [], "one step alone is noise"
     equal = [replace(step, scores=np.zeros(16)) for step in last]
-    assert [signal.name for signal in find_signals(curves(), equal)] == ["collapsed groups"], "nothing is ever learnt"
+    assert [signal.name for signal in find_signals(lines(), equal)] == ["collapsed groups"], "nothing is ever learnt"
 
 
 def test_texts_are_read_from_all_of_a_step(tmp_path: Path) -> None:
@@ -106,12 +110,12 @@ def test_texts_are_read_from_all_of_a_step(tmp_path: Path) -> None:
 
 def test_what_has_passed_is_found_with_its_steps() -> None:
     falls = np.where(STEPS <= 30, -0.1 * STEPS, -3.0)
-    (signal,) = find_signals(curves(reward__format__mean=falls), sampled())
+    (signal,) = find_signals(lines(reward__format__mean=falls), sampled())
     assert signal.name == "diverging components" and 10 <= signal.first_step < 30 <= signal.step < 60
 
 
 def test_a_small_drift_of_a_component_is_none() -> None:
-    drift = curves(reward__format__mean=-0.001 * STEPS, reward__format__std=np.ones(60))
+    drift = lines(reward__format__mean=-0.001 * STEPS, reward__format__std=np.ones(60))
     assert find_signals(drift, sampled()) == []
 
 

@@ -20,11 +20,12 @@ from hybrid_rlhf.board.processes.presets import Presets
 from hybrid_rlhf.board.runs.folders import RunFolders
 from hybrid_rlhf.board.runs.summary import COMMANDS, RunSummaries
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import parse_yaml
-from hybrid_rlhf.configs.parsing.command_line import build_config, config_tree, flat, parse_config, plain
+from hybrid_rlhf.configs.parsing.building import build_config, config_tree, flat, plain
 from hybrid_rlhf.configs.parsing.schema import Layer
+from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 from hybrid_rlhf.configs.pipeline import PipelineConfig, step_config
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.runtime.command_line import parse_config
 from tests.support.board import ServedBoard, hold_lock, served_board, write_run
 from tests.support.runs import ROOT
 from tests.support.steps import write_rows

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches, plan_batch, plan_rollout
+from hybrid_rlhf.configs.sections.training import MicroBatches
+from hybrid_rlhf.loop.batch_plan import plan_batch, plan_rollout
 
 small = st.integers(1, 12)
 

@@ -14,7 +14,7 @@ import pytest
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import config_tree, parse_config, save_config, user_errors
+from hybrid_rlhf.configs.parsing.building import config_tree
 from hybrid_rlhf.configs.parsing.help import field_docs, shown_keys
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, PreferenceStepConfig
@@ -23,6 +23,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import KLConfig
 from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.runtime.command_line import parse_config, save_config, user_errors
 
 CONFIGS = [SFTConfig, RewardConfig, RLConfig, PipelineConfig]
 

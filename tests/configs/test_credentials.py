@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from hybrid_rlhf.configs.credentials import found_credential, redacted
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.credentials import found_credential, redacted
-from hybrid_rlhf.configs.files.urls import expanded_url
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.runtime.urls import expanded_url
 
 CARRIERS = [
     ("http://me:pass@host/score", "a user or a password", "http://***@host/score"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import build_config
+from hybrid_rlhf.configs.parsing.building import build_config
 from hybrid_rlhf.configs.parsing.schema import Layer, resolve
 from hybrid_rlhf.configs.parsing.trl_names import _KEYS
 from hybrid_rlhf.configs.pipeline import PipelineConfig

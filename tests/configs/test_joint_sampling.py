@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.placement import PlacedRoles, resolve_placement
+from hybrid_rlhf.configs.sections.placement import read_placement
+from hybrid_rlhf.runtime.placement import PlacedRoles, resolve_placement
 
 PLACED = PlacedRoles({"actor": 3, "reference": 3})
 
 
 def test_the_table_shows_who_samples() -> None:
     given = {"sampler": {"ranks": "2-3", "tensor_parallel": 2, "with_actor": True}}
-    placement = resolve_placement(given, PLACED, ranks=4)
+    placement = resolve_placement(read_placement(given), PLACED, ranks=4)
     assert placement.sampling_groups == [(2, 3), (0, 1)] and {(0, 1), (2, 3)} <= {*placement.groups()}
     lines = [line.split() for line in placement.table()]
     assert ["0-1", "actor", "-", "actor", "actor"] in lines
@@ -34,4 +35,4 @@ def test_the_table_shows_who_samples() -> None:
 )
 def test_what_cannot_share_is_refused(given: dict[str, Any], ranks: int, lag: int, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        resolve_placement(given, PlacedRoles(PLACED.zero, policy_lag=lag), ranks=ranks)
+        resolve_placement(read_placement(given), PlacedRoles(PLACED.zero, policy_lag=lag), ranks=ranks)

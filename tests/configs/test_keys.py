@@ -14,15 +14,15 @@ import yaml
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, OnlineDPOConfig, PPOConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config, read_config, save_config
-from hybrid_rlhf.configs.parsing.resuming import changed_keys, is_mutable
+from hybrid_rlhf.configs.parsing.listing import changed_keys, is_mutable
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.learning_rates import Learning, derived_rate
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.engines.learning_rates import Learning, derived_rate
+from hybrid_rlhf.runtime.command_line import parse_config, read_config, save_config
 
 NO_CRITIC = "algorithm grpo has no critic, got"
 NOT_READ = {
@@ -75,10 +75,6 @@ RULES = {
     "--actor.lora.rank 0": ("lora.rank", "got 0"),
     "--rollout.quantization int8 --rollout.backend module": ("rollout.quantization", "got rollout.backend module"),
     "--rollout.quantization int4": ("rollout.quantization", "int4"),
-    "--rollout.draft eagle": ("rollout.draft", "eagle"),
-    "--rollout.draft ngram --rollout.draft_tokens 0": ("rollout.draft_tokens", "got 0"),
-    "--rollout.draft_tokens 8": ("rollout.draft_tokens", "got draft_tokens 8"),
-    "--rollout.draft previous --rollout.backend module": ("rollout.draft previous", "got rollout.backend module"),
 }
 """What a key needs: the key, and the value."""
 READ = [
@@ -98,7 +94,6 @@ READ = [
     "--algorithm.kl null --algorithm.penalties null --actor.zero.stage 2",
     "--rollout.quantization int8 --algorithm.correction.method truncate",
     "--algorithm online_dpo --rollout.quantization int8",
-    "--rollout.draft previous --rollout.draft_tokens 8",
     "--reward.components [rm,{'function':'a:b','weight':0.5}]",
 ]
 
@@ -262,8 +257,6 @@ def test_what_may_change_when_a_run_resumes_is_marked_on_the_field() -> None:
         "rollout.keep_weights",
         "rollout.max_decode_rows",
         "rollout.tensor_parallel",
-        "rollout.draft",
-        "rollout.draft_tokens",
     ]
     fixed = [
         "seed",

@@ -13,11 +13,10 @@ import pytest
 from hybrid_rlhf import __version__
 from hybrid_rlhf.cli.main import COMMANDS, main
 from hybrid_rlhf.configs.errors import RankError, UserError
-from hybrid_rlhf.configs.files.atomic import output_file
-from hybrid_rlhf.configs.files.cache import cache_folder
-from hybrid_rlhf.configs.files.reading import user_path
-from hybrid_rlhf.configs.parsing.command_line import user_errors
-from hybrid_rlhf.configs.parsing.output import json_output, print_document, print_result, wants_json
+from hybrid_rlhf.runtime.command_line import user_errors
+from hybrid_rlhf.runtime.files.atomic import output_file
+from hybrid_rlhf.runtime.files.reading import cache_folder, user_path
+from hybrid_rlhf.runtime.output import json_output, print_document, print_result, wants_json
 
 
 def test_a_result_is_text_or_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from hybrid_rlhf.cli import train
-from hybrid_rlhf.configs.parsing.command_line import parse_config, read_config, save_config
 from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.runtime.command_line import parse_config, read_config, save_config
 
 
 def steps_of(line: Sequence[str]) -> dict[str, Any]:

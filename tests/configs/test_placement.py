@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 
+from hybrid_rlhf.cli.train import check_ranks
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.pipeline import PipelineConfig
-from hybrid_rlhf.configs.sections.placement import (
-    PlacedRoles,
-    Placement,
-    RolePlacement,
-    adapts,
-    is_automatic,
-    resolve_placement,
-)
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import is_automatic, read_placement
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
+from hybrid_rlhf.runtime.placement import PlacedRoles, Placement, RolePlacement, resolve_placement
 
 PPO = {"actor": 0, "critic": 0, "reference": 0, "judge": 0}
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
@@ -62,8 +58,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     ({"critic": {"ranks": 1}}, {"shares_base": True}, "critic.share_base needs the critic on the actor's ranks"),
     ("separation", {"tensor_parallel": 3}, "placement separation needs 3 ranks for a tensor-parallel sampler .* got 4"),
-    ({"adapt": True}, {}, "placement.adapt needs the planner, got style None: write {style: auto, adapt: true}"),
-    ({"style": "auto", "adapt": 1}, {}, "placement.adapt must be true or false, got 1"),
     ({"style": "auto", "actor": {"ranks": 0}}, {}, "auto chooses the ranks of all roles, got placement.actor: leave"),
 ]
 
@@ -71,38 +65,58 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("given", "more", "message"), REFUSED)
 def test_a_wrong_placement_is_one_line(given: Any, more: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
-        resolve_placement(given, PlacedRoles(**{"zero": PPO, **more}), ranks=4)
+        resolve_placement(read_placement(given), PlacedRoles(**{"zero": PPO, **more}), ranks=4)
     assert "\n" not in str(raised.value)
 
 
 def test_a_style_needs_two_ranks() -> None:
     with pytest.raises(UserError, match="placement interleaving needs 2 ranks or more, got 1: start more, or give"):
-        resolve_placement("interleaving", PlacedRoles(PPO), ranks=1)
+        resolve_placement(read_placement("interleaving"), PlacedRoles(PPO), ranks=1)
 
 
 def test_a_missing_host_is_found_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("first slots=4\n# second slots=4\n")
     line = f"--launcher.hostfile {tmp_path}/hosts --rl.placement".split()
-    parse_config(PipelineConfig, [*line, "{sampler: {ranks: 2-3}}"])
+    check_ranks(parse_config(PipelineConfig, [*line, "{sampler: {ranks: 2-3}}"]))
     with pytest.raises(
         UserError, match="rl.placement.sampler.ranks must be below the 4 ranks of .* 1 host, got 7: add"
     ):
-        parse_config(PipelineConfig, [*line, "{sampler: {ranks: 4-7}}"])
+        check_ranks(parse_config(PipelineConfig, [*line, "{sampler: {ranks: 4-7}}"]))
     with pytest.raises(UserError, match="below the 2 ranks of launcher.num_processes 2, got 2"):
-        parse_config(PipelineConfig, "--launcher.num_processes 2 --rl.placement".split() + ["{critic: {ranks: 2}}"])
-    parse_config(PipelineConfig, [*line, "{sampler: {ranks: 4-7}}", "--steps", "sft"])
+        check_ranks(
+            parse_config(PipelineConfig, "--launcher.num_processes 2 --rl.placement".split() + ["{critic: {ranks: 2}}"])
+        )
+    check_ranks(parse_config(PipelineConfig, [*line, "{sampler: {ranks: 4-7}}", "--steps", "sft"]))
 
 
-def test_the_planner_is_named_with_or_without_adaptation() -> None:
-    assert is_automatic("auto") and is_automatic({"style": "auto"}) and not is_automatic({"style": "separation"})
-    assert not is_automatic(None) and not adapts("auto") and adapts({"style": "auto", "adapt": True})
+@pytest.mark.parametrize(
+    "given",
+    [
+        "auto",
+        "interleaving",
+        {"sampler": {"ranks": "4-7", "tensor_parallel": 2, "with_actor": True}, "judge": {"zero": 0}},
+        {"style": "separation", "critic_copy": {"tensor_parallel": 2}},
+    ],
+)
+def test_a_placement_is_saved_as_it_is_given(given: Any, tmp_path: Path) -> None:
+    """The form in which files give it is not that of its dataclasses."""
+    config = parse_config(RLConfig, ["--placement", str(given)])
+    save_config(config, tmp_path / "c.yaml")
+    assert config.placement == read_placement(given)
+    assert parse_config(RLConfig, ["--config", str(tmp_path / "c.yaml")]) == config
+
+
+def test_the_planner_is_named_as_a_style_too() -> None:
+    auto, other = (read_placement({"style": style}) for style in ("auto", "separation"))
+    assert auto == read_placement("auto") and is_automatic(auto)
+    assert not is_automatic(other) and not is_automatic(None)
 
 
 ZERO = {"actor": 3, "critic": 3, "reference": 3, "judge": 3}
 
 
 def resolved(given: dict[str, Any] | str, ranks: int = 8, **placed: Any) -> Placement:
-    return resolve_placement(given, PlacedRoles(**{"zero": ZERO, **placed}), ranks=ranks)
+    return resolve_placement(read_placement(given), PlacedRoles(**{"zero": ZERO, **placed}), ranks=ranks)
 
 
 def test_tensor_parallelism_takes_the_place_of_the_stage_of_the_config() -> None:

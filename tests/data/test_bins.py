@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.collation import collate_tokens
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.data.packing import PackedRows, best_fit, pack_rows, row_sequences

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.sft import ConditionConfig, SFTConfig, SFTDataConfig
 from hybrid_rlhf.data.rows.conditional import ScoreBuckets, bucket_edges
 from hybrid_rlhf.data.tokenized import TokenizedData, load_sft_data
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import solo_world
 
 THREE = ConditionConfig(buckets=3)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.loaders import BatchLoader, GlobalBatchSampler, shard_batch
 from hybrid_rlhf.data.row_views import RowSubset
 

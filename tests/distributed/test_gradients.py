@@ -19,11 +19,10 @@ from transformers import AutoModelForSequenceClassification
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, KLConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import MicroBatches, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.functional import products

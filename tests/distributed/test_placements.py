@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,6 @@ SHARED_BASE = (*LORA, "--critic.share_base", "true")
 EVALUATED = ("--train.eval_every", "1")
 FREE_OF_KL = ("--algorithm.kl", "null", "--reward.components", "[{function: 'tests.support.steps:brevity'}]")
 """What the critic learns depends on the actor through its tokens alone."""
-ADAPTS = "{style: auto, adapt: true}"
 Case = tuple[str, int, str, tuple[str, ...]]
 CASES: list[Case] = [
     ("ppo", 2, "flattening", ()),
@@ -219,40 +216,6 @@ def test_the_planner_places_and_tells_how_wrong_it_was(workspace: Path, tmp_path
     alone = launch_placed(workspace, "ppo", 1, "flattening", ("--train.max_steps", "5"))
     for name, weight in weights_of(alone).items():
         torch.testing.assert_close(weights_of(run)[name], weight, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "ranks", "extra"),
-    [("ppo", 2, ()), pytest.param("grpo", 4, (*LORA, *AHEAD), marks=pytest.mark.faults)],
-)
-def test_a_run_moves_where_it_gains_and_resumes(
-    algorithm: str, ranks: int, extra: tuple[str, ...], workspace: Path, tmp_path: Path
-) -> None:
-    save_curves(cpu_machine(), ranks, str(tmp_path / "cache"))
-    lasts = ("--train.max_steps", "5", *extra)
-    settings = (
-        "--data.cache_dir",
-        str(tmp_path / "cache"),
-        "--train.save_every",
-        "1",
-        "--train.keep_last",
-        "9",
-        *lasts,
-    )
-    moving = "tests.distributed.moving"
-    run = launch_placed(workspace, algorithm, ranks, ADAPTS, settings, output=tmp_path / "run", module=moving)
-    whole = launch_placed(workspace, algorithm, 1, "flattening", lasts)
-    assert_same_run(run, whole)
-    marked = [line["step"] for line in metrics_of(run) if "placement/move_seconds" in line]
-    assert marked == [3]
-    log = (run / "log.txt").read_text()
-    assert len(re.findall(r"moved to \w+ after step 2 in [0-9.]+ s, [0-9.]+ s were predicted; expected gain", log)) == 1
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_{step}" for step in range(1, 6)]
-    (run / "finished.json").unlink()
-    for step in (4, 5):
-        shutil.rmtree(run / "checkpoints" / f"step_{step}")
-    launch_placed(workspace, algorithm, ranks, "flattening", (*settings, "--resume", "auto"), output=run)
-    assert_same_run(run, whole)
 
 
 def test_the_planner_needs_curves_of_this_machine(

@@ -13,9 +13,10 @@ import pytest
 
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
-from hybrid_rlhf.configs.parsing.command_line import flat, plain, read_config, save_config
+from hybrid_rlhf.configs.parsing.building import flat, plain
 from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES
 from hybrid_rlhf.configs.reward import RewardObjectiveConfig
+from hybrid_rlhf.runtime.command_line import read_config, save_config
 from tests.support.ranks import run_main
 from tests.support.runs import ALGORITHMS_PAGE, documented_step
 

@@ -14,8 +14,8 @@ import pytest
 from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.cli.saved_models import loading
 from hybrid_rlhf.cli.saved_models.chat import Session
-from hybrid_rlhf.configs.parsing.command_line import INTERRUPTED_EXIT_CODE
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.runtime.command_line import INTERRUPTED_EXIT_CODE
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, run_python, sft_line
 from tests.support.steps import write_rows

@@ -11,8 +11,8 @@ import yaml
 from benchmarks.learning import ABLATIONS, ALGORITHMS, ONE_UPDATE, SAMPLERS, config_of, curve, last, run, variants_of
 from benchmarks.learning_tasks import copy_task
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.runtime.command_line import parse_config
 
 
 @pytest.mark.slow

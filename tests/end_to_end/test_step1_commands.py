@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hybrid_rlhf.cli import train
-from hybrid_rlhf.configs.parsing.command_line import save_config
+from hybrid_rlhf.runtime.command_line import save_config
 from tests.support.ranks import run_main
 from tests.support.runs import ALGORITHMS_PAGE, documented_step
 

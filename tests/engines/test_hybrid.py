@@ -21,7 +21,7 @@ from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.sampling import Completion
-from hybrid_rlhf.generation.weights import conversion
+from hybrid_rlhf.generation.weights import inference_weights as conversion
 from hybrid_rlhf.generation.weights.loader import WeightLoader
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, state_of, token_rows, train_step

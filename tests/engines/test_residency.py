@@ -9,12 +9,12 @@ import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import ActorConfig, RLConfig
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.residency.rules import PHASES, Part, ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.engines.sampling_engine import rollout_backend
-from hybrid_rlhf.generation.weights.conversion import decoder_of
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.tiny import tiny_model
 
@@ -122,5 +122,5 @@ def test_settings_of_rollouts_reach_the_engine(graphs: bool) -> None:
     backend = rollout_backend(decoder, RolloutConfig(cuda_graphs=graphs, prefill_tokens=300))
     assert backend._cuda_graphs == graphs and backend._prefill_tokens == backend._open_prefill_tokens == 300
     assert not rollout_backend(decoder, RolloutConfig(cuda_graphs=graphs), cuda_graphs=False)._cuda_graphs
-    with pytest.raises(UserError, match="rollout.prefill_tokens must be 1 or more, got 0"):
+    with pytest.raises(UserError, match="prefill_tokens must be 1 or more, got 0"):
         RolloutConfig(prefill_tokens=0)

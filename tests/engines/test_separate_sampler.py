@@ -28,7 +28,7 @@ from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.engines.separate.transfer import WeightTransfer
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.weights.conversion import InferenceWeights
+from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World

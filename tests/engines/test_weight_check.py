@@ -21,7 +21,7 @@ from hybrid_rlhf.engines.checks.weight_check import Rerouted, TrainingProbe, Wei
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.generation.model import quantised
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.models.head_check import PROBE_TOKENS
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, route_to_expert_0, train_step

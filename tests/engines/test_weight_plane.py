@@ -16,7 +16,7 @@ from hybrid_rlhf.engines.separate.intervals import Runs, needed_runs, read_eleme
 from hybrid_rlhf.engines.separate.layout import NeededWeights, SentTensor, SentWeight, TrainedModel
 from hybrid_rlhf.engines.separate.routes import RoutePlan
 from hybrid_rlhf.engines.separate.transfer import checksum
-from hybrid_rlhf.generation.weights.conversion import InferenceWeights
+from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights
 from hybrid_rlhf.models.lora import Adapter, add_lora, base_weight, lora_layers, weights_of
 from hybrid_rlhf.runtime.world import World
 from tests.support.families import VARIANTS, variant

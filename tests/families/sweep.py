@@ -26,9 +26,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.generation.weights.split import Split
 from hybrid_rlhf.models.families import FAMILIES
 from hybrid_rlhf.models.head_check import FLOAT32_TOLERANCE, module_logprobs, probe_tokens, require_own_logits
 from hybrid_rlhf.models.lora import add_lora, lora_merged

@@ -21,8 +21,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybrid_rlhf.cli.sft import main
 from hybrid_rlhf.configs.errors import RankError, UserError
-from hybrid_rlhf.configs.files.disk_faults import DISK_ERRNOS
-from hybrid_rlhf.configs.parsing.command_line import save_config, user_errors
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
@@ -32,7 +30,8 @@ from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
 from hybrid_rlhf.planning.remedies import with_settings
-from hybrid_rlhf.runtime.files.disk import disk_errors_translated
+from hybrid_rlhf.runtime.command_line import save_config, user_errors
+from hybrid_rlhf.runtime.files.disk import DISK_ERRNOS, disk_errors_translated
 from hybrid_rlhf.runtime.world import _SOLO_ENVIRONMENT, solo_world
 from hybrid_rlhf.supervised.trainer import SupervisedTrainer
 from tests.support import ranks as _  # noqa: F401 - has the server of processes import everything

@@ -18,11 +18,10 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.rl.batch import Rollout
-from hybrid_rlhf.rl.rewards import CompletionTexts, Reward, RewardComponent, RewardReport, replies
+from hybrid_rlhf.rl.rewards import CompletionTexts, Reward, RewardComponent, RewardReport, endpoint
 from hybrid_rlhf.rl.rewards import functions as functions_module
-from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
+from hybrid_rlhf.rl.rewards.endpoint import Address, EndpointReward
 from hybrid_rlhf.rl.rewards.functions import MAX_HANGING_CALLS, FunctionReward
-from hybrid_rlhf.rl.rewards.replies import Address
 from hybrid_rlhf.runtime import background as waits
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks
@@ -332,7 +331,7 @@ def test_an_address_shows_no_more_than_its_url_without_secrets() -> None:
 
 
 def test_a_flood_is_not_taken_in(serve: Callable[[Behaviour], Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "MAX_REPLY_BYTES", 2**21)
+    monkeypatch.setattr(endpoint, "MAX_REPLY_BYTES", 2**21)
     server = serve(flood)
     with pytest.raises(UserError, match="more than 2 MiB"):
         score_completions(remote(server.url, timeout_seconds=30, retries=0))

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import user_errors
+from hybrid_rlhf.runtime.command_line import user_errors
 from hybrid_rlhf.runtime.liveness import heartbeats
 from hybrid_rlhf.runtime.liveness.heartbeats import HeartbeatChannel
 from hybrid_rlhf.runtime.liveness.stall_report import RankReport, diagnose

@@ -25,7 +25,7 @@ _INSTRUMENTED = [
     "hybrid_rlhf.runtime.files.checkpoint_folder",
     "hybrid_rlhf.engines.ds_config",
     "yaml",
-    "jsonargparse",
+    "pydantic",
 ]
 _ADDRESS_SPACE_GIB = 24
 """A config of a model may ask for any amount of memory."""

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
 from hybrid_rlhf.configs.sections.data import DataConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
 
 SECONDS = 5.0
 """No input may take longer."""

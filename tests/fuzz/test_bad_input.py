@@ -22,8 +22,8 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from hybrid_rlhf.cli.train import check_ranks
 from hybrid_rlhf.configs.inference import GenerateConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
@@ -43,6 +43,7 @@ from hybrid_rlhf.models.lora import add_lora
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.world import solo_world
 from tests.fuzz.cases import DATA, FILES, LINES
 
@@ -86,7 +87,13 @@ def number(case: object) -> str:
 
 @pytest.mark.parametrize(("config", "line", "expected"), LINES, ids=number)
 def test_a_line(config: str, line: list[str], expected: list[str], tmp_path: Path) -> None:
-    check_error(lambda: parse_config(CONFIGS[config], line), expected, tmp_path)
+    check_error(lambda: parse_line(config, line), expected, tmp_path)
+
+
+def parse_line(config: str, line: list[str]) -> None:
+    parsed = parse_config(CONFIGS[config], line)
+    if config == "pipeline":
+        check_ranks(parsed)
 
 
 @pytest.mark.parametrize(("content", "expected"), FILES, ids=number)
@@ -449,7 +456,7 @@ HOSTS = [
 def test_a_hostfile(content: str, expected: list[str], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(content)
     line = ["--launcher.hostfile", str(tmp_path / "hosts")]
-    check_error(lambda: parse_config(PipelineConfig, line), expected, tmp_path)
+    check_error(lambda: parse_line("pipeline", line), expected, tmp_path)
 
 
 COMMANDS = [

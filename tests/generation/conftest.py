@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 
 import pytest
 
-from hybrid_rlhf.generation import sampler
-from hybrid_rlhf.generation.model import decoder, layers
 from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.ops import choice
+from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.runtime.world import default_device
 
 
@@ -34,7 +33,5 @@ def on_the_device() -> Iterator[None]:
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels on the CPU too."""
-    kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
-    for module in (decoder, layers, sampler):
-        monkeypatch.setattr(module, "kernels_for", lambda device, dtype: kernels)
+    monkeypatch.setattr(choice, "kernels_for", lambda device, dtype: kernels)
     yield

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid_rlhf.generation.architecture.hugging_face import describe
+from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable, Match
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout, blocks_of
-from hybrid_rlhf.generation.weights.describe import describe
-from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, CacheLayout, blocks_of
 from tests.support.families import variant
 
 PLAIN = CacheLayout(places_per_page=4, width=1)

@@ -21,15 +21,15 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.backends import native
 from hybrid_rlhf.generation.batching import capacity, workspace
-from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.batching.capacity import (
     Sequences,
     WorkingMemory,
     rows_and_pages,
     saved_states,
 )
+from hybrid_rlhf.generation.batching.preparation import PreparationLog, log_compilation
 from hybrid_rlhf.generation.batching.workspace import Workspace, _Graphs
-from hybrid_rlhf.generation.preparation import PreparationLog, log_compilation
+from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
 from hybrid_rlhf.runtime.observability import timers
 from tests.support.families import variant
 from tests.support.generation import (
@@ -125,7 +125,7 @@ def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(monke
     generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
     decoder = generation.backend.decoder
     assert decoder is not None
-    requests = generation.requests(PROMPTS, SAMPLED)
+    requests = generation.maker.requests(PROMPTS, SAMPLED)
     read: list[int] = []
     hidden = decoder.hidden
     monkeypatch.setattr(
@@ -144,7 +144,7 @@ def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(monke
 def test_a_prefill_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
     """The measurement itself ran the largest prefill, before anything could be made smaller."""
     generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS, prefill_tokens=2048)
-    requests = generation.requests([random_tokens(2000)], SAMPLED)
+    requests = generation.maker.requests([random_tokens(2000)], SAMPLED)
     decoder = generation.backend.decoder
 
     def peak(device: torch.device, run: Any) -> int:
@@ -220,12 +220,12 @@ def test_the_plan_has_the_tables_of_a_workspace_and_the_parts_of_split_attention
         tables += [] if held.rows.seen is None else [held.rows.seen]
         row = capacity.table_bytes(
             generation.backend.decoder,
-            generation.requests(PROMPTS, sampling),
+            generation.maker.requests(PROMPTS, sampling),
             tables=held.cache.layout.tables,
             capacity_tokens=held.capacity_tokens,
         )
         assert 4 * row == sum(table.nbytes for table in tables)
-    kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels.attention")
+    kernels = importlib.import_module("hybrid_rlhf.generation.ops.attention")
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(kernels, "splits_of", lambda *given: asked.append(given) or (8, 128))
     found = capacity.split_bytes(generation.backend.decoder, rows=10, capacity_tokens=1024)

@@ -13,8 +13,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching import capacity, rows
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
+from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS
 from hybrid_rlhf.generation.sampling import per_request
 from tests.support.families import variant
 from tests.support.generation import (
@@ -164,8 +164,8 @@ def test_little_of_the_cache_in_use_is_wasted(monkeypatch: pytest.MonkeyPatch) -
     shares = []
     launch = ContinuousBatch._launch
 
-    def launched(self: ContinuousBatch, drafts: list[list[int]] | None) -> None:
-        launch(self, drafts)
+    def launched(self: ContinuousBatch) -> None:
+        launch(self)
         tokens = sum(row.computed for row in self._decoding)
         shares.append((tokens, self._pool.used_pages * BLOCK_TOKENS))
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.model import compiled, cpu_kernels
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, InferenceLinear, rotate
+from hybrid_rlhf.generation.model.layers import InferenceLinear
+from hybrid_rlhf.generation.ops import compiled, cpu_kernels
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS, rotated
 
 needs_compiler = pytest.mark.usefixtures("compiled_kernels")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -174,7 +175,7 @@ def test_rotation_and_writing(d: int, width: int, dtype: torch.dtype) -> None:
     places = torch.randperm(10 * BLOCK_TOKENS)[:tokens]
     qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
     if table is not None:
-        qk = rotate(qk.float(), table[0].float(), table[1].float()).to(dtype)
+        qk = rotated(qk.float(), table[0].float(), table[1].float()).to(dtype)
     expected_keys, expected_values = keys.clone(), values.clone()
     expected_keys.view(-1, kv_heads, d)[places] = qk[:, heads:]
     expected_values.view(-1, kv_heads, d)[places] = v

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.backend import BackendName
-from hybrid_rlhf.generation.engine import _warn_of_untrained_positions
+from hybrid_rlhf.generation.batching.request_maker import _warn_of_untrained_positions
 from hybrid_rlhf.generation.sampling import per_request
 from hybrid_rlhf.models.policy import Policy
 from tests.support.families import COMMON, variant

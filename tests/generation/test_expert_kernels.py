@@ -5,29 +5,26 @@ See test_kernels.py about where they run, and in which dtypes.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from hybrid_rlhf.generation import GenerationEngine, sampler
-from hybrid_rlhf.generation.model import decoder, layers, quantised
+from hybrid_rlhf.generation import GenerationEngine, ops
+from hybrid_rlhf.generation.architecture.model_description import Activation, Experts
 from hybrid_rlhf.generation.model import experts as experts_module
-from hybrid_rlhf.generation.model.experts import DenseMLP, RoutedExperts, UnsummedExperts
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, InferenceLinear
-from hybrid_rlhf.generation.weights import loader
-from hybrid_rlhf.generation.weights.description import Activation, Experts
+from hybrid_rlhf.generation.model.experts import RoutedExperts
+from hybrid_rlhf.generation.ops import choice
+from hybrid_rlhf.generation.ops import gpu as kernels
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
 from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled, count_launches
 
 pytest.importorskip("triton")
-kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
 DEVICE = default_device()
 
 ROUTERS = {
@@ -70,7 +67,6 @@ def routed_experts(
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_experts_are_chosen_as_torch_does(name: str, dtype: torch.dtype, tokens: int, on_the_device: None) -> None:
-    """Twice: the counters are 0 again after a launch. Hidden states are more than are multiplied at once."""
     torch.manual_seed(0)
     kind = ROUTERS[name]
     count = kind.count
@@ -82,43 +78,18 @@ def test_experts_are_chosen_as_torch_does(name: str, dtype: torch.dtype, tokens:
         scale=torch.rand(count) if count in (6, 24) and kind.router == "softmax" else None,
         router_bias=torch.randn(count).to(dtype) if kind.router == "softmax_of_chosen" else None,
     )
-    for _ in range(2):
-        x = torch.randn(tokens, 300).to(dtype) * 0.1
-        weights, index = experts.route(x)
-        found, chosen, _ = kernels.choose_experts(
-            x,
-            experts.router,
-            kind,
-            experts._arrivals,
-            bias=experts.router_bias,
-            correction=experts._correction,
-            expert_scale=experts._scale,
-        )
-        assert torch.equal(chosen.long(), index)
-        torch.testing.assert_close(found, weights, atol=1e-5, rtol=1e-4)
-        assert not experts._arrivals.any()
+    x = torch.randn(tokens, 300).to(dtype) * 0.1
+    weights, index = experts.route(x)
+    found, chosen = experts.route(x, kernels)
+    assert torch.equal(chosen.long(), index)
+    torch.testing.assert_close(found, weights, atol=1e-5, rtol=1e-4)
 
 
 def test_of_equal_choices_the_first_is_taken(on_the_device: None) -> None:
     kind = Experts(count=20, per_token=3)
-    x, router = torch.ones(2, 8), torch.zeros(20, 8)
-    weights, chosen, _ = kernels.choose_experts(x, router, kind, torch.zeros(1, dtype=torch.int32))
+    weights, chosen = kernels.choose_experts(torch.zeros(2, 20), kind)
     assert chosen.tolist() == [[0, 1, 2]] * 2
     torch.testing.assert_close(weights, torch.full((2, 3), 1 / 20))
-
-
-@pytest.mark.parametrize("count", [6, 15, 16, 40])
-def test_the_gate_of_a_shared_expert_is_beside_the_router(count: int, on_the_device: None) -> None:
-    """In the only program, as its last row; in one of its own; and with the last experts. The choice stays the same."""
-    torch.manual_seed(0)
-    kind, arrivals = Experts(count=count, per_token=2), torch.zeros(3, dtype=torch.int32)
-    x, router, gate = (torch.randn(rows, 300).half() * 0.1 for rows in (40, count, 1))
-    for tokens in (1, 40):
-        given = (x[:tokens], router, kind, arrivals)
-        weights, chosen, gates = kernels.choose_experts(*given, gate=gate)
-        torch.testing.assert_close(gates, (x[:tokens].float() @ gate.float().t()).sigmoid()[:, 0], atol=1e-5, rtol=1e-4)
-        for found, expected in zip((weights, chosen), kernels.choose_experts(*given), strict=False):
-            assert torch.equal(found, expected)
 
 
 PRODUCTS: dict[str, tuple[Experts, dict[str, Any]]] = {
@@ -136,9 +107,7 @@ PRODUCTS: dict[str, tuple[Experts, dict[str, Any]]] = {
 }
 
 
-def compare(
-    experts: RoutedExperts, x: Tensor, activation: Activation, *added: Tensor, shared: DenseMLP | None = None
-) -> None:
+def compare(experts: RoutedExperts, x: Tensor, activation: Activation) -> None:
     """Kernels and torch."""
 
     def activate(both: Tensor) -> Tensor:
@@ -148,19 +117,10 @@ def compare(
         return ACTIVATIONS[activation](gate) * up
 
     routes: list[Tensor] = []
-    given: dict[str, Any] = {"routes": routes, "shared": shared, "added": added}
-    expected = experts(x, activate, **given)
-    found = experts(x, activate, kernels=kernels, activation=activation, **given)
+    expected = experts(x, activate, routes=routes)
+    found = experts(x, activate, kernels=kernels, activation=activation, routes=routes)
     close = {"atol": 1e-5, "rtol": 1e-4} if x.dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
-    assert isinstance(expected, Tensor) and isinstance(found, UnsummedExperts)
-    torch.testing.assert_close(found.summed(), expected, **close)
-    if len(found.added) < 2:
-        stream, weight = torch.randn_like(x), torch.randn_like(x[0])
-        both = stream + expected
-        torch.testing.assert_close(found.added_to(stream), both, **close)
-        summed, normed = found.added_and_normed(stream, weight, 1e-5, in_float32=False)
-        torch.testing.assert_close(summed, both, **close)
-        torch.testing.assert_close(normed, functional.rms_norm(both, weight.shape, weight, 1e-5), **close)
+    torch.testing.assert_close(found, expected, **close)
     assert torch.equal(*routes) and routes[0].dtype == routes[1].dtype
 
 
@@ -170,79 +130,25 @@ def test_experts_compute_as_torch_does(name: str, tokens: int, on_the_device: No
     """Few tokens have a program for each choice, others one for each expert."""
     torch.manual_seed(0)
     kind, given = PRODUCTS[name]
-    compare(routed_experts(kind, **given), torch.randn(tokens, 56), "silu", torch.randn(tokens, 56))
-
-
-def shared_expert(
-    units: int, dtype: torch.dtype = torch.float32, *, gated: bool = True, weighed: bool = False, **more: bool
-) -> DenseMLP:
-    """With random weights; `weighed`: by a gate of its own, `transposed` and `biased`: as routed experts."""
-
-    def linear(outputs: int, inputs: int) -> InferenceLinear:
-        weight = (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
-        bias = torch.randn(outputs).to(dtype) if more.get("biased") else None
-        return InferenceLinear(weight.t().contiguous().t() if more.get("transposed") else weight, bias, pack=False)
-
-    gate = torch.randn(1, 56).to(dtype) if weighed else None
-    return DenseMLP(linear(2 * units if gated else units, 56), linear(56, units), gate)
-
-
-SHARED: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "smaller": ("plain", 24, {}),
-    "as large": ("plain", 40, {"weighed": True}),
-    "of two parts": ("many, of which few are chosen", 80, {}),
-    "of three parts, the last smaller": ("many, of which few are chosen", 100, {"weighed": True}),
-    "beside one": ("one", 56, {"weighed": True}),
-    "without gates": ("without gates", 100, {"gated": False}),
-    "beside weighed inputs": ("with weighed inputs", 40, {}),
-    "transposed": ("plain", 72, {"transposed": True}),
-    "beside transposed ones": ("transposed", 88, {"weighed": True}),
-    "of the last rank": ("of the last rank", 48, {"weighed": True}),
-    "with biases, computed apart": ("plain", 24, {"weighed": True, "biased": True}),
-}
-"""Besides experts of PRODUCTS, with so many units."""
-
-
-@pytest.mark.parametrize("tokens", [1, 5, 70])
-@pytest.mark.parametrize("name", SHARED)
-def test_a_shared_expert_is_computed_with_the_others_as_torch_does(name: str, tokens: int, on_the_device: None) -> None:
-    """Many tokens are more than a tile has rows."""
-    torch.manual_seed(0)
-    others, units, given = SHARED[name]
-    kind, of_others = PRODUCTS[others]
-    x, stream = torch.randn(2, tokens, 56)
-    compare(routed_experts(kind, **of_others), x, "silu", stream, shared=shared_expert(units, **given))
+    compare(routed_experts(kind, **given), torch.randn(tokens, 56), "silu")
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_what_two_ranks_have_of_experts_and_a_shared_one_adds_up(tokens: int, on_the_device: None) -> None:
-    """Each has half of the experts, and of the units of the shared one."""
-
+def test_what_two_ranks_have_of_experts_adds_up(tokens: int, on_the_device: None) -> None:
     def swiglu(both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
         return ACTIVATIONS["silu"](gate) * up
 
     torch.manual_seed(0)
     kind, x = Experts(count=6, per_token=2), torch.randn(tokens, 56)
-    experts, shared = routed_experts(kind), shared_expert(100, weighed=True)
-    expected, ups = experts(x, swiglu, shared=shared), shared.up.weight.unflatten(0, (2, 100))
+    experts = routed_experts(kind)
     parts = []
     for rank in range(2):
-        mine, units = slice(3 * rank, 3 * rank + 3), slice(50 * rank, 50 * rank + 50)
+        mine = slice(3 * rank, 3 * rank + 3)
         weights = {"router": experts.router, "up": experts.up[mine], "down": experts.down[mine]}
         own = RoutedExperts(kind, **weights, mine=range(6)[mine], correction=None, product=None)
-        products = (ups[:, units].flatten(0, 1), shared.down.weight[:, units])
-        up, down = (InferenceLinear(weight, None, pack=False) for weight in products)
-        part = own(x, swiglu, kernels=kernels, shared=DenseMLP(up, down, shared.gate))
-        assert isinstance(part, UnsummedExperts)
-        parts.append(part.summed())
-    torch.testing.assert_close(sum(parts), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_a_shared_expert_beside_clamped_ones_is_not_clamped(on_the_device: None) -> None:
-    torch.manual_seed(0)
-    kind, given = PRODUCTS["clamped"]
-    compare(routed_experts(kind, **given), 9 * torch.randn(3, 56), "silu", shared=shared_expert(40))
+        parts.append(own(x, swiglu, kernels=kernels))
+    torch.testing.assert_close(sum(parts), experts(x, swiglu), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -254,13 +160,10 @@ def test_every_activation_is_computed(activation: Activation, gated: bool, on_th
 
 
 def test_experts_in_half_precision(on_the_device: None) -> None:
-    """Rounded between the launches, and before each of two tensors is added."""
+    """Rounded between the launches."""
     torch.manual_seed(0)
     kind = Experts(count=6, per_token=2, normalise=True)
-    x, *added = torch.randn(3, 20, 56).half()
-    compare(routed_experts(kind, HALF, biased=True), x, "gelu", *added)
-    shared = shared_expert(100, HALF, weighed=True)
-    compare(routed_experts(kind, HALF), x, "gelu", added[0], shared=shared)
+    compare(routed_experts(kind, HALF, biased=True), torch.randn(20, 56).half(), "gelu")
 
 
 @pytest.mark.parametrize("tokens", [3, 150])
@@ -269,15 +172,15 @@ def test_experts_without_tokens_and_with_nearly_all(tokens: int, on_the_device: 
     torch.manual_seed(0)
     experts = routed_experts(Experts(count=5, per_token=2), router_bias=torch.tensor([50.0, 40.0, 0.0, 45.0, -50.0]))
     compare(experts, torch.randn(tokens, 56), "silu")
-    choices, scanned = 2 * tokens, kernels.experts.tile_of(torch.zeros(tokens, 2), 5)["SCANNED"]
-    assert tokens < 100 or (choices > 2 * scanned and tokens > kernels.expert_tiles._MOST_ROWS)
+    choices, scanned = 2 * tokens, ops.experts.tile_of(torch.zeros(tokens, 2), 5)["SCANNED"]
+    assert tokens < 100 or (choices > 2 * scanned and tokens > ops.experts._MOST_ROWS)
 
 
 def test_large_steps_take_grouped_products(on_the_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_module, "MOST_KERNEL_TOKENS", 8)
     experts = routed_experts(Experts(count=4, per_token=2))
-    counts = count_launches(monkeypatch, kernels.experts)
-    for tokens, expected in ((8, 2), (9, 2)):
+    counts = count_launches(monkeypatch, ops.experts)
+    for tokens, expected in ((8, 3), (9, 3)):
         experts(torch.randn(tokens, 56), lambda both: both[:, :40], kernels=kernels)
         assert len(counts) == expected
 
@@ -285,8 +188,7 @@ def test_large_steps_take_grouped_products(on_the_device: None, monkeypatch: pyt
 @pytest.fixture
 def unpacked(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels everywhere, which packed products would come before."""
-    for module in (loader, quantised):
-        monkeypatch.setattr(module, "can_pack", lambda device, dtype: False)
+    monkeypatch.setattr(choice, "can_pack", lambda device, dtype: False)
 
 
 @pytest.mark.parametrize(
@@ -309,41 +211,37 @@ def test_a_mixture_samples_with_kernels_what_it_does_without(
     monkeypatch.setattr(kernels, "choose_experts", lambda *x, **more: chosen.append(len(x[0])) or choose(*x, **more))
     found = token_ids_of(GenerationEngine.from_model(model, **given).generate(PROMPTS[:3], sampling))
     assert chosen
-    for module in (decoder, layers, sampler):
-        monkeypatch.setattr(module, "kernels_for", lambda device, dtype: None)
+    monkeypatch.setattr(choice, "kernels_for", lambda device, dtype: None)
     assert found == token_ids_of(GenerationEngine.from_model(model, **given).generate(PROMPTS[:3], sampling))
 
 
 _EXPERTS = """
-from hybrid_rlhf.generation.model.kernels import expert_sums, experts, routing
-from hybrid_rlhf.generation.weights.description import Experts
+from hybrid_rlhf.generation.ops import experts, routing
+from hybrid_rlhf.generation.architecture.model_description import Experts
 
 POINTERS["*fp32"] += " logits weights gates"
-POINTERS["*i32"] += " indices arrivals"
+POINTERS["*i32"] += " indices"
 NUMBERS["fp32"] += " limit near"
 SIZES = "hidden units x_stride expert_stride row_stride column_stride"
-SIZES += " shared_units shared_row_stride shared_column_stride"
 NUMBERS["i32"] += f" tokens choices first_expert experts per_token bias_stride {SIZES}"
 MULTIPLES.update(SIZES.split())
 KINDS.update({name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()})
 
-def route(target, model, gate, **kind):
+def route(target, model, **kind):
     kind = Experts(**kind)
-    constants = routing.route_constants(kind, TYPES[model], experts=kind.count, gate=gate)
-    flags = dict(BIAS=True, CORRECTION=kind.router in ("softmax", "sigmoid"), SCALES=True)
-    return shared_bytes(routing._route_kernel, constants | flags, model, target)
+    of_all = kind.router in ("softmax", "sigmoid")
+    constants = dict(routing.choice_constants(kind, kind.count), CORRECTION=of_all, SCALES=of_all)
+    return shared_bytes(routing._choose_kernel, constants, "*fp32", target)
 
-def products(target, model, tokens, count, k, gate, shared, activation=0, gated=True, transposed=False, inputs=False):
+def products(target, model, tokens, count, k, activation=0, gated=True, transposed=False, inputs=False):
     tile = dict(experts.tile_of(torch.empty(tokens, k), count), STEP=experts._STEP_BYTES // TYPES[model].itemsize)
-    layout = {"row_stride" if transposed else "column_stride": 1, "shared_column_stride": 1, "SHARED": shared}
+    layout = {"row_stride" if transposed else "column_stride": 1}
     options = dict(num_stages=experts._STAGES)
     yield shared_bytes(experts._up_kernel, dict(tile, **layout, UNITS=experts.units_of(gated), GATED=gated,
                        ACTIVATION=activation, BIAS=activation < 0, WEIGHS=inputs), model, target, options)
     yield shared_bytes(experts._down_kernel, dict(tile, **layout, OUTPUTS=experts._OUTPUTS, BIAS=activation < 0,
-                       WEIGHS=not inputs, GATE=gate), model, target, options)
-    for norm in (False, True):
-        constants = dict(hidden=2880, K=k, PARTS=4 * shared, BLOCK=4096 if norm else 1024, ADDED=2 - shared)
-        yield shared_bytes(expert_sums._sum_kernel, dict(constants, NORM=norm, IN_FLOAT32=False), model, target)
+                       WEIGHS=not inputs), model, target, options)
+    yield shared_bytes(experts._sum_kernel, dict(K=k, BLOCK=1024), model, target)
 """
 
 MIXTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -352,17 +250,17 @@ MIXTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt-oss 20B": ({"count": 32, "per_token": 4, "router": "softmax_of_chosen"}, {"activation": -1}),
     "DeepSeek V3": (
         {"count": 256, "per_token": 8, "router": "sigmoid", "normalise": True, "groups": 8, "chosen_groups": 4},
-        {"shared": True},
+        {},
     ),
-    "Qwen1.5-MoE A2.7B": ({"count": 60, "per_token": 4}, {"gate": True, "shared": True}),
-    "Qwen3-Next": ({"count": 512, "per_token": 10, "normalise": True}, {"gate": True, "shared": True}),
+    "Qwen1.5-MoE A2.7B": ({"count": 60, "per_token": 4}, {}),
+    "Qwen3-Next": ({"count": 512, "per_token": 10, "normalise": True}, {}),
     "Llama 4 Scout": (
         {"count": 16, "per_token": 1, "router": "sigmoid_of_chosen"},
-        {"transposed": True, "inputs": True, "shared": True},
+        {"transposed": True, "inputs": True},
     ),
     "Nemotron 3 Nano": (
         {"count": 128, "per_token": 6, "router": "sigmoid"},
-        {"activation": 4, "gated": False, "shared": True},
+        {"activation": 4, "gated": False},
     ),
     "Phi-3.5-MoE": ({"count": 16, "per_token": 2, "router": "sparsemixer", "near": 0.02}, {}),
 }
@@ -381,9 +279,9 @@ def test_kernels_of_mixtures_compile_for_a_gpu_and_fit_into_shared_memory(target
     taken = {}
     for name in names:
         kind, products = MIXTURES[name]
-        sizes = {"count": kind["count"], "k": kind["per_token"], "gate": False, "shared": False, **products}
+        sizes = {"count": kind["count"], "k": kind["per_token"], **products}
         calls = [
-            f"route({target}, model, {sizes['gate']}, **{kind})",
+            f"route({target}, model, **{kind})",
             f"*products({target}, model, tokens, **{sizes})",
         ]
         loops = "for model, tokens in (('*bf16', 1), ('*bf16', 256), ('*fp32', 256))"

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
+from hybrid_rlhf.generation.architecture.model_description import Experts
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.weights import picks
-from hybrid_rlhf.generation.weights.description import Experts
 
 COUNT, HIDDEN = 6, 16
 KIND = Experts(count=COUNT, per_token=2, router="softmax_of_chosen", clamp=7.0, transposed=True, alternating=True)

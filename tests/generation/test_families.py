@@ -11,20 +11,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.architecture.hugging_face import NotDescribed, describe
+from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.generation.batching.cache import CacheLayout, bytes_per_token
-from hybrid_rlhf.generation.model import decoder as decoder_module
-from hybrid_rlhf.generation.model import layers
+from hybrid_rlhf.generation.model.cache import CacheLayout, bytes_per_token
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS
-from hybrid_rlhf.generation.weights.conversion import (
-    DescribedModel,
-    InferenceWeights,
-    check_inference_weights,
-    probe_logprobs,
-)
-from hybrid_rlhf.generation.weights.describe import NotDescribed, describe
-from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.generation.ops import choice
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
+from hybrid_rlhf.generation.weights.inference_weights import DescribedModel, InferenceWeights
+from hybrid_rlhf.generation.weights.probe import check_inference_weights, probe_logprobs
 from hybrid_rlhf.models.families import FAMILIES, keep_float32_logits
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.models.pretrained.loading import position_limit
@@ -66,8 +61,7 @@ def test_torch_computes_what_the_compiled_kernels_do(name: str, monkeypatch: pyt
     model = variant(name)
     tokens = probe_tokens(model.config.vocab_size)
     expected = probe_logprobs(decoder_from(model), tokens)
-    for module in (decoder_module, layers):
-        monkeypatch.setattr(module, "kernels_for", lambda device, dtype: None)
+    monkeypatch.setattr(choice, "kernels_for", lambda device, dtype: None)
     torch.testing.assert_close(probe_logprobs(decoder_from(model), tokens), expected, atol=1e-4, rtol=0)
 
 

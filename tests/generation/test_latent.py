@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation import Completion, GenerationEngine
-from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache, blocks_of
+from hybrid_rlhf.generation.architecture.hugging_face import describe
+from hybrid_rlhf.generation.architecture.model_description import Latent
+from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.model import attention as attention_module
-from hybrid_rlhf.generation.model import cpu_kernels
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
+from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache, blocks_of
 from hybrid_rlhf.generation.model.latent import LatentAttention
 from hybrid_rlhf.generation.model.layers import InferenceLinear, Norm
-from hybrid_rlhf.generation.weights.describe import describe
-from hybrid_rlhf.generation.weights.description import Latent
-from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.generation.ops import cpu_kernels
+from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
@@ -79,7 +80,7 @@ def test_a_layer_computes_with_kernels_what_it_does_without(
     forms: str, expanded_tokens: int, everywhere: None, on_the_device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decoding row, a prompt, two chunks after prefixes of other lengths, and one token of a third."""
-    kernels = pytest.importorskip("hybrid_rlhf.generation.model.kernels")
+    pytest.importorskip("triton")
     chosen = {"plain": lambda *_: True, "absorbed": lambda *_: False, "both": lambda kind, start, length: length % 2}
     monkeypatch.setattr(Latent, "expands", chosen[forms])
     monkeypatch.setattr(attention_module, "_EXPANDED_TOKENS", expanded_tokens)

@@ -5,7 +5,6 @@ They run as those in test_kernels.py.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation import GenerationEngine, sampler
-from hybrid_rlhf.generation.model import decoder, layers
+from hybrid_rlhf.generation import GenerationEngine, ops
+from hybrid_rlhf.generation.ops import choice
+from hybrid_rlhf.generation.ops import gpu as kernels
+from hybrid_rlhf.generation.ops.rows import rotated
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
 from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled
 
 pytest.importorskip("triton")
-kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
 
 
 CLOSE: dict[torch.dtype, dict[str, Any]] = {
@@ -41,7 +41,7 @@ def table_of(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def turned(x: Tensor, table: tuple[Tensor, Tensor] | None) -> Tensor:
-    return x if table is None else layers.rotate(x, *table)
+    return x if table is None else rotated(x, *table)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -63,7 +63,7 @@ def test_rows_and_chunks_attend_to_latents(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In one launch: a long and a short row, a chunk and the first tokens of a sequence."""
-    monkeypatch.setattr(kernels.latent, "splits_of", lambda programs, capacity: (splits, 16))
+    monkeypatch.setattr(ops.latent, "splits_of", lambda programs, capacity: (splits, 16))
     torch.manual_seed(0)
     keys = torch.randn(40, 16, 1, rotated + latent).to(dtype)
     pages, positions = torch.randperm(40).int().view(4, 10), torch.tensor([150, 3])
@@ -89,7 +89,7 @@ def test_a_step_may_have_rows_or_chunks_alone(
     rows: int, chunks: bool, on_the_device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of rows that are split, with nothing left for the product of whole latents; or that are none."""
-    monkeypatch.setattr(kernels.latent, "splits_of", lambda programs, capacity: (2, 16))
+    monkeypatch.setattr(ops.latent, "splits_of", lambda programs, capacity: (2, 16))
     torch.manual_seed(0)
     queries, absorbed, up = torch.randn(2, 4, 9), torch.randn(2, 4, 12), torch.randn(4, 7, 12)
     keys, pages, positions = torch.randn(6, 16, 1, 16), torch.randperm(6).int().view(2, 3), torch.tensor([30, 31])
@@ -118,13 +118,13 @@ def test_values_come_from_the_parts_of_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A program has up to 16 rows, or one; parts without keys are left out, whatever they hold."""
-    monkeypatch.setattr(kernels.latent, "PROGRAMS", fill)
+    monkeypatch.setattr(ops.latent, "PROGRAMS", fill)
     torch.manual_seed(0)
     parts, tops = torch.randn(rows, heads, splits, latent), torch.randn(rows, heads, splits)
     sums, up = torch.rand(rows, heads, splits) + 0.1, torch.randn(heads, values, latent).to(dtype)
     tops[0, 0, 1:], sums[0, 0, 1:], parts[0, 0, 1:] = -torch.inf, 0.0, torch.nan
     found = torch.full((rows + 1, heads, values), torch.nan, dtype=dtype)
-    kernels.latent.combined_values(parts, tops, sums, up, found)
+    ops.latent.combined_values(parts, tops, sums, up, found)
     weights = (tops - tops.amax(dim=2, keepdim=True)).exp()
     weights = weights / (weights * sums).sum(dim=2, keepdim=True)
     latents = torch.einsum("bas,basl->bal", weights, parts.nan_to_num()).to(dtype)
@@ -176,14 +176,13 @@ def test_a_model_with_latents_samples_with_kernels_what_it_does_without(
     engine = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS)
     found = token_ids_of(engine.generate(PROMPTS[:3], sampling))
     assert launched
-    for module in (decoder, layers, sampler):
-        monkeypatch.setattr(module, "kernels_for", lambda device, dtype: None)
+    monkeypatch.setattr(choice, "kernels_for", lambda device, dtype: None)
     plain = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS)
     assert found == token_ids_of(plain.generate(PROMPTS[:3], sampling))
 
 
 _TILE = """
-from hybrid_rlhf.generation.model.kernels import latent
+from hybrid_rlhf.generation.ops import latent
 MULTIPLES.update("stride head_stride".split())
 def attention(rotated, size, model, target, splits, tiles):
     constants = dict(N=16, U=2 * rotated, R=rotated, WIDTH=rotated, L=size, SPLITS=splits, SPAN=128, TILES=tiles)

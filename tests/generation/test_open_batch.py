@@ -16,10 +16,10 @@ from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends import native
 from hybrid_rlhf.generation.batching import capacity
-from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
+from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, random_tokens, wait_until
@@ -243,31 +243,37 @@ def test_an_exception_ends_only_the_requests_that_cause_it(
         assert ids_of(completed(batch, PROMPTS, SAMPLED)) == completions_alone()
 
 
-def test_a_request_that_arrives_while_others_are_tried_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("others", [1, 10])
+def test_a_request_that_arrives_while_others_are_tried_fails_alone(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It fails in the first step after the trial, before any token of the others is delivered."""
     poison(monkeypatch, {100, 101}, after=0)
-    prompts = [random_tokens(5), random_tokens(6)]
     isolate = OpenBatch._isolate
     late: list[Submission] = []
 
     def with_arrival(batch: OpenBatch, error: Exception) -> None:
-        isolate(batch, error)
         if not late:
             late.append(batch.submit(prompts[:1], [SamplingParams(seed=101, max_new_tokens=20)], lambda _: None))
+        isolate(batch, error)
 
     monkeypatch.setattr(OpenBatch, "_isolate", with_arrival)
-    steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
-    params = [SamplingParams(max_new_tokens=20, seed=seed, stop_token_ids=()) for seed in (100, 7)]
+    prompts = [random_tokens(5 + place) for place in range(1 + others)]
+    each = [SamplingParams(max_new_tokens=20, seed=seed, stop_token_ids=()) for seed in (100, *range(others))]
+    queues = [queue.SimpleQueue[list[StreamedToken]]() for _ in prompts]
     with tiny_engine().open(rows=5, max_tokens=120) as batch:
         started = threading.Event()
         batch.call(started.wait)
-        failing = batch.submit(prompts[:1], params[:1], lambda _: None)
-        other = batch.submit(prompts[1:], params[1:], steps.put)
+        submissions = [
+            batch.submit([prompt], [params], steps.put)
+            for prompt, params, steps in zip(prompts, each, queues, strict=True)
+        ]
         started.set()
-        while (new := steps.get(timeout=60)) and new[-1].finish_reason is None:
-            pass
-        assert other.error is None
-        assert isinstance(failing.error, ArithmeticError) and isinstance(late[0].error, ArithmeticError)
+        for steps in queues[1:]:
+            while (new := steps.get(timeout=60)) and new[-1].finish_reason is None:
+                pass
+        assert [submission.error for submission in submissions[1:]] == [None] * others
+        assert isinstance(submissions[0].error, ArithmeticError) and isinstance(late[0].error, ArithmeticError)
 
 
 def test_requests_that_fail_together_alone_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,10 +282,10 @@ def test_requests_that_fail_together_alone_end(monkeypatch: pytest.MonkeyPatch) 
     steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
     launch = ContinuousBatch._launch
 
-    def failing(batch: ContinuousBatch, drafts: list[list[int]] | None) -> None:
+    def failing(batch: ContinuousBatch) -> None:
         if len(batch._waiting) + len(batch._live) > 1:
             raise ArithmeticError
-        launch(batch, drafts)
+        launch(batch)
 
     monkeypatch.setattr(ContinuousBatch, "_launch", failing)
     with engine.open(rows=5, max_tokens=120) as batch:

@@ -11,7 +11,6 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import Completion, GenerationEngine
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching import capacity, rows
-from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.sampling import FinishedShare, per_request
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, keep_in_flight, token_ids_of
@@ -41,14 +40,12 @@ def lengths_of(results: list[list[Completion]]) -> list[list[int]]:
         {"max_batch_rows": 3, "prefill_tokens": 5},
         {"max_batch_rows": 1},
         {"steps_in_flight": 1},  # as on a GPU
-        {"draft": "ngram"},
     ],
     ids=str,
 )
 def test_a_call_ends_where_the_tokens_say(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     settings = dict(settings)
-    whole, draft, flying = completions_alone(), settings.pop("draft", None), settings.pop("steps_in_flight", 0)
-    drafter = None if draft is None else Drafter(draft, always=True)
+    whole, flying = completions_alone(), settings.pop("steps_in_flight", 0)
     if flying:
         keep_in_flight(monkeypatch, flying)
     found: list[list[Completion]] = []
@@ -61,7 +58,7 @@ def test_a_call_ends_where_the_tokens_say(settings: dict[str, Any], monkeypatch:
             for samples, begun in zip(whole, before, strict=True)
         ]
         tokens = end_of(SHARE, left)
-        found = engine.generate(PROMPTS, PARAMS, begun=found, until=SHARE, drafter=drafter)
+        found = engine.generate(PROMPTS, PARAMS, begun=found, until=SHARE)
         for place, samples in enumerate(found):
             for sample, completion in enumerate(samples):
                 full, had = whole[place][sample], before[place][sample]

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.generation.model import cpu_kernels, quantised
+from hybrid_rlhf.generation import GenerationEngine, ops
+from hybrid_rlhf.generation.model import quantised
 from hybrid_rlhf.generation.model.layers import InferenceLinear
-from hybrid_rlhf.generation.model.quantised import QuantisedLinear, quantise
+from hybrid_rlhf.generation.model.quantised import QuantisedLinear
+from hybrid_rlhf.generation.ops import cpu_kernels
+from hybrid_rlhf.generation.ops import gpu as kernels
+from hybrid_rlhf.generation.ops.quantisation import quantise
 from hybrid_rlhf.generation.sampling import per_request
-from hybrid_rlhf.generation.weights.conversion import check_inference_weights, decoder_of, probe_logprobs
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
+from hybrid_rlhf.generation.weights.probe import check_inference_weights, probe_logprobs
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.families import variant
@@ -95,7 +99,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads() -> None:
 @pytest.mark.parametrize("rows", [9, 20])
 def test_the_product_of_a_gpu_is_the_same(rows: int) -> None:
     """torch._int_mm on codes of the kernel; on a CPU both compute too."""
-    kernels = pytest.importorskip("hybrid_rlhf.generation.model.kernels")
+    pytest.importorskip("triton")
     weight, bias = torch.randn(64, 96), torch.randn(64)
     linear = QuantisedLinear(weight, bias, "int8")
     x = torch.randn(rows, 96)
@@ -108,9 +112,9 @@ def test_the_product_of_a_gpu_is_the_same(rows: int) -> None:
 @pytest.mark.parametrize("width", [1, 70, 5000])
 def test_a_kernel_quantises_as_torch_does(width: int, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one launch, where torch took eight or nine; also values in the middle of two codes, and rows of zeros."""
-    kernels = pytest.importorskip("hybrid_rlhf.generation.model.kernels")
-    dtype, most = quantised._CODES[kind]
-    given: dict[str, Any] = {"most": most, "smallest": quantised._SMALLEST, "rows": 7}
+    pytest.importorskip("triton")
+    dtype, most = ops.quantisation.CODES[kind]
+    given: dict[str, Any] = {"most": most, "smallest": ops.quantisation.SMALLEST, "rows": 7}
     for x in (torch.randn(4, width), torch.arange(-127, 4 * width - 127).view(4, width) / 2, torch.zeros(4, width)):
         found, scales = kernels.quantise_rows(x, dtype, **given)
         codes, expected = quantise(x, kind)
@@ -122,7 +126,7 @@ def test_a_kernel_quantises_as_torch_does(width: int, kind: Any, monkeypatch: py
         torch.testing.assert_close(found[:4].float()[compared], codes.float()[compared], **near)
     x[1, 0], x[2, 0] = torch.nan, torch.inf
     assert kernels.quantise_rows(x, dtype, **given)[1].isfinite().tolist() == [True, False, False, True]
-    launched = count_launches(monkeypatch, kernels.quantisation)
+    launched = count_launches(monkeypatch, ops.quantisation)
     with Operations() as operations:
         kernels.quantise_rows(x, dtype, **given)
     assert len(launched) == 1 and not operations.computing
@@ -131,7 +135,7 @@ def test_a_kernel_quantises_as_torch_does(width: int, kind: Any, monkeypatch: py
 @pytest.mark.slow
 def test_the_kernel_compiles_for_a_gpu() -> None:
     script = """
-from hybrid_rlhf.generation.model.kernels import quantisation
+from hybrid_rlhf.generation.ops import quantisation
 def compiled(codes, ROUND):
     KINDS.update(x="*bf16", codes=codes, scales="*fp32", width="i32", most="fp32", smallest="fp32")
     return shared_bytes(quantisation._quantise_kernel, dict(ROUND=ROUND, BLOCK=4096))

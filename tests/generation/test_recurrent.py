@@ -13,18 +13,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.architecture.hugging_face import NotDescribed, describe
+from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
-from hybrid_rlhf.generation.batching.cache import CacheLayout
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.rows import ExpectedLength, LiveRow, RowStates
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
-from hybrid_rlhf.generation.model.recurrent.scan import DECAYING_SCAN
+from hybrid_rlhf.generation.model.cache import CacheLayout
 from hybrid_rlhf.generation.model.recurrent.states import BLOCK, StateCache
-from hybrid_rlhf.generation.weights.conversion import decoder_of, probe_hidden, probe_logprobs
-from hybrid_rlhf.generation.weights.describe import NotDescribed, describe
-from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.generation.ops.recurrence import DECAYING_SCAN
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
+from hybrid_rlhf.generation.weights.probe import probe_hidden, probe_logprobs
 from hybrid_rlhf.models.head_check import module_logprobs
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.families import COMMON, GQA, HYBRID, MAMBA, VARIANTS, variant
@@ -146,7 +147,7 @@ def test_rows_that_are_not_in_use_change_no_state(name: str, monkeypatch: pytest
     found = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=5)
     tokens = token_ids_of(expected.generate(PROMPTS, sampling))
 
-    def padded(self: Workspace, batch: int, *, longest: int, drafts: None) -> object:
+    def padded(self: Workspace, batch: int, *, longest: int) -> object:
         return self.step(self.most_rows, longest=longest)[:, :batch].tolist
 
     monkeypatch.setattr(Workspace, "decode", padded)
@@ -249,9 +250,9 @@ def test_pages_are_counted_where_prompts_are_computed_in_parts(monkeypatch: pyte
     """The first prompt ends its step early, so that the second ends in it, and its samples need pages."""
     launch, checked = ContinuousBatch._launch, list[int]()
 
-    def launched(batch: ContinuousBatch, drafts: None) -> None:
+    def launched(batch: ContinuousBatch) -> None:
         missing, before, waiting = batch._pages_missing(), batch._pool.available_pages, len(batch._waiting)
-        launch(batch, drafts)
+        launch(batch)
         if not waiting:
             taken = before - batch._pool.available_pages
             assert taken <= missing

@@ -5,7 +5,6 @@ As in test_kernels.py, they run interpreted where there is no GPU.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -13,20 +12,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation import GenerationEngine, sampler
-from hybrid_rlhf.generation.model import decoder, layers
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.architecture.recurrence import (
+    GatedDelta,
+    Lightning,
+    Mamba,
+    Mamba2,
+    Recurrence,
+    ShortConvolution,
+)
 from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, InferenceLinear
+from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates
-from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Lightning, Mamba, Mamba2, Recurrence, ShortConvolution
+from hybrid_rlhf.generation.ops import choice
+from hybrid_rlhf.generation.ops import gpu as kernels
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
-from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, Operations, compiled, count_launches, layer_kernels
+from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled
 
 pytest.importorskip("triton")
-kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
 DEVICE = default_device()
 pytestmark = pytest.mark.usefixtures("on_the_device")
 HIDDEN = 10
@@ -160,29 +167,6 @@ def test_small_step_sizes_are_exact() -> None:
     torch.testing.assert_close(both[1].memory, both[0].memory, atol=0.0, rtol=2e-6)
 
 
-MIXER_LAUNCHES = {
-    "delta": 5,
-    "mamba2": 5,
-    "mamba2 of one group": 5,
-    "mamba2 of a large state": 5,
-    "mamba": 7,
-    "short convolution": 5,
-    "lightning": 4,
-}
-
-
-@pytest.mark.parametrize("name", MIXER_LAUNCHES)
-def test_a_decoding_step_of_a_recurrent_layer_takes_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of Triton and operations of torch that compute, the two products with them; in bfloat16."""
-    layer, cache = random_mixer(KINDS[name], torch.bfloat16), caches(KINDS[name], torch.bfloat16, 4)[1]
-    x, slots = torch.randn(3, HIDDEN, dtype=torch.bfloat16), torch.tensor([3, 1, 2])
-    launched = count_launches(monkeypatch, *layer_kernels())
-    states = step_of(cache, slots, 3, [], [])
-    with torch.inference_mode(), Operations() as operations:
-        layer(1, x, states)
-    assert len(launched) + operations.computing == MIXER_LAUNCHES[name]
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -200,15 +184,14 @@ def test_a_family_samples_with_kernels_what_it_does_without(
     """Rows beside chunks, as one prompt is long."""
     model, sampling, found = variant(name).to(DEVICE), replace(SAMPLED, max_new_tokens=3), []
     for used in (kernels, None):
-        for module in (decoder, layers, sampler):
-            monkeypatch.setattr(module, "kernels_for", lambda device, dtype, used=used: used)
+        monkeypatch.setattr(choice, "kernels_for", lambda device, dtype, used=used: used)
         engine = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=4, prefill_tokens=6)
         found.append(token_ids_of(engine.generate(PROMPTS[:3], sampling)))
     assert found[0] == found[1]
 
 
 _COMPILE_RECURRENT = """
-from hybrid_rlhf.generation.model.kernels import convolution, recurrent
+from hybrid_rlhf.generation.ops import convolution, recurrence
 
 KINDS.update({"states": "*fp32", "firsts": "*i32", "fresh": "*i32", "of_token": "*i32", "slots": "*i64",
               "least_step": "fp32", **{name: "i32" for name in (
@@ -227,28 +210,10 @@ def convolve(channels, w, model, target):
 def step(kind, r, k, v, model, target):
     pad = triton.next_power_of_2(k)
     KINDS["out"] = "*fp32"
-    taken = shared_bytes(recurrent._decaying_step_kernel, dict(
-        R=r, K=k, V=v, KIND=kind, ACTIVATION=0, K_PAD=pad, BLOCK=recurrent.values_at_once(pad, v)), model, target)
+    taken = shared_bytes(recurrence._decaying_step_kernel, dict(
+        R=r, K=k, V=v, KIND=kind, K_PAD=pad, BLOCK=recurrence.values_at_once(pad, v)), model, target)
     del KINDS["out"]
     return taken
-
-def selective(channels, n, model, target):
-    pad = triton.next_power_of_2(n)
-    return max(shared_bytes(recurrent._selective_scan_kernel, dict(
-        N=n, CHUNKS=chunks, N_PAD=pad, BLOCK=recurrent.channels_at_once(pad, channels)), model, target)
-        for chunks in (False, True))
-
-def gated_norm(width, model, target):
-    KINDS["x"] = "*fp32"
-    pad, most = triton.next_power_of_2(width), 0
-    for norm, first, sigmoid in ((True, False, False), (True, True, False), (False, False, False), (True, False, True)):
-        most = max(most, shared_bytes(norms._gated_norm_kernel, dict(
-            WIDTH=width, PAD=pad, NORM=norm, GATE_FIRST=first, SIGMOID=sigmoid), model, target))
-    del KINDS["x"]
-    # the gate of attention, whose results have the model's dtype
-    gate = dict(WIDTH=width, PAD=pad, NORM=False, GATE_FIRST=False, SIGMOID=True)
-    most = max(most, shared_bytes(norms._gated_norm_kernel, gate, model, target))
-    return most
 """
 
 PUBLISHED = {
@@ -260,10 +225,7 @@ PUBLISHED = {
         (1, 24, 256, 64): "Falcon-H1 0.5B",
         (1, 32, 256, 128): "Falcon-H1 34B",
         (1, 16, 128, 80): "Nemotron-H 8B",
-        (2, 1, 128, 128): "MiniMax",
     },
-    "selective": {(8192, 16): "Jamba"},
-    "gated_norm": {(128,): "Qwen3-Next", (8192,): "Bamba, MiniMax"},
 }
 """Sizes of published models: channels and width; kind (delta, Mamba-2, lightning), r, K and V; channels and state."""
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_rlhf.generation import sampler
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
+from hybrid_rlhf.generation.architecture.split import share
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.model import cpu_kernels
-from hybrid_rlhf.generation.sampler import SampledTokens, Sampler, running_sums
+from hybrid_rlhf.generation.batching.sampler import SampledTokens, Sampler
+from hybrid_rlhf.generation.ops import choice, cpu_kernels
+from hybrid_rlhf.generation.ops.sampling import running_sums
 from hybrid_rlhf.generation.sampling import SamplingParams
-from hybrid_rlhf.generation.weights.split import share
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.generation import requests_for
 
@@ -36,14 +36,14 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     if request.param == "compiled" and not cpu_kernels.available():
         pytest.skip("the CPU kernels cannot be compiled here")
     used = cpu_kernels if request.param == "compiled" else None
-    monkeypatch.setattr(sampler, "kernels_for", lambda device, dtype: used)
+    monkeypatch.setattr(choice, "kernels_for", lambda device, dtype: used)
     yield
 
 
 @pytest.fixture
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """In torch, where there are kernels too."""
-    monkeypatch.setattr(sampler, "kernels_for", lambda device, dtype: None)
+    monkeypatch.setattr(choice, "kernels_for", lambda device, dtype: None)
 
 
 def drawn(logits: Tensor, params: SamplingParams | Sequence[SamplingParams], **other: Any) -> SampledTokens:
@@ -56,7 +56,7 @@ def draw_for(
 ) -> SampledTokens:
     size = vocabulary or logits.shape[-1]
     rows = DecodeBatch.of(asked, vocab_size=size, device=CPU)
-    return Sampler(size, SamplingMode.of(asked), world or solo_world(CPU))(logits.clone(), rows)
+    return Sampler(size, sampling_mode(asked), world or solo_world(CPU))(logits.clone(), rows)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 128, 1000])

@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation import SamplingParams, sampler
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
+from hybrid_rlhf.generation import SamplingParams, ops
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.model import cpu_kernels
-from hybrid_rlhf.generation.sampler import SampledTokens, Sampler
+from hybrid_rlhf.generation.batching.sampler import SampledTokens, Sampler
+from hybrid_rlhf.generation.ops import choice, cpu_kernels
+from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.runtime.world import default_device, solo_world
 from tests.support.generation import requests_for
 
@@ -60,7 +61,7 @@ def device_of(kernel: str) -> torch.device:
 
 
 def module_of(kernel: str) -> ModuleType:
-    return cpu_kernels if kernel == "compiled" else importlib.import_module("hybrid_rlhf.generation.model.kernels")
+    return cpu_kernels if kernel == "compiled" else kernels
 
 
 def sampled(by: str, logits: Tensor, asked: Sequence[Request]) -> tuple[SampledTokens, DecodeBatch]:
@@ -69,8 +70,8 @@ def sampled(by: str, logits: Tensor, asked: Sequence[Request]) -> tuple[SampledT
     rows = DecodeBatch.of(asked, vocab_size=size, device=logits.device)
     with pytest.MonkeyPatch.context() as patch:
         used = None if by == "torch" else module_of(by)
-        patch.setattr(sampler, "kernels_for", lambda device, dtype: used)
-        return Sampler(size, SamplingMode.of(asked), world)(logits.clone(), rows), rows
+        patch.setattr(choice, "kernels_for", lambda device, dtype: used)
+        return Sampler(size, sampling_mode(asked), world)(logits.clone(), rows), rows
 
 
 def assert_same(kernel: str, logits: Tensor, asked: Sequence[Request]) -> None:
@@ -171,7 +172,7 @@ def test_the_compiled_kernel_refuses_what_it_would_read_wrong() -> None:
         sampled("compiled", torch.randn(1, 2), [request])  # the stop token is 2
     rows = DecodeBatch.of([request], vocab_size=9, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="torch.float32"):
-        cpu_kernels.sample(torch.randn(1, 9).double(), rows, SamplingMode.of([request]))
+        cpu_kernels.sample(torch.randn(1, 9).double(), rows, sampling_mode([request]))
 
 
 CUTS: list[dict[str, Any]] = [
@@ -228,7 +229,8 @@ class Reads:
 )
 def test_truncation_reads_the_vocabulary_three_times(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It took up to 35 reads in up to 68 passes, one after the other, by a single program per row."""
-    kernels, vocabulary = pytest.importorskip("hybrid_rlhf.generation.model.kernels"), 6000
+    pytest.importorskip("triton")
+    vocabulary = 6000
     if default_device().type == "cuda":
         pytest.skip("counts in the interpreter")
     torch.manual_seed(0)
@@ -236,8 +238,8 @@ def test_truncation_reads_the_vocabulary_three_times(kind: str, monkeypatch: pyt
     asked = requests_for([SamplingParams(**cut) for cut in CUTS])
     assert_same("triton", logits, asked)
     rows, read = DecodeBatch.of(asked, vocab_size=vocabulary, device=logits.device), Reads(monkeypatch, logits)
-    kernels.sample(logits, rows, SamplingMode.of(asked))
-    drawing = kernels.sampling._BLOCK + 1  # one block, and the logit of the token
+    kernels.sample(logits, rows, sampling_mode(asked))
+    drawing = ops.sampling._BLOCK + 1  # one block, and the logit of the token
     assert int(read.counts.sum(dim=1).max()) <= 3 * vocabulary + drawing
     assert int(read.counts.max()) <= 5, "three passes of all programs, and the drawing's two loads"
 
@@ -248,9 +250,9 @@ def test_truncation_reads_the_vocabulary_three_times(kind: str, monkeypatch: pyt
 )
 def test_more_scores_near_a_bound_than_are_collected(kind: str, cut: dict[str, Any]) -> None:
     """The bounds are then found in the whole row."""
-    kernels = pytest.importorskip("hybrid_rlhf.generation.model.kernels")
+    pytest.importorskip("triton")
     torch.manual_seed(0)
-    vocabulary = kernels.sampling.CANDIDATES + 1000
+    vocabulary = ops.sampling.CANDIDATES + 1000
     logits = torch.zeros(1, vocabulary) if kind == "constant" else logits_of(kind, vocabulary)
     with device_of("triton"):
         assert_same("triton", logits.to(device_of("triton")), requests_for([SamplingParams(**cut)]))

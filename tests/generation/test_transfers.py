@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
-from hybrid_rlhf.generation.drafting.drafter import Drafter
 from tests.support.families import variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS
 from tests.support.tiny import tiny_model
@@ -88,14 +87,6 @@ def test_steps_copy_without_waiting(name: str, sampling: SamplingParams, copies:
     """`torch.tensor(..., device=...)` and `.to(device)` from ordinary memory were synchronous in nearly every step."""
     engine = GenerationEngine.from_model(variant(name), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=5)
     engine.generate(PROMPTS, sampling)
-    assert copies.asynchronous and not copies.waited, set(copies.waited)
-
-
-def test_drafts_are_copied_without_waiting(copies: CopiesToTheDevice) -> None:
-    engine = GenerationEngine.from_model(tiny_model())
-    engine.generate(
-        [[5, 6, 7, 5, 6, 7, 5, 6]], replace(SAMPLED, temperature=0.0, n=1), drafter=Drafter("ngram", always=True)
-    )
     assert copies.asynchronous and not copies.waited, set(copies.waited)
 
 

@@ -12,9 +12,10 @@ import torch
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
-from hybrid_rlhf.generation import Drafter, GenerationEngine
+from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.batching import workspace
-from hybrid_rlhf.generation.weights.conversion import decoder_of, probe_logprobs
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
+from hybrid_rlhf.generation.weights.probe import probe_logprobs
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.engines import actor_spec, train_generate_save, train_step
@@ -96,19 +97,6 @@ def test_cuda_graphs_record_the_experts_of_the_modules_routers(name: str) -> Non
             expected = module_routes(model, [*prompt, *sample.token_ids])
             # a tie within the resolution of float32 products may fall to another expert
             assert (np.sort(sample.routes[:-1]) == np.sort(expected[:-1])).mean() > 0.99
-
-
-@pytest.mark.parametrize("name", ["llama with biases", "mistral", "gemma2", "bloom", "deepseek_v3"])
-def test_steps_with_drafts_sample_what_captured_steps_do(name: str) -> None:
-    model, sampling = variant(name).cuda(), replace(SHORT_SAMPLED, max_new_tokens=40)
-    engine = GenerationEngine.from_model(model, stop_token_ids=range(3, 30))
-    drafter = Drafter("previous", always=True)
-    tokens = []
-    for _ in range(2):  # nothing is drafted in the first
-        found = engine.generate(SHORT_PROMPTS, sampling, drafter=drafter)
-        tokens.append([[c.token_ids for c in samples] for samples in found])
-    assert tokens[0] == tokens[1]
-    assert engine.work.accepted == engine.work.drafted > 0
 
 
 def kept(world: World, path: Path, stage: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
-from hybrid_rlhf.configs.parsing.command_line import config_tree
+from hybrid_rlhf.configs.parsing.building import config_tree
 from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rlhf.configs.parsing.command_line import config_tree
+from hybrid_rlhf.configs.parsing.building import config_tree
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
@@ -100,11 +100,17 @@ IDLE_CRITIC: dict[str, Sequence[float | None]] = {
 }
 """PPO of SmolLM2-135M with a sharp reward, seed 1 (docs/benchmarks/learning), 12 rollouts; the last value repeated."""
 EVALS = [3.0, *[None] * 9, 2.0, *[None] * 9, 2.1, *[None] * 9, 2.2]
+FALLING: dict[str, Sequence[float | None]] = {
+    "eval/scores": [*[None] * 9, 1.0, *[None] * 9, 0.9, *[None] * 9, 0.5],
+    "eval/scores_std": [*[None] * 9, 1.0, *[None] * 9, 1.0, *[None] * 9, 1.0],
+}
 UNHEALTHY: list[tuple[str, dict[str, Sequence[float | None]], int]] = [
-    ("KL explosion", {"objective/kl": wave(1.0, 20) + [60.0] * 5, "completions/mean_length": [100.0] * 25}, 23),
+    ("KL explosion", {"objective/kl": wave(1.0, 20) + [60.0] * 5, "objective/scores": line(0, 1, 25)}, 22),
+    ("held-out score falls", {**FALLING, "objective/scores": line(0, 1, 30)}, 30),
+    ("diverging components", {"reward/a/mean": line(0, 1, 30), "reward/b/mean": line(1, 0, 30)}, 10),
     ("entropy collapse", {"policy/entropy": wave(2.0, 10) + [0.05] * 10}, 15),
-    ("length drift", {"completions/mean_length": line(20, 90, 40)}, 19),
-    ("length drift", {"completions/mean_length": line(90, 20, 40)}, 30),
+    ("length drift", {"completions/mean_length": line(20, 90, 40)}, 20),
+    ("length drift", {"completions/mean_length": line(90, 20, 40)}, 24),
     ("truncated completions", {"completions/clipped_ratio": [0.5] + [0.95] * 8}, 6),
     ("clip fraction", {"policy/clipfrac": [0.1] * 5 + [0.45] * 6}, 10),
     ("negative explained variance", {"val/explained_variance": [-0.4] * 15}, 10),
@@ -121,8 +127,11 @@ UNHEALTHY: list[tuple[str, dict[str, Sequence[float | None]], int]] = [
     ("accuracy at chance", {"reward/accuracy": wave(0.5, 40)}, 30),
 ]
 HEALTHY: list[dict[str, Sequence[float | None]]] = [
-    {"objective/kl": line(0.0, 8.0, 60), "completions/mean_length": [100.0] * 60},
-    {"objective/kl": wave(60.0, 60), "completions/mean_length": [2000.0] * 60},
+    {"objective/kl": line(0.0, 8.0, 60), "objective/scores": line(0, 1, 60)},
+    {"objective/kl": wave(60.0, 60), "objective/scores": line(0, 1, 60)},
+    {"objective/kl": wave(1.0, 20) + [60.0] * 5, "objective/scores": line(1, 0, 25)},
+    {**FALLING, "objective/scores": line(1, 0, 30)},
+    {"reward/a/mean": line(0, 1, 60), "reward/b/mean": line(0, -0.06, 60), "reward/b/std": [1.0] * 60},
     MOVING,
     MOVING_GRPO,
     {**STILL, "lr": line(1e-6, 2e-6, 14)},

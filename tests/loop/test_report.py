@@ -14,9 +14,8 @@ from unittest.mock import Mock
 import pytest
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config, settings_and_defaults
+from hybrid_rlhf.configs.parsing.building import settings_and_defaults
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.configs.sections.run import LoggingConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.loop.report.charts import Chart, chart_groups, thinned
@@ -28,7 +27,9 @@ from hybrid_rlhf.loop.setup import open_step
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
 from hybrid_rlhf.planning.step_memory import Planner
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from hybrid_rlhf.runtime.run import CONFIG_FILE, Run
 from hybrid_rlhf.supervised.build import run_sft
 

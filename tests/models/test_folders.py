@@ -71,7 +71,7 @@ def test_a_name_is_no_folder_and_no_hub_answers(offline: bool, tmp_path: Path) -
     program = """
 from huggingface_hub.utils import _http
 _http.time.sleep = lambda seconds: None
-from hybrid_rlhf.configs.parsing.command_line import user_errors
+from hybrid_rlhf.runtime.command_line import user_errors
 from hybrid_rlhf.models.pretrained.folders import load_config
 with user_errors():
     load_config("nosuch")

@@ -13,8 +13,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.generation.weights.describe import describe
-from hybrid_rlhf.generation.weights.description import Experts
+from hybrid_rlhf.generation.architecture.hugging_face import describe
+from hybrid_rlhf.generation.architecture.model_description import Experts
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.pretrained.loading import adapt_model
 from hybrid_rlhf.models.routers.losses import RouterLoss

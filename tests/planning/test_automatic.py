@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import RolePlacements
 from hybrid_rlhf.planning.automatic import MeasuredStep, PlacementWatch, _PlanRequest, choose_placement
 from hybrid_rlhf.planning.job import StepLengths, measured_lengths
 from hybrid_rlhf.planning.machines.stored import save_curves
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.placement import cpu_machine
 
@@ -29,9 +31,13 @@ SHORT = (
 """So little work that actor and critic are on ranks of their own."""
 
 
-def config_of(model: Path, cache: Path, more: str = "") -> RLConfig:
+def config_line(model: Path, cache: Path, more: str = "") -> list[str]:
     line = f"--model.path {model} --reward.components {model} --data.cache_dir {cache} --placement auto"
-    return parse_config(RLConfig, f"{line} {more}".split())
+    return f"{line} {more}".split()
+
+
+def config_of(model: Path, cache: Path, more: str = "") -> RLConfig:
+    return parse_config(RLConfig, config_line(model, cache, more))
 
 
 def test_errors_are_told_and_correct_the_curves(model_folder: Path, tmp_path: Path, log_lines: list[str]) -> None:
@@ -95,27 +101,24 @@ def test_lengths_of_some_steps_are_those_of_a_rollout() -> None:
     assert len(measured_lengths(steps, prompts=7, per_prompt=3).completions) == 21
 
 
-@pytest.mark.parametrize(("adapts", "steps_left", "moves"), [(True, 10, True), (True, 0, False), (False, 10, False)])
-def test_a_run_moves_only_if_the_steps_left_pay_for_it(
-    adapts: bool, steps_left: int, moves: bool, model_folder: Path, tmp_path: Path, log_lines: list[str]
+def test_the_log_has_the_command_that_resumes_under_a_faster_placement(
+    model_folder: Path, tmp_path: Path, log_lines: list[str]
 ) -> None:
     save_curves(cpu_machine(), 2, str(tmp_path))
-    request = _PlanRequest.of(config_of(model_folder, tmp_path, SHORT), World(0, 2, 0, 2, CPU))
-    watch = PlacementWatch(request, adapts=adapts)
-    watch.build_seconds = 1.0
-    best, before = watch.answer.best, watch.plan
-    assert best is not None and best.time is not None and len(before.sampling.ranks) == 1
+    config = config_of(model_folder, tmp_path, SHORT)
+    watch = PlacementWatch(_PlanRequest.of(config, World(0, 2, 0, 2, CPU)))
+    best = watch.answer.best
+    assert best is not None and best.time is not None and len(best.plan.sampling.ranks) == 1
     measured = {**best.time.phases, "generation": 1e6 * best.time.phases["generation"], "step": 1e3}
     for _ in range(4):
-        assert watch.move is None
-        watch.metrics(MeasuredStep(measured, request.job.lengths), steps_left=steps_left)
-    assert (watch.move is not None) == moves
-    assert any("moving is expected to take" in line for line in log_lines)
-    if watch.move is not None:
-        price = watch.move.price
-        assert price.gain_seconds * steps_left > price.cost_seconds > 1.0
-        watch.moved()
-        assert watch.move is None and watch.plan != before and len(watch.plan.sampling.ranks) == 2
+        watch.metrics(MeasuredStep(measured, watch._question.job.lengths))
+    (line,) = [line for line in log_lines if "is expected to take" in line]
+    words = shlex.split(line.split("hybrid-rlhf rl ")[1])
+    resumed = parse_config(RLConfig, [*config_line(model_folder, tmp_path, SHORT), *words[2:]])
+    assert words[:4] == ["--config", f"{config.output_dir}/config.yaml", "--resume", "auto"]
+    assert watch.answer.best is not None and resumed.resume == "auto"
+    assert resumed.placement == watch.answer.best.plan.placement_setting()
+    assert len(watch.answer.best.plan.sampling.ranks) == 2
 
 
 def test_training_ranks_that_join_in_sampling_are_another_placement(
@@ -146,7 +149,7 @@ def test_the_plan_becomes_the_placement(
         choose_placement(config, solo_world(CPU))
     save_curves(cpu_machine(), 1, str(tmp_path))
     chosen, watch = choose_placement(config, solo_world(CPU))
-    assert isinstance(chosen.placement, dict) and watch is not None
-    assert {keys["ranks"] for keys in chosen.placement.values()} == {"0"}
+    assert isinstance(chosen.placement, RolePlacements) and watch is not None
+    assert {role.ranks for role in chosen.placement.roles.values()} == {(0,)}
     assert any("placement plan in seconds of an RL step: 1 x synthetic" in line for line in log_lines)
     assert choose_placement(chosen, solo_world(CPU)) == (chosen, None)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.costs.passes import ATTENTION_BACKWARD, DECODE_PRODUCTS
@@ -22,6 +21,7 @@ from hybrid_rlhf.planning.machines.runs import RunTimes, with_runs
 from hybrid_rlhf.planning.plans import Cluster, StepPlan, flattening
 from hybrid_rlhf.planning.shapes import Shapes
 from hybrid_rlhf.planning.step_time import step_time
+from hybrid_rlhf.runtime.command_line import parse_config
 from tests.support.placement import cost_line, cpu_machine, machine
 from tests.support.tiny import tiny_config
 

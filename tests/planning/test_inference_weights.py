@@ -12,8 +12,8 @@ from torch import Tensor
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.model.quantised import Quantization
-from hybrid_rlhf.generation.weights.conversion import decoder_of
+from hybrid_rlhf.generation.ops.quantisation import Quantization
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.models.families import keep_float32_logits
 from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
 from hybrid_rlhf.planning.shapes import ShapedModel

@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.placement import read_placement
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.planning import kept_weights as kept_layout
 from hybrid_rlhf.planning.kept_weights import plan_has_room, resolve_keep_weights
 from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.step_memory import Planner
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 
 GPU = torch.device("cuda", 0)
@@ -58,7 +59,7 @@ def test_auto_asks_the_plan_on_a_gpu_and_is_off_on_a_cpu(model_folder: Path, mon
     def decided(config: RLConfig, device: str = "cuda") -> bool | str:
         return resolve_keep_weights(config, World(0, 1, 0, 1, torch.device(device), None)).rollout.keep_weights
 
-    assert decided(replace(config, placement="separation")) == "auto", "the sampler decides"
+    assert decided(replace(config, placement=read_placement("separation"))) == "auto", "the sampler decides"
     assert decided(config) is True
     assert decided(config, "cpu") is False
     assert decided(config_of(model_folder, keep_weights=False)) is False, "what is set stays"

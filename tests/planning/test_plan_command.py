@@ -14,12 +14,11 @@ import torch
 
 from hybrid_rlhf.cli.machine import plan
 from hybrid_rlhf.cli.main import main
-from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
+from hybrid_rlhf.configs.sections.placement import RolePlacements
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
@@ -29,6 +28,8 @@ from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.shapes import Shapes
 from hybrid_rlhf.planning.step_time import PHASES
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from tests.support.placement import machine_file
 from tests.support.tiny import tiny_config
 
@@ -61,8 +62,8 @@ def test_a_plan_for_another_machine_needs_a_config_alone(shape: str, capsys: pyt
     assert "is the fastest of" in text and "slower" in text and "best plan: " in text
     option = shlex.split(text.partition("set it with ")[2].splitlines()[0])
     given = parse_config(RLConfig, ["--placement", option[1]]).placement
-    assert option[0] == "--rl.placement" and isinstance(given, dict)
-    assert {"actor", "critic"} <= {*given} and all("ranks" in keys for keys in given.values())
+    assert option[0] == "--rl.placement" and isinstance(given, RolePlacements)
+    assert {"actor", "critic"} <= {*given.roles} and all(role.ranks for role in given.roles.values())
 
 
 def test_json_has_plans_with_phases_memory_and_reasons(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -298,7 +299,7 @@ def test_a_file_of_several_steps_needs_the_name_of_one(
 def test_without_curves_the_memory_is_planned_alone(
     shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hybrid_rlhf.configs.files.cache.CACHE", str(tmp_path))
+    monkeypatch.setattr("hybrid_rlhf.runtime.files.reading.CACHE", str(tmp_path))
     text, code = printed(["--base_model", shape], capsys)
     assert code == 0 and "actor training" in text
     assert text.splitlines()[-1].startswith("times are not predicted: run hybrid-rlhf calibrate first")
@@ -385,7 +386,7 @@ def test_training_ranks_that_sample_need_the_memory_of_both(shape: str) -> None:
 def test_calibrate_measures_once_and_plan_reads_it(
     shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hybrid_rlhf.configs.files.cache.CACHE", str(tmp_path))
+    monkeypatch.setattr("hybrid_rlhf.runtime.files.reading.CACHE", str(tmp_path))
     words = ["calibrate", "--quick", "true", "--ranks", "2"]
     main(words)
     assert "measured in" in capsys.readouterr().out

@@ -13,14 +13,14 @@ import torch
 import yaml
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import READS_ACTOR, Placement, resolve_placement
 from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device, RankMemory
 from hybrid_rlhf.planning.remedies import with_settings
 from hybrid_rlhf.planning.room import misfit, require_room
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.rl.roles.placing import log_placement
+from hybrid_rlhf.runtime.command_line import parse_config
+from hybrid_rlhf.runtime.placement import READS_ACTOR, Placement, placed_roles, resolve_placement
 from hybrid_rlhf.runtime.world import World
 
 GPU = torch.device("cuda", 0)
@@ -38,7 +38,7 @@ def config_of(model: Path, placement: str | None, *more: str) -> RLConfig:
 
 
 def placed(config: RLConfig, ranks: int) -> Placement:
-    return resolve_placement(config.placement, config.placed_roles(), ranks=ranks)
+    return resolve_placement(config.placement, placed_roles(config), ranks=ranks)
 
 
 def needed(config: RLConfig, ranks: int) -> dict[str, float]:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
-from hybrid_rlhf.configs.sections.placement import PlacedRoles, resolve_placement
+from hybrid_rlhf.configs.sections.placement import read_placement
 from hybrid_rlhf.planning.candidates import all_options, layouts, plan_of, tensor_parallels
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
 from hybrid_rlhf.planning.job import RLJob, StepLengths
 from hybrid_rlhf.planning.plans import SAMPLER, Cluster
 from hybrid_rlhf.planning.search import Search
+from hybrid_rlhf.runtime.placement import PlacedRoles, resolve_placement
 from tests.support.placement import FlatMemory, machine, placed_at, small_job
 
 LONG_TAIL = StepLengths(32.0, (*(8,) * 15, 512))
@@ -156,7 +157,7 @@ def test_a_search_lets_training_ranks_sample_where_that_is_faster() -> None:
     found = {each.plan.placement.style: each.plan for each in search.run(["separation"]).ranked}["separation"]
     assert found.placement.with_actor
     placed = PlacedRoles(dict.fromkeys(("actor", "critic", "reference", "reward"), 0))
-    again = resolve_placement(found.placement_setting(), placed, ranks=4)
+    again = resolve_placement(read_placement(found.placement_setting()), placed, ranks=4)
     assert again.with_actor and again.sampling_groups == found.sampling_groups
     lagging = search_of(ranks=4, job={"lag": 1}).run(["separation"]).ranked[0].plan
     assert not lagging.placement.with_actor

@@ -16,16 +16,14 @@ from hybrid_rlhf.cli.machine.plan import planned_phases
 from hybrid_rlhf.cli.train import step_config
 from hybrid_rlhf.configs.algorithms import PPOConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
 from hybrid_rlhf.configs.pipeline import PlanConfig
 from hybrid_rlhf.configs.rl import ActorConfig, CriticConfig, RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, TrainConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import LoopConfig, MicroBatches, OptimizerConfig, TrainConfig, ZeroConfig
 from hybrid_rlhf.configs.sft import DistillConfig, SFTConfig, SFTDataConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.ds_config import read_overrides
@@ -41,6 +39,8 @@ from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.rl.rewards.models import ModelReward
 from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective
@@ -294,16 +294,16 @@ def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None
         )
         counted(counter, *(engine for engine in (actor, critic, reward, reference) if engine is not None))
         counter.restart()
-        parts = RLParts.of(
-            roles,
-            PPO(config.algorithm),
-            sampling=rollout,
-            tokenizer=tiny_tokenizer(),
+        sampler = RolloutSampler(
+            actor,
+            rollout,
+            world=world,
             stop_token_ids=(),
-            micro_batches=MicroBatches(None, 240),
             seed=0,
             timers=Timers(world.device),
+            tokenizer=tiny_tokenizer(),
         )
+        parts = RLParts.of(roles, PPO(config.algorithm), sampler, micro_batches=MicroBatches(None, 240))
         updater, scorer = parts.updater, parts.scorer
         update_critic = updater._update_critic
 

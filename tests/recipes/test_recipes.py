@@ -21,9 +21,9 @@ import yaml
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.cli.machine import plan
 from hybrid_rlhf.configs.inference import EvaluateConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
 from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from tests.support.documents import undocumented_metrics
 from tests.support.generation import wait_until
 from tests.support.runs import ROOT

@@ -21,7 +21,6 @@ import torch
 from datasets import Dataset
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
@@ -31,9 +30,10 @@ from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.batching.workspace import Workspace, _Graphs
-from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
+from hybrid_rlhf.rl.rollouts.collector import AsyncSampler
 from hybrid_rlhf.rl.rollouts.sampler import Pending, RolloutSampler
 from hybrid_rlhf.runtime.background import BackgroundCall
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, solo_world
@@ -76,7 +76,7 @@ def whose(world: World, path: str, staleness: int, stage: int, rank: int) -> lis
     taken = []
     for step in range(1, STEPS + 1):
         taken.append(ahead.take(step)[1])
-        with ahead._sampler._in_turn():  # the threads wait until the weights have changed
+        with ahead.sampler._in_turn():  # the threads wait until the weights have changed
             ahead.begin(step)
             change_weights(actor, step)
         for later in ahead._ahead.values():
@@ -149,7 +149,6 @@ def graphs_of_snapshots(world: World, path: str, cuda_graphs: bool, first_ahead:
         ReplayedOnCpu.log.clear()
         change_weights(actor, step)
         ahead.begin(step)
-    actor.close()
     return tokens, logs
 
 
@@ -193,7 +192,7 @@ class FakeEngine:
 
     def __init__(self, world: World) -> None:
         self.world = self.generation_world = world
-        self.device, self.work, self.drafter = world.device, DecodeWork(), None
+        self.device, self.work = world.device, DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
         self.groups = (1, 0)
 
@@ -438,7 +437,7 @@ def test_samples_of_other_weights_are_corrected_by_default(line: str) -> None:
     assert parse_config(RLConfig, line.split()).algorithm.correction == CorrectionConfig()
     given = [*line.split(), "--algorithm.correction.method", "mask"]
     assert parse_config(RLConfig, given).algorithm.correction == CorrectionConfig(method="mask")
-    assert parse_config(RLConfig, [*line.split(), "--algorithm", "online_dpo"]).algorithm.correction is None
+    assert not hasattr(parse_config(RLConfig, [*line.split(), "--algorithm", "online_dpo"]).algorithm, "correction")
     assert parse_config(RLConfig, []).algorithm.correction is None
 
 

@@ -10,15 +10,16 @@ import torch
 from datasets import Dataset
 
 from hybrid_rlhf.configs.algorithms import PPOConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig, PenaltiesConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner, Rollout
-from hybrid_rlhf.rl.rollouts.collector import Collector, NothingToLearn, _joined
+from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
+from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector, _joined
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.rl import rollout_of
 
@@ -76,9 +77,9 @@ def collector(
     data = Dataset.from_list([{"input_ids": [row]} for row in range(ROWS)])
     stream = RowStream(ROWS, epochs=2, seed=1)
     algorithm = ALGORITHMS[name](config)
-    roles: Any = scripted, scripted
-    whole = Collector(*roles, algorithm, prompts=data, stream=stream, per_step=per_step, total_steps=100)
-    return whole, scripted, stream
+    roles: Any = scripted
+    ahead = AsyncSampler(roles, prompts=data, stream=stream, per_step=per_step, total_steps=100)
+    return Collector(ahead, roles, algorithm), scripted, stream
 
 
 def test_dynamic_sampling_keeps_every_accepted_group_to_the_end_of_the_data() -> None:

@@ -20,8 +20,7 @@ from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.batch import Batch
 from hybrid_rlhf.rl.metrics import rollout_metrics
-from hybrid_rlhf.rl.rollouts.advantages import estimate_advantages
-from hybrid_rlhf.rl.rollouts.score_scaling import ScoreScaling
+from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.updater import Progress, Updater
 from hybrid_rlhf.runtime.world import World

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.rl.build import few_updates_text, plan_step
 from hybrid_rlhf.rl.metrics import _equal_groups, evaluation_metrics
 from hybrid_rlhf.rl.roles import place_roles
-from hybrid_rlhf.rl.rollouts.score_scaling import ScoreScaling
+from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.run import start_run
 from tests.support.rl import rollout_of_rows
 

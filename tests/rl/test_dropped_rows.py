@@ -11,7 +11,6 @@ import torch
 from datasets import Dataset
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
@@ -21,9 +20,10 @@ from hybrid_rlhf.rl.batch import Batch, Rollout
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import ComponentScores, Reward, RewardBatch, RewardComponent
-from hybrid_rlhf.rl.rollouts.collector import Collector
-from hybrid_rlhf.rl.updates.kl_controller import KLController
+from hybrid_rlhf.rl.rollouts.advantages import KLController
+from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.rl import ALGORITHM, PROMPTS, build_parts, sample_and_score
 
@@ -91,9 +91,8 @@ def test_a_refill_may_be_dropped_whole_and_a_rollout_may_not(name: str, world: W
     config = replace(parse_config(RLConfig, ["--algorithm", name]).algorithm, dynamic_sampling=DynamicSamplingConfig())
     algorithm = ALGORITHMS[name](config)
     data, stream = Dataset.from_list(PROMPTS[:3]), RowStream(3, epochs=1, seed=0)
-    collector = Collector(
-        parts.sampler, parts.scorer, algorithm, prompts=data, stream=stream, per_step=2, total_steps=1
-    )
+    ahead = AsyncSampler(parts.sampler, prompts=data, stream=stream, per_step=2, total_steps=1)
+    collector = Collector(ahead, parts.scorer, algorithm)
     inner, calls = parts.scorer.score, []
 
     def score(*given: Any, **named: Any) -> Any:

@@ -23,7 +23,6 @@ import torch
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.algorithms import GRPOConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import PenaltiesConfig
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
@@ -34,17 +33,19 @@ from hybrid_rlhf.data.chat.template import render
 from hybrid_rlhf.functional.advantages import gae, shaped_rewards
 from hybrid_rlhf.generation.sampling import Completion
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
-from hybrid_rlhf.rl.batch import Rollout
-from hybrid_rlhf.rl.environments import StepResult, build_runner, load_environment
+from hybrid_rlhf.rl.batch import Episode, Rollout
+from hybrid_rlhf.rl.environments import StepResult, build_runner
 from hybrid_rlhf.rl.environments.calculator import Calculator, compute
 from hybrid_rlhf.rl.environments.calls import CallFailure, EnvironmentCalls
-from hybrid_rlhf.rl.environments.episodes import Episode, as_rollout, episode_metrics
+from hybrid_rlhf.rl.environments.environment import read_environment
+from hybrid_rlhf.rl.environments.episodes import as_rollout
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
-from hybrid_rlhf.rl.metrics import rollout_metrics
+from hybrid_rlhf.rl.metrics import episode_metrics, rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.rl.updates.updater import Updater
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.families import variant
 from tests.support.ranks import run_main, run_ranks
@@ -547,11 +548,11 @@ def test_text_of_an_episode_is_what_the_actor_said() -> None:
             episode.add_observation(tokenizer(told).input_ids)
     answers = CompletionTexts.read([chat_row("Q")], as_rollout([episode], CPU), tokenizer)
     assert answers.completions == ["one\ntwo"]
-    plain = Rollout.of_completions([[5]], [Completion([70, 2], [-1.0, -2.0], "stop", [-1.0, -2.0])], CPU)
+    plain = Rollout.of([Episode.of([5], Completion([70, 2], [-1.0, -2.0], "stop", [-1.0, -2.0]))], CPU)
     assert plain.turn_rewards is None and episode_metrics(plain) == {}
 
 
-def test_what_is_no_environment_is_refused(tmp_path: Path, world: World) -> None:
+def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "class Half:\n    def reset(self, row): pass\n\nx = 3\n\n"
@@ -573,8 +574,7 @@ def test_what_is_no_environment_is_refused(tmp_path: Path, world: World) -> None
         (f"{__name__}:Scripted", {"stop_strings": [""]}, "is a list of texts, none of them empty, .* has \\[''\\]"),
     ):
         with pytest.raises(UserError, match=rule):
-            load_environment(EnvironmentConfig(path=path, options=options), world)
-    assert load_environment(None, world) is None
+            read_environment(EnvironmentConfig(path=path, options=options))
 
 
 @pytest.mark.parametrize(
@@ -681,9 +681,8 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
     assert len(configs) == 6
     for config in configs:
         assert build_runner(config.environment, rollout=SAMPLING, tokenizer=tiny_tokenizer(), world=world) is not None
-    make = load_environment(configs[0].environment, world)
-    assert make is not None
-    game: Any = make()
+    assert configs[0].environment is not None
+    game: Any = read_environment(configs[0].environment)()
     assert game.reset({"prompt": [], "secret": 7}) == "I think of a number from 1 to 10. Which?"
     told = [game.step(said) for said in ("3", "nine", "9", " 7")]
     assert told == [

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.rl.updates.last_logprobs import LastLogprobs
+from hybrid_rlhf.rl.updates.updater import LastLogprobs
 from hybrid_rlhf.runtime.world import World
 from tests.support.ranks import run_ranks
 

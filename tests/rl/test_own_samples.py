@@ -27,7 +27,7 @@ class WrongSampler:
             sampled = run()
             return replace(sampled, logprobs=sampled.logprobs + 0.1)
 
-        intercept("hybrid_rlhf.generation.sampler:Sampler.__call__", around)
+        intercept("hybrid_rlhf.generation.batching.sampler:Sampler.__call__", around)
 
 
 @pytest.mark.parametrize("limit", [None, "0.5"])

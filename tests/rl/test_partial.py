@@ -13,16 +13,16 @@ from datasets import Dataset
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rollout import PartialRolloutConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.rl.batch import Rollout
-from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
+from hybrid_rlhf.rl.rollouts.collector import AsyncSampler
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from tests.support.ahead import (
@@ -161,7 +161,7 @@ def whole_steps(world: World, path: str) -> dict[int, list[list[int]]]:
     ahead, found = partial_of(actor, stream, 0), {}
     for step, begins in enumerate((PER_STEP + EXTRA, PER_STEP, PER_STEP, PER_STEP - EXTRA), start=1):
         rows = stream.take(begins)
-        found |= tokens_by_row(rows, ahead._sampler.sample(ahead.prompts(rows), step=step))
+        found |= tokens_by_row(rows, ahead.sampler.sample(ahead.prompts(rows), step=step))
     return found
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.sections.algorithm import KLConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import MicroBatches, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.data.collation import collate_tokens
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.engine import Role
@@ -21,7 +20,7 @@ from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner
 from hybrid_rlhf.rl.metrics import rollout_metrics
 from hybrid_rlhf.rl.roles import Roles
-from hybrid_rlhf.rl.updates.kl_controller import KLController
+from hybrid_rlhf.rl.rollouts.advantages import KLController
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.rl.updates.updater import Updater
 from hybrid_rlhf.runtime.world import World

@@ -22,7 +22,7 @@ from hybrid_rlhf.configs.sections.rollout import EndpointConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.environments import build_runner
-from hybrid_rlhf.rl.environments.episodes import episode_metrics
+from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.runtime.world import World
 from tests.support.programs import ALGORITHM, PROMPTS, SAMPLING, STOP, Numbered, client_of, play_numbered, program_parts
 from tests.support.ranks import run_ranks
@@ -271,8 +271,8 @@ def test_mistakes_are_named_before_the_run(world: World) -> None:
     config = EnvironmentConfig(program="m:f")
     with pytest.raises(UserError, match="got algorithm online_dpo, which counts completions"):
         RLConfig(environment=config, algorithm=OnlineDPOConfig(), rollout=RolloutConfig(sampling=SamplingParams(n=2)))
-    with pytest.raises(UserError, match="got rollout.draft ngram: leave it out"):
-        RLConfig(environment=config, algorithm=ALGORITHM, rollout=replace(SAMPLING, draft="ngram"))
+    with pytest.raises(UserError, match="got rollout.routing_replay True: leave it out"):
+        RLConfig(environment=config, algorithm=ALGORITHM, rollout=replace(SAMPLING, routing_replay=True))
     for program, options, rule in (
         (f"{__name__}:SAMPLING", {}, "names a function, .* is a RolloutConfig"),
         (f"{__name__}:misbehave", {"when": 1}, r"does not \(missing a required argument: 'how'\)|does not \("),

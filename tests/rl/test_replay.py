@@ -15,10 +15,10 @@ from safetensors.numpy import load_file, save_file
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.cli.runs.replay import main as replay_main
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import save_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
+from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.observability.token_records import DETAILS, TokenRecords, record_file
 from tests.support.ahead import rollout_line
 from tests.support.ranks import run_main

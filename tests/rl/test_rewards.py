@@ -23,7 +23,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.training import ZeroConfig
@@ -35,6 +34,7 @@ from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.rl.rewards.models import ModelReward, RetokenizingModelReward
 from hybrid_rlhf.runtime import background as waits
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks
 from tests.support.rl import COMPLETIONS, MICRO_BATCH_ROWS, rollout_of_rows

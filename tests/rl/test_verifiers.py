@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from hybrid_rlhf.rl.environments.episodes import episode_metrics
+from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.runtime.world import World
 from tests.support.programs import PROMPTS, client_of, program_parts
 

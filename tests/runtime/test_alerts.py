@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.sections.run import LoggingConfig
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.observability import alerts as alerts_module
 from hybrid_rlhf.runtime.observability.alerts import Alerts, Ending
 from hybrid_rlhf.runtime.run import start_run

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.sections.run import SinkName
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.runtime.background import BackgroundQueue
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.observability.metrics import SINKS, MetricsWriter
 from hybrid_rlhf.runtime.observability.sinks.sink import (
     EndState,

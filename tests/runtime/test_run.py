@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import save_config
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.files.checkpoint_folder import newest_complete, write_manifest
 from hybrid_rlhf.runtime.files.durable import checksum
 from hybrid_rlhf.runtime.files.folder_lock import LOCK_FILE

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hybrid_rlhf.cli.preference import main
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, KTOConfig, PreferenceStepConfig
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.supervised.preference import KTO, PAIR_LOSSES, PairLoss, PairSide, reference
 from tests.support.ranks import run_main
 from tests.support.steps import run_outputs, write_rows

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
@@ -21,9 +20,10 @@ from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
-from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
+from hybrid_rlhf.rl.rewards.components import CompletionTexts
 from hybrid_rlhf.rl.rewards.models import RetokenizingModelReward, ScoreTransform
 from hybrid_rlhf.rl.rewards.reward import build_reward
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.ranks import run_main
 from tests.support.rl import COMPLETIONS, MICRO_BATCH_ROWS, rollout_of_rows

@@ -16,9 +16,10 @@ from typing import Any
 
 import httpx2
 
-from hybrid_rlhf.configs.parsing.command_line import build_config, save_config
+from hybrid_rlhf.configs.parsing.building import build_config
 from hybrid_rlhf.configs.parsing.schema import Layer
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.runtime.command_line import save_config
 from tests.support.runs import ENVIRONMENT, ROOT
 
 POST = {"X-Board": "1"}

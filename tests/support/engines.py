@@ -17,7 +17,7 @@ from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.weights.conversion import probe_logits
+from hybrid_rlhf.generation.weights.probe import probe_logits
 from hybrid_rlhf.loop.saving import save_adapter
 from hybrid_rlhf.models.head_check import probe_tokens
 from hybrid_rlhf.models.lora import has_lora

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.workspace import Workspace
+from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS
 from hybrid_rlhf.generation.sampling import per_request, uniform_stream
 from tests.support.tiny import tiny_model
 

@@ -13,7 +13,6 @@ import yaml
 from hybrid_rlhf.configs.algorithms import PPOConfig
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
-from hybrid_rlhf.configs.sections.placement import Placement, RolePlacement
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.planning.costs import Work
@@ -24,6 +23,7 @@ from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, DataSheet
 from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory, RankMemory
 from hybrid_rlhf.planning.placed_memory import PlanMemory
 from hybrid_rlhf.planning.plans import SAMPLER, Cluster, StepPlan, style_of
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "transfer")
 

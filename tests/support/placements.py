@@ -123,13 +123,12 @@ def launch_placed(
     extra: tuple[str, ...],
     *,
     output: Path | None = None,
-    module: str = "hybrid_rlhf.cli.rl",
 ) -> Path:
-    """Two rollouts; the folder of the run. `module` has the main of a rank."""
+    """Two rollouts; the folder of the run."""
     trial = PlacementTrial("", algorithm, ranks, placement, extra)
     output = output or output_of(workspace, trial)
     if not is_finished(output):
-        run_mains(module, ranks, [run_words(workspace, trial, output)])
+        run_mains("hybrid_rlhf.cli.rl", ranks, [run_words(workspace, trial, output)])
     return output
 
 

@@ -10,13 +10,12 @@ import torch
 
 from hybrid_rlhf.configs.algorithms import GRPOConfig, PPOConfig
 from hybrid_rlhf.configs.sections.algorithm import KLConfig, PenaltiesConfig
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import MicroBatches, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
@@ -27,6 +26,7 @@ from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
 from hybrid_rlhf.rl.rewards.models import ModelReward
 from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from tests.support.tiny import tiny_tokenizer
@@ -69,16 +69,16 @@ def build_parts(
         build_engine(spec("critic", "reward", 1e-2), world),
         None if lora_rank else build_engine(spec("reference", "reference", None), world),
     )
-    return RLParts.of(
-        roles,
-        PPO(algorithm),
-        sampling=sampling,
-        tokenizer=tiny_tokenizer(),
+    sampler = RolloutSampler(
+        roles.sampler,
+        sampling,
+        world=world,
         stop_token_ids=tuple(range(3, 20)),
-        micro_batches=MicroBatches(2),
         seed=0,
         timers=Timers(world.device),
+        tokenizer=tiny_tokenizer(),
     )
+    return RLParts.of(roles, PPO(algorithm), sampler, micro_batches=MicroBatches(2))
 
 
 def sample_and_score(parts: RLParts, *, mini_batches: int = 1) -> tuple[Rollout, MiniBatchPlan]:
@@ -146,14 +146,14 @@ def episode_parts(
     spec = EngineSpec("actor", path, ModelConfig(dtype="float32"), ZeroConfig(), 0, optimizer)
     roles = Roles(world, build_actor(spec, world, rollout=sampling), Reward([], world))
     tokenizer = tiny_tokenizer()
-    return RLParts.of(
-        roles,
-        GRPO(algorithm),
-        sampling=sampling,
-        tokenizer=tokenizer,
+    sampler = RolloutSampler(
+        roles.sampler,
+        sampling,
+        world=world,
         stop_token_ids=stop_token_ids,
-        micro_batches=MicroBatches(2),
         seed=0,
         timers=Timers(world.device),
+        tokenizer=tokenizer,
         environments=build_runner(config, rollout=sampling, tokenizer=tokenizer, world=world),
     )
+    return RLParts.of(roles, GRPO(algorithm), sampler, micro_batches=MicroBatches(2))

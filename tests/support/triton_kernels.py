@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -13,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybrid_rlhf.generation import ops
+from hybrid_rlhf.generation.ops import gpu  # noqa: F401 - loads all of them
 
 LEAST_SHARED_BYTES = 101_376
 """What a program may take on sm_86 and sm_89; sm_80 has 166,912, sm_90 has 232,448."""
@@ -39,9 +41,7 @@ class Operations(TorchDispatchMode):
 
 def layer_kernels() -> list[ModuleType]:
     """The modules of kernels that layers launch."""
-    kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels")
-    others = [each for each in vars(kernels).values() if isinstance(each, ModuleType)]
-    return [each for each in others if each.__name__.startswith(kernels.__name__) and each is not kernels.sampling]
+    return [each for each in vars(ops).values() if isinstance(each, ModuleType) and each is not ops.sampling]
 
 
 def count_launches(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> list[str]:
@@ -66,7 +66,7 @@ _COMPILE = """
 import json, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hybrid_rlhf.generation.model.kernels import attention as heads, norms, rows, sampling
+from hybrid_rlhf.generation.ops import attention as heads, norms, rows, sampling
 
 TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
 POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logprobs sampling_logprobs parts found",

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import nested
+from hybrid_rlhf.configs.parsing.building import nested
 
 _ROOT = Path(__file__).parents[3]
 """Folder that contains the package."""

@@ -18,7 +18,7 @@ from typing import Any
 from hybrid_rlhf.board.processes.commands import command_line, end_process, start_process, write_settings
 from hybrid_rlhf.board.processes.form import read_form
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import plain
+from hybrid_rlhf.configs.parsing.building import plain
 
 _MOST_KEPT = 64
 _SECONDS = 180.0

@@ -19,10 +19,11 @@ from hybrid_rlhf.board.processes.training import world_size
 from hybrid_rlhf.board.runs.folders import RunFolders
 from hybrid_rlhf.board.runs.summary import COMMANDS, RunSummaries, command_of
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import parse_yaml, read_text
-from hybrid_rlhf.configs.parsing.command_line import build_config, config_tree, settings_and_defaults
+from hybrid_rlhf.configs.parsing.building import build_config, config_tree, settings_and_defaults
 from hybrid_rlhf.configs.parsing.schema import Layer
+from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 from hybrid_rlhf.configs.pipeline import STEP_NAMES, PipelineConfig, step_config
+from hybrid_rlhf.runtime.files.reading import read_text
 
 _RECIPES = Path("recipes")
 _NOT_COPIED = ("output_dir", "resume")

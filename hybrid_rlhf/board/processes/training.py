@@ -23,8 +23,9 @@ from hybrid_rlhf.board.runs.folders import BOARD_CONFIG, RunFolder, RunFolders, 
 from hybrid_rlhf.board.runs.reading import open_regular
 from hybrid_rlhf.board.runs.summary import BOARD_LOG, RunSummaries, holding_process
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.configs.parsing.command_line import config_tree, save_config
+from hybrid_rlhf.configs.parsing.building import config_tree
+from hybrid_rlhf.runtime.command_line import save_config
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.names import CHECKPOINTS, CONFIG_FILE, MANIFEST
 from hybrid_rlhf.runtime.openmp import shared_cores
 

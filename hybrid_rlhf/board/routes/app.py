@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -46,6 +47,7 @@ def build_app(workspace: BoardWorkspace, config: BoardConfig) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _wrong_request)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(OSError, _handler(503))
+    app.add_exception_handler(sqlite3.Error, _handler(503))
     app.add_exception_handler(Exception, _internal_error)  # it is logged too
     app.add_middleware(BoardAccess, host=config.host, token=config.token)
 

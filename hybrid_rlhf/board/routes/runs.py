@@ -105,6 +105,7 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
         if summaries.summary(run)["state"] == "running":  # also on another host, which may not share the lock
             raise UserError(f"a run that is deleted must not be running, {run.name} is running: stop it first")
         delete_run(run, name=body.name)
+        workspace.forget(run)
         folders.scan()
         workspace.hub.publish("runs", {})
         return answer({})

@@ -21,7 +21,7 @@ BOARD_CONFIG = "board.yaml"
 _DEEPEST = 6
 _MOST_RUNS = 5000
 _LONGEST_SHOWN = 200
-_NOT_ENTERED = {CHECKPOINTS, "tensorboard", "tokens", "stacks", "nonfinite", "profile", "samples.index", "logs"}
+_NOT_ENTERED = {CHECKPOINTS, "tensorboard", "tokens", "stacks", "nonfinite", "profile", "logs"}
 """Folders of a run in which no other run lies."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from hybrid_rlhf.board.runs.folders import RunFolder
 from hybrid_rlhf.board.runs.reading import open_regular
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.folder_lock import FolderLock
 
 MARKS_FILE = "notes.json"

@@ -17,8 +17,8 @@ from hybrid_rlhf.board.runs.reading import complete_lines, open_regular, parsed
 from hybrid_rlhf.board.runs.summary import RunSummaries
 from hybrid_rlhf.board.samples.lines import prompt_messages
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import read_json_object
 from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
+from hybrid_rlhf.runtime.files.reading import read_json_object
 
 Kind = Literal["chat", "reward"]
 _SYSTEM_ROWS = 20

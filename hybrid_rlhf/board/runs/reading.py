@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import parse_yaml
+from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 
 CHUNK_BYTES = 2**20
 LONGEST_LINE = 64 * 2**20

@@ -1,28 +1,28 @@
-"""An index of samples.jsonl: columns of numbers for filters, the place of each line, its prompt, and a text search.
+"""The SQLite database of samples.jsonl: a row of numbers per sample, each prompt once, and a search of words (FTS5).
 
-`samples.index/` lies beside samples.jsonl, or in the cache folder where the run folder cannot be written. It has one
-folder per generation with a file per column and the blocks of the texts, and `state.json`, written last and at once,
-which says how many rows and which blocks count. An index that does not fit its file is left for a new generation, so
-that a reader's mapped files stay as they are; it can be removed at any time. One board at a time writes; others read
-what it has written.
+It is a cache below ~/.cache/hybrid_rlhf/board that may be removed at any time, one folder per host because SQLite's
+write-ahead log is for the processes of one host. Lines are added in transactions together with the byte up to which the
+file is indexed, so several boards can share a database, and one that ends at any moment leaves a whole one. A file that
+no longer has the last indexed line in its place was rewritten, and is indexed anew.
 
-Why columns and not tables of SQLite: counting what a filter leaves of ten million rows takes SQLite seconds.
+The search knows no places of words (`detail=none`) and has their beginnings of up to six letters: that is small, and
+fast for `word*`. Columns are read once and kept as arrays: SQLite needs several passes over all rows, and a lookup for
+each, to count and order the rows of a search and a range.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
-import os
-import shutil
+import platform
+import sqlite3
 import tempfile
-import threading
 import time
 import uuid
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,240 +30,264 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybrid_rlhf.board.runs.folders import RunFolder
-from hybrid_rlhf.board.runs.reading import complete_lines, file_size, open_regular, parsed
-from hybrid_rlhf.board.samples.lines import PROMPT_COLUMNS, NewRows
-from hybrid_rlhf.board.samples.texts import BLOCK_ROWS
-from hybrid_rlhf.board.samples.view import COLUMN_FORMATS, FORMAT, IndexState, IndexView, column_file
+from hybrid_rlhf.board.runs.reading import complete_lines, file_size, finite, is_count, number, open_regular, parsed
+from hybrid_rlhf.board.samples.lines import last_text, prompt_key, prompt_messages, words_of
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.configs.files.cache import cache_folder
 from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
+from hybrid_rlhf.runtime.files.reading import cache_folder
 
-INDEX_FOLDER = "samples.index"
-_STATE = "state.json"
+Rows = NDArray[np.int64]
+_FORMAT = 1
+_SCHEMA = """
+PRAGMA journal_mode = wal;
+CREATE TABLE IF NOT EXISTS state (content);
+CREATE TABLE IF NOT EXISTS samples (
+    row INTEGER PRIMARY KEY, offset, prompt, step, position, group_number, score, kl, length, components
+);
+CREATE INDEX IF NOT EXISTS samples_of_prompt ON samples (prompt);
+CREATE INDEX IF NOT EXISTS samples_of_step ON samples (step, position);
+CREATE TABLE IF NOT EXISTS prompts (prompt INTEGER PRIMARY KEY, key UNIQUE);
+CREATE VIRTUAL TABLE IF NOT EXISTS completion_words USING fts5(
+    words, content='', columnsize=0, detail=none, tokenize=ascii, prefix='1 2 3 4 5 6'
+);
+CREATE VIRTUAL TABLE IF NOT EXISTS prompt_words USING fts5(
+    words, content='', columnsize=0, detail=none, tokenize=ascii, prefix='1 2 3 4 5 6'
+);
+"""
+_CLEAR = (
+    "DELETE FROM samples",
+    "DELETE FROM prompts",
+    "INSERT INTO completion_words (completion_words) VALUES ('delete-all')",
+    "INSERT INTO prompt_words (prompt_words) VALUES ('delete-all')",
+)
 _READ_BYTES = 4 * 2**20
-"""Of samples.jsonl at a time."""
-_KEPT_SECONDS = 10.0
-"""A block that was joined with others is removed after so long, when no search reads it any more."""
+"""Bytes of samples.jsonl in one transaction."""
+_MOST_COMPONENTS = 64
+_WAIT_SECONDS = 0.1
+"""Longest wait for another thread or board that writes."""
+
+
+@dataclass(frozen=True)
+class IndexState:
+    """What of samples.jsonl a database has."""
+
+    generation: str = ""
+    """Another one each time the file is indexed anew."""
+    rows: int = 0
+    end: int = 0
+    """Byte up to which the file is indexed."""
+    last: int = 0
+    """Byte at which the last indexed line begins."""
+    last_crc: int = 0
+    components: list[str] = dataclasses.field(default_factory=list)
+    """The order of the values in the column `components`."""
+    step: int = -1
+    position: int = 0
+    """The last row's position in that step, from which rows without an index count on."""
 
 
 class SampleIndex:
-    """The index of one run; may be used by several threads."""
+    """The database of one run; may be used by several threads."""
 
     def __init__(self, run: RunFolder) -> None:
-        """Take the run; nothing is read before `update`."""
+        """Take the run; nothing of samples.jsonl is read before `update`."""
         self.samples = run.folder / SAMPLES_FILE
-        self._folder, self._removed_at_exit = _index_folder(run)
-        self._lock = threading.Lock()
-        self._state, self._stamp = IndexState(), 0
-        self._is_checked = False
-        """Whether the columns and the text search of an earlier board were looked at."""
-        self._prompts: tuple[str, dict[int, int]] = ("", {})
-        """The places of the prompts of a generation, by their numbers."""
-        self._unused: dict[Path, float] = {}
-        """Since when the state does not name a block."""
+        folder = cache_folder() / "board" / platform.node()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            self._temporary = tempfile.TemporaryDirectory(prefix="hybrid_rlhf_board_")
+            folder = Path(self._temporary.name)
+        self._file = folder / f"{run.id}_{_FORMAT}.sqlite"
+        self._columns: tuple[str, dict[str, NDArray[np.float64]]] = ("", {})
+        """A generation, and its columns that were read."""
+
+    def update(self, seconds: float) -> bool:
+        """Index new lines for about so many seconds; True if there may be more.
+
+        Raises:
+            OSError: if the samples cannot be read.
+            sqlite3.Error: if the database cannot be written.
+        """
+        deadline = time.monotonic() + seconds
+        try:
+            with self._connected() as database:
+                while self._append(database):
+                    if time.monotonic() > deadline:
+                        return True
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                raise
+            return True  # another thread or board is indexing
+        return False
+
+    @contextlib.contextmanager
+    def view(self) -> Iterator[SampleView]:
+        """The samples that are indexed now; none if the run has removed them."""
+        with self._connected() as database:
+            database.execute("BEGIN")
+            state = _state(database) if self.samples.exists() else IndexState()
+            generation, columns = self._columns
+            if generation != state.generation:
+                columns = {}
+                self._columns = (state.generation, columns)
+            yield SampleView(self.samples, database, state, columns)
+
+    def remove(self) -> None:
+        """Delete the database."""
+        for suffix in ("-wal", "-shm", ""):
+            self._file.with_name(self._file.name + suffix).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[sqlite3.Connection]:
+        """A connection of this thread; a damaged database is replaced by an empty one."""
+        database = sqlite3.connect(self._file, timeout=_WAIT_SECONDS, isolation_level=None)
+        try:
+            database.executescript(_SCHEMA)
+            yield database
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise
+            self.remove()
+            raise UserError(f"the index of {SAMPLES_FILE} was damaged and is made again: ask again") from error
+        finally:
+            database.close()
+
+    def _append(self, database: sqlite3.Connection) -> bool:
+        """Index the next lines in one transaction; False if there are none."""
+        with database:
+            database.execute("BEGIN IMMEDIATE")
+            state = _state(database)
+            lines: list[tuple[int, bytes]] = []
+            with contextlib.suppress(FileNotFoundError, ValueError):  # no file yet; a line without an end
+                with open_regular(self.samples) as file:
+                    file.seek(state.last)
+                    if not state.generation or zlib.crc32(file.readline().removesuffix(b"\n")) != state.last_crc:
+                        state = IndexState(uuid.uuid4().hex)
+                        for statement in _CLEAR:
+                            database.execute(statement)
+                    lines = next(complete_lines(file, state.end, _READ_BYTES), [])
+            if lines:
+                state = _with_lines(database, state, lines)
+                database.execute("DELETE FROM state")
+                database.execute("INSERT INTO state VALUES (?)", (json.dumps(dataclasses.asdict(state)),))
+        return bool(lines)
+
+
+@dataclass(frozen=True)
+class SampleView:
+    """The samples that were indexed at one time."""
+
+    samples: Path
+    database: sqlite3.Connection
+    state: IndexState
+    known: dict[str, NDArray[np.float64]]
+    """Columns that were read before, of fewer or more rows."""
 
     @property
     def progress(self) -> float:
-        """Which part of samples.jsonl is indexed."""
+        """Part of samples.jsonl that is indexed."""
         size = file_size(self.samples)
-        return 1.0 if size <= 0 else min(self._state.end / size, 1.0)
+        return 1.0 if size <= 0 else min(self.state.end / size, 1.0)
 
-    def update(self, seconds: float) -> bool:
-        """Index new lines for about so many seconds; whether there are more.
+    def column(self, name: str) -> NDArray[np.float64]:
+        """A column, [rows], NaN where a sample has no value; that of a reward component is `component/NAME`."""
+        known = self.known.get(name, np.empty(0))
+        if len(known) < self.state.rows:
+            source = name
+            if name.startswith("component/"):
+                place = self.state.components.index(name.removeprefix("component/"))
+                source = f"json_extract(components, '$[{place}]')"
+            query = f"SELECT {source} FROM samples WHERE row >= ? ORDER BY row"  # nosec B608: a name of ours
+            new = self.database.execute(query, (len(known),)).fetchall()
+            known = self.known[name] = np.concatenate([known, np.array(new, float).reshape(-1)])
+        return known[: self.state.rows]
 
-        Raises:
-            OSError: if the samples cannot be read, or the index cannot be written.
-        """
-        if not self._lock.acquire(blocking=False):
-            return True  # another thread is indexing
-        try:
-            self._load()
-            if self._is_checked and file_size(self.samples) == self._state.end and self._continues():
-                return False
-            with self._writer() as is_writer:
-                return self._read_on(time.monotonic() + seconds) if is_writer else True
-        finally:
-            self._lock.release()
-
-    def _read_on(self, deadline: float) -> bool:
-        self._load()  # another board may have written before this one could
-        if not self._state.generation or not self._continues() or not (self._is_checked or self._is_whole()):
-            self._begin_generation()
-        self._is_checked = True
-        try:
-            with open_regular(self.samples) as file:
-                for lines in complete_lines(file, self._state.end, _READ_BYTES):
-                    for first in range(0, len(lines), BLOCK_ROWS):
-                        self._append(lines[first : first + BLOCK_ROWS])
-                    if time.monotonic() > deadline:
-                        return True
-        except (FileNotFoundError, ValueError):  # none yet; a line without an end, so no samples.jsonl
-            pass
-        return False
-
-    def view(self) -> IndexView:
-        """What is indexed now."""
-        return IndexView(self._state, self._folder)
-
-    def close(self) -> None:
-        """Remove a temporary index."""
-        with self._lock:
-            if self._removed_at_exit:
-                shutil.rmtree(self._folder, ignore_errors=True)
-
-    def lines(self, view: IndexView, rows: NDArray[np.int64]) -> list[dict[str, Any]]:
+    def lines(self, rows: Rows | list[int]) -> list[dict[str, Any]]:
         """Rows of samples.jsonl.
 
         Raises:
             OSError: if it cannot be read.
             UserError: if it is no longer what was indexed.
         """
-        if not len(rows):
-            return []
-        found = []
-        offsets = view.column("offset")[rows].tolist()
-        with open_regular(self.samples) as file:
-            for offset in offsets:
-                file.seek(offset)
-                content = parsed(file.readline())
-                if content is None or "completion" not in content:
-                    raise UserError(f"{SAMPLES_FILE} has changed since it was indexed: ask again")
-                found.append(content)
-        return found
-
-    def line(self, view: IndexView, row: int) -> dict[str, Any]:
-        """One row; see `lines`."""
-        return self.lines(view, np.array([row]))[0]
-
-    def _load(self) -> None:
-        """The state on the disk, which another board may have written."""
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):  # it may be anything
-            file = self._folder / _STATE
-            stamp = file.stat().st_mtime_ns
-            if stamp == self._stamp:
-                return
-            content = json.loads(file.read_text())
-            if content.get("format") == FORMAT and all(
-                (self._folder / content["generation"] / f"{name}.bin").exists() for name in COLUMN_FORMATS
-            ):
-                lists = {name: tuple(value) for name, value in content.items() if isinstance(value, list)}
-                self._state, self._stamp = IndexState(**content | lists), stamp
-
-    def _continues(self) -> bool:
-        """Whether the last indexed line is still in its place."""
-        state = self._state
-        if not state.rows:
-            return state.end <= max(file_size(self.samples), 0)
-        try:
+        contents = []
+        for offset in self.column("offset")[np.asarray(rows, np.int64)].tolist():
             with open_regular(self.samples) as file:
-                file.seek(state.last)
-                return zlib.crc32(file.readline().removesuffix(b"\n")) == state.last_crc
-        except OSError:
-            return False
+                file.seek(int(offset))
+                content = parsed(file.readline())
+            if content is None or "completion" not in content:
+                raise UserError(f"{SAMPLES_FILE} has changed since it was indexed: ask again")
+            contents.append(content)
+        return contents
 
-    @contextlib.contextmanager
-    def _writer(self) -> Iterator[bool]:
-        """Whether this board may write the index."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            except OSError:  # a file system without locks: boards on it write in turn by chance, as runs do
-                pass
-            yield True
+    def ask(self, query: str, *values: Any) -> list[Any]:
+        """The answer of the database to a query of one column."""
+        return [value for (value,) in self.database.execute(query, values)]
 
-    def _begin_generation(self) -> None:
-        state = IndexState(generation=uuid.uuid4().hex[:12])
-        (self._folder / state.generation).mkdir()
-        for name in COLUMN_FORMATS:
-            column_file(self._folder, state, name).touch()
-        self._commit(state)
-        for folder in self._folder.iterdir():
-            if folder.is_dir() and folder.name != state.generation:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def _commit(self, state: IndexState) -> None:
-        write_whole(self._folder / _STATE, json.dumps(dataclasses.asdict(state)))
-        self._state, self._stamp = state, (self._folder / _STATE).stat().st_mtime_ns
-
-    def _is_whole(self) -> bool:
-        """Whether the columns and the text search can be read: a folder may be half copied."""
-        view = self.view()
-        return view.has_columns() and view.completions.is_whole() and view.prompt_texts.is_whole()
-
-    def _known_prompts(self) -> dict[int, int]:
-        """The places of the prompts by their numbers; another board may have added some, or the last rows failed."""
-        generation, known = self._prompts
-        if generation != self._state.generation or len(known) != self._state.prompts:
-            numbers = self.view().column("prompt_number").tolist()
-            known = {number: place for place, number in enumerate(numbers)}
-            self._prompts = (self._state.generation, known)
-        return known
-
-    def _append(self, lines: list[tuple[int, bytes]]) -> None:
-        """Index at most BLOCK_ROWS lines: blocks of texts and columns, then the state, with which they count."""
-        before, old = self._state, self.view()
-        new = NewRows(before.rows, before.step, before.position, before.components, self._known_prompts())
-        for offset, line in lines:
-            new.add(offset, line)
-        completions = old.completions.adding(new.completions)
-        prompt_texts = old.prompt_texts.adding(new.prompt_texts)
-        offset, line = lines[-1]
-        state = dataclasses.replace(
-            before,
-            rows=completions.rows,
-            end=offset + len(line) + 1,
-            last=offset,
-            last_crc=zlib.crc32(line),
-            components=new.components,
-            skipped=before.skipped + new.skipped,
-            step=new.step,
-            position=new.position,
-            prompts=prompt_texts.rows,
-            completion_blocks=completions.begins,
-            prompt_blocks=prompt_texts.begins,
-        )
-        for name, values in new.columns.items():
-            count = before.prompts if name in PROMPT_COLUMNS else before.rows
-            self._write_column(state, name, count, np.array(values, COLUMN_FORMATS[name]))
-        for name in state.components:
-            column = np.array([row.get(name, np.nan) for row in new.parts], "<f4")
-            self._write_column(state, f"component/{name}", before.rows, column)
-        self._commit(state)
-        self._remove_unused({*completions.files(), *prompt_texts.files()})
-
-    def _remove_unused(self, used: set[Path]) -> None:
-        """Remove blocks that have been joined with others and that no search reads any more."""
-        now = time.monotonic()
-        for file in set((self._folder / self._state.generation).glob("*.block")) - used:
-            if now - self._unused.setdefault(file, now) > _KEPT_SECONDS:
-                file.unlink(missing_ok=True)
-                del self._unused[file]
-
-    def _write_column(self, state: IndexState, name: str, before: int, values: NDArray[Any]) -> None:
-        """Append to a column, over what an earlier board wrote without bringing it to its end."""
-        file = column_file(self._folder, state, name)
-        with file.open("r+b" if file.exists() else "w+b") as opened:
-            size = before * values.itemsize
-            if opened.seek(0, os.SEEK_END) < size:  # a component that appears late
-                missing = before - opened.tell() // values.itemsize
-                opened.write(np.full(missing, np.nan, values.dtype).tobytes())
-            opened.seek(size)
-            opened.write(values.tobytes())
-            opened.truncate()
+    def rows_of_prompt(self, key: str) -> Rows:
+        """The rows of a prompt; none if the run does not have it."""
+        query = "SELECT row FROM samples JOIN prompts USING (prompt) WHERE key = ? ORDER BY row"
+        return np.array(self.ask(query, key), np.int64)
 
 
-def _index_folder(run: RunFolder) -> tuple[Path, bool]:
-    """Where the index lies, and whether it is removed at the end."""
-    for folder in (run.folder / INDEX_FOLDER, cache_folder() / "board" / run.id):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder, False
-        except OSError:
+def search_words(text: str) -> str:
+    """The query of FTS5 for all words of a text; `word*` is the beginning of a word.
+
+    Raises:
+        UserError: if the text has no word.
+    """
+    wanted = []
+    for piece in text.split():
+        wanted += [f'"{word}"' for word in words_of(piece)]
+        if piece.endswith("*") and words_of(piece):
+            wanted[-1] += "*"
+    if not wanted:
+        raise UserError(f"text must have a word, got {text[:40]!r}: give one")
+    return " ".join(wanted)
+
+
+def _state(database: sqlite3.Connection) -> IndexState:
+    stored = database.execute("SELECT content FROM state").fetchone()
+    return IndexState(**json.loads(stored[0])) if stored else IndexState()
+
+
+def _with_lines(database: sqlite3.Connection, state: IndexState, lines: list[tuple[int, bytes]]) -> IndexState:
+    """The state after lines, which are inserted; those that are no samples are left out."""
+    rows, step, position, components = state.rows, state.step, state.position, [*state.components]
+    for offset, line in lines:
+        row = parsed(line)
+        if row is None or "completion" not in row:
             continue
-    return Path(tempfile.mkdtemp(prefix="hybrid_rlhf_board_")), True
+        position = position + 1 if row["step"] == step else 0
+        step = row["step"]
+        index, group, parts = row.get("index"), row.get("group"), row.get("components")
+        parts = parts if isinstance(parts, dict) else {}
+        components = [*dict.fromkeys([*components, *parts])][:_MOST_COMPONENTS]
+        values = (
+            rows,
+            offset,
+            _prompt_number(database, prompt_messages(row)),
+            step,
+            index if is_count(index) else position,
+            group if is_count(group) else -1,
+            *(number(row.get(name)) for name in ("score", "kl", "length")),
+            json.dumps([finite(number(parts.get(name))) for name in components]),
+        )
+        database.execute("INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        words = " ".join(words_of(str(row["completion"])))
+        database.execute("INSERT INTO completion_words (rowid, words) VALUES (?, ?)", (rows, words))
+        rows += 1
+    end = offset + len(line) + 1
+    return IndexState(state.generation, rows, end, offset, zlib.crc32(line), components, step, position)
+
+
+def _prompt_number(database: sqlite3.Connection, messages: list[dict[str, Any]]) -> int:
+    """The number of a prompt, which is inserted if it is new."""
+    key = prompt_key(messages)
+    known = database.execute("SELECT prompt FROM prompts WHERE key = ?", (key,)).fetchone()
+    if known is not None:
+        return int(known[0])
+    place = database.execute("INSERT INTO prompts (key) VALUES (?)", (key,)).lastrowid
+    words = " ".join(words_of(last_text(messages)))
+    database.execute("INSERT INTO prompt_words (rowid, words) VALUES (?, ?)", (place, words))
+    return place or 0

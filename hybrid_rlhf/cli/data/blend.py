@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hybrid_rlhf.configs.commands.data import BlendConfig
-from hybrid_rlhf.configs.files.atomic import output_file
-from hybrid_rlhf.configs.parsing.output import print_result
+from hybrid_rlhf.runtime.files.atomic import output_file
+from hybrid_rlhf.runtime.output import print_result
 
 
 def run(config: BlendConfig) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.cli.data.convert import problem_lines
 from hybrid_rlhf.configs.commands.data import CheckConfig
-from hybrid_rlhf.configs.parsing.output import print_result
+from hybrid_rlhf.runtime.output import print_result
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from hybrid_rlhf.configs.commands.data import ConvertConfig
-from hybrid_rlhf.configs.files.atomic import output_file
-from hybrid_rlhf.configs.parsing.output import print_result
+from hybrid_rlhf.runtime.files.atomic import output_file
+from hybrid_rlhf.runtime.output import print_result
 
 SHOWN = 20
 """Problems that are printed for people; JSON has more."""

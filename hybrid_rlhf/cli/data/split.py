@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybrid_rlhf.configs.commands.data import SplitConfig
-from hybrid_rlhf.configs.files.atomic import output_file
-from hybrid_rlhf.configs.files.reading import user_path
-from hybrid_rlhf.configs.parsing.output import print_result
+from hybrid_rlhf.runtime.files.atomic import output_file
+from hybrid_rlhf.runtime.files.reading import user_path
+from hybrid_rlhf.runtime.output import print_result
 
 
 def run(config: SplitConfig) -> None:

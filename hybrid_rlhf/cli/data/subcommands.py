@@ -9,8 +9,8 @@ from typing import Any
 
 from hybrid_rlhf.cli.main import PROGRAM, chosen_name, usage
 from hybrid_rlhf.configs.commands.data import BlendConfig, CheckConfig, ConvertConfig, SplitConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
-from hybrid_rlhf.configs.parsing.output import print_result
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.output import print_result
 
 SUBCOMMANDS: dict[str, tuple[type[Any], str, str]] = {
     "check": (CheckConfig, "path", "Read a source as a step would: columns, lengths, loss masks and all problems"),

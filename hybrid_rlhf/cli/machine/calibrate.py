@@ -6,9 +6,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
-from hybrid_rlhf.configs.parsing.output import print_result
 from hybrid_rlhf.configs.pipeline import CalibrateConfig
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.output import print_result
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:

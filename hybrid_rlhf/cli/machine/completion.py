@@ -18,9 +18,9 @@ from typing import Any
 from hybrid_rlhf.cli import main as script
 from hybrid_rlhf.cli.machine.scripts import SCRIPTS, CompletedCommand
 from hybrid_rlhf.configs.commands.machine import CompletionConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
 from hybrid_rlhf.configs.parsing.listing import every_key
-from hybrid_rlhf.configs.parsing.output import JSON_OPTION, print_result
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.output import JSON_OPTION, print_result
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.configs.commands.machine import EnvConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
-from hybrid_rlhf.configs.parsing.output import print_result
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.output import print_result
 
 if TYPE_CHECKING:
     from hybrid_rlhf.runtime.installation import Fault, Installation
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     with user_errors():
         parse_config(EnvConfig, argv, prog=prog)
         try:
-            from hybrid_rlhf.generation.model.cpu_kernels import available
+            from hybrid_rlhf.generation.ops.cpu_kernels import available
             from hybrid_rlhf.runtime.installation import inspect_installation
 
             found, compiled = inspect_installation(), available()

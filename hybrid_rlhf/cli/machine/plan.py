@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import parse_yaml, read_text
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
-from hybrid_rlhf.configs.parsing.output import print_result
+from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 from hybrid_rlhf.configs.pipeline import PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import Placement, is_automatic, resolve_placement
+from hybrid_rlhf.configs.sections.placement import is_automatic
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.files.reading import read_text
+from hybrid_rlhf.runtime.output import print_result
+from hybrid_rlhf.runtime.placement import Placement, placed_roles, resolve_placement
 
 if TYPE_CHECKING:
     from hybrid_rlhf.planning.curves import MachineCurves
@@ -235,14 +237,14 @@ class _Placements:
     def _candidate(self, rl: RLConfig) -> Candidate:
         from hybrid_rlhf.planning.placement_table import configured_plan
 
-        placement = self._placement(rl) or resolve_placement(None, rl.placed_roles(), ranks=self._cluster.ranks)
+        placement = self._placement(rl) or resolve_placement(None, placed_roles(rl), ranks=self._cluster.ranks)
         return configured_plan(self._job(rl), self._curves, self._cluster, placement, **self._memory)
 
     def _placement(self, rl: RLConfig) -> Placement | None:
         """As configured; none: the planner places the roles."""
         if is_automatic(rl.placement):
             return None
-        return resolve_placement(rl.placement, rl.placed_roles(), ranks=self._cluster.ranks)
+        return resolve_placement(rl.placement, placed_roles(rl), ranks=self._cluster.ranks)
 
     def _job(self, rl: RLConfig) -> RLJob:
         from hybrid_rlhf.engines.ds_config import read_overrides

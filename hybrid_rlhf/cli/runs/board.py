@@ -12,8 +12,8 @@ from typing import Any
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
-from hybrid_rlhf.configs.parsing.output import print_document, print_result, wants_json
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 
 _PACKAGES = ("fastapi", "uvicorn")
 _KV_CACHE_GIB = 1.0

@@ -17,9 +17,9 @@ from typing import Any
 
 from hybrid_rlhf.cli.runs.processes import tee
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config, user_errors
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource
+from hybrid_rlhf.runtime.command_line import parse_config, save_config, user_errors
 
 _MODULE = "hybrid_rlhf.cli.runs.checks"
 

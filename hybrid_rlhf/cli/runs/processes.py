@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TextIO
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import ERROR_FILE
 from hybrid_rlhf.configs.pipeline import LauncherConfig
+from hybrid_rlhf.runtime.command_line import ERROR_FILE
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 from hybrid_rlhf.runtime.liveness.launcher import STARTED_BY
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, forward_signals

@@ -18,11 +18,11 @@ from typing import Any
 from hybrid_rlhf.cli.runs.processes import launcher, tee
 from hybrid_rlhf.configs.commands.replay import ReplayConfig
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.configs.parsing.command_line import parse_config, save_config, user_errors
-from hybrid_rlhf.configs.parsing.output import print_result
 from hybrid_rlhf.configs.pipeline import LauncherConfig
+from hybrid_rlhf.runtime.command_line import parse_config, save_config, user_errors
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
+from hybrid_rlhf.runtime.output import print_result
 
 _MODULE, _RESULT = "hybrid_rlhf.cli.runs.replay", "result.json"
 

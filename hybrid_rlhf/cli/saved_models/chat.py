@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import user_path
 from hybrid_rlhf.configs.inference import ChatConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
-from hybrid_rlhf.configs.parsing.output import print_document, wants_json
 from hybrid_rlhf.configs.parsing.values import check_values, is_text
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.files.reading import user_path
+from hybrid_rlhf.runtime.output import print_document, wants_json
 
 if TYPE_CHECKING:
     from hybrid_rlhf.generation.chat import ChatSession

@@ -10,10 +10,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import output_file, write_whole
 from hybrid_rlhf.configs.inference import EvaluateConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config, plain, user_errors
-from hybrid_rlhf.configs.parsing.output import print_result
+from hybrid_rlhf.configs.parsing.building import plain
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.files.atomic import output_file, write_whole
+from hybrid_rlhf.runtime.output import print_result
 
 _EXTRAS = (
     ("harness", "lm_eval", "tasks need lm-evaluation-harness"),

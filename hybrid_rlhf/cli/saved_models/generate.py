@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from hybrid_rlhf.configs.files.atomic import output_file, write_whole
 from hybrid_rlhf.configs.inference import GenerateConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
-from hybrid_rlhf.configs.parsing.output import print_result
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.files.atomic import output_file, write_whole
+from hybrid_rlhf.runtime.output import print_result
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:

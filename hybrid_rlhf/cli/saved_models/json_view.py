@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator, Mapping
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.output import print_document
+from hybrid_rlhf.runtime.output import print_document
 
 
 class JSONView:

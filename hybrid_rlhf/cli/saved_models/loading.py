@@ -90,7 +90,7 @@ def engine_at(place: Place, *, kv_cache_gib: float | None) -> GenerationEngine:
         trust_remote_code=place.trust_remote_code,
         kv_cache_gib=kv_cache_gib,
     )
-    engine.stop_token_ids |= {*stop_token_ids(place.tokenizer, None)}
+    engine.maker.stop_token_ids |= {*stop_token_ids(place.tokenizer, None)}
     return engine
 
 

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import user_path
 from hybrid_rlhf.configs.inference import PushConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
-from hybrid_rlhf.configs.parsing.output import print_result
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.files.reading import user_path
+from hybrid_rlhf.runtime.output import print_result
 
 MODEL_FILES = (
     "README.md",

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 from hybrid_rlhf.configs.inference import ServeConfig
-from hybrid_rlhf.configs.parsing.command_line import parse_config, user_errors
-from hybrid_rlhf.configs.parsing.output import print_document, print_result, wants_json
+from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:

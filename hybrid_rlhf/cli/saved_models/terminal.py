@@ -26,7 +26,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import user_path
+from hybrid_rlhf.runtime.files.reading import user_path
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters with which a model could send commands to the terminal; tab and newline are not among them."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hybrid_rlhf.configs.files.urls import is_own_host
-from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.credentials import is_own_host
+from hybrid_rlhf.configs.sections.rules import Port, Settings, require
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoardConfig:
+class BoardConfig(Settings):
     """Show training runs in a browser: curves, rollouts, preferences, chat, start and stop."""
 
     folders: list[str] = field(default_factory=lambda: ["output"])
@@ -20,16 +20,15 @@ class BoardConfig:
     host: str = "127.0.0.1"
     """Address to listen on. An address that other machines can reach needs a token, because the board starts
     processes."""
-    port: int = 8765
+    port: Port = 8765
     """Port to listen on; 0: any free port."""
     token: str | None = None
     """Token that a browser must send, as in http://HOST:PORT/?token=TOKEN; null: none."""
     open: bool = False
     """Open the page in the local browser."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(bool(self.folders), "folders must name a folder with runs, got none: give for example output")
-        require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}: choose another")
         require(
             self.token is None or len(self.token) >= 8,
             "token must have 8 characters or more, got fewer: give a longer one, or leave it out",

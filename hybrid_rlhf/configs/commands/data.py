@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
+from hybrid_rlhf.configs.sections.rules import (
+    Count,
+    Natural,
+    RowTokens,
+    Settings,
+    require,
+    require_template_variables,
+    setting,
+)
 
 CheckedTask = Literal["auto", "sft", "reward", "preference", "rl"]
 FormatName = Literal[
@@ -20,7 +28,7 @@ _SOURCE = "a data source must be named, got none: give a file, a folder or a hub
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckConfig:
+class CheckConfig(Settings):
     """Read all rows of a source as a training step does, and report columns, lengths, problems and duplicates; exit
     code 1 if there is a problem, a duplicate, or a held-out row with a prompt of the source."""
 
@@ -32,11 +40,11 @@ class CheckConfig:
     tokenizer: str | None = None
     """Model whose tokenizer and chat template are used: a folder, a hub name, or "embedded"; null: no lengths, loss
     masks and previews."""
-    max_length: int | None = None
+    max_length: RowTokens | None = None
     """Longest row, or prompt for RL, in tokens; null: the step's default."""
     eval_sources: list[str] = field(default_factory=list)
     """Sources of held-out rows; those with a prompt of the source are reported."""
-    preview: int = 3
+    preview: Natural = 3
     """Number of rows to show as the model reads them."""
     trust_remote_code: bool = False
     """Run Python code that comes with the tokenizer. Only for sources you trust."""
@@ -45,14 +53,9 @@ class CheckConfig:
     chat_template_kwargs: dict[str, Any] = setting(default_factory=dict, advanced=True)
     """Variables of the chat template, such as {enable_thinking: false}."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(bool(self.path), _SOURCE)
         require_template_variables(self.chat_template_kwargs)
-        require(self.preview >= 0, f"preview must be 0 or more, got {self.preview}: raise it")
-        require(
-            self.max_length is None or self.max_length >= 2,
-            f"max_length must be 2 tokens or more, got {self.max_length}: raise it",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,28 +121,27 @@ class SplitConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlendConfig:
+class BlendConfig(Settings):
     """Mix rows of several sources into one file in given fractions, without repeating rows."""
 
     sources: list[str] = field(default_factory=list)
     """SOURCE=SHARE for each source: a file, a folder or a hub name, and its fraction of the rows."""
     output: str = ""
     """JSONL file to write."""
-    rows: int | None = None
+    rows: Count | None = None
     """Number of rows to write; null: as many as the fractions allow."""
     seed: int = 0
     """Seed of the selection and order of rows."""
     overwrite: bool = False
     """Replace the output if it exists."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         paths = [path for path, _ in self.shares]
         require(bool(paths), "sources must name data, got none: give for example a.jsonl=0.7 b.jsonl=0.3")
         require(
             len(set(paths)) == len(paths), f"a source is given once, got {' '.join(self.sources)}: keep one of each"
         )
         require(bool(self.output), "--output must name a file, got none: give for example --output rows.jsonl")
-        require(self.rows is None or self.rows >= 1, f"rows must be 1 or more, got {self.rows}: raise it")
 
     @property
     def shares(self) -> list[tuple[str, float]]:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hybrid_rlhf.configs.sections.rules import require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Settings, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class BranchConfig:
+class BranchConfig(Settings):
     """Other continuations of a sample, with the weights of its step, and their scores."""
 
     token: int = 0
     """Position at which the continuations begin, among the tokens of prompt and completion; earlier tokens are kept."""
     text: str | None = None
     """Text that replaces the token at this position; null: the token is sampled again."""
-    n: int = 4
+    n: Count = 4
     """How many."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(
             self.token >= 1,
             f"branch.token must be a position in the completion, got {self.token}: give one beyond the prompt's tokens",
         )
-        require(self.n >= 1, f"branch.n must be 1 or more, got {self.n}: raise it")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""From files and the command line to a frozen config, and back.
+"""From words and nested settings to a frozen config, and back.
 
-Read `command_line.py` (words to a config), then `schema.py` (which keys there are), `derived.py` (defaults that follow
-from other keys), `help.py`, `listing.py` and `values.py`. `output.py` prints results as text or JSON; `resuming.py`
-says which keys a resumed run may change.
+Read `building.py` (words and settings to a config), then `schema.py` (which keys there are), `derived.py` (defaults
+that follow from other keys), `help.py`, `listing.py` (all keys, and which of them a resumed run may change),
+`values.py` and `yaml_text.py`. Files are read in runtime/command_line.py.
 """

@@ -23,7 +23,7 @@ def derived_defaults(tree: Section) -> dict[str, Any]:
     for section in tree.walk():
         algorithm = section.sections.get("algorithm")
         brought = getattr(algorithm and algorithm.kind, "defaults_elsewhere", {})
-        chosen |= {_inside(section, key): value for key, value in brought.items()}
+        chosen |= {section.prefix + key: value for key, value in brought.items()}
     chosen = {key: value for key, value in chosen.items() if key not in user}
     settled = {*values} - {*chosen}
     for section in tree.walk():
@@ -31,12 +31,8 @@ def derived_defaults(tree: Section) -> dict[str, Any]:
         if following is not None:
             defaults = {key.name: key.default for key in tree.all_keys().values()}
             known = defaults | values | chosen
-            prefix = f"{section.name}." if section.name else ""
+            prefix = section.prefix
             own = {key.removeprefix(prefix): value for key, value in known.items() if key.startswith(prefix)}
             fixed = {key.removeprefix(prefix) for key in settled if key.startswith(prefix)}
             chosen |= {f"{prefix}{key}": value for key, value in following(own, fixed).items()}
     return chosen
-
-
-def _inside(section: Section, key: str) -> str:
-    return f"{section.name}.{key}" if section.name else key

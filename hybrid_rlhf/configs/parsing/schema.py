@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
@@ -44,6 +44,8 @@ class Key:
     owner: type
     """Dataclass that has the field."""
     advanced: bool
+    read: Callable[[Any], Any] | None = None
+    """Makes the value from what the user gives; None: pydantic does."""
 
 
 @dataclass
@@ -63,6 +65,11 @@ class Section:
     """Fields that a strict layer gives."""
     variants: tuple[str, ...] = ()
     """Names of the dataclasses that this section may have."""
+
+    @property
+    def prefix(self) -> str:
+        """What its keys begin with."""
+        return f"{self.name}." if self.name else ""
 
     def walk(self, *, off: bool = False) -> Iterator[Section]:
         """This section and those in it; with `off` those that are not used too."""
@@ -95,8 +102,8 @@ def resolve(config_type: type, layers: Sequence[Layer]) -> Section:
 
 
 @functools.cache
-def type_hints(kind: type) -> dict[str, Any]:
-    """The types of a dataclass's fields."""
+def type_hints(kind: type | Callable[..., Any]) -> dict[str, Any]:
+    """The types of a dataclass's fields, or of a function's arguments."""
     return typing.get_type_hints(kind)
 
 
@@ -113,8 +120,10 @@ def section_type(hint: Any) -> type | None:
 
 def section_kinds(declared: dataclasses.Field[Any], hint: Any) -> list[type]:
     """The dataclasses that a field may have as a section; [] for a key."""
-    variants, kind = marks_of(declared).variants, section_type(hint)
-    return [*variants.values()] if variants else [] if kind is None else [kind]
+    marks, kind = marks_of(declared), section_type(hint)
+    if marks.variants:
+        return [*marks.variants.values()]
+    return [] if kind is None or marks.read else [kind]
 
 
 def find_hints(config_type: type, name: str) -> list[Any]:
@@ -135,14 +144,17 @@ def _section(kind: type, layers: Sequence[Layer], *, name: str, default: Any) ->
     variant = getattr(kind, "name", None)
     for declared in dataclasses.fields(kind):
         hint, marks = type_hints(kind)[declared.name], marks_of(declared)
-        key = f"{name}.{declared.name}" if name else declared.name
+        key = section.prefix + declared.name
         inside = [(layer, layer.content[declared.name]) for layer in layers if declared.name in layer.content]
         if not declared.init:
             _check_name(inside, key, variant)
         elif section_kinds(declared, hint):
             _add_section(section, declared, hint, inside, key, default=getattr(default, declared.name, None))
         else:
-            section.keys[declared.name] = Key(key, hint, getattr(default, declared.name), kind, marks.advanced)
+            if marks.read:
+                hint = type_hints(marks.read)["given"]
+            default_value = getattr(default, declared.name)
+            section.keys[declared.name] = Key(key, hint, default_value, kind, marks.advanced, marks.read)
             for layer, value in inside:
                 _check_value(layer, key, value, hint)
                 section.given[declared.name] = [value] if is_list(hint) and _is_one(value) else value
@@ -151,7 +163,7 @@ def _section(kind: type, layers: Sequence[Layer], *, name: str, default: Any) ->
     for layer in layers:
         for unknown in layer.content:
             if layer.strict and unknown not in {declared.name for declared in dataclasses.fields(kind)}:
-                raise UnknownKey(f"{name}.{unknown}" if name else str(unknown), layer)
+                raise UnknownKey(f"{section.prefix}{unknown}", layer)
     return section
 
 
@@ -342,8 +354,8 @@ def _names_only(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
             name = value.get("name") if isinstance(value, Mapping) else value
             if isinstance(name, str):
                 found[declared.name] = name
-        elif isinstance(value, Mapping) and (inner := section_type(type_hints(kind)[declared.name])):
-            found[declared.name] = _names_only(inner, value)
+        elif isinstance(value, Mapping) and (inner := section_kinds(declared, type_hints(kind)[declared.name])):
+            found[declared.name] = _names_only(inner[0], value)
     return found
 
 

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
+from hybrid_rlhf.configs.credentials import found_credential
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.credentials import found_credential
 from hybrid_rlhf.configs.sections.rules import require
 
 _LARGEST = 2**63 - 1

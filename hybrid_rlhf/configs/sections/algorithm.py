@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from hybrid_rlhf.configs.sections.rules import require, setting
+from hybrid_rlhf.configs.sections.rules import (
+    Count,
+    Nats,
+    Natural,
+    NonNegative,
+    Positive,
+    Settings,
+    require,
+    setting,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLConfig:
+class KLConfig(Settings):
     """KL penalty of the actor against the reference."""
 
     coef: float = 0.05
@@ -25,21 +34,16 @@ class KLConfig:
     case."""
     where: Literal["reward", "loss"] = "reward"
     """reward: subtracted from the reward of each token (InstructGPT); loss: a term of the actor's loss (GRPO)."""
-    target: float | None = None
+    target: Nats | None = None
     """KL per completion, in nats, to which coef is adapted; null: coef is constant (N+ details)."""
-    horizon: int = setting(10000, advanced=True)
+    horizon: Count = setting(10000, advanced=True)
     """Completions over which coef adapts to target (10000: arXiv 1909.08593, section 2.2)."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(
             self.coef > 0,
             f"algorithm.kl.coef must be above 0, got {self.coef}: give --algorithm.kl null for no penalty",
         )
-        require(
-            self.target is None or self.target > 0,
-            f"algorithm.kl.target must be above 0 nats, got {self.target}: leave it out for a constant coef",
-        )
-        require(self.horizon >= 1, f"algorithm.kl.horizon must be 1 or more, got {self.horizon}: raise it")
         require(
             self.target is not None or self.horizon == 10000,
             f"algorithm.kl.horizon needs algorithm.kl.target, got {self.horizon} and no target: leave it out",
@@ -51,7 +55,7 @@ class KLConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PenaltiesConfig:
+class PenaltiesConfig(Settings):
     """Penalties that are subtracted from scores."""
 
     missing_eos: float | Literal["auto"] = 0.0
@@ -59,23 +63,17 @@ class PenaltiesConfig:
     standard deviation of the rollout's scores, or 1 if scores are scaled."""
     length: float = 0.0
     """Penalty per completion token."""
-    overlong_fraction: float = 0.0
+    overlong_fraction: Annotated[float, "in [0, 1]: give for example 0.2"] = 0.0
     """Last fraction of max_new_tokens, in which the overlong penalty grows linearly (DAPO, arXiv 2503.14476, eq. 13:
     0.2); 0: no overlong penalty."""
-    overlong: float = 1.0
+    overlong: NonNegative = 1.0
     """Overlong penalty of a completion of max_new_tokens tokens (DAPO: 1)."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(
             self.missing_eos == "auto" or self.missing_eos >= 0,
             f"algorithm.penalties.missing_eos must be auto or 0 or more, got {self.missing_eos}: give for example 1",
         )
-        require(
-            0 <= self.overlong_fraction <= 1,
-            f"algorithm.penalties.overlong_fraction must be in [0, 1], got {self.overlong_fraction}: give for example "
-            "0.2",
-        )
-        require(self.overlong >= 0, f"algorithm.penalties.overlong must be 0 or more, got {self.overlong}: raise it")
         require(
             self.overlong_fraction > 0 or self.overlong == 1.0,
             f"algorithm.penalties.overlong needs overlong_fraction above 0, got {self.overlong} and 0: give for "
@@ -84,44 +82,30 @@ class PenaltiesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicSamplingConfig:
+class DynamicSamplingConfig(Settings):
     """Replaces prompts whose completions all have the same score, and therefore no gradient (DAPO, arXiv 2503.14476,
     eq. 11).
     """
 
-    max_refills: int = 10
+    max_refills: Natural = 10
     """Maximum number of rounds of additional prompts per step; the step then trains on the accepted prompts."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.max_refills >= 0,
-            f"algorithm.dynamic_sampling.max_refills must be 0 or more, got {self.max_refills}: raise it",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorrectionConfig:
+class CorrectionConfig(Settings):
     """Importance weights p(training) / p(sampler) per token, for samples from older or lower-precision weights."""
 
     method: Literal["truncate", "mask"] = "truncate"
     """truncate: weights are truncated at clip (TIS); mask: tokens with weights outside [low, clip] are masked
     (IcePop)."""
-    clip: float = 2.0
+    clip: Annotated[float, "1 or more"] = 2.0
     """Largest weight (2: TIS, fengyao.notion.site/off-policy-rl)."""
-    low: float | None = setting(None, advanced=True)
+    low: Annotated[float, "above 0 and at most 1: give for example 0.5"] | None = setting(None, advanced=True)
     """Smallest weight of method mask; null: 1 / clip."""
     count_masked: bool = setting(True, advanced=True)
     """Masked tokens stay in the denominator of the loss (IcePop), or not (slime, verl)."""
 
-    def __post_init__(self) -> None:
-        require(
-            self.clip >= 1,
-            f"algorithm.correction.clip must be 1 or more, got {self.clip}: give for example 2",
-        )
-        require(
-            self.low is None or 0 < self.low <= 1,
-            f"algorithm.correction.low must be above 0 and at most 1, got {self.low}: give for example 0.5",
-        )
+    def _check(self) -> None:
         for name, default in (("low", None), ("count_masked", True)):
             value = getattr(self, name)
             require(
@@ -131,8 +115,8 @@ class CorrectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
-    """What all RL algorithms read. Properties give the neutral value of keys that only some have."""
+class AlgorithmConfig(Settings):
+    """What all RL algorithms read."""
 
     needs_critic: ClassVar[bool] = False
     """Whether it trains a critic."""
@@ -155,12 +139,12 @@ class AlgorithmConfig:
 
     name: str = field(default="", init=False)
     """RL algorithm; it selects the keys of this section and their defaults (docs/algorithms.md)."""
-    epochs: int = 1
+    epochs: Count = 1
     """Passes over each rollout (1: verl)."""
-    mini_batches: int = 4
+    mini_batches: Count = 4
     """Optimizer updates per pass over a rollout (4: verl); if left out, the largest divisor of the rollout up to the
     default."""
-    target_kl: float | None = setting(None, advanced=True)
+    target_kl: Nats | None = setting(None, advanced=True)
     """Stop the passes over a rollout once the approximate KL of a mini-batch, in nats, exceeds this; null: never."""
     kl: KLConfig | None = KLConfig()
     penalties: PenaltiesConfig | None = PenaltiesConfig(missing_eos="auto")
@@ -170,69 +154,6 @@ class AlgorithmConfig:
     initial, with statistics of the initial actor's scores (InstructGPT)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "mini_batches"):
-            value = getattr(self, name)
-            require(value >= 1, f"algorithm.{name} must be 1 or more, got {value}: raise it")
-        require(
-            self.target_kl is None or self.target_kl > 0,
-            f"algorithm.target_kl must be above 0 nats, got {self.target_kl}: leave it out for none",
-        )
-        require(
-            self.score_clip is None or self.score_clip > 0,
-            f"algorithm.score_clip must be above 0, got {self.score_clip}: give null for none",
-        )
-
-    @property
-    def score_clip(self) -> float | None:
-        """Bound of scores; null: none."""
-        return None
-
-    @property
-    def correction(self) -> CorrectionConfig | None:
-        """Correction for the sampler; null: none."""
-        return None
-
-    @property
-    def mask_truncated(self) -> bool:
-        """Whether truncated completions are left out of the loss."""
-        return False
-
-    @property
-    def loss_normalization(self) -> Literal["token", "sequence", "fixed"]:
-        """What the actor's loss is a mean over."""
-        return "token"
-
-    @property
-    def whiten_rewards(self) -> bool:
-        """Whether rewards are whitened."""
-        return False
-
-    @property
-    def whiten_advantages(self) -> bool:
-        """Whether advantages are whitened."""
-        return False
-
-    @property
-    def whiten_shift_mean(self) -> bool:
-        """Whether whitening subtracts the mean."""
-        return True
-
-    @property
-    def whiten_unbiased(self) -> bool:
-        """Whether whitening divides by the count less one."""
-        return True
-
-    @property
-    def value_clip(self) -> float:
-        """Bound of the change of values; 0: none."""
-        return 0.0
-
-    @property
-    def select_above(self) -> float | None:
-        """Least score of a selected completion; null: any."""
-        return None
 
     @property
     def updates_once(self) -> bool:
@@ -247,7 +168,7 @@ class AlgorithmConfig:
     @property
     def reads_old_logprobs(self) -> bool:
         """Whether the actor scores a rollout before training on it: for several updates, or to count kept tokens."""
-        return not self.updates_once or not (self.correction is None or self.correction.count_masked)
+        return not self.updates_once
 
     @property
     def uses_reference(self) -> bool:
@@ -263,7 +184,7 @@ class AlgorithmConfig:
     @property
     def allows_other_sampler(self) -> bool:
         """Whether older or rounded weights may sample: the loss is corrected, or does not depend on who sampled."""
-        return self.correction is not None or self.learns_pairs
+        return self.learns_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +198,16 @@ class PolicyGradientConfig(AlgorithmConfig):
     max_new_tokens per sequence (fixed; Dr. GRPO)."""
     correction: CorrectionConfig | None = None
 
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """True where several updates, or the count of kept tokens, need the actor's scores of a rollout."""
+        return not self.updates_once or not (self.correction is None or self.correction.count_masked)
+
+    @property
+    def allows_other_sampler(self) -> bool:
+        """True where the loss is corrected for older or rounded weights that sample."""
+        return self.correction is not None
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedConfig(PolicyGradientConfig):
@@ -284,7 +215,7 @@ class ClippedConfig(PolicyGradientConfig):
 
     clip: tuple[float, float] = (0.2, 0.2)
     """The policy ratio is clipped to [1 - low, 1 + high] (0.2: PPO, arXiv 1707.06347)."""
-    score_clip: float | None = setting(None, advanced=True)
+    score_clip: Positive | None = setting(None, advanced=True)
     """Scores are clipped to [-score_clip, score_clip] (DeepSpeed-Chat: 5); null: not clipped (TRL, verl)."""
     whiten_advantages: bool = False
     """Advantages of a rollout get mean 0 and variance 1, over all ranks."""
@@ -293,8 +224,8 @@ class ClippedConfig(PolicyGradientConfig):
     whiten_unbiased: bool = setting(True, advanced=True)
     """Whitening divides by the count minus one (TRL, verl), or by the count (false; OpenAI's code of 2019)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
+        super()._check()
         low, high = self.clip
         require(
             0 <= low <= 1 and high >= 0,
@@ -306,24 +237,22 @@ class ClippedConfig(PolicyGradientConfig):
             "algorithm.whiten_shift_mean needs whiten_advantages, got False and whiten_advantages False: leave it out",
         )
         require(
-            self.whiten_advantages or self.whiten_rewards or self.whiten_unbiased,
+            self.whitens or self.whiten_unbiased,
             "algorithm.whiten_unbiased needs whitening, got False and none: leave it out",
         )
+
+    @property
+    def whitens(self) -> bool:
+        """True where something is whitened."""
+        return self.whiten_advantages
 
 
 @dataclass(frozen=True, kw_only=True)
 class SurrogateConfig(ClippedConfig):
     """What algorithms with PPO's clipped surrogate read."""
 
-    dual_clip: float | None = setting(None, advanced=True)
+    dual_clip: Annotated[float, "above 1"] | None = setting(None, advanced=True)
     """Bound of the loss for negative advantages, as a multiple of the advantage (arXiv 1912.09729: 3); null: none."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.dual_clip is None or self.dual_clip > 1,
-            f"algorithm.dual_clip must be above 1, got {self.dual_clip}: give for example 3, or leave it out",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,5 +276,5 @@ class SingleUpdateConfig(AlgorithmConfig):
 
     single_update = True
 
-    mini_batches: int = 1
+    mini_batches: Count = 1
     """Optimizer updates per pass over a rollout (1: the paper)."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from hybrid_rlhf.configs.sections.rules import require, require_template_variables, setting
+from hybrid_rlhf.configs.sections.rules import Count, RowTokens, Settings, require, require_template_variables, setting
 
 
 def require_shares(split: list[float]) -> None:
@@ -36,16 +36,16 @@ class DataSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Settings):
     """Where rows come from and how they become tokens."""
 
     sources: list[str | DataSource] = field(default_factory=list)
     """Training data: paths, or {path, weight, split_name, columns}, blended."""
     eval_sources: list[str | DataSource] = field(default_factory=list)
     """Evaluation data; if empty, eval_fraction of the sources is held out."""
-    eval_fraction: float = 0.05
+    eval_fraction: Annotated[float, "in [0, 1)"] = 0.05
     """Fraction of the rows held out if there are no eval_sources; 0: none."""
-    max_eval_rows: int = setting(512, advanced=True)
+    max_eval_rows: Count = setting(512, advanced=True)
     """Maximum number of rows to hold out or evaluate on."""
     split: list[float] | None = setting(None, advanced=True)
     """Relative sizes of the three steps' parts of one data set, without overlap, e.g. [2, 4, 4] (DeepSpeed-Chat)."""
@@ -59,12 +59,7 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] = setting(default_factory=dict, advanced=True)
     """Variables of the chat template, such as {enable_thinking: false}; saved with the model as its defaults."""
 
-    def __post_init__(self) -> None:
-        require(
-            0 <= self.eval_fraction < 1,
-            f"data.eval_fraction must be in [0, 1), got {self.eval_fraction}: give for example 0.05",
-        )
-        require(self.max_eval_rows >= 1, f"data.max_eval_rows must be 1 or more, got {self.max_eval_rows}: raise it")
+    def _check(self) -> None:
         require_template_variables(self.chat_template_kwargs)
         if self.split is not None:
             require_shares(self.split)
@@ -81,9 +76,5 @@ class DataConfig:
 class RowDataConfig(DataConfig):
     """Sources of prompt and completion rows, and their tokenization."""
 
-    max_length: int = 1024
+    max_length: RowTokens = 1024
     """Longest row, in tokens, prompt and completion together (1024: TRL's SFT default)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.max_length >= 2, f"data.max_length must be 2 tokens or more, got {self.max_length}: raise it")

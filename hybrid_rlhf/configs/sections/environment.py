@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.sections.rules import is_plain, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Positive, Settings, is_plain, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvironmentConfig:
+class EnvironmentConfig(Settings):
     """Environment of multi-turn rollouts (docs/environments.md)."""
 
     path: str | None = None
@@ -20,22 +19,22 @@ class EnvironmentConfig:
     instead of a class. Without either, external programs use rollout.endpoint."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class or program; external programs receive them with each episode."""
-    max_turns: int = 8
+    max_turns: Count = 8
     """Maximum number of actor turns per episode, or of requests from a program; rollout.sampling.max_new_tokens limits
     the tokens after the prompt."""
-    max_turn_tokens: int | None = None
+    max_turn_tokens: Count | None = None
     """Longest turn of the actor, in tokens; null: the rest of rollout.sampling.max_new_tokens."""
-    max_observation_tokens: int = 256
+    max_observation_tokens: Count = 256
     """Longest observation, in tokens; longer ones are truncated."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: Positive = 60.0
     """Time limit of a call of reset or step, or of a program, in seconds."""
-    threads: int = setting(32, advanced=True)
+    threads: Count = setting(32, advanced=True)
     """Calls of plain functions that run concurrently on a rank; coroutines all do."""
     on_failure: Literal["stop", "zero"] = "stop"
     """Action if an environment raises, times out or returns an invalid step. stop: the run ends; zero: the episode
     ends, and its last turn has reward 0."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(
             self.program is None or not self.path,
             f"an environment is a class or a program, got environment.path {self.path} and environment.program "
@@ -50,13 +49,6 @@ class EnvironmentConfig:
             self.path is not None or self.max_observation_tokens == EnvironmentConfig.max_observation_tokens,
             "environment.max_observation_tokens is read with environment.path, got "
             f"{self.max_observation_tokens} without: leave it out",
-        )
-        for name in ("max_turns", "max_turn_tokens", "max_observation_tokens", "threads"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"environment.{name} must be 1 or more, got {value}: raise it")
-        require(
-            0 < self.timeout_seconds < math.inf,
-            f"environment.timeout_seconds must be above 0, got {self.timeout_seconds}: raise it",
         )
         require(
             is_plain(self.options),

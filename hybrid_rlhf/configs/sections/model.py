@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from hybrid_rlhf.configs.sections.rules import require, setting
+from hybrid_rlhf.configs.sections.rules import Positive, Settings, require, setting
 
 ROUTER_KEYS = ("router_aux_loss_coef", "router_z_loss_coef")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Settings):
     """The model, its dtypes and kernels."""
 
     path: str | None = None
@@ -26,20 +26,15 @@ class ModelConfig:
     """Attention kernel, by its transformers name; auto: sdpa if the model supports it, else eager."""
     gradient_checkpointing: bool = setting(False, mutable=True)
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    router_aux_loss_coef: float | None = setting(None, advanced=True)
+    router_aux_loss_coef: Annotated[float, "0 (off) or more"] | None = setting(None, advanced=True)
     """Weight of the load-balancing loss of a mixture of experts (Switch, arXiv 2101.03961, eq. 4); null: the model's
     own value if its config sets output_router_logits, as in transformers, else 0."""
-    router_z_loss_coef: float | None = setting(None, advanced=True)
+    router_z_loss_coef: Annotated[float, "0 (off) or more"] | None = setting(None, advanced=True)
     """Weight of the router z-loss of a mixture of experts (ST-MoE, arXiv 2202.08906, eq. 5: 0.001); null: as above."""
     activation_offload: bool = setting(False, advanced=True, mutable=True)
     """Keep activations in host memory until the backward pass; with gradient_checkpointing, one per layer."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
-
-    def __post_init__(self) -> None:
-        for name in ROUTER_KEYS:
-            value = getattr(self, name)
-            require(value is None or value >= 0, f"model.{name} must be 0 (off) or more, got {value}: raise it")
 
 
 SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if key.name not in ROUTER_KEYS)
@@ -47,7 +42,7 @@ SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if key.name not in R
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(Settings):
     """Low-rank adapters (LoRA, arXiv 2106.09685) through peft. A saved model contains them merged; its folder adapter
     contains them alone.
 
@@ -58,19 +53,18 @@ class LoraConfig:
 
     rank: int = 16
     """Rank of the adapters (16: a common default of peft users)."""
-    alpha: float = 16.0
+    alpha: Positive = 16.0
     """The adapters' output is scaled by alpha / rank (16: a common default of peft users)."""
     target_modules: str | list[str] = setting("all-linear", advanced=True)
     """Names of the linear layers to adapt; all-linear: all except the head (QLoRA, arXiv 2305.14314)."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(
             self.least_rank <= self.rank <= 2**16,
             f"lora.rank must be {self.least_rank} to 65536, got {self.rank}: give for example 16, or lora null to "
             f"train "
             "all weights",
         )
-        require(self.alpha > 0, f"lora.alpha must be above 0, got {self.alpha}: give for example 16")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hybrid_rlhf.configs.files.urls import check_url, host_of
+from hybrid_rlhf.configs.credentials import check_url, host_of
 from hybrid_rlhf.configs.sections.rules import require
 
 OnFailure = Literal["stop", "drop", "zero"]
@@ -88,9 +88,6 @@ class RewardComponentConfig:
             f"reward.components: steps {self.steps} of {self.label} is of a model's chances, which are not normalized: "
             "leave one out",
         )
-        self._check_numbers()
-
-    def _check_numbers(self) -> None:
         require(
             math.isfinite(self.weight),
             f"reward.components: weight of {self.label} must be a finite number, got {self.weight}: give for "

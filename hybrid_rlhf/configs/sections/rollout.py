@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from hybrid_rlhf.configs.files.credentials import expanded, is_placeholder
-from hybrid_rlhf.configs.sections.rules import require, setting
+from hybrid_rlhf.configs.credentials import expanded, is_placeholder
+from hybrid_rlhf.configs.sections.rules import Count, Port, Positive, Settings, require, setting
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
 
 ROLLOUT_SAMPLING_KEYS = ("n", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")
@@ -20,64 +20,43 @@ _COMPARED_COMPLETIONS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsyncSamplingConfig:
+class AsyncSamplingConfig(Settings):
     """Sampling runs in parallel with training, on a copy of older weights (docs/async.md)."""
 
-    policy_lag: int = 1
+    policy_lag: Count = 1
     """Policy lag, in steps: the number of steps by which the sampling weights are behind the training weights."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.policy_lag >= 1,
-            f"rollout.async_sampling.policy_lag must be 1 or more, got {self.policy_lag}: give "
-            "--rollout.async_sampling null to sample between updates",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartialRolloutConfig:
+class PartialRolloutConfig(Settings):
     """A rollout ends when prompts_per_step prompts are finished; the completions of the others continue in the next
     rollout, with its weights (docs/async.md#partial-rollouts).
     """
 
-    extra_prompts: float = 0.25
+    extra_prompts: Annotated[float, "in (0, 1]"] = 0.25
     """Prompts in flight beyond prompts_per_step, as a fraction of it."""
-    max_lag: int = 4
+    max_lag: Annotated[int, "1 step or more"] = 4
     """Maximum number of steps that a prompt may be carried; a rollout waits for prompts that reach it."""
-
-    def __post_init__(self) -> None:
-        require(
-            0 < self.extra_prompts <= 1,
-            f"rollout.partial.extra_prompts must be above 0 and at most 1, got {self.extra_prompts}: give for example "
-            "0.25, or --rollout.partial null for rollouts that finish all completions",
-        )
-        require(self.max_lag >= 1, f"rollout.partial.max_lag must be 1 step or more, got {self.max_lag}: raise it")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndpointConfig:
+class EndpointConfig(Settings):
     """Address at which programs query the actor during a rollout, with OpenAI's API (docs/environments.md#programs)."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0: all interfaces."""
-    port: int = 0
+    port: Port = 0
     """Port of the first rank of a host; each further rank adds its index on the host. 0: any free port."""
     api_key: str | None = None
     """Bearer token of requests, as ${NAME} of an environment variable; null: a random key with environment.program,
     else none."""
 
-    def __post_init__(self) -> None:
-        require(0 <= self.port < 65536, f"rollout.endpoint.port must be in 0..65535, got {self.port}: choose another")
+    def _check(self) -> None:
         require(
             self.api_key is None or is_placeholder(self.api_key),
             "rollout.endpoint.api_key must be ${NAME} of an environment variable, since configs are saved, got a text: "
             "export the key and give its name",
         )
-
-    @property
-    def is_local(self) -> bool:
-        """Whether only this machine reaches it."""
-        return self.host in ("127.0.0.1", "localhost", "::1")
 
     def expanded_api_key(self) -> str | None:
         """The key itself; never log it.
@@ -89,17 +68,17 @@ class EndpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Settings):
     """How completions are sampled."""
 
-    prompts_per_step: int = 256
+    prompts_per_step: Count = 256
     """Prompts per rollout, over all ranks; default: 256 completions, but at least 64 prompts."""
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: Count = 512
     """Longest prompt, in tokens; data.too_long determines what happens to longer prompts."""
     sampling: SamplingParams = setting(
         default_factory=lambda: SamplingParams(max_new_tokens=512), keys=ROLLOUT_SAMPLING_KEYS
     )
-    tensor_parallel: int = setting(1, mutable=True)
+    tensor_parallel: Count = setting(1, mutable=True)
     """Number of ranks that share one model in generation; must divide the number of ranks."""
     backend: Literal["auto", "module"] = setting("auto", advanced=True)
     """auto: the generation engine if it supports the model; module: always the model's own forward."""
@@ -112,19 +91,13 @@ class RolloutConfig:
     """Scoring and training reuse the experts chosen during sampling (R3, arXiv 2510.11370). For mixtures of experts
     with rollout/router_agreement below 1 and noisy ratios. Takes one byte of host memory on each rank per token, layer
     and chosen expert, two bytes above 128 experts."""
-    draft: Literal["ngram", "previous"] | None = setting(None, advanced=True, mutable=True)
-    """Speculative decoding, used only while measured to be faster. ngram: drafts the tokens that followed the last
-    tokens earlier in the prompt or its group; previous: drafts from the prompt's completions of an earlier epoch.
-    Samples are the same up to rounding (arXiv 2211.17192). null: none."""
-    draft_tokens: int = setting(4, advanced=True, mutable=True)
-    """Longest draft of rollout.draft, in tokens."""
-    kv_cache_gib: float | None = setting(None, mutable=True)
+    kv_cache_gib: Positive | None = setting(None, mutable=True)
     """KV cache per rank, in GiB; null: half of the free memory on a CPU; 0.9 of it on a GPU, minus the memory of a
     prefill, of tables and of CUDA graphs; with async_sampling, at most these shares of what the memory plan leaves
     free."""
-    max_decode_rows: int | None = setting(None, advanced=True, mutable=True)
+    max_decode_rows: Count | None = setting(None, advanced=True, mutable=True)
     """Maximum number of completions that a rank decodes together; null: limited only by memory."""
-    prefill_tokens: int | None = setting(None, advanced=True, mutable=True)
+    prefill_tokens: Count | None = setting(None, advanced=True, mutable=True)
     """Maximum number of prompt tokens that a rank computes together; null: 2048 on a CPU, 16384 on a GPU, fewer if
     memory is short."""
     cuda_graphs: bool = setting(True, advanced=True, mutable=True)
@@ -140,26 +113,11 @@ class RolloutConfig:
     async_sampling: AsyncSamplingConfig | None = None
     partial: PartialRolloutConfig | None = setting(None, advanced=True)
 
-    def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "max_prompt_tokens", "tensor_parallel"):
-            value = getattr(self, name)
-            require(value >= 1, f"rollout.{name} must be 1 or more, got {value}: raise it")
+    def _check(self) -> None:
         require_default(self.sampling, ROLLOUT_SAMPLING_KEYS, section="rollout.sampling")
         require(
             self.sampling.temperature > 0,
             f"rollout.sampling.temperature must be above 0, got {self.sampling.temperature}: give for example 1.0",
-        )
-        require(
-            self.kv_cache_gib is None or self.kv_cache_gib > 0,
-            f"rollout.kv_cache_gib must be above 0, got {self.kv_cache_gib}: leave it out to take what is free",
-        )
-        require(
-            self.max_decode_rows is None or self.max_decode_rows >= 1,
-            f"rollout.max_decode_rows must be 1 or more, got {self.max_decode_rows}: leave it out to follow memory",
-        )
-        require(
-            self.prefill_tokens is None or self.prefill_tokens >= 1,
-            f"rollout.prefill_tokens must be 1 or more, got {self.prefill_tokens}: leave it out for the default",
         )
         require(
             self.quantization is None or self.backend == "auto",
@@ -175,7 +133,6 @@ class RolloutConfig:
             self.partial is None or self.backend == "auto",
             "rollout.partial continues completions with inference weights, got rollout.backend module: give auto",
         )
-        self._check_draft()
         if self.async_sampling is not None:
             self._check_async()
 
@@ -212,21 +169,6 @@ class RolloutConfig:
     def samples_otherwise(self) -> bool:
         """Whether a sampling policy differs from the trained one: older weights, or 8-bit products."""
         return self.samples_older or self.quantization is not None
-
-    def _check_draft(self) -> None:
-        require(
-            self.draft is None or self.backend == "auto",
-            f"rollout.draft {self.draft} needs inference weights, got rollout.backend {self.backend}: give auto",
-        )
-        require(
-            self.draft_tokens >= 1,
-            f"rollout.draft_tokens must be 1 or more, got {self.draft_tokens}: give --rollout.draft null for none",
-        )
-        require(
-            self.draft is not None or self.draft_tokens == RolloutConfig.draft_tokens,
-            f"rollout.draft_tokens is read with rollout.draft, got draft_tokens {self.draft_tokens} without: give "
-            "--rollout.draft ngram or previous",
-        )
 
     def _check_async(self) -> None:
         for name, barred, needed in (

@@ -7,14 +7,27 @@ these marks.
 
 from __future__ import annotations
 
+import functools
 import json
+import re
+import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Annotated, Any
 
 from hybrid_rlhf.configs.errors import UserError
 
+Count = Annotated[int, "1 or more"]
+Natural = Annotated[int, "0 or more"]
+RowTokens = Annotated[int, "2 tokens or more"]
+Port = Annotated[int, "in 0..65535: choose another"]
+Positive = Annotated[float, "above 0"]
+NonNegative = Annotated[float, "0 or more"]
+Nats = Annotated[float, "above 0 nats"]
+Share = Annotated[float, "in [0, 1]"]
+Discount = Annotated[float, "in [0, 1]: give for example 0.95"]
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SIMILAR = 0.6
 """Least share of equal letters of a name that is suggested."""
 
@@ -33,20 +46,14 @@ class Marks:
     """Of a section that exists only if the config's algorithm has this class attribute true."""
     keys: tuple[str, ...] | None = None
     """Of a section: the keys that this place reads; none: all."""
+    read: Callable[[Any], Any] | None = None
+    """Of a key whose value is a dataclass: reads it from what the user gives, the type of its one argument. The
+    dataclass gives that form back with `as_given`."""
 
 
-def setting(
-    default: Any = MISSING,
-    *,
-    default_factory: Callable[[], Any] | None = None,
-    advanced: bool = False,
-    mutable: bool = False,
-    variants: Mapping[str, type] | None = None,
-    needs: str | None = None,
-    keys: tuple[str, ...] | None = None,
-) -> Any:
-    """A dataclass field with marks; see `Marks` for the arguments."""
-    metadata = {"marks": Marks(advanced, mutable, variants, needs, keys)}
+def setting(default: Any = MISSING, *, default_factory: Callable[[], Any] | None = None, **marks: Any) -> Any:
+    """A dataclass field with marks, the fields of `Marks`."""
+    metadata = {"marks": Marks(**marks)}
     if default_factory is not None:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -56,6 +63,43 @@ def marks_of(declared: Field[Any]) -> Marks:
     """The marks of a field; those of a plain field are the defaults."""
     marks: Marks = declared.metadata.get("marks", Marks())
     return marks
+
+
+class Settings:
+    """Base of sections whose fields carry bounds: a text beside the type, such as "above 0", "2 tokens or more" or
+    "in [0, 1)", that is the rule in errors too. What follows a colon is the fix, by default the field's default."""
+
+    def __post_init__(self) -> None:
+        for name, (bound, default) in _bounds(type(self)).items():  # type: ignore[arg-type]  # a type is hashable
+            value = getattr(self, name)
+            rule, _, fix = bound.partition(": ")
+            if isinstance(value, int | float) and (side := _outside(value, rule)):
+                usual = "leave it out" if default is None else f"{side} it, for example to {default}"
+                raise UserError(f"{name} must be {rule}, got {value}: {fix or usual}")
+        self._check()
+
+    def _check(self) -> None:
+        """Raise UserError for values that do not go together."""
+
+
+@functools.cache
+def _bounds(kind: Any) -> dict[str, tuple[str, Any]]:
+    """The bound and default of each field that has a bound."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    bounds = {}
+    for declared in fields(kind):
+        for option in (hints[declared.name], *typing.get_args(hints[declared.name])):
+            if typing.get_origin(option) is Annotated:
+                bounds[declared.name] = (option.__metadata__[0], declared.default)
+    return bounds
+
+
+def _outside(value: float, rule: str) -> str:
+    """What to do with a value that breaks a rule: raise or lower; empty where it holds."""
+    least, *most = map(float, _NUMBER.findall(rule))
+    if value < least or (value == least and rule.startswith(("above", "in ("))):
+        return "raise"
+    return "lower" if most and (value > most[0] or (value == most[0] and rule.endswith(")"))) else ""
 
 
 def require(condition: bool, message: str) -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from hybrid_rlhf.configs.files.urls import check_url
+from hybrid_rlhf.configs.credentials import check_url
 from hybrid_rlhf.configs.sections.data import DataConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.configs.sections.rules import require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Settings, require, setting
 
 SinkName = Literal["tensorboard", "csv", "wandb", "mlflow", "trackio"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
+class LoggingConfig(Settings):
     """What is logged."""
 
-    every: int = setting(1, advanced=True)
+    every: Count = setting(1, advanced=True)
     """Steps between lines of metrics."""
     sinks: list[SinkName] = setting(default_factory=lambda: ["tensorboard"], advanced=True)
     """Destinations of metrics besides metrics.jsonl: tensorboard, csv, wandb, mlflow, trackio; []: none."""
@@ -29,7 +29,7 @@ class LoggingConfig:
     webhook: str | None = setting(None, advanced=True)
     """URL that receives a JSON message when the run ends, fails or stalls, or when an advice rule fires; ${NAME} is
     replaced by an environment variable."""
-    samples_every: int = 10
+    samples_every: Annotated[int, "0 (none) or more"] = 10
     """Steps between sample completions in samples.jsonl and on the console; 0: none."""
     tokens: bool = setting(True, advanced=True)
     """Record per-token values of the samples in the folder tokens: log-probs, values, advantages, ratios. A recorded
@@ -37,18 +37,13 @@ class LoggingConfig:
     profile_steps: list[int] = setting(default_factory=list, advanced=True)
     """Steps whose torch profiler trace is written to the folder profile of the run."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(
             len(set(self.sinks)) == len(self.sinks),
             f"logging.sinks must differ, got {', '.join(self.sinks)}: name each once",
         )
         if self.webhook is not None and re.fullmatch(r"\$\{\w+\}", self.webhook) is None:
             check_url(self.webhook, key="logging.webhook", remedy="write ${NAME} for a variable that holds the URL")
-        require(self.every >= 1, f"logging.every must be 1 or more, got {self.every}: raise it")
-        require(
-            self.samples_every >= 0,
-            f"logging.samples_every must be 0 (none) or more, got {self.samples_every}: give for example 10",
-        )
         require(
             all(step >= 1 for step in self.profile_steps),
             f"logging.profile_steps must be steps from 1 on, got {self.profile_steps}: leave the others out",
@@ -56,13 +51,13 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultsConfig:
+class FaultsConfig(Settings):
     """Which faults end a run."""
 
     phase_timeout_seconds: float = setting(1800.0, advanced=True)
     """Time limit of a phase (generation, scoring, training, saving), in seconds; exceeding it ends the run and writes
     the stacks of all ranks to the folder stacks. 0: no limit."""
-    max_skipped_steps: int = setting(3, advanced=True)
+    max_skipped_steps: Annotated[int, "0 (never) or more"] = setting(3, advanced=True)
     """Number of consecutive steps skipped because of a non-finite gradient, score or log-prob after which the run ends;
     0: no limit."""
 
@@ -71,15 +66,11 @@ class FaultsConfig:
         """Longest collective: longer than a phase, so that the watchdog acts first."""
         return self.phase_timeout_seconds + 120 if self.phase_timeout_seconds else 1e8
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(
             0 <= self.phase_timeout_seconds < 1e8,
             "faults.phase_timeout_seconds must be 0 (never) or a number of seconds, got "
             f"{self.phase_timeout_seconds}: give for example 1800",
-        )
-        require(
-            self.max_skipped_steps >= 0,
-            f"faults.max_skipped_steps must be 0 (never) or more, got {self.max_skipped_steps}: raise it",
         )
 
 

@@ -3,52 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
-from hybrid_rlhf.configs.sections.rules import require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Natural, NonNegative, Positive, Settings, Share, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) and its schedule."""
 
-    lr: float | None = None
+    lr: NonNegative | None = None
     """Peak learning rate; null: derived from the model's width and its adapters (docs/defaults.md), and logged."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """Weight decay per step, times lr; not applied to norms and biases."""
     betas: tuple[float, float] = setting((0.9, 0.95), advanced=True)
     """Adam's averaging coefficients (InstructGPT, appendix C)."""
-    eps: float = setting(1e-8, advanced=True)
+    eps: Positive = setting(1e-8, advanced=True)
     """Added to Adam's denominator (torch's default)."""
     schedule: Literal["linear", "cosine", "constant"] = "cosine"
     """Decay of lr after the warm-up: to 0 (linear, cosine) or none (constant)."""
-    warmup_fraction: float = 0.03
+    warmup_fraction: Share = 0.03
     """Fraction of the steps in which lr rises linearly from 0."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, "0 (off) or more"] = 1.0
     """Gradients are clipped to this global norm; 0: not clipped."""
 
-    def __post_init__(self) -> None:
-        require(
-            self.lr is None or self.lr >= 0,
-            f"optimizer.lr must be 0 or more, got {self.lr}: leave it out for the default",
-        )
-        require(
-            self.weight_decay >= 0,
-            f"optimizer.weight_decay must be 0 or more, got {self.weight_decay}: give for example 0.1",
-        )
+    def _check(self) -> None:
         require(
             all(0 <= beta < 1 for beta in self.betas),
             f"optimizer.betas must be in [0, 1), got {self.betas}: give for example [0.9, 0.95]",
-        )
-        require(self.eps > 0, f"optimizer.eps must be above 0, got {self.eps}: give for example 1e-8")
-        require(
-            0 <= self.warmup_fraction <= 1,
-            f"optimizer.warmup_fraction must be in [0, 1], got {self.warmup_fraction}: give for example 0.03",
-        )
-        require(
-            self.max_grad_norm >= 0,
-            f"optimizer.max_grad_norm must be 0 (off) or more, got {self.max_grad_norm}: give for example 1.0",
         )
 
 
@@ -82,26 +64,23 @@ def frozen_zero(sibling: ZeroConfig) -> ZeroConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     """When checkpoints are written, and which are kept; SIGTERM and SIGUSR1 request one too."""
 
-    save_every: int = setting(0, mutable=True)
+    save_every: Natural = setting(0, mutable=True)
     """Steps between checkpoints; 0: none."""
-    save_minutes: float = setting(0.0, advanced=True, mutable=True)
+    save_minutes: NonNegative = setting(0.0, advanced=True, mutable=True)
     """Minutes between checkpoints, written at the end of a step; 0: none."""
     save_async: bool = setting(False, advanced=True, mutable=True)
     """Write checkpoints in the background, from a copy in host memory."""
-    keep_last: int = setting(2, advanced=True, mutable=True)
+    keep_last: Count = setting(2, advanced=True, mutable=True)
     """Number of newest checkpoints to keep; an older one is used if the newest is damaged."""
-    keep_every: int = setting(0, advanced=True, mutable=True)
+    keep_every: Natural = setting(0, advanced=True, mutable=True)
     """Checkpoints of steps divisible by this are never deleted; 0: none."""
     keep_best: str | None = setting(None, advanced=True, mutable=True)
     """Also keep the checkpoint with the best metric, as max:eval/scores or min:eval/loss; null: none."""
 
-    def __post_init__(self) -> None:
-        for name in ("save_every", "save_minutes", "keep_every"):
-            require(getattr(self, name) >= 0, f"train.{name} must be 0 or more, got {getattr(self, name)}: raise it")
-        require(self.keep_last >= 1, f"train.keep_last must be 1 or more, got {self.keep_last}: raise it")
+    def _check(self) -> None:
         require(
             self.keep_best is None or self.keep_best.partition(":")[0] in ("max", "min") and ":" in self.keep_best,
             f"train.keep_best is max:METRIC or min:METRIC, got {self.keep_best!r}: give for example min:eval/loss",
@@ -116,29 +95,32 @@ class CheckpointConfig:
         return (1 if how == "max" else -1), name
 
 
+@dataclass(frozen=True)
+class MicroBatches:
+    """What passes through a model at once on a rank."""
+
+    rows: int | None = None
+    """That many rows; none: as many as `tokens` allows."""
+    tokens: int = 8192
+    """Real tokens, at most, unless a row alone has more."""
+    padded: bool = False
+    """Whether some layers of the model compute padding: tokens are then rows x the longest."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig(CheckpointConfig):
     """Length and micro-batches of a step."""
 
-    micro_batch_size: int | None = setting(None, advanced=True, mutable=True)
+    micro_batch_size: Count | None = setting(None, advanced=True, mutable=True)
     """Rows per micro-batch and rank; null: as many as micro_batch_tokens allows."""
-    micro_batch_tokens: int = setting(8192, mutable=True)
+    micro_batch_tokens: Count = setting(8192, mutable=True)
     """Tokens per micro-batch and rank; padding counts only for models that need it."""
-    epochs: int = 1
+    epochs: Count = 1
     """Passes over the data."""
-    max_steps: int | None = None
+    max_steps: Count | None = None
     """Stop after this many steps; null: after the last epoch."""
-    eval_every: int = 0
+    eval_every: Natural = 0
     """Steps between evaluations on held-out rows; 0: only before the first and after the last step."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("micro_batch_size", "max_steps"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"train.{name} must be 1 or more, got {value}: leave it out")
-        for name in ("micro_batch_tokens", "epochs"):
-            require(getattr(self, name) >= 1, f"train.{name} must be 1 or more, got {getattr(self, name)}: raise it")
-        require(self.eval_every >= 0, f"train.eval_every must be 0 or more, got {self.eval_every}: raise it")
 
     @property
     def micro_batches(self) -> MicroBatches:
@@ -150,12 +132,5 @@ class LoopConfig(CheckpointConfig):
 class TrainConfig(LoopConfig):
     """Length and batch sizes of a supervised step."""
 
-    global_batch_size: int = 32
+    global_batch_size: Count = 32
     """Rows in one optimizer update, over all ranks and micro-batches."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.global_batch_size >= 1,
-            f"train.global_batch_size must be 1 or more, got {self.global_batch_size}: raise it",
-        )

@@ -20,7 +20,7 @@ import pyarrow
 import pyarrow.parquet
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import NotJSON, not_text, parse_json
+from hybrid_rlhf.runtime.files.reading import NotJSON, not_text, parse_json
 
 Row = dict[str, Any]
 LocatedRows = Iterator[tuple[str, Row]]

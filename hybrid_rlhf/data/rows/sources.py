@@ -21,9 +21,8 @@ from pathlib import Path
 import datasets
 import pyarrow
 
+from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.credentials import redacted
-from hybrid_rlhf.configs.files.reading import regular_file, user_path
 from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.data.rows.files import (
     TYPES_TEXT,
@@ -38,6 +37,7 @@ from hybrid_rlhf.data.rows.files import (
     readable,
     without_nulls,
 )
+from hybrid_rlhf.runtime.files.reading import regular_file, user_path
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 _SOURCE_RULE = "a data source must be a file, a folder or a hub name"

@@ -25,12 +25,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.checks.element_check import WrongElements
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.weights.conversion import (
-    LOW_PRECISION_TOLERANCE,
-    agreement_with,
-    probe_hidden,
-    probe_routes,
-)
+from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE, agreement_with, probe_hidden, probe_routes
 from hybrid_rlhf.models.head_check import FLOAT32_TOLERANCE, probe_tokens
 from hybrid_rlhf.models.routers.replay import are_chosen
 from hybrid_rlhf.models.structure import layer_list

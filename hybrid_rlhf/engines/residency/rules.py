@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, Placement, RolePlacement, ZeroStage, aligned, role_label
+from hybrid_rlhf.configs.sections.placement import ZeroStage
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
+from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement, RolePlacement, aligned, role_label
 
 Phase = Literal["sampling", "scoring", "log-probs and values", "updates"]
 Part = Literal["weights", "gradients", "optimizer", "inference weights", "KV cache", "CUDA graphs"]

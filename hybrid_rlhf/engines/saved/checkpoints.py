@@ -25,10 +25,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
 from hybrid_rlhf.engines.saved.fragments import HostCopies
 from hybrid_rlhf.engines.saved.training_state import AbsentState, TrainingState
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
     checkpoint_name,

@@ -14,7 +14,7 @@ from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.engines.separate.plane import PlaneSettings, WeightPlane
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.scoring import InferenceScorer, described_scorer
-from hybrid_rlhf.generation.weights.conversion import LOW_PRECISION_TOLERANCE
+from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE
 from hybrid_rlhf.models.head_check import agreement, probe_tokens
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
@@ -78,12 +78,6 @@ class CriticCopy:
     def reports_rows(self) -> bool:
         """See ModelEngine."""
         return self.group.is_main
-
-    def close(self) -> None:
-        """Free the inference weights; no collective runs."""
-        self._release()
-        if self._plane is not None:
-            self._plane.release()
 
     def _release(self) -> None:
         self._scorer = None

@@ -35,7 +35,7 @@ class JointSampler:
         self.world, self._separate, self._actor = world, separate, actor
         own: SeparateSampler | HybridEngine = separate if actor is None else actor
         self._own = own
-        self.generation_world, self.drafter = own.generation_world, own.drafter
+        self.generation_world = own.generation_world
         self.max_logprob_diff = separate.max_logprob_diff
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
@@ -77,10 +77,6 @@ class JointSampler:
     def sync_ahead(self) -> contextlib.AbstractContextManager[TransferTimes | None]:
         """See SeparateSampler."""
         return self._separate.sync_ahead()
-
-    def close(self) -> None:
-        """See SeparateSampler; the actor is closed as a role of its own."""
-        self._separate.close()
 
     def snapshot(
         self, *, stop_token_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None = None

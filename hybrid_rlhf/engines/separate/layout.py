@@ -19,7 +19,7 @@ from hybrid_rlhf.engines.partition import base_parameters
 from hybrid_rlhf.engines.saved.fragments import local_values
 from hybrid_rlhf.engines.separate.intervals import Runs, needed_runs
 from hybrid_rlhf.generation.engine import default_stop_token_ids
-from hybrid_rlhf.generation.weights.conversion import DescribedModel, DescribeModel, InferenceWeights
+from hybrid_rlhf.generation.weights.inference_weights import DescribedModel, DescribeModel, InferenceWeights
 from hybrid_rlhf.generation.weights.picks import Scaled, all_of
 from hybrid_rlhf.models.lora import Adapter, base_weight, lora_layers, weights_of
 from hybrid_rlhf.runtime.world import World

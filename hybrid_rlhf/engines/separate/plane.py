@@ -23,10 +23,10 @@ from hybrid_rlhf.engines.separate.layout import HeldWeights, Interval, NeededWei
 from hybrid_rlhf.engines.separate.received import ReceivedWeights
 from hybrid_rlhf.engines.separate.routes import RoutePlan
 from hybrid_rlhf.engines.separate.transfer import WeightTransfer, compare_checksums
+from hybrid_rlhf.generation.architecture.hugging_face import NotDescribed
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.model.quantised import Quantization
-from hybrid_rlhf.generation.weights.conversion import DescribedModel, DescribeModel, InferenceWeights
-from hybrid_rlhf.generation.weights.describe import NotDescribed
+from hybrid_rlhf.generation.ops.quantisation import Quantization
+from hybrid_rlhf.generation.weights.inference_weights import DescribedModel, DescribeModel, InferenceWeights
 from hybrid_rlhf.runtime.background import BackgroundCall, SideStream
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 

@@ -66,10 +66,6 @@ class InferenceReader:
         """Properties for the ranks without this model."""
         return EngineFacts(self.parameters, self.packs)
 
-    def close(self) -> None:
-        """See ModelEngine."""
-        del self._model
-
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """See ModelEngine; its part of the weights is always on the device."""
         return contextlib.nullcontext()

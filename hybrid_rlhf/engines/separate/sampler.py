@@ -28,15 +28,14 @@ from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.checks.weight_check import Rerouted, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
-from hybrid_rlhf.engines.sampling_engine import check_closed, groups_of, rollout_backend, rollout_drafter
+from hybrid_rlhf.engines.sampling_engine import check_closed, groups_of, rollout_backend
 from hybrid_rlhf.engines.separate.plane import PlaneSettings, TransferTimes, WeightPlane
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import DecodeWork
-from hybrid_rlhf.generation.drafting.drafter import Drafter
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.models.pretrained.loading import DTYPES
-from hybrid_rlhf.runtime.world import World, shared_user_errors
+from hybrid_rlhf.runtime.world import World
 
 T = TypeVar("T")
 
@@ -74,7 +73,6 @@ class SeparateSampler:
         self._rollout = rollout or RolloutConfig()
         # with a policy lag it samples while frozen roles read, perhaps in groups of the same ranks
         self.generation_world = world.split(self._rollout.tensor_parallel, own=self._rollout.policy_lag > 0)
-        self.drafter: Drafter | None = None
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
         self.max_logprob_diff = math.inf  # of ranks outside of `union`, which compare nothing
@@ -92,7 +90,7 @@ class SeparateSampler:
             self.plane = self._planned(max_logprob_diff, check_weights=check_weights)
 
     def _planned(self, max_logprob_diff: float | None, *, check_weights: bool) -> WeightPlane:
-        """The plane of the actor's weights, what they are checked with, and the drafter."""
+        """The plane of the actor's weights, and what they are checked with."""
         union, rollout = self._union, self._rollout
         _check_rollout(rollout)
         settings = PlaneSettings(
@@ -108,9 +106,6 @@ class SeparateSampler:
         quantised, model = rollout.quantization is not None, plane.model
         self.max_logprob_diff = logprob_limit(max_logprob_diff, model.dtype, plane.dtype, quantised=quantised)
         self._check = WeightCheck(union, max_logprob_diff, quantised=quantised, remedy="leave placement.sampler out")
-        with shared_user_errors(union):
-            if self.world.is_member:
-                self.drafter = rollout_drafter(rollout, model.described.architecture)
         return plane
 
     @property
@@ -210,7 +205,6 @@ class SeparateSampler:
             stop_token_ids=plane.model.stop_token_ids if stop_token_ids is None else stop_token_ids,
             tokenizer=tokenizer,
             weight_version=plane.version,
-            drafter=self.drafter,
             keeps_backend=keeps_backend,
         )
 
@@ -247,10 +241,6 @@ class SeparateSampler:
     def _force(self) -> None:
         if self.plane is not None:
             self.plane.force()
-
-    def close(self) -> None:
-        """Free inference weights, KV cache and CUDA graphs; no collective runs."""
-        self._release()
 
     def _release(self) -> None:
         """Free inference weights, KV cache and CUDA graphs; a snapshot of a larger policy lag keeps its own."""

@@ -12,7 +12,6 @@ from typing import Literal, Protocol
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
-from hybrid_rlhf.generation.drafting.drafter import Drafter
 
 BackendName = Literal["auto", "module"]
 """auto: native where the family table describes the model, else module; module: the Hugging Face module always."""
@@ -34,12 +33,8 @@ class GenerationBackend(Protocol):
     continues: bool
     """Whether requests may begin with tokens of an earlier call, and end before they are finished."""
 
-    def run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
-        """Decode all requests, which tensor-parallel ranks must pass in the same order; yields after each step.
-
-        Raises:
-            UserError: for a drafter, where the backend cannot verify drafts.
-        """
+    def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
+        """Decode all requests, which tensor-parallel ranks must pass in the same order; yields after each step."""
 
     def run_open(self, arrivals: Arrivals) -> Iterator[NewTokens]:
         """Decode requests as they arrive, until `arrivals` is closed; yields after each step. On one rank only.

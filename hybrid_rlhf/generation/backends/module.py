@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from hybrid_rlhf.generation.architecture.hugging_face import trained_positions
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
-from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
-from hybrid_rlhf.generation.sampler import Sampler
-from hybrid_rlhf.generation.weights.conversion import LOW_PRECISION_TOLERANCE
-from hybrid_rlhf.generation.weights.describe import trained_positions
+from hybrid_rlhf.generation.batching.sampler import Sampler
+from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE
 from hybrid_rlhf.models.head_check import agreement, module_logprobs, probe_tokens
 from hybrid_rlhf.models.policy import wide_logits
 from hybrid_rlhf.models.pretrained.loading import position_limit
@@ -84,10 +83,8 @@ class ModuleBackend:
         assert self._module is not None
         return self._module.support
 
-    def run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
+    def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
         """See GenerationBackend."""
-        if drafter is not None:
-            check_can_draft(None, setting="a drafter")
         if self._module is None:
             raise RuntimeError("a backend must be open to generate, this one was closed")
         for batch in _batches(requests, max_rows=self._max_rows, same_length=not self._module.support.padding):
@@ -221,7 +218,7 @@ class _ModuleBatch:
         self._module = module
         self._samples = requests[0].params.n
         self._live = list(requests)
-        self._sampler = Sampler(module.vocab_size, SamplingMode.of(requests), solo_world(module.device))
+        self._sampler = Sampler(module.vocab_size, sampling_mode(requests), solo_world(module.device))
         self._rows = DecodeBatch.of(requests, vocab_size=module.vocab_size, device=module.device)
 
     @torch.no_grad()

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.blocks import BlockPool
-from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache, bytes_per_token, page_bytes
 from hybrid_rlhf.generation.batching.capacity import (
     Sequences,
     WorkingMemory,
@@ -32,13 +31,13 @@ from hybrid_rlhf.generation.batching.capacity import (
     working_memory,
 )
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
+from hybrid_rlhf.generation.batching.preparation import log_compilation
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.batching.workspace import Workspace
-from hybrid_rlhf.generation.drafting.drafter import Drafter, check_can_draft
+from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache, bytes_per_token, page_bytes
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
-from hybrid_rlhf.generation.preparation import log_compilation
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.generation.scoring import InferencePolicy
 
@@ -61,7 +60,7 @@ class HeldCache:
     prefill_tokens: int
     """Prompt tokens of a prefill that memory has room for beside it."""
     wanted: tuple[int, ...]
-    """Rows and pages that unlimited memory would have allowed, and places of a row in a step; the most of all calls."""
+    """Rows and pages that unlimited memory would have allowed; the most of all calls."""
 
     @property
     def saved_states(self) -> int:
@@ -168,21 +167,17 @@ class NativeBackend:
         if self.workspace is not None:
             self.workspace.capture_in_steps(captures=in_runs)
 
-    def run(self, requests: Sequence[Request], drafter: Drafter | None = None) -> Iterator[NewTokens]:
+    def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
         """See GenerationBackend."""
         decoder = self.decoder
-        if drafter is not None:
-            check_can_draft(decoder.architecture, setting="a drafter")
-        places = 1 if drafter is None else 1 + drafter.draft_tokens
         prefill = self._prefill_tokens
-        workspace, held = self._prepared(decoder, requests, places=places, rows=len(requests), prefill_tokens=prefill)
+        workspace, held = self._prepared(decoder, requests, rows=len(requests), prefill_tokens=prefill)
         batch = ContinuousBatch(
             workspace,
             held.pool,
             requests,
             prefill_tokens=min(prefill, held.prefill_tokens),
             saved_states=held.states,
-            drafts=None if drafter is None else drafter.begin(requests, decoder.world),
         )
         yield from batch.steps()
         self.preemptions += batch.preemptions
@@ -191,9 +186,6 @@ class NativeBackend:
         read += cached * sum(request.attended_tokens for request in requests)
         read += decoder.state_bytes * sum(request.decoded_tokens for request in requests)
         self.work += replace(batch.work, bytes=read)
-        if drafter is not None:
-            finished = [request for request in requests if request.finish_reason is not None]
-            drafter.remember([(request.prompt, request.token_ids) for request in finished])
 
     def run_open(self, arrivals: Arrivals) -> Iterator[NewTokens]:
         """See GenerationBackend.
@@ -208,7 +200,6 @@ class NativeBackend:
             workspace, held = self._prepared(
                 decoder,
                 shapes,
-                places=1,
                 rows=arrivals.rows,
                 prefill_tokens=prefill,
                 memory_share=arrivals.memory_share,
@@ -279,13 +270,12 @@ class NativeBackend:
         decoder: Decoder,
         requests: Sequence[Request],
         *,
-        places: int,
         rows: int,
         prefill_tokens: int,
         memory_share: float | None = None,
     ) -> tuple[Workspace, HeldCache]:
         """Workspace and cache for requests, of which up to `rows` run together."""
-        sequences = self._sequences(decoder, requests, places, rows, prefill_tokens)
+        sequences = self._sequences(decoder, requests, rows, prefill_tokens)
         sequences = replace(sequences, memory_share=memory_share)
         self.workspace = workspace = self._workspace_for(decoder, requests, sequences)
         assert self.held is not None
@@ -314,9 +304,7 @@ class NativeBackend:
         self.workspace.capture_in_steps(captures=self._captures_in_runs)
         return self.workspace
 
-    def _sequences(
-        self, decoder: Decoder, requests: Sequence[Request], places: int, rows: int, prefill_tokens: int
-    ) -> Sequences:
+    def _sequences(self, decoder: Decoder, requests: Sequence[Request], rows: int, prefill_tokens: int) -> Sequences:
         longest = max(len(request.prompt) + len(request.uniforms) for request in requests)
         layout = CacheLayout.of(
             decoder.architecture,
@@ -334,7 +322,6 @@ class NativeBackend:
             rows=min(rows, self._max_batch_rows or sys.maxsize),
             prefill_tokens=prefill_tokens,
             state_bytes=decoder.state_bytes,
-            places=places,
         )
 
     def _cache_for(self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences) -> HeldCache:
@@ -350,8 +337,7 @@ class NativeBackend:
         own = 0
         if held is not None:
             # one that is enough for earlier calls too: calls of two shapes in turn would otherwise allocate each time
-            rows, _, places = map(max, held.wanted, wanted)
-            sequences = replace(sequences, rows=rows, places=places)
+            sequences = replace(sequences, rows=max(held.wanted[0], sequences.rows))
             wanted = tuple(map(max, held.wanted, sequences.wanted))
             own = held.cache.pages * sequences.page_bytes + held.saved_states * sequences.state_bytes
         budget, working, prefill_tokens = self._budget(decoder, requests, sequences, own)

@@ -18,8 +18,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, CacheLayout, blocks_of
 from hybrid_rlhf.generation.batching.saved_states import SavedStates
+from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, CacheLayout, blocks_of
 
 _TAILS = 64
 """Most children of a prefix that are compared with a sequence that leaves it within a block, the latest first."""

@@ -11,7 +11,6 @@ nevertheless, it is made smaller. On a CPU half of the free memory is used.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -22,12 +21,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hybrid_rlhf.generation.batching.cache import CacheLayout, blocks_of
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.attention import Chunks
+from hybrid_rlhf.generation.model.cache import CacheLayout, blocks_of
 from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.ops.attention import splits_of
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.timers import peak_bytes
 from hybrid_rlhf.runtime.world import World
@@ -92,15 +92,13 @@ class Sequences:
     prefill_tokens: int
     state_bytes: int = 0
     """Of recurrent layers, per completion."""
-    places: int = 1
-    """Tokens that a row computes in a step, at most: one, and those of a draft."""
     memory_share: float | None = None
     """Largest share of the free memory for the cache, unless one sequence needs more; none: FREE_SHARE alone."""
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """Rows and pages that unlimited memory would allow, and places of a row in a step."""
-        return self.rows, self.pages(self.rows), self.places
+        """Rows and pages that unlimited memory would allow."""
+        return self.rows, self.pages(self.rows)
 
     @property
     def longest_pages(self) -> int:
@@ -222,14 +220,14 @@ def working_memory(
     """
     if decoder.world.device.type == "cpu":
         row = 4.0 * _CPU_ROW_LOGITS * decoder.architecture.vocab_size
-        return WorkingMemory(row=row * sequences.places), sequences.prefill_tokens
+        return WorkingMemory(row=row), sequences.prefill_tokens
     working, tokens = measured_memory(
         decoder, requests, rows=sequences.rows, prefill_tokens=sequences.prefill_tokens, cuda_graphs=cuda_graphs
     )
     capacity = capacity_tokens(sequences.longest_tokens, decoder.world.device)
     split = split_bytes(decoder, rows=sequences.rows, capacity_tokens=capacity)
     table = table_bytes(decoder, requests, tables=sequences.layout.tables, capacity_tokens=capacity)
-    return replace(working, row=working.row * sequences.places + split, table=table), tokens
+    return replace(working, row=working.row + split, table=table), tokens
 
 
 def table_bytes(decoder: Decoder, requests: Sequence[Request], *, tables: int, capacity_tokens: int) -> int:
@@ -242,10 +240,9 @@ def table_bytes(decoder: Decoder, requests: Sequence[Request], *, tables: int, c
 def split_bytes(decoder: Decoder, *, rows: int, capacity_tokens: int) -> float:
     """Bytes of a row for the parts of split attention, of the widest kind of layer, with so many rows."""
     a, heads = decoder.architecture, len(decoder.split.heads)
-    kernels = importlib.import_module("hybrid_rlhf.generation.model.kernels.attention")
     widest = 0
     for kind, kv_heads in enumerate(decoder.split.kv_heads_of):
-        splits, _ = kernels.splits_of(rows * len(kv_heads), capacity_tokens)
+        splits, _ = splits_of(rows * len(kv_heads), capacity_tokens)
         width = a.kv_size(kind)[1] if a.latent is None else a.latent.size
         widest = max(widest, heads * splits * (width + 2) if splits > 1 else 0)
     return widest * torch.float32.itemsize

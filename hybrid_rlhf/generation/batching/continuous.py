@@ -8,9 +8,7 @@ How many requests run is limited by memory: one enters if there is room for it a
 to grow by. When blocks run out nevertheless, the youngest request is preempted: it gives up its blocks, waits, and is
 computed again from its tokens. The oldest is never preempted, so all requests finish. On a GPU, scheduling is
 asynchronous: the host processes the result of a step while the next one runs, so a finished row runs one extra step
-whose output is discarded. With drafts (drafting/) a row computes several tokens in a step; the host then waits for each
-step, since a draft continues the tokens that were kept. Keys and values of rejected tokens lie beyond the row's
-computed tokens and are overwritten. Drafts only take blocks that nothing else needs in that step.
+whose output is discarded.
 
 Source: arXiv 2309.06180, section 4.5 (preemption by recomputation); chunked prefill: arXiv 2308.16369.
 
@@ -27,12 +25,10 @@ from collections.abc import Collection, Generator, Sequence
 import torch
 
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, blocks_of
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad, ExpectedLength, LaunchedStep, LiveRow, RowStates, prompts_of
 from hybrid_rlhf.generation.batching.workspace import Workspace
-from hybrid_rlhf.generation.drafting.drafter import CallDrafts
-from hybrid_rlhf.generation.drafting.places import DraftPlaces
+from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, blocks_of
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
 
 
@@ -47,7 +43,6 @@ class ContinuousBatch:
         *,
         prefill_tokens: int,
         saved_states: StateCache | None = None,
-        drafts: CallDrafts | None = None,
     ) -> None:
         """Prepare.
 
@@ -57,9 +52,8 @@ class ContinuousBatch:
             requests: ordered by prompt.
             prefill_tokens: most prompt tokens of one step; a longer prompt is computed in chunks.
             saved_states: of cached prefixes, in the slots of the pool; none: there are no recurrent layers.
-            drafts: of the requests; none: every row computes one token in a step.
         """
-        self._workspace, self._pool, self._drafts = workspace, pool, drafts
+        self._workspace, self._pool = workspace, pool
         self._states = RowStates(workspace.states, saved_states, pool)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._ages = itertools.count()
@@ -116,21 +110,17 @@ class ContinuousBatch:
         """Decode to the end; yields the new tokens of each step."""
         try:
             while self._waiting or self._decoding or self._entering:
-                missing, drafting = self._pages_missing(), self._drafting
-                if self._in_flight and (drafting or missing > self._pool.available_pages):
+                lacks_pages = self._pages_missing() > self._pool.available_pages
+                if lacks_pages and self._in_flight:
                     yield self._collect()
-                elif missing > self._pool.available_pages:
+                elif lacks_pages:
                     self._preempt(max(self._live, key=lambda row: row.age))
                 else:
-                    self._launch(self._propose(missing) if drafting else None)
-                    while len(self._in_flight) > (0 if drafting else self._workspace.steps_in_flight):
+                    self._launch()
+                    while len(self._in_flight) > self._workspace.steps_in_flight:
                         yield self._collect()
         finally:
             self._release_all()
-
-    @property
-    def _drafting(self) -> bool:
-        return self._drafts is not None and self._drafts.drafting
 
     @property
     def _live(self) -> list[LiveRow]:
@@ -155,24 +145,10 @@ class ContinuousBatch:
 
     # -- one step
 
-    def _propose(self, missing: int) -> list[list[int]] | None:
-        """Drafts of the decoding rows for the next step, which needs `missing` pages itself; none: no row has one."""
-        assert self._drafts is not None
-        spare, drafts = self._pool.available_pages - missing, list[list[int]]()
-        for row in self._decoding:
-            draft = self._drafts.propose(row.request)
-            needed = row.table.missing_pages(row.computed + 1)
-            if row.table.missing_pages(row.computed + 1 + len(draft)) - needed > spare:
-                blocks = max(len(row.table.blocks), blocks_of(row.computed + 1))
-                draft = draft[: blocks * BLOCK_TOKENS - row.computed - 1]
-            spare -= row.table.missing_pages(row.computed + 1 + len(draft)) - needed
-            drafts.append(draft)
-        return drafts if any(drafts) else None
-
-    def _launch(self, drafts: list[list[int]] | None) -> None:
+    def _launch(self) -> None:
         """Start the next step."""
         batch = len(self._decoding)
-        entries, longest = self._extend(drafts or [[]] * batch)
+        entries, longest = self._extend()
         chunks = self._chunks()
         finished = [row for row, start, length in chunks if start + length == row.request.tokens]
         entered = [one for row in finished for one in (row, *row.samples)]
@@ -180,14 +156,12 @@ class ContinuousBatch:
         for place, row in enumerate(entered, start=batch):
             entries += row.new_entries(place)
         self._workspace.set_pages(entries)
-        each = [*(drafts or [[]] * batch), *([] for _ in entered)]
-        places = None if drafts is None else DraftPlaces.of(each, self._device)
         if chunks:
             prompts = prompts_of(chunks, finished, tables=self._pool.layout.tables, device=self._device)
             requests, slots = [row.request for row in entered], [row.slot for row in entered]
-            fetch = self._workspace.prefill(batch, prompts, requests, slots, longest=longest, drafts=places)
+            fetch = self._workspace.prefill(batch, prompts, requests, slots, longest=longest)
         else:
-            fetch = self._workspace.decode(batch, longest=longest, drafts=places)
+            fetch = self._workspace.decode(batch, longest=longest)
         self._workspace.cache.copy(forks)
         self._states.fork(finished)
         for row, start, length in chunks:
@@ -201,18 +175,17 @@ class ContinuousBatch:
         if any(self._pool.layout.windows):
             for row in (*self._decoding, *self._entering):
                 row.table.trim(row.computed)
-        widths = [1 + len(draft) for draft in each]
-        self._in_flight.append(LaunchedStep(self._decoding, batch, widths, bool(chunks), fetch))
+        self._in_flight.append(LaunchedStep(self._decoding, batch, fetch))
 
-    def _extend(self, drafts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int, list[int]]], int]:
-        """Count the next token of each decoding row, with blocks for it and its draft; entries of the page table, and
-        the tokens of the longest row."""
+    def _extend(self) -> tuple[list[tuple[int, int, list[int]]], int]:
+        """Count the next token of each decoding row, with a block for it; entries of the page table, and the tokens of
+        the longest row."""
         capacity, entries, longest = self._workspace.capacity_tokens, [], 1
-        for place, (row, draft) in enumerate(zip(self._decoding, drafts, strict=True)):
+        for place, row in enumerate(self._decoding):
             row.computed = min(row.computed + 1, capacity)
-            row.table.extend(row.computed + len(draft))
+            row.table.extend(row.computed)
             entries += row.new_entries(place)
-            longest = max(longest, row.computed + len(draft))
+            longest = max(longest, row.computed)
         return entries, longest
 
     def _chunks(self) -> list[tuple[LiveRow, int, int]]:
@@ -319,52 +292,27 @@ class ContinuousBatch:
 
     def _collect(self) -> NewTokens:
         """Wait for the oldest step in flight; append its tokens, except those of rows that had finished before."""
-        step = self._in_flight.popleft()
-        results, new = zip(*step.fetch(), strict=True), NewTokens()
-        decoded: list[tuple[int, int]] = []
-        """Tokens kept of each row that decoded, and those of its draft."""
-        for place, (row, width) in enumerate(zip(step.rows, step.places, strict=True)):
-            sampled = list(itertools.islice(results, width))
-            if row.request.ended:
+        step, new = self._in_flight.popleft(), NewTokens()
+        sampled = zip(*step.fetch(), strict=True)
+        for row, (token, *logprobs) in zip(step.rows, sampled, strict=True):
+            request = row.request
+            if request.ended:
                 continue
-            kept = self._append(row, sampled, new)
-            row.computed += kept - 1
-            if place < step.decoding:
-                decoded.append((kept, width - 1))
-            if row.request.finish_reason is not None:
+            request.append(int(token), *logprobs)
+            new.append((request, int(token)))
+            self._expected.tokens += 1
+            if request.finish_reason is not None:
                 self._expected.finished += 1
-                if row.request.records_routes:
+                if request.records_routes:
                     now = self._decoding.index(row)
-                    row.request.fetch_routes = self._workspace.routes_of(now, row.request.tokens - 1)
-        self._count(step, decoded)
+                    request.fetch_routes = self._workspace.routes_of(now, request.tokens - 1)
+        self.work += DecodeWork(steps=int(step.decoding > 0))
         ended = {row for row in self._decoding if row.request.ended}
         if ended:
             self._preempted = False
             self._remove(ended)
             self._waiting = deque(each for each in self._waiting if not each[1].ended)
         return new
-
-    def _append(self, row: LiveRow, sampled: Sequence[tuple[float, ...]], new: NewTokens) -> int:
-        """Append the tokens of a row that are kept, up to the one that ends it; returns their number."""
-        request, before = row.request, len(row.request.token_ids)
-        for token, *logprobs in sampled:
-            if token < 0 or request.ended:
-                break
-            request.append(int(token), *logprobs)
-            new.append((request, int(token)))
-        kept = len(request.token_ids) - before
-        self._expected.tokens += kept
-        if self._drafts is not None:
-            self._drafts.observe(request)
-        return kept
-
-    def _count(self, step: LaunchedStep, decoded: Sequence[tuple[int, int]]) -> None:
-        """Count the work of a step, given what each row that decoded has kept and drafted."""
-        tokens, drafted = sum(kept for kept, _ in decoded), sum(draft for _, draft in decoded)
-        rows, ran = len(decoded), int(step.decoding > 0)
-        self.work += DecodeWork(0, ran, rows, tokens, drafted, tokens - rows)
-        if self._drafts is not None:
-            self._drafts.record(rows=rows, tokens=tokens, prefill=step.prefill)
 
     def _remove(self, gone: set[LiveRow]) -> None:
         """Take rows out of the batch, and leave their blocks to later sequences that begin alike.

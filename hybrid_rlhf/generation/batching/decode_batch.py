@@ -9,66 +9,36 @@ Shapes: S rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.ops.sampling_rows import FLOATS, INTEGERS, SamplingMode, SamplingRows
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.generation.transfers import to_device
 
-_INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens")
-_FLOATS = ("divisor", "top_p", "min_p", "repetition_penalty")
 
-
-@dataclass(frozen=True)
-class SamplingMode:
-    """Which parts of sampling some of the requests need; the other parts are skipped for all."""
-
-    greedy: bool
-    temperature: bool
-    top_k_top_p: bool
-    min_p: bool
-    repetition_penalty: bool
-    min_new_tokens: bool
-    top_logprobs: bool
-
-    @classmethod
-    def of(cls, requests: Sequence[Request]) -> SamplingMode:
-        """What requests that are decoded together need."""
-        each = {id(request.params): request.params for request in requests}.values()
-        return cls(
-            greedy=any(p.greedy for p in each),
-            temperature=any(p.divisor != 1 for p in each),
-            top_k_top_p=any(p.top_p < 1 or p.top_k > 0 for p in each),
-            min_p=any(p.min_p > 0 for p in each),
-            repetition_penalty=any(p.repetition_penalty != 1 for p in each),
-            min_new_tokens=any(p.min_new_tokens > 0 for p in each),
-            top_logprobs=any(request.top_logprobs for request in requests),
-        )
-
-    def covers(self, other: SamplingMode) -> bool:
-        """Whether requests that need the other mode can be sampled in this one."""
-        return all(has or not needs for has, needs in zip(astuple(self), astuple(other), strict=True))
-
-    @property
-    def draws_from_all(self) -> bool:
-        """Whether tokens are drawn from the whole distribution, without truncation or penalty."""
-        return not (self.top_k_top_p or self.min_p or self.repetition_penalty or self.min_new_tokens)
+def sampling_mode(requests: Sequence[Request]) -> SamplingMode:
+    """The parts of sampling that requests which are decoded together need."""
+    each = {id(request.params): request.params for request in requests}.values()
+    return SamplingMode(
+        greedy=any(p.greedy for p in each),
+        temperature=any(p.divisor != 1 for p in each),
+        top_k_top_p=any(p.top_p < 1 or p.top_k > 0 for p in each),
+        min_p=any(p.min_p > 0 for p in each),
+        repetition_penalty=any(p.repetition_penalty != 1 for p in each),
+        min_new_tokens=any(p.min_new_tokens > 0 for p in each),
+        top_logprobs=any(request.top_logprobs for request in requests),
+    )
 
 
 @dataclass
-class DecodeBatch:
-    """Tables of S rows."""
+class DecodeBatch(SamplingRows):
+    """Tables of S rows, filled from requests."""
 
-    integers: Tensor
-    """[S, 6 + stop tokens] int64."""
-    floats: Tensor
-    """[S, 4 + longest completion] float64."""
-    seen: Tensor | None
-    """[S, V] bool, tokens of prompt and completion; none without a repetition penalty."""
     adapter: Tensor
     """[S] int64, the number of each row's adapter, apart from the columns that kernels of sampling read by place."""
 
@@ -78,10 +48,10 @@ class DecodeBatch:
         stops = max(len(request.stop) for request in requests)
         longest = max(len(request.uniforms) for request in requests)
         seen = None
-        if SamplingMode.of(requests).repetition_penalty:
+        if sampling_mode(requests).repetition_penalty:
             seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
-        integers = torch.zeros(rows, len(_INTEGERS) + stops, dtype=torch.long, device=device)
-        floats = torch.ones(rows, len(_FLOATS) + longest, dtype=torch.float64, device=device)
+        integers = torch.zeros(rows, len(INTEGERS) + stops, dtype=torch.long, device=device)
+        floats = torch.ones(rows, len(FLOATS) + longest, dtype=torch.float64, device=device)
         return cls(integers, floats, seen, torch.zeros(rows, dtype=torch.long, device=device))
 
     @classmethod
@@ -93,9 +63,9 @@ class DecodeBatch:
 
     def has_room_for(self, requests: Sequence[Request]) -> bool:
         """Whether the tables are wide enough for all of the requests."""
-        stops, longest = self.integers.shape[1] - len(_INTEGERS), self.floats.shape[1] - len(_FLOATS)
+        stops, longest = self.integers.shape[1] - len(INTEGERS), self.floats.shape[1] - len(FLOATS)
         fits = all(len(request.stop) <= stops and len(request.uniforms) <= longest for request in requests)
-        return fits and (self.seen is not None or not SamplingMode.of(requests).repetition_penalty)
+        return fits and (self.seen is not None or not sampling_mode(requests).repetition_penalty)
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +85,7 @@ class DecodeBatch:
             integers[row, :6] = _integers(request, params, has_stop_tokens=bool(stop))
             # Rows with fewer stop tokens repeat one of theirs.
             integers[row, 6:] = (stop + stop[:1] * integers.shape[1])[: integers.shape[1] - 6] if stop else 0
-            floats[row, :4] = [getattr(params, name) for name in _FLOATS]
+            floats[row, :4] = [getattr(params, name) for name in FLOATS]
             floats[row, 4 : 4 + len(request.uniforms)] = request.uniforms
         part = slice(first, first + len(requests))
         self.integers[part] = to_device(torch.from_numpy(integers), self.integers.device)
@@ -150,79 +120,12 @@ class DecodeBatch:
         for table, values in zip(self._tables(), saved, strict=True):
             table.copy_(values)
 
-    def append(self, tokens: Tensor) -> None:
-        """Add one sampled token [S] to each row."""
-        self.token.copy_(tokens)
-        self.advance(1)
-        if self.seen is not None:
-            self.seen.scatter_(1, tokens[:, None], True)
-
-    def advance(self, tokens: Tensor | int) -> None:
-        """Count so many tokens [S] more in each row."""
-        self.integers[:, 1:3] += tokens if isinstance(tokens, int) else tokens[:, None]
-
     def _tables(self) -> list[Tensor]:
         return [self.integers, self.floats, self.adapter, *([] if self.seen is None else [self.seen])]
 
-    @property
-    def token(self) -> Tensor:
-        """[S], the last token of each row."""
-        return self.integers[:, 0]
-
-    @property
-    def position(self) -> Tensor:
-        """[S], position of the last token."""
-        return self.integers[:, 1]
-
-    @property
-    def drawn(self) -> Tensor:
-        """[S], tokens of the completion so far."""
-        return self.integers[:, 2]
-
-    @property
-    def top_k(self) -> Tensor:
-        """[S, 1]."""
-        return self.integers[:, 3:4]
-
-    @property
-    def greedy(self) -> Tensor:
-        """[S] bool."""
-        return self.integers[:, 4].bool()
-
-    @property
-    def early_stops(self) -> tuple[Tensor, Tensor]:
-        """Stop tokens [S, n], and whether they are not allowed yet [S, 1]."""
-        return self.integers[:, 6:], (self.drawn < self.integers[:, 5])[:, None]
-
-    @property
-    def temperature(self) -> Tensor:
-        """[S, 1] float32."""
-        return self.floats[:, 0:1].float()
-
-    @property
-    def top_p(self) -> Tensor:
-        """[S, 1] float32."""
-        return self.floats[:, 1:2].float()
-
-    @property
-    def min_p(self) -> Tensor:
-        """[S, 1] float32."""
-        return self.floats[:, 2:3].float()
-
-    @property
-    def repetition_penalty(self) -> Tensor:
-        """[S, 1] float32."""
-        return self.floats[:, 3:4].float()
-
-    @property
-    def uniform(self) -> Tensor:
-        """[S] float64, the uniform number that draws the next token; a finished row repeats its last one."""
-        place = (self.drawn + len(_FLOATS)).clamp(max=self.floats.shape[1] - 1)
-        return self.floats.gather(1, place[:, None]).squeeze(1)
-
 
 def _integers(request: Request, params: SamplingParams, *, has_stop_tokens: bool) -> list[int]:
-    """A row before its next token, in the order of _INTEGERS."""
+    """A row before its next token, in the order of INTEGERS."""
     min_new_tokens = params.min_new_tokens if has_stop_tokens else 0
     drawn = len(request.token_ids)
     return [0, request.tokens - 1, drawn, params.top_k, int(params.greedy), min_new_tokens]

@@ -166,18 +166,9 @@ class DecodeWork:
     """What decoding has done on a rank."""
 
     bytes: int = 0
-    """Of weights, keys and values that decoding has read, those for rejected drafts not counted; 0 where the backend
-    does not count."""
+    """Bytes of weights, keys and values that decoding has read; 0 where the backend does not count."""
     steps: int = 0
     """Steps in which rows decoded."""
-    row_steps: int = 0
-    """Rows of all these steps."""
-    tokens: int = 0
-    """Kept of these rows; as many as `row_steps` without drafts."""
-    drafted: int = 0
-    """Tokens of drafts."""
-    accepted: int = 0
-    """Of these, tokens that were kept."""
 
     def __add__(self, other: DecodeWork) -> DecodeWork:
         return DecodeWork(**{name: value + getattr(other, name) for name, value in vars(self).items()})

@@ -26,8 +26,7 @@ class LiveRow:
     slot: int
     """Of its states in recurrent layers."""
     computed: int = 0
-    """Tokens whose keys and values are in the cache, or will be by the steps that have been launched; of drafts, those
-    that were kept."""
+    """Tokens whose keys and values are in the cache, or will be by the steps that have been launched."""
     stops: tuple[int, ...] = ()
     """Tokens of the prompt after which its states are saved."""
     listed: int = 0
@@ -84,10 +83,6 @@ class LaunchedStep:
     rows: list[LiveRow]
     decoding: int
     """Rows that decode; the others enter."""
-    places: list[int]
-    """Tokens that each row samples: one, and those of its draft."""
-    prefill: bool
-    """Whether chunks of prompts are computed."""
     fetch: Fetch
 
 

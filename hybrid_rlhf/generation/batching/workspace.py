@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.batching.cache import KVCache, blocks_of
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, SamplingMode
+from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
+from hybrid_rlhf.generation.batching.preparation import PreparationLog
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.drafting.places import DraftPlaces
+from hybrid_rlhf.generation.batching.sampler import Sampler
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
+from hybrid_rlhf.generation.model.cache import KVCache, blocks_of
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.preparation import PreparationLog
-from hybrid_rlhf.generation.sampler import Sampler
 from hybrid_rlhf.generation.transfers import to_device, to_host
 from hybrid_rlhf.runtime.world import close_with_world
 
@@ -80,7 +79,7 @@ class Workspace:
         """[S]: the slot of each row; slot 0, which nobody reads, where there is none."""
         self.steps_in_flight = 1 if device.type == "cuda" else 0
         """Steps that are started before the result of an earlier one is fetched."""
-        self._mode = SamplingMode.of(requests)
+        self._mode = sampling_mode(requests)
         self._sampler = Sampler(decoder.architecture.vocab_size, self._mode, decoder.world)
         self._graphs = None
         if device.type == "cuda" and cuda_graphs:
@@ -117,13 +116,13 @@ class Workspace:
             self.cache is cache
             and self.most_rows >= rows
             and self.capacity_tokens >= capacity_tokens
-            and self._mode == SamplingMode.of(requests)
+            and self._mode == sampling_mode(requests)
             and self.rows.has_room_for(requests)
         )
 
     def accepts(self, request: Request) -> bool:
         """Whether a request can join those that the workspace was allocated for."""
-        return self.rows.has_room_for([request]) and self._mode.covers(SamplingMode.of([request]))
+        return self.rows.has_room_for([request]) and self._mode.covers(sampling_mode([request]))
 
     def set_pages(self, entries: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Write page tables: row, block, and its page in each table."""
@@ -153,16 +152,13 @@ class Workspace:
         self.pages.zero_()
         self.slots.zero_()
 
-    def decode(self, batch: int, *, longest: int, drafts: DraftPlaces | None = None) -> Fetch:
-        """Sample one token for each of the first `batch` rows, or for each place of their drafts.
+    def decode(self, batch: int, *, longest: int) -> Fetch:
+        """Sample one token for each of the first `batch` rows.
 
         Args:
             batch: rows that decode.
             longest: tokens of the longest row, those that the step computes included.
-            drafts: or none. Such steps are not captured: their shapes change with the drafts.
         """
-        if drafts is not None:
-            return _fetch(self.step(batch, longest=longest, drafts=drafts))
         if self._graphs is not None:
             return _fetch(self._graphs(self.step, _graph_rows(batch, self.most_rows))[:, :batch])
         return _fetch(self.step(batch, longest=longest))
@@ -175,7 +171,6 @@ class Workspace:
         slots: Sequence[int],
         *,
         longest: int,
-        drafts: DraftPlaces | None = None,
     ) -> Fetch:
         """As `decode`, and sample the next tokens of requests that enter after the rows.
 
@@ -185,11 +180,10 @@ class Workspace:
             entering: requests whose prompts are computed with this step, in the order of `prompts.last`.
             slots: of their states.
             longest: see `decode`.
-            drafts: see `decode`; the entering requests are among its rows.
         """
         self.rows.fill(batch, entering)
         self.slots[batch : batch + len(slots)] = to_device(slots, self.slots.device, torch.long)
-        return _fetch(self.step(batch, longest=longest, prompts=prompts, drafts=drafts))
+        return _fetch(self.step(batch, longest=longest, prompts=prompts))
 
     def step(
         self,
@@ -197,28 +191,24 @@ class Workspace:
         *,
         longest: int | None = None,
         prompts: Prompts | None = None,
-        drafts: DraftPlaces | None = None,
     ) -> Tensor:
-        """[3 + 2k, N + entering]: one step of the first `batch` rows and of chunks of prompts.
+        """[3 + 2k, batch + entering]: one step of the first `batch` rows and of chunks of prompts.
 
         Args:
             batch: rows.
             longest: tokens of the longest row; kernels read lengths from the device instead; none: the capacity.
             prompts: or none.
-            drafts: N places of the rows, and one of each entering request; none: N is the number of rows.
         """
         entering = 0 if prompts is None else len(prompts.of_request)
-        live = self.rows.view(0, batch + entering)
-        drawing = live if drafts is None else drafts.spread(live)
-        rows = drawing.view(0, len(drawing) - entering)
+        drawing = self.rows.view(0, batch + entering)
+        rows = drawing.view(0, batch)
         # A CUDA graph also runs rows that have finished or are unused: they must stay within their tables.
         tokens, positions = rows.token, rows.position.clamp(max=self.capacity_tokens - 1)
         adapters = rows.adapter if self.decoder.has_adapters else None
         decoding = None
         if batch:
-            pages = self.pages[:, :batch] if drafts is None else self.pages[:, drafts.rows[: len(rows)]]
             slots = None if self.states is None else self.slots[:batch]
-            decoding = DecodeRows(pages, positions, longest or self.capacity_tokens, slots)
+            decoding = DecodeRows(self.pages[:, :batch], positions, longest or self.capacity_tokens, slots)
         chunks = None
         if prompts is not None:
             chunks = prompts.chunks
@@ -235,13 +225,10 @@ class Workspace:
         if prompts is None:
             logits = self.decoder.logits(hidden)
         else:
-            ends = self.decoder.logits(torch.cat([hidden[: len(rows)], hidden[len(rows) :][prompts.last]]))
-            places = torch.arange(len(rows), device=hidden.device)
-            logits = ends[torch.cat([places, len(rows) + prompts.of_request])]
-        drawn = self._sampler(logits, drawing)
-        if drafts is None:
-            return drawn.stacked()
-        return drawn.stacked().where(drafts.accept(live, drawn.tokens), -1.0)
+            ends = self.decoder.logits(torch.cat([hidden[:batch], hidden[batch:][prompts.last]]))
+            places = torch.arange(batch, device=hidden.device)
+            logits = ends[torch.cat([places, batch + prompts.of_request])]
+        return self._sampler(logits, drawing).stacked()
 
 
 @dataclass(frozen=True)

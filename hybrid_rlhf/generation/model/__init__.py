@@ -1,5 +1,6 @@
 """The forward pass of the inference weights.
 
-Read `decoder.py` (tokens to logits), `layers.py` (linear layers, norms, activations), `attention.py` (attention over
-the KV cache) and `kernels/` (Triton kernels for a GPU).
+Read `decoder.py` (tokens to logits), `decoder_weights.py` (its tensors), `layers.py` (linear layers and norms),
+`attention.py` (attention over the KV cache of `cache.py`), `latent.py`, `experts.py`, `recurrent/`, `quantised.py` and
+`adapters.py`.
 """

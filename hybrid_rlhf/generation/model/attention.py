@@ -2,7 +2,7 @@
 
 A step computes one token for each decoding row, and chunks of prompts. It first rotates queries and keys and writes the
 new keys and values to the cache, so that a sequence may read what another one in the same step computes. On a GPU one
-kernel then reads pages in place, for rows and chunks at once (kernels/attention.py, and kernels/latent.py for latents).
+kernel then reads pages in place, for rows and chunks at once (ops/attention.py, and ops/latent.py for latents).
 On a CPU there is one for rows (cpu_kernels.py). Where there is none, torch gathers the pages of each sequence. Chunks
 of latent attention mostly attend to keys and values that are expanded from the latents first, like those of a cache.
 
@@ -16,19 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.batching.cache import BLOCK_TOKENS, KVCache, blocks_of
-from hybrid_rlhf.generation.model import cpu_kernels
+from hybrid_rlhf.generation.architecture.model_description import Latent, ModelDescription
+from hybrid_rlhf.generation.architecture.split import Split
+from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, KVCache, blocks_of
 from hybrid_rlhf.generation.model.latent import AbsorbedTokens, ExpandedChunks, PagedLatents
-from hybrid_rlhf.generation.model.layers import rotate
+from hybrid_rlhf.generation.ops import cpu_kernels
+from hybrid_rlhf.generation.ops.attention import attend, attend_rows
+from hybrid_rlhf.generation.ops.rows import rotated
 from hybrid_rlhf.generation.transfers import to_device
-from hybrid_rlhf.generation.weights.description import Latent, ModelDescription
-from hybrid_rlhf.generation.weights.split import Split
 
 _EXPANDED_TOKENS = 8192
 """Tokens whose latents are expanded to keys and values at once, at least: few heads of few queries leave a GPU idle."""
@@ -120,6 +121,10 @@ class Attention:
         """Attention of a step, the tokens of which are those of the rows, then those of each chunk."""
         return StepAttention(self, rows, chunks)
 
+    def scores_of(self, kind: int) -> dict[str, Any]:
+        """What the architecture does to scores, as arguments of attention."""
+        return {"scale": self.architecture.kinds[kind].scale, "softcap": self.architecture.attention_softcap}
+
     def by_kernel(
         self,
         kind: int,
@@ -140,10 +145,9 @@ class Attention:
             values,
             pages,
             positions,
-            scale=own.scale,
             window=own.window,
             chunked=own.chunked,
-            softcap=self.architecture.attention_softcap,
+            **self.scores_of(kind),
             bias=self.alibi,
             sinks=sinks,
             **tiles,
@@ -154,17 +158,8 @@ class Attention:
         """Queries [T, A, D], keys and values [T, K, D]."""
         qk, v = qkv.tensor_split([qkv.shape[1] - kv_heads], dim=1)
         if table is not None:
-            qk = rotate(qk, *table)
+            qk = rotated(qk, *table)
         return qk[:, :-kv_heads], qk[:, -kv_heads:], v
-
-    def rotated_queries(self, queries: Tensor, table: Table) -> Tensor:
-        """[T, A, D] of queries without keys."""
-        if table is None:
-            return queries
-        if self.kernels in (None, cpu_kernels):
-            return rotate(queries, *table)
-        rotated: Tensor = self.kernels.rotate(queries, table)
-        return rotated
 
     def sees_all_before(self, kind: int, start: int, end: int) -> bool:
         """Whether a causal mask is enough for queries at positions start to end - 1 and keys 0 to end - 1."""
@@ -184,45 +179,6 @@ class Attention:
             bias = self.alibi[:, :keys].to(self._dtype)
             bias = bias.expand(*queries.shape, *bias.shape)
         return bias.masked_fill(~seen.unsqueeze(-2), -torch.inf)
-
-    def mix(
-        self, kind: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, *, causal: bool
-    ) -> Tensor:
-        """Attention [n, A, L, D] of q [n, A, L, D] over k, v [n, K, S, D]; bias [n or 1, A or 1, L, S]; sinks [A]."""
-        if self.architecture.attention_softcap is None and sinks is None:
-            return functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=bias,
-                is_causal=causal,
-                scale=self.architecture.kinds[kind].scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        n, heads, length, d = q.shape
-        rows = q.reshape(n * k.shape[1], -1, d)  # group the queries of each KV head
-        bias = None if bias is None else bias.expand(n, heads, length, -1).reshape(len(rows), rows.shape[1], -1)
-        if sinks is not None:
-            sinks = sinks[None, :, None].expand(n, heads, length).reshape(len(rows), -1)
-        return self.mix_rows(kind, rows, k.flatten(0, 1), v.flatten(0, 1), bias, sinks).view(n, heads, length, d)
-
-    def mix_rows(self, kind: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Tensor:
-        """The same with two matrix products, [n, G, D] of q [n, G, D] over k, v [n, S, D].
-
-        The bias is [n, G or 1, S], sinks are [n, G].
-
-        On a CPU this takes half the time of torch's flash attention for small G, as in decoding.
-        """
-        scale, cap = self.architecture.kinds[kind].scale, self.architecture.attention_softcap
-        scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale)
-        if cap is not None:
-            scores.div_(cap).tanh_().mul_(cap)
-        if bias is not None:
-            scores += bias
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, :, None].float()], dim=-1)
-        weights = scores.softmax(dim=-1)[:, :, : k.shape[1]]
-        return torch.bmm(weights.to(v.dtype), v)
 
 
 class StepAttention:
@@ -266,7 +222,7 @@ class StepAttention:
         tables, keys, values = attention.cache.of_layer(layer)
         places = self.places[tables]
         if layer in attention.architecture.kv_sources:
-            queries = attention.rotated_queries(qkv, table)
+            queries = qkv if table is None else rotated(qkv, *table)
         elif attention.kernels is not None:
             queries = attention.kernels.rotate_and_write(qkv, table, places, keys, values)
         else:
@@ -328,7 +284,7 @@ class RowAttention:
         rows = q.reshape(len(k), -1, q.shape[-1])
         if sinks is not None:
             sinks = sinks.view(-1, rows.shape[1]).repeat(len(q), 1)
-        return self._attention.mix_rows(kind, rows, k, v, bias, sinks).view(q.shape)
+        return attend_rows(rows, k, v, bias=bias, sinks=sinks, **self._attention.scores_of(kind)).view(q.shape)
 
 
 class PagedKernel:
@@ -412,7 +368,8 @@ class ChunkAttention:
         for end, tokens, pages, biases in self._spans:
             k, v = (store[pages[table]].flatten(1, 2)[:, :end].transpose(1, 2) for store in (keys, values))
             queries, bias = q[tokens].transpose(1, 2), biases[kind]
-            out = self._attention.mix(kind, queries, k, v, bias, sinks, causal=bias is None)
+            scores = self._attention.scores_of(kind)
+            out = attend(queries, k, v, bias=bias, sinks=sinks, causal=bias is None, **scores)
             mixed[tokens] = out.transpose(1, 2)
         return mixed
 

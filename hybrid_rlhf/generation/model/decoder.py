@@ -16,22 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.batching.cache import CacheLayout, KVCache
-from hybrid_rlhf.generation.model import cpu_kernels
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription
+from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.model.adapters import AdaptedLinear, ChosenAdapters, LowRankChange
 from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
-from hybrid_rlhf.generation.model.experts import DenseMLP, UnsummedExperts
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS, Norm, ResidualStream, kernels_for, norm_heads
+from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
+from hybrid_rlhf.generation.model.decoder_weights import DecoderWeights, LayerWeights
+from hybrid_rlhf.generation.model.experts import DenseMLP
+from hybrid_rlhf.generation.model.layers import Norm, norm_heads
 from hybrid_rlhf.generation.model.quantised import QuantisedLinear
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
-from hybrid_rlhf.generation.weights.decoder_weights import DecoderWeights, LayerWeights
-from hybrid_rlhf.generation.weights.description import ModelDescription
-from hybrid_rlhf.generation.weights.split import Split
+from hybrid_rlhf.generation.ops import choice, cpu_kernels
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.runtime.world import World
 
 Sublayer = Callable[[Tensor], Tensor]
 """Attention of a layer, [T, H] of [T, H]."""
-MLP = Callable[[Tensor, Tensor], Tensor | UnsummedExperts]
+MLP = Callable[[Tensor, Tensor], Tensor]
 """MLP and experts of a layer, [T, H] of the normed residual stream [T, H] and the stream itself."""
 
 
@@ -50,7 +51,7 @@ class Decoder:
     def __init__(self, architecture: ModelDescription, weights: DecoderWeights, split: Split, world: World) -> None:
         self.architecture, self.split, self.world = architecture, split, world
         self._activation = ACTIVATIONS[architecture.activation]
-        self.kernels = kernels_for(world.device, weights.embed.dtype)
+        self.kernels = choice.kernels_for(world.device, weights.embed.dtype)
         self._fused = None if self.kernels is cpu_kernels else self.kernels
         self._weights = weights
         self._chosen: ChosenAdapters | None = None
@@ -140,23 +141,23 @@ class Decoder:
             observe(x)
         inputs = self._layer_inputs(tokens, x)
         places = [self._places(kind, positions) for kind in range(len(self.architecture.kinds))]
-        block, stream = getattr(self, f"_{self.architecture.block}"), ResidualStream(x)
+        block = getattr(self, f"_{self.architecture.block}")
         for index, layer in enumerate(self._weights.layers):
             kind = self.architecture.layer_kinds[index]
             place = None if kind is None else places[kind]
-            stream = block(
-                stream,
+            x = block(
+                x,
                 layer,
                 lambda h, i=index, w=layer, p=place: self._mixed(h, i, w, p, attend, states),
                 lambda h, x, w=layer: self._mlp(h, x, w, routes),
             )
             if inputs is not None:
-                stream.add(*self._of_input(stream.value, inputs[:, index], layer))
+                x = x + self._of_input(x, inputs[:, index], layer)
             if layer.scale is not None:
-                stream = ResidualStream(stream.value * layer.scale)
+                x = x * layer.scale
             if observe is not None:
-                observe(stream.value)
-        return stream.value
+                observe(x)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """This rank's logits [T, V] float32 after hidden states [T, H]."""
@@ -201,45 +202,40 @@ class Decoder:
         shared = (weights.project(embedded) * a.hidden_size**-0.5).unflatten(1, (a.layers, -1))
         return (weights.norm(shared) + own.view_as(shared)) * 0.5**0.5
 
-    def _of_input(self, x: Tensor, given: Tensor, w: LayerWeights) -> tuple[Tensor, Norm | None]:
-        """What a layer makes of its input [T, I], and the norm with which it is added; ranks compute all of it."""
+    def _of_input(self, x: Tensor, own: Tensor, w: LayerWeights) -> Tensor:
+        """What a layer adds of its own input [T, I]; ranks compute all of it."""
         assert w.input_gate is not None and w.input_out is not None
-        return w.input_out(self._activation(w.input_gate(x)) * given), w.input_out_norm
+        return _normed(w.input_out_norm, w.input_out(self._activation(w.input_gate(x)) * own))
 
     # -- the orders of norm, attention and MLP
 
-    def _sequential(self, x: ResidualStream, w: LayerWeights, attention: Sublayer, mlp: MLP) -> ResidualStream:
-        scale = self.architecture.residual_scale
-        x.add(attention(x.normed(w.attention_norm)), w.attention_out_norm, scale)
-        x.add(mlp(x.normed(w.mlp_norm), x.value), w.mlp_out_norm, scale)
-        return x
+    def _sequential(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
+        x, normed = _added(x, self._delta(attention(_normed(w.attention_norm, x)), w.attention_out_norm), w.mlp_norm)
+        return x + self._delta(mlp(normed, x), w.mlp_out_norm)
 
-    def _parallel(self, x: ResidualStream, w: LayerWeights, attention: Sublayer, mlp: MLP) -> ResidualStream:
-        normed, before = x.normed(w.attention_norm), x.value
-        x.add(attention(normed))
-        x.add(mlp(normed if w.mlp_norm is None else w.mlp_norm(before), before))
-        return x
+    def _delta(self, mixed: Tensor, norm: Norm | None) -> Tensor:
+        """What attention or MLP add to the residual stream."""
+        scale, delta = self.architecture.residual_scale, _normed(norm, mixed)
+        return delta if scale == 1.0 else delta * scale
 
-    def _post_norm(self, x: ResidualStream, w: LayerWeights, attention: Sublayer, mlp: MLP) -> ResidualStream:
-        x.add(attention(x.value))
-        x = ResidualStream(x.normed(w.attention_norm))
-        x.add(mlp(x.value, x.value))
-        return ResidualStream(x.normed(w.mlp_norm))
+    def _parallel(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
+        normed = _normed(w.attention_norm, x)
+        return x + attention(normed) + mlp(normed if w.mlp_norm is None else w.mlp_norm(x), x)
 
-    def _normed(self, x: ResidualStream, w: LayerWeights, attention: Sublayer, mlp: MLP) -> ResidualStream:
+    def _post_norm(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
+        _, x = _added(x, attention(x), w.attention_norm)
+        return _added(x, mlp(x, x), w.mlp_norm)[1]
+
+    def _normed(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
         attended, recurrent, carried = self.architecture.carried
-        normed = x.normed(w.attention_norm)
-        x = ResidualStream(normed * (attended if w.recurrent is None else recurrent))
-        x.add(attention(normed))
-        normed = x.normed(w.mlp_norm)
-        x = ResidualStream(normed * carried)
-        x.add(mlp(normed, normed))
-        return x
+        normed = _normed(w.attention_norm, x)
+        carried_in = normed * (attended if w.recurrent is None else recurrent)
+        _, normed = _added(carried_in, attention(normed), w.mlp_norm)
+        return normed * carried + mlp(normed, normed)
 
-    def _single(self, x: ResidualStream, w: LayerWeights, attention: Sublayer, mlp: MLP) -> ResidualStream:
-        normed = x.normed(w.attention_norm)
-        x.add(mlp(normed, x.value) if w.o is None and w.recurrent is None else attention(normed))
-        return x
+    def _single(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
+        normed = _normed(w.attention_norm, x)
+        return x + (mlp(normed, x) if w.o is None and w.recurrent is None else attention(normed))
 
     def _mixed(
         self,
@@ -274,37 +270,30 @@ class Decoder:
         if places.query_scales is not None:
             qkv[:, :heads] *= places.query_scales
         mixed = attend(index, qkv, places.table, w.sinks)
-        if gate is not None and self._fused is not None:
-            mixed = self._fused.gated_norm(mixed, gate.flatten(1), None, 0.0, sigmoid=True)
-        elif gate is not None:
+        if gate is not None:
             mixed = mixed * gate.sigmoid()
         return self.world.all_reduce(w.o(mixed.reshape(len(x), heads * d)))
 
-    def _mlp(self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor | UnsummedExperts:
+    def _mlp(self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor:
         """MLP and experts of the normed residual stream; experts beside an MLP read the stream itself."""
-        activate = self._gate if self.architecture.gated_mlp else self._activate
-        dense = None if w.up is None or w.down is None else DenseMLP(w.up, w.down, w.shared_router)
+        activate = self._gate if self.architecture.gated_mlp else self._activation
+        dense = None if w.up is None or w.down is None else DenseMLP(w.up, w.down, w.shared_router)(x, activate)
         if w.experts is None:
             assert dense is not None
-            return self.world.all_reduce(dense(x, activate))
-        chosen = w.experts(
-            x if w.experts_norm is None else w.experts_norm(stream),
+            return self.world.all_reduce(dense)
+        mixed = w.experts(
+            _normed(w.experts_norm, x if w.experts_norm is None else stream),
             activate,
             routed=None if w.router_norm is None else w.router_norm(stream),
             routes=routes,
             kernels=self._fused,
             activation=self.architecture.activation,
-            shared=dense if w.experts_norm is None else None,
         )
-        if self.world.size == 1 and w.experts_norm is None:
-            return chosen
-        summed = self.world.all_reduce(chosen if isinstance(chosen, Tensor) else chosen.summed())
         if w.experts_norm is None:
-            return summed
+            return self.world.all_reduce(mixed if dense is None else dense + mixed)
         assert dense is not None
-        both = ResidualStream(_normed(w.dense_out_norm, self.world.all_reduce(dense(x, activate))))
-        both.add(summed, w.experts_out_norm)
-        return both.value
+        summed = _normed(w.experts_out_norm, self.world.all_reduce(mixed))
+        return _normed(w.dense_out_norm, self.world.all_reduce(dense)) + summed
 
     def _gate(self, both: Tensor) -> Tensor:
         """activation(gate) * up of [T, 2 I]."""
@@ -313,13 +302,6 @@ class Decoder:
             return result
         gate, up = both.chunk(2, dim=-1)
         return self._activation(gate) * up
-
-    def _activate(self, up: Tensor) -> Tensor:
-        """activation(up) of [T, I]."""
-        if self._fused is not None:
-            result: Tensor = self._fused.activate(up, self.architecture.activation)
-            return result
-        return self._activation(up)
 
     def _places(self, kind: int, positions: Tensor) -> _Places:
         own, scales = self.architecture.kinds[kind], None
@@ -338,5 +320,13 @@ class Decoder:
         return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)
 
 
-def _normed(norm: Sublayer | None, x: Tensor) -> Tensor:
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
+
+
+def _added(x: Tensor, delta: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """x + delta, and its norm."""
+    if norm is None:
+        x = x + delta
+        return x, x
+    return norm.after_adding(x, delta)

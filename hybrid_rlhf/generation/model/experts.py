@@ -1,10 +1,8 @@
 """Mixture of experts: a router selects some MLPs for each token.
 
 Tensor-parallel ranks hold different experts (expert parallelism): each computes the tokens of its own, and the sum over
-ranks that every MLP ends with adds the rest. The router computes in float32. On a GPU a decoding step takes four
-launches of Triton's kernels, for the routing (kernels/routing.py) and for up, down and the sum (kernels/experts.py),
-which the last one adds to the residual stream and norms for the next layer. A shared expert is computed in them too
-where its products have neither adapters nor biases.
+ranks that every MLP ends with adds the rest. The router computes in float32. On a GPU Triton's kernels compute a
+decoding step: the choice (ops/routing.py), up, down and the sum (ops/experts.py).
 Otherwise tokens are sorted by expert: in larger steps on a GPU one grouped product per projection computes all experts,
 on a CPU each selected expert is one product with packed weights. On a GPU no shape depends on the routing, as a CUDA
 graph requires.
@@ -20,7 +18,7 @@ Shapes: T tokens, H hidden, E experts, X experts of this rank, k experts per tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -29,44 +27,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.model.layers import InferenceLinear
+from hybrid_rlhf.generation.architecture.model_description import Activation, Experts
 from hybrid_rlhf.generation.model.quantised import Linear, MakeLinear
-from hybrid_rlhf.generation.weights.description import Activation, Experts
+from hybrid_rlhf.generation.ops.routing import route
 
 MOST_KERNEL_TOKENS = 256
 """Of a step that Triton's kernels compute: in larger ones an expert has enough tokens for a grouped product."""
-
-
-@dataclass(frozen=True)
-class UnsummedExperts:
-    """Outputs of the chosen experts of a step, whose sum is one launch with what is added to it and normed."""
-
-    outputs: Tensor
-    """[T k, H]."""
-    index: Tensor
-    """[T, k]."""
-    mine: range
-    added: Sequence[Tensor]
-    """At most one [T, H] that belongs to the sum."""
-    kernels: ModuleType
-
-    def summed(self) -> Tensor:
-        """This rank's part of the sum over experts, [T, H]."""
-        found: Tensor = self.kernels.sum_choices(self.outputs, self.index, mine=self.mine, added=self.added)
-        return found
-
-    def added_to(self, x: Tensor) -> Tensor:
-        """x [T, H] and the sum."""
-        added = [*self.added, x]
-        found: Tensor = self.kernels.sum_choices(self.outputs, self.index, mine=self.mine, added=added)
-        return found
-
-    def added_and_normed(self, x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> tuple[Tensor, Tensor]:
-        """x [T, H] and the sum, and the RMS norm of both with weight [H]."""
-        added, normed = self.kernels.sum_and_norm(
-            self.outputs, self.index, weight, eps, mine=self.mine, added=[*self.added, x], in_float32=in_float32
-        )
-        return added, normed
 
 
 @dataclass(frozen=True)
@@ -82,12 +48,6 @@ class DenseMLP:
         """[T, H] of [T, H]; `activate` as that of `RoutedExperts`."""
         out = self.down(activate(self.up(x)))
         return out if self.gate is None else out * functional.linear(x, self.gate).sigmoid()
-
-    @property
-    def plain(self) -> bool:
-        """Whether its products are those of weights alone, which kernels of experts read as they are."""
-        products = (self.up, self.down)
-        return all(isinstance(p, InferenceLinear) and not p.packed and p.bias is None for p in products)
 
 
 class RoutedExperts:
@@ -128,7 +88,6 @@ class RoutedExperts:
         self.up, self.up_bias, self.down, self.down_bias = up, up_bias, down, down_bias
         self._of_each: list[tuple[Linear, Linear]] | None = None
         self._inner = down.shape[2]
-        self._arrivals = torch.zeros(MOST_KERNEL_TOKENS, dtype=torch.int32, device=router.device)
         if product is not None:
             products = [_of_each(product, *both) for both in ((up, up_bias), (down, down_bias))]
             self._of_each = list(zip(*products, strict=True))
@@ -149,46 +108,13 @@ class RoutedExperts:
         grouped = sum(weight.numel() * weight.element_size() for weight in (self.up, self.down))
         return grouped + sum(p.outputs * p.inputs * p.weight.element_size() for p in self.products.values())
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, kernels: ModuleType | None = None) -> tuple[Tensor, Tensor]:
         """Weights [T, k] float32 and indices [T, k] of the experts of tokens [T, H]."""
-        kind = self._kind
         bias = None if self.router_bias is None else self.router_bias.float()
         logits = functional.linear(x.float(), self.router.float(), bias)
-        if kind.router == "sparsemixer":
-            return self._sparsemixer(logits)
-        if kind.router in ("softmax_of_chosen", "sigmoid_of_chosen"):
-            chosen, index = logits.topk(kind.per_token, dim=-1)
-            weights = chosen.softmax(dim=-1) if kind.router == "softmax_of_chosen" else chosen.sigmoid()
-            return weights * kind.scale, index
-        scores = logits.softmax(dim=-1) if kind.router == "softmax" else logits.sigmoid()
-        choice = scores if self._correction is None else scores + self._correction
-        if kind.groups > 1:
-            choice = choice.masked_fill(~self._in_best_groups(choice), -torch.inf)
-        index = choice.topk(kind.per_token, dim=-1)[1]
-        weights = scores.gather(1, index)
-        if kind.normalise:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if kind.router == "sigmoid" else 0.0))
-        if self._scale is not None:
-            weights = weights * self._scale.float()[index]
-        return weights * kind.scale, index
-
-    def _sparsemixer(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """As `route`: each expert is the best that is left, and is weighed against those near it only."""
-        weights, index, left = [], [], logits
-        for _ in range(self._kind.per_token):
-            best, place = left.max(dim=-1, keepdim=True)
-            far = (best - logits) / logits.abs().clamp(min=best) > self._kind.near
-            weights.append(left.masked_fill(far, -torch.inf).softmax(dim=-1).gather(1, place))
-            index.append(place)
-            left = left.scatter(1, place, -torch.inf)
-        return torch.cat(weights, dim=1), torch.cat(index, dim=1)
-
-    def _in_best_groups(self, choice: Tensor) -> Tensor:
-        """[T, E] bool: experts of the groups with the largest sum of their best scores."""
-        grouped = choice.unflatten(1, (self._kind.groups, -1))
-        best = grouped.topk(self._kind.group_scores, dim=-1)[0].sum(dim=-1).topk(self._kind.chosen_groups, dim=-1)[1]
-        mask = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
-        return mask[:, :, None].expand_as(grouped).flatten(1)
+        choose = route if kernels is None else kernels.choose_experts
+        weights, index = choose(logits, self._kind, correction=self._correction, expert_scale=self._scale)
+        return weights, index
 
     def __call__(
         self,
@@ -199,10 +125,8 @@ class RoutedExperts:
         routes: list[Tensor] | None = None,
         kernels: ModuleType | None = None,
         activation: Activation = "silu",
-        shared: DenseMLP | None = None,
-        added: Sequence[Tensor] = (),
-    ) -> Tensor | UnsummedExperts:
-        """This rank's part of the sum over experts, [T, H] of [T, H], and what is added to it.
+    ) -> Tensor:
+        """This rank's part of the sum over experts, [T, H] of [T, H].
 
         Args:
             x: tokens.
@@ -211,49 +135,21 @@ class RoutedExperts:
             routes: receives the indices [T, k] of the experts, in the smallest type; none: they are not recorded.
             kernels: Triton's, for few tokens and weights that are not packed or quantised; none: torch computes.
             activation: of the kernels, that of `activate`.
-            shared: the shared expert of a mixture whose router reads x; or none.
-            added: at most one [T, H], or none besides a shared expert.
-
-        Returns:
-            the sum, or what kernels have yet to sum.
         """
-        routed = x if routed is None else routed
-        if self._of_each is not None or len(x) > MOST_KERNEL_TOKENS:
-            kernels = None
-        if shared is not None and (kernels is None or not shared.plain or self._kind.clamp is not None):
-            added, shared = [shared(x, activate), *added], None
-        if kernels is not None:
-            return self._by_kernels(x, kernels, activation, routed=routed, routes=routes, shared=shared, added=added)
-        mixed = self._by_products(x, activate, routed=routed, routes=routes)
-        for each in added:
-            mixed = each + mixed
-        return mixed
+        by_kernels = kernels is not None and self._of_each is None and len(x) <= MOST_KERNEL_TOKENS
+        weights, index = self.route(x if routed is None else routed, kernels if by_kernels else None)
+        if routes is not None:
+            routes.append(index.to(self._kind.index_dtype))
+        if by_kernels:
+            assert kernels is not None
+            return self._by_kernels(x, weights, index, kernels, activation)
+        return self._by_products(x, weights, index, activate)
 
     def _by_kernels(
-        self,
-        x: Tensor,
-        kernels: ModuleType,
-        activation: Activation,
-        *,
-        routed: Tensor,
-        routes: list[Tensor] | None,
-        shared: DenseMLP | None,
-        added: Sequence[Tensor],
-    ) -> UnsummedExperts:
-        """As `__call__`, in three launches; the sum is a fourth."""
+        self, x: Tensor, weights: Tensor, index: Tensor, kernels: ModuleType, activation: Activation
+    ) -> Tensor:
+        """As `__call__`, in three launches."""
         kind, mine = self._kind, self._mine
-        weights, index, gates = kernels.choose_experts(
-            routed,
-            self.router,
-            kind,
-            self._arrivals,
-            bias=self.router_bias,
-            correction=self._correction,
-            expert_scale=self._scale,
-            gate=None if shared is None else shared.gate,
-        )
-        if routes is not None:
-            routes.append(index.to(kind.index_dtype))
         inner = kernels.experts_up(
             x,
             weights,
@@ -265,29 +161,17 @@ class RoutedExperts:
             activation=activation,
             clamp=kind.clamp,
             weighs_inputs=kind.weighs_inputs,
-            shared=None if shared is None else shared.up.weight,
         )
         outputs = kernels.experts_down(
-            inner,
-            None if kind.weighs_inputs else weights,
-            index,
-            self.down,
-            self.down_bias,
-            mine=mine,
-            shared=None if shared is None else shared.down.weight,
-            gates=gates,
+            inner, None if kind.weighs_inputs else weights, index, self.down, self.down_bias, mine=mine
         )
-        return UnsummedExperts(outputs, index, mine, added, kernels)
+        summed: Tensor = kernels.sum_choices(outputs, index, mine=mine)
+        return summed
 
-    def _by_products(
-        self, x: Tensor, activate: Callable[[Tensor], Tensor], *, routed: Tensor, routes: list[Tensor] | None
-    ) -> Tensor:
+    def _by_products(self, x: Tensor, weights: Tensor, index: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
         """As `__call__`, with the tokens sorted by expert."""
         if self._kind.clamp is not None:
             activate = partial(clamped_swiglu, limit=self._kind.clamp)
-        weights, index = self.route(routed)
-        if routes is not None:
-            routes.append(index.to(self._kind.index_dtype))
         # this rank's experts come first, as 0 to X - 1
         experts, order = ((index.flatten() - self._mine.start) % self._kind.count).sort(stable=True)
         tokens, weights = order // self._kind.per_token, weights.flatten()[order, None].to(x.dtype)

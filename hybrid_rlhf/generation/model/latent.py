@@ -6,8 +6,8 @@ here, so keys and values are the same tensor and the cache stores them once. Dec
 form, the keys and values of each head are expanded from the latents of a sequence, and attention has their sizes, which
 are smaller. Chunks of prompts take it, unless a chunk has few tokens after a long prefix (`Latent.expands`).
 
-On a GPU kernels compute what is between the products (kernels/latent.py for the absorbed form, kernels/attention.py for
-the plain one); what torch computes is their reference.
+On a GPU kernels compute what is between the products (ops/latent.py for the absorbed form, ops/attention.py for the
+plain one); what torch computes is their reference.
 
 Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1), the absorbed form of its appendix C.
 
@@ -25,9 +25,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.model.layers import Norm, rotate
+from hybrid_rlhf.generation.architecture.model_description import Latent
+from hybrid_rlhf.generation.model.layers import Norm
 from hybrid_rlhf.generation.model.quantised import Linear
-from hybrid_rlhf.generation.weights.description import Latent
+from hybrid_rlhf.generation.ops.rows import rotated
 
 Table = tuple[Tensor, Tensor] | None
 """Cosines and signed sines [T, 1, .] of the first of R dimensions; none: no rotation."""
@@ -129,10 +130,15 @@ class LatentAttention:
         """Write latents and rotated keys [T, R + L]; returns what queries come from."""
         kind, down = self._kind, self._down(x)
         if paged.kernels is not None:
-            hidden = self._kv_norm.write_latents(down, self._q_norm, table, paged.places, paged.keys)
+            norm, weight = self._kv_norm, None if self._q_norm is None else self._q_norm.weight
+            hidden: Tensor = paged.kernels.write_latents(
+                *(down, weight, norm.weight, table, paged.places, paged.keys),
+                eps=norm.eps,
+                in_float32=norm.in_float32,
+            )
             return x if self._q_norm is None else hidden
         hidden, latent, key = down.tensor_split([-kind.size - kind.rotated_dims, -kind.rotated_dims], dim=-1)
-        key = key[:, None] if table is None else rotate(key[:, None], *table)
+        key = key[:, None] if table is None else rotated(key[:, None], *table)
         shared = torch.cat([key, self._kv_norm(latent.contiguous())[:, None]], dim=-1)
         paged.keys.view(-1, *shared.shape[1:]).index_copy_(0, paged.places, shared)
         return x if self._q_norm is None else self._q_norm(hidden.contiguous())
@@ -148,7 +154,7 @@ class LatentAttention:
                 queries, latent, self._value_up, table, paged.keys, *absorbed.read, scale=paged.scale
             )
             return values
-        turned = turned if table is None else rotate(turned, *table)
+        turned = turned if table is None else rotated(turned, *table)
         mixed = absorbed.attend(torch.cat([turned, latent], dim=-1))[..., -self._kind.size :]
         return _by_heads(mixed, self._value_up.transpose(1, 2))
 
@@ -159,16 +165,16 @@ class LatentAttention:
         plain, turned = queries.split([kind.plain_dims, kind.rotated_dims], dim=-1)
         queries = torch.cat([turned, plain], dim=-1)
         if table is not None:
-            queries = rotate(queries, *table) if paged.kernels is None else paged.kernels.rotate(queries, table)
+            queries = rotated(queries, *table)
         cached = paged.keys[chunks.pages]
-        rotated, latent = cached.flatten(0, 1).split([kind.rotated_dims, kind.size], dim=-1)
+        key, latent = cached.flatten(0, 1).split([kind.rotated_dims, kind.size], dim=-1)
         values = queries.new_empty(*queries.shape[:2], kind.value_dims)
         for first in range(0, queries.shape[1], chunks.heads_at_once):
             some = slice(first, first + chunks.heads_at_once)
             key_up, value_up = self._key_up[some].transpose(1, 2), self._value_up[some].transpose(1, 2)
             shared = latent.expand(-1, len(key_up), -1)
             k, v = queries.new_empty(2, *shared.shape[:2], kind.query_dims)
-            k[..., : kind.rotated_dims] = rotated
+            k[..., : kind.rotated_dims] = key
             _by_heads(shared, key_up, out=k[..., kind.rotated_dims :])
             _by_heads(shared, value_up, out=v[..., : kind.value_dims])
             v[..., kind.value_dims :] = 0  # attention takes one size

@@ -3,7 +3,7 @@
 Weights are quantised per output when inference weights are built, inputs per token as they come; both are symmetric, so
 that the largest value has the largest code. Products of codes are summed in int32 (fp8: float32), and scaled and biased
 in float32. A row of a result depends on its own row of the input alone. On a CPU one compiled kernel (cpu_kernels.py)
-quantises and multiplies; on a GPU one launch quantises (kernels/quantisation.py), and torch's products multiply.
+quantises and multiplies; on a GPU one launch quantises (ops/quantisation.py), and torch's products multiply.
 
 Why 8 bits on both sides: the integer products are the fast ones, and decoding reads a quarter of the bytes of float32.
 The head, the embeddings (also what projects them for each layer) and the routers of experts keep their dtype: they
@@ -19,27 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.generation.model import cpu_kernels
-from hybrid_rlhf.generation.model.layers import InferenceLinear, can_pack, kernels_for
-from hybrid_rlhf.generation.weights.description import ModelDescription
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription
+from hybrid_rlhf.generation.model.layers import InferenceLinear
+from hybrid_rlhf.generation.ops import choice, cpu_kernels
+from hybrid_rlhf.generation.ops.quantisation import CODES, SMALLEST, Quantization, quantise
 
-Quantization = Literal["int8", "fp8"]
-_CODES: dict[Quantization, tuple[torch.dtype, float]] = {
-    "int8": (torch.int8, 127.0),
-    "fp8": (torch.float8_e4m3fn, 448.0),
-}
-"""Dtype of the codes, and the largest one."""
 _LEAST_CAPABILITY: dict[Quantization, tuple[int, int]] = {"int8": (8, 0), "fp8": (8, 9)}
 """Compute capability of a GPU whose tensor cores multiply them."""
-_SMALLEST = 1e-30
-"""Largest value of a row of zeros, for the division."""
 _INT_MM_ROWS = 17
 """Fewest rows that torch._int_mm takes on a GPU."""
 _GPU_MULTIPLE = 16
@@ -56,7 +48,7 @@ def product_maker(
         UserError: when they cannot be quantised.
     """
     if kind is None:
-        return partial(InferenceLinear, pack=can_pack(device, dtype))
+        return partial(InferenceLinear, pack=choice.can_pack(device, dtype))
     _require_support(kind, device, dtype, experts=architecture.experts is not None)
     return partial(QuantisedLinear, kind=kind)
 
@@ -91,15 +83,6 @@ def _require_support(kind: Quantization, device: torch.device, dtype: torch.dtyp
         raise UserError(f"rollout.quantization on a GPU needs a model without routed experts, got some: {fix}")
 
 
-def quantise(rows: Tensor, kind: Quantization) -> tuple[Tensor, Tensor]:
-    """Codes of each row, and the float32 value [rows] that code 1 of it stands for."""
-    dtype, most = _CODES[kind]
-    values = rows.float()
-    largest = values.abs().amax(dim=1).clamp(min=_SMALLEST)
-    codes = values * (most / largest)[:, None]
-    return (codes.round() if kind == "int8" else codes).to(dtype), largest / most
-
-
 class QuantisedLinear:
     """x W^T + b in 8 bits."""
 
@@ -108,7 +91,7 @@ class QuantisedLinear:
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.float()
         self._on_cpu, self._kind = weight.device.type == "cpu", kind
-        self._kernels = kernels_for(weight.device, weight.dtype)
+        self._kernels = choice.kernels_for(weight.device, weight.dtype)
         self.weight, self.scale = quantise(weight, kind)
         if self._on_cpu:
             self.weight, self._offset = cpu_kernels.pack_int8(self.weight)
@@ -125,9 +108,9 @@ class QuantisedLinear:
         if self._on_cpu:
             return cpu_kernels.int8_linear(x, self.weight, self._offset, self.scale, self.bias)
         assert self._kernels is not None
-        dtype, most = _CODES[self._kind]
+        dtype, most = CODES[self._kind]
         rows = max(_INT_MM_ROWS, len(x)) if self._kind == "int8" else len(x)
-        codes, scales = self._kernels.quantise_rows(x, dtype, most=most, smallest=_SMALLEST, rows=rows)
+        codes, scales = self._kernels.quantise_rows(x, dtype, most=most, smallest=SMALLEST, rows=rows)
         if self._kind == "int8":
             sums = torch._int_mm(codes, self.weight.t())[: len(x)]
             out = sums.float() * (scales[:, None] * self.scale)
@@ -147,7 +130,7 @@ class QuantisedLinear:
         x = noise.to(weight)
         expected = functional.linear(x, weight).float()
         found = self(x).float() - (0.0 if self.bias is None else self.bias)
-        return (found - expected).norm() / expected.norm().clamp(min=_SMALLEST)
+        return (found - expected).norm() / expected.norm().clamp(min=SMALLEST)
 
 
 Linear = InferenceLinear | QuantisedLinear

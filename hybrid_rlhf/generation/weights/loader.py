@@ -16,14 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.generation.architecture.hugging_face import SCORE_HEAD, NotDescribed
+from hybrid_rlhf.generation.architecture.model_description import Experts, Latent, ModelDescription
+from hybrid_rlhf.generation.architecture.recurrence import Recurrence
+from hybrid_rlhf.generation.architecture.split import Split, share
+from hybrid_rlhf.generation.model.decoder_weights import LAYER_NORMS, DecoderWeights, LayerInputs, LayerWeights
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.model.latent import LatentAttention
-from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm, can_pack
-from hybrid_rlhf.generation.model.quantised import Linear, Quantization, product_maker
+from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm
+from hybrid_rlhf.generation.model.quantised import Linear, product_maker
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
-from hybrid_rlhf.generation.weights.decoder_weights import LAYER_NORMS, DecoderWeights, LayerInputs, LayerWeights
-from hybrid_rlhf.generation.weights.describe import SCORE_HEAD, NotDescribed
-from hybrid_rlhf.generation.weights.description import Experts, Latent, ModelDescription
+from hybrid_rlhf.generation.ops import choice
+from hybrid_rlhf.generation.ops.quantisation import Quantization
 from hybrid_rlhf.generation.weights.picks import (
     Pick,
     Scaled,
@@ -39,8 +43,6 @@ from hybrid_rlhf.generation.weights.picks import (
     rows_of,
     same_storage,
 )
-from hybrid_rlhf.generation.weights.recurrence import Recurrence
-from hybrid_rlhf.generation.weights.split import Split, share
 from hybrid_rlhf.runtime.world import World
 
 INPUT_PRODUCTS = ("input_gate", "input_out")
@@ -83,7 +85,7 @@ class WeightLoader:
         self.architecture, self._world, self._dtype = architecture, world, dtype
         self.split = Split.of(architecture, world.rank, world.size)
         self._names, self._parameters = names, frozenset(parameters)
-        self._packs, self._float32_logits = can_pack(world.device, dtype), float32_logits
+        self._packs, self._float32_logits = choice.can_pack(world.device, dtype), float32_logits
         self._product = product_maker(quantization, architecture, world.device, dtype)
         self._own_products = self._packs or quantization is not None
         self.in_place = in_place and not self._own_products

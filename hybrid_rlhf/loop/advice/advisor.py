@@ -38,7 +38,11 @@ class Advisor:
         self._curves.add(step, metrics)
         found = {rule.name: (rule, evidence) for rule in self._rules if (evidence := rule.check(self._curves))}
         before, self._firing = self._firing, {*found}
-        return [_finding(step, *found[name], self._curves) for name in found if name not in before]
+        return [
+            Finding(step, name, evidence, advice_text(rule, self._curves), rule.source)
+            for name, (rule, evidence) in found.items()
+            if name not in before
+        ]
 
 
 def findings(lines: Iterable[Mapping[str, float]]) -> list[Finding]:
@@ -47,8 +51,10 @@ def findings(lines: Iterable[Mapping[str, float]]) -> list[Finding]:
     return [finding for line in lines for finding in advisor.watch(int(line["step"]), line)]
 
 
-def _finding(step: int, rule: AdviceRule, evidence: str, curves: Curves) -> Finding:
+def advice_text(rule: AdviceRule, curves: Curves) -> str:
+    """What to do, with the last values of the metrics that the advice names."""
+
     def value(match: re.Match[str]) -> str:
         return format(curves.value(match[1].replace("__", "/")) * int(match[2] or 1), match[3])
 
-    return Finding(step, rule.name, evidence, _VALUE.sub(value, rule.advice), rule.source)
+    return _VALUE.sub(value, rule.advice)

@@ -1,6 +1,7 @@
 """Rules for RL: pure functions of the curves. Each returns its evidence, or None if the curves are healthy.
 
-The thresholds are this project's: the sources name the sign and the reason, and rarely a number.
+The sources name the sign and the reason, and rarely a number. The thresholds are this project's; those of KL, length,
+components and held-out scores are the ones of which docs/benchmarks/hacking.md measures hits and false alarms.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import sqrt
-from statistics import fmean, median
+from statistics import correlation, fmean
 
 from hybrid_rlhf.loop.advice.curves import Curves
 
@@ -17,20 +18,57 @@ _START, _RECENT, _LEAST = 5, 5, 15
 _STILL_ROLLOUTS, _STILL_NATS = 10, 0.1
 """Rollouts after which a policy should have moved, and the KL of one that has not: by Pinsker's inequality a tenth of a
 nat moves the mean of scores in [0, 1] by 0.22 at most."""
+_TREND, _CLEAR_TREND = 20, 0.6
+"""Rollouts that a trend is read from: fewer are noise of the prompts, more hide what happens now; and the correlation
+of value and step of a clear one, which one in 200 windows of independent values reaches by chance."""
 _CRITIC_UPDATES, _CRITIC_WINDOW = 50, 10
 """Updates after which a critic should explain something, and rollouts without it."""
 
 
 def kl_explosion(curves: Curves) -> str | None:
-    """The KL per token is above 0.1 nats, and five times what it was in the 50 rollouts before."""
-    name, values = "objective/kl", curves.last("objective/kl", 53)
-    recent, before = values[-3:], values[:-3]
-    if len(before) < 10:
+    """The KL of ten rollouts is 10 nats or more, and three times that of the ten before, while the score rises."""
+    kl, scores = curves.last("objective/kl", _TREND), curves.last("objective/scores", _TREND)
+    if min(len(kl), len(scores)) < _TREND:
         return None
-    usual, length = median(map(abs, before)), max(curves.value("completions/mean_length"), 1.0)
-    if min(recent) < 5 * usual or min(recent) / length < 0.1:
+    half = _TREND // 2
+    before, now, gain = fmean(kl[:half]), fmean(kl[half:]), _difference_of_halves(scores)
+    if now < 10 or now < 3 * max(before, 0.0) or gain <= 0:
         return None
-    return f"{name} is {recent[-1]:.3g} nats per completion, it was {usual:.3g} in the median of {len(before)} rollouts"
+    return (
+        f"the KL grew from {before:.3g} to {now:.3g} nats within {_TREND} rollouts while the score rose by {gain:.3g}"
+    )
+
+
+def diverging_components(curves: Curves) -> str | None:
+    """One reward component rises while another falls, each clearly and by a quarter of its standard deviation."""
+    rising, falling = list[str](), list[str]()
+    for metric in curves.names:
+        if not (metric.startswith("reward/") and metric.endswith("/mean")):
+            continue
+        points = curves.points(metric)[-_TREND:]
+        name, values = metric.removeprefix("reward/").removesuffix("/mean"), [value for _, value in points]
+        if len(values) < _TREND // 2 or min(values) == max(values):
+            continue
+        trend, change = correlation([step for step, _ in points], values), _difference_of_halves(values)
+        least = 0.25 * max(curves.last(f"reward/{name}/std", _TREND), default=0.0)
+        if abs(trend) >= _CLEAR_TREND and abs(change) >= least:
+            (rising if trend > 0 else falling).append(name)
+    if not rising or not falling:
+        return None
+    return f"{', '.join(rising)} rises over the last {_TREND} rollouts while {', '.join(falling)} falls"
+
+
+def held_out_falls(curves: Curves) -> str | None:
+    """The held-out score fell by a quarter of its standard deviation from its best, while the training score rose."""
+    held_out, std = curves.points("eval/scores"), curves.value("eval/scores_std")
+    if len(held_out) < 3:
+        return None
+    best_step, best = max(held_out, key=lambda point: point[1])
+    fall = best - held_out[-1][1]
+    since = [value for step, value in curves.points("objective/scores") if step >= best_step]
+    if len(since) < 2 or not 0 < fall >= 0.25 * std or _difference_of_halves(since) <= 0:
+        return None
+    return f"the held-out score fell by {fall:.3g} since step {best_step} while that of training rose"
 
 
 def entropy_collapse(curves: Curves) -> str | None:
@@ -39,14 +77,14 @@ def entropy_collapse(curves: Curves) -> str | None:
 
 
 def length_drift(curves: Curves) -> str | None:
-    """Completions are twice as long as at the start, or half."""
+    """The completions of ten rollouts are 1.5 times as long as those of the first five, or the inverse."""
     name = "completions/mean_length"
-    if curves.count(name) < _LEAST:
+    if curves.count(name) < _TREND:
         return None
-    start, now = fmean(curves.first(name, _START)), fmean(curves.last(name, _RECENT))
-    if start <= 0 or 0.5 < now / start < 2:
+    start, now = fmean(curves.first(name, _START)), fmean(curves.last(name, _TREND // 2))
+    if start <= 0 or 1 / 1.5 < now / start < 1.5:
         return None
-    return f"{name} is {now:.3g} tokens, it was {start:.3g} at the start"
+    return f"completions have {now:.4g} tokens on average, {start:.4g} in the first {_START} rollouts"
 
 
 def truncation(curves: Curves) -> str | None:

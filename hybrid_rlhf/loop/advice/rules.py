@@ -19,6 +19,8 @@ class AdviceRule:
     advice: str
     """What to do. `{name}` with `/` as `__` is replaced by the last value of a metric, `{name*5}` by five times it."""
     source: str
+    is_alert: bool = False
+    """True for signs that the score is no longer what it was meant to be."""
 
 
 _SPREAD = "{objective__scores_std:.3g}"
@@ -30,6 +32,22 @@ RULES = (
         "the policy leaves the reference, and the reward model no longer describes its completions: raise "
         "algorithm.kl.coef, lower actor.optimizer.lr, or set algorithm.target_kl",
         "Gao, Schulman, Hilton 2022, Scaling Laws for Reward Model Overoptimization (arXiv 2210.10760), section 3",
+        is_alert=True,
+    ),
+    AdviceRule(
+        "held-out score falls",
+        rl.held_out_falls,
+        "the policy fits the training prompts or a flaw of the reward: stop here or keep the best checkpoint "
+        "(train.keep_best max:eval/scores), and read held-out completions",
+        "Gao, Schulman, Hilton 2022, Scaling Laws for Reward Model Overoptimization (arXiv 2210.10760)",
+        is_alert=True,
+    ),
+    AdviceRule(
+        "diverging components",
+        rl.diverging_components,
+        "the sum hides what is lost: read completions in samples.jsonl, and change the weights of reward.components or "
+        "the component that rises",
+        "Skalse et al. 2022, Defining and Characterizing Reward Hacking (arXiv 2209.13085)",
     ),
     AdviceRule(
         "entropy collapse",

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from hybrid_rlhf.configs.parsing.command_line import settings_and_defaults
+from hybrid_rlhf.configs.parsing.building import settings_and_defaults
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.loop.advice.advisor import findings
 from hybrid_rlhf.loop.advice.curves import Curves

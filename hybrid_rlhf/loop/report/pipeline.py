@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.loop.report.writing import HTML_FILE, JSON_FILE, render
+from hybrid_rlhf.runtime.files.atomic import write_whole
 
 
 def write_pipeline_report(output: Path, folders: Mapping[str, Path]) -> Path | None:

@@ -14,9 +14,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.loop.report.charts import chart_groups
 from hybrid_rlhf.loop.report.content import collect
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.observability.alerts import Ending
 from hybrid_rlhf.runtime.observability.formatting import format_duration, format_value
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME

@@ -1,4 +1,4 @@
-"""Mixtures of experts by family: fields of the decoder's `Experts` (generation/weights/description.py).
+"""Mixtures of experts by family: fields of the decoder's `Experts` (generation/architecture/model_description.py).
 
 Configs state them under different names.
 

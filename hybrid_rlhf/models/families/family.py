@@ -39,7 +39,7 @@ class Family:
     experts: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
     """Fields of Experts, for a family with a mixture of experts."""
     recurrence: Callable[[PreTrainedConfig], tuple[str, dict[str, Any]]] | None = None
-    """Kind of the recurrent layers and its fields (generation/weights/recurrence.py), for a family that has some."""
+    """Kind of the recurrent layers and its fields (generation/architecture/recurrence.py), if it has some."""
     reads_index: bool = False
     """Whether attention reads the index of a token in its row, beside its position."""
 

@@ -1,7 +1,8 @@
 """The family table: where the weights of a model type are, and what its config does not state under the common names.
 
-Generation builds inference weights of the types in `FAMILIES` (describe.py in generation/weights). A new family is one
-row here (family.py) and one variant in the tests. Types without a row generate through their Hugging Face module.
+Generation builds inference weights of the types in `FAMILIES` (generation/architecture/hugging_face.py). A new family
+is one row here (family.py) and one variant in the tests. Types without a row generate through their Hugging Face
+module.
 """
 
 from __future__ import annotations

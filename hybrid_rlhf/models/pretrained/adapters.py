@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import user_path
 from hybrid_rlhf.models.pretrained.folders import reading
+from hybrid_rlhf.runtime.files.reading import user_path
 
 _CONFIG, _WEIGHTS, _NAME = "adapter_config.json", "adapter_model.safetensors", "default"
 _FIX = "give the model that it was trained on"

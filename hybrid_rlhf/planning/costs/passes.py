@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hybrid_rlhf.generation.weights.conversion import PROBE_DECODED
+from hybrid_rlhf.generation.weights.probe import PROBE_DECODED
 from hybrid_rlhf.models.head_check import PROBE_TOKENS
 from hybrid_rlhf.planning.curves import MachineCurves
 from hybrid_rlhf.planning.job import ModelDimensions

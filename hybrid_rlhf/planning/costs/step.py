@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from hybrid_rlhf.configs.sections.placement import RolePlacement
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
 from hybrid_rlhf.models.head_check import PROBE_TOKENS
@@ -26,6 +25,7 @@ from hybrid_rlhf.planning.costs.passes import ModelPasses, Numbers, PassedTokens
 from hybrid_rlhf.planning.curves import Collective, MachineCurves, by_ranks
 from hybrid_rlhf.planning.job import ModelDimensions, RLJob, RoleJob
 from hybrid_rlhf.planning.plans import Cluster, StepPlan
+from hybrid_rlhf.runtime.placement import RolePlacement
 
 _T = TypeVar("_T")
 

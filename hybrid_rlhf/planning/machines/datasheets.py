@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
-from hybrid_rlhf.configs.files.reading import parse_yaml, read_text
+from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 from hybrid_rlhf.configs.sections.rules import nearest, require
 from hybrid_rlhf.planning.curves import Curve, LinkSource, MachineCurves, Surface
 from hybrid_rlhf.planning.machines.links import ETHERNET_GB_PER_SECOND, LINK_ACHIEVED, modelled_collectives, with_link
+from hybrid_rlhf.runtime.files.reading import read_text
 
 PRODUCTS_ACHIEVED = 0.65
 """Part of the peak arithmetic that large bfloat16 products reach. Training reports 0.4 to 0.55 of peak for whole steps

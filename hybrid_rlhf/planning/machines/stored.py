@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.configs.files.cache import cache_folder
 from hybrid_rlhf.planning.curves import FORMAT, MachineCurves
+from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.reading import cache_folder
 
 _FIX = "remove it, or run hybrid-rlhf calibrate --renew true"
 

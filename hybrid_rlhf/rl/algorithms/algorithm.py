@@ -14,7 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, SurrogateConfig
+from hybrid_rlhf.configs.sections.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    PolicyGradientConfig,
+    SurrogateConfig,
+)
 from hybrid_rlhf.functional.groups import differs_in_group
 from hybrid_rlhf.functional.losses import LossSum, ppo_policy_loss
 from hybrid_rlhf.functional.masking import keep
@@ -32,6 +37,11 @@ class Algorithm:
     def __init__(self, config: AlgorithmConfig, *, value_lam: float = 1.0) -> None:
         """Take the algorithm's settings, and the lambda of the critic's targets."""
         self.config, self.value_lam = config, value_lam
+
+    @property
+    def correction(self) -> CorrectionConfig | None:
+        """The correction of the loss for the sampler; None: none."""
+        return self.config.correction if isinstance(self.config, PolicyGradientConfig) else None
 
     def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
         """[N] bool, the completions to train on, by scores [N], penalties [N] and groups [N]."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.loaders import shard_batch
 from hybrid_rlhf.rl.batch.rollout import Rollout
 from hybrid_rlhf.runtime.world import World

@@ -1,29 +1,178 @@
 """The tensors of an RL step, whole on every rank: a `Rollout`, and the `Batch` learned from it.
 
 A rollout is small next to a model (a few floats per token). Holding all of it on every rank makes whitening,
-mini-batches and the balance of lengths independent of the number of ranks.
+mini-batches and the balance of lengths independent of the number of ranks. Recorded experts are apart from the other
+tensors: they take a byte per mixture and expert, 384 for a token of Qwen3-30B-A3B. They lie in host memory without
+padding, for those completions that have them; the device gets those of a micro-batch.
 
-Shapes: N completions of the rollout over all ranks, T time, right-padded. A tensor describes the token at its own
-position: logprobs[n, t] of token t, values[n, t] of the state in which token t is chosen.
+Shapes: N completions of the rollout over all ranks, T time, right-padded; E mixtures of experts, k experts per token.
+A tensor describes the token at its own position: logprobs[n, t] of token t, values[n, t] of the state in which token t
+is chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum, masked_var
 from hybrid_rlhf.generation.sampling import Completion
-from hybrid_rlhf.rl.batch.routes import RolloutRoutes
+from hybrid_rlhf.runtime.world import World
+
+ROUTER_AGREEMENT = "rollout/router_agreement"
+
+
+@dataclass(frozen=True)
+class RolloutRoutes:
+    """The experts of the first tokens of each completion, its prompt included."""
+
+    experts: Tensor
+    """[sum of lengths, E, k] int8 or int16 on the CPU, one completion after the other; -1: not recorded."""
+    lengths: Tensor
+    """[N] int64 on the CPU; 0 where nothing is recorded."""
+
+    @classmethod
+    def of(cls, recorded: Sequence[np.ndarray | None]) -> Self | None:
+        """Those of N completions [tokens, E, k]; none if none has any."""
+        known = [torch.from_numpy(routes) for routes in recorded if routes is not None]
+        if not known:
+            return None
+        lengths = [0 if routes is None else len(routes) for routes in recorded]
+        return cls(torch.cat(known), torch.tensor(lengths))
+
+    def rows(self, indices: Sequence[int | None]) -> RolloutRoutes:
+        """Of some completions; None has none."""
+        ends, sizes = self.lengths.cumsum(0).tolist(), self.lengths.tolist()
+        parts = [self.experts[ends[i] - sizes[i] : ends[i]] for i in indices if i is not None]
+        lengths = [0 if i is None else sizes[i] for i in indices]
+        return RolloutRoutes(torch.cat([self.experts[:0], *parts]), torch.tensor(lengths))
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Self | None, int]]) -> Self | None:
+        """Those of several rollouts, given with their numbers of completions; none if none has any."""
+        known = [routes.experts for routes, _ in parts if routes is not None]
+        if not known:
+            return None
+        lengths = [
+            torch.zeros(count, dtype=torch.long) if routes is None else routes.lengths for routes, count in parts
+        ]
+        return cls(torch.cat(known), torch.cat(lengths))
+
+    def padded(self, width: int, device: torch.device) -> Tensor:
+        """[N, width, E, k] on a device."""
+        known = torch.arange(width) < self.lengths[:, None]
+        padded = torch.full((*known.shape, *self.experts.shape[1:]), -1, dtype=self.experts.dtype)
+        padded[known] = self.experts
+        return padded.to(device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Both tensors, by name."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self | None:
+        """What `tensors` describes; none for no tensors."""
+        return cls(**tensors) if tensors else None
+
+
+class RouterAgreement:
+    """Adds up, over forwards of a rollout, how many of its recorded choices the actor's routers used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def add(self, actor: ModelEngine) -> None:
+        """Take the actor's last forward in."""
+        if (counts := actor.router_agreement) is not None:
+            self._counts += counts
+
+    def metrics(self, world: World) -> dict[str, float]:
+        """The share over all ranks, each of which must call; {} if nothing was recorded."""
+        used, recorded = world.all_reduce(self._counts).tolist()
+        return {ROUTER_AGREEMENT: used / recorded} if recorded else {}
+
 
 _ROUTES, _COMPONENTS = "routes.", "components."
 """Prefixes of the names of their tensors."""
+
+
+class SampledTokens(NamedTuple):
+    """Number of tokens of all completions of a step, selected or not."""
+
+    completions: list[int]
+    """Response tokens of each; observations do not count."""
+    total: int
+    """Of all prompts, completions and observations."""
+
+
+@dataclass
+class Episode:
+    """One sample of a prompt. Lists have an entry for each token after the prompt."""
+
+    prompt: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    """Whether the actor sampled it."""
+    logprobs: list[float] = field(default_factory=list)
+    drawn_logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    """Number of updates of the weights that sampled it."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """Reward of each turn, at its last token."""
+    routes: np.ndarray | None = None
+    """[tokens of the prompt and all turns so far, mixtures, experts per token], see Completion; the last turn's, which
+    has those of earlier tokens as the keys and values that it reads had them."""
+    stopped: bool = False
+    """Whether the episode ended by itself."""
+    failure: str | None = None
+    """Why the environment failed; none: it did not."""
+    sample: int | None = None
+    """Number among the samples of its prompt, where an episode may have several sequences; none: it is one."""
+
+    @classmethod
+    def of(cls, prompt: list[int], completion: Completion) -> Self:
+        """A completion of one turn."""
+        episode = cls(prompt)
+        episode.add_turn(completion)
+        episode.stopped = completion.finish_reason == "stop"
+        return episode
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens so far."""
+        return self.prompt + self.token_ids
+
+    def add_turn(self, completion: Completion) -> None:
+        """Append a turn of the actor."""
+        self.weight_versions += completion.weight_versions
+        self.routes = completion.routes
+        self._add(completion.token_ids, completion.logprobs, completion.sampling_logprobs, sampled=True)
+
+    def add_observation(self, token_ids: Sequence[int]) -> None:
+        """Append what the actor reads before its next turn."""
+        zeros = [0.0] * len(token_ids)
+        self.weight_versions += [0] * len(token_ids)
+        self._add(token_ids, zeros, zeros, sampled=False)
+
+    def add_reward(self, reward: float) -> None:
+        """Add a reward to the last turn."""
+        self.turn_rewards[-1] += reward
+
+    def _add(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], drawn: Sequence[float], *, sampled: bool
+    ) -> None:
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.drawn_logprobs += drawn
+        self.sampled += [sampled] * len(token_ids)
+        self.turn_rewards += [0.0] * len(token_ids)
 
 
 @dataclass(frozen=True)
@@ -80,60 +229,33 @@ class Rollout:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of sampling and scoring."""
 
-    @staticmethod
-    def of_completions(
-        prompts: Sequence[Sequence[int]], completions: Sequence[Completion], device: torch.device
-    ) -> Rollout:
-        """Single-turn completions, each after its prompt's token ids."""
-        return Rollout.padded(
-            prompts,
-            [completion.token_ids for completion in completions],
-            sampled=[[True] * len(completion.token_ids) for completion in completions],
-            logprobs=[completion.logprobs for completion in completions],
-            drawn_logprobs=[completion.sampling_logprobs for completion in completions],
-            weight_versions=[completion.weight_versions for completion in completions],
-            stopped=[completion.finish_reason == "stop" for completion in completions],
-            routes=[completion.routes for completion in completions],
-            device=device,
-        )
-
-    @staticmethod
-    def padded(
-        prompts: Sequence[Sequence[int]],
-        token_ids: Sequence[Sequence[int]],
-        *,
-        sampled: Sequence[Sequence[bool]],
-        logprobs: Sequence[Sequence[float]],
-        drawn_logprobs: Sequence[Sequence[float]],
-        weight_versions: Sequence[Sequence[int]],
-        stopped: Sequence[bool],
-        turn_rewards: Sequence[Sequence[float]] | None = None,
-        routes: Sequence[np.ndarray | None] = (),
-        device: torch.device,
-    ) -> Rollout:
-        """Lists of N completions, with an entry per token after the prompt, as right-padded tensors."""
-        width = max(len(prompt) + len(ids) for prompt, ids in zip(prompts, token_ids, strict=True))
+    @classmethod
+    def of(cls, episodes: Sequence[Episode], device: torch.device, *, has_rewards: bool = False) -> Self:
+        """Episodes [N] as right-padded tensors; `has_rewards`: an environment gives rewards for turns."""
+        width = max(len(episode.prompt) + len(episode.token_ids) for episode in episodes)
 
         def tensor(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
-            whole = torch.zeros(len(prompts), width, dtype=dtype)
-            for row, (prompt, values) in enumerate(zip(prompts, rows, strict=True)):
-                whole[row, len(prompt) : len(prompt) + len(values)] = torch.tensor(values, dtype=dtype)
+            whole = torch.zeros(len(episodes), width, dtype=dtype)
+            for row, (episode, values) in enumerate(zip(episodes, rows, strict=True)):
+                start = len(episode.prompt)
+                whole[row, start : start + len(values)] = torch.tensor(values, dtype=dtype)
             return whole.to(device)
 
-        ids, attention = tensor(token_ids, torch.long), tensor([[True] * len(row) for row in token_ids], torch.bool)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
-            attention[row, : len(prompt)] = True
-        return Rollout(
+        ids = tensor([e.token_ids for e in episodes], torch.long)
+        attention = torch.zeros(len(episodes), width, dtype=torch.bool)
+        for row, episode in enumerate(episodes):
+            ids[row, : len(episode.prompt)] = torch.tensor(episode.prompt, dtype=torch.long)
+            attention[row, : len(episode.prompt) + len(episode.token_ids)] = True
+        return cls(
             ids,
-            attention,
-            tensor(sampled, torch.bool),
-            tensor(logprobs, torch.float32),
-            tensor(drawn_logprobs, torch.float32),
-            torch.tensor(stopped, dtype=torch.bool, device=device),
-            tensor(weight_versions, torch.long),
-            None if turn_rewards is None else tensor(turn_rewards, torch.float32),
-            routes=RolloutRoutes.of(routes),
+            attention.to(device),
+            tensor([e.sampled for e in episodes], torch.bool),
+            tensor([e.logprobs for e in episodes], torch.float32),
+            tensor([e.drawn_logprobs for e in episodes], torch.float32),
+            torch.tensor([e.stopped for e in episodes], dtype=torch.bool, device=device),
+            tensor([e.weight_versions for e in episodes], torch.long),
+            tensor([e.turn_rewards for e in episodes], torch.float32) if has_rewards else None,
+            routes=RolloutRoutes.of([e.routes for e in episodes]),
         )
 
     def tensors(self) -> dict[str, Tensor]:

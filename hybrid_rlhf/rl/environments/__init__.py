@@ -1,13 +1,12 @@
 """Environments of multi-turn rollouts: games, tools, verifiers, and programs that speak OpenAI's API.
 
-Read `environment.py` (the interface), `runner.py` (runs episodes), `episodes.py`, `observations.py` (tokens of an
-observation) and `calls.py` (concurrency and time-outs); for programs `programs.py` and `recording.py`. `building.py`
-chooses between the two. `calculator.py` and `reasoning_gym.py` are environments.
+Read `environment.py` (the interface), `episodes.py` (what runs episodes), `runner.py` (of a class), `observations.py`
+(tokens of an observation) and `calls.py` (concurrency and time-outs); for programs `programs.py` and `recording.py`.
+`building.py` chooses between the two. `calculator.py` and `reasoning_gym.py` are environments.
 """
 
 from hybrid_rlhf.rl.environments.building import build_runner
-from hybrid_rlhf.rl.environments.environment import Environment, StepResult, load_environment
+from hybrid_rlhf.rl.environments.environment import Environment, StepResult
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
-from hybrid_rlhf.rl.environments.runner import EnvironmentRunner
 
-__all__ = ["Environment", "EnvironmentRunner", "EpisodeRunner", "StepResult", "build_runner", "load_environment"]
+__all__ = ["Environment", "EpisodeRunner", "StepResult", "build_runner"]

@@ -6,10 +6,10 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.rl.environments.environment import load_environment
+from hybrid_rlhf.rl.environments.environment import read_environment
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
 from hybrid_rlhf.rl.environments.runner import EnvironmentRunner
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, shared_user_errors
 from hybrid_rlhf.serving.packages import require_packages
 
 
@@ -38,10 +38,11 @@ def build_runner(
         return None
     if config.path is None:
         require_packages("rollout.endpoint" if config.program is None else "environment.program")
-        from hybrid_rlhf.rl.environments.programs import ProgramRunner, load_program  # they import those packages
+        from hybrid_rlhf.rl.environments.programs import ProgramRunner, read_program  # they import those packages
 
-        program = None if config.program is None else load_program(config, world)
+        with shared_user_errors(world):
+            program = None if config.program is None else read_program(config)
         return ProgramRunner(program, config, rollout=rollout, tokenizer=tokenizer, world=world, samples=samples)
-    make = load_environment(config, world)
-    assert make is not None
+    with shared_user_errors(world):
+        make = read_environment(config)
     return EnvironmentRunner(make, config, rollout=rollout, tokenizer=tokenizer, device=world.device)

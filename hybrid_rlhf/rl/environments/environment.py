@@ -16,7 +16,6 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.loop.user_code import describe_error, import_named
-from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 Opening = str | list[Message] | None
 
@@ -61,26 +60,11 @@ class EnvironmentFactory:
         return self.make()
 
 
-def load_environment(config: EnvironmentConfig | None, world: World) -> EnvironmentFactory | None:
-    """The factory of the configured class; none without one. Every rank calls.
-
-    Raises:
-        UserError: on every rank, when any rank cannot import the class, it does not take the options, or its stop
-        strings
-            are invalid.
-    """
-    if config is None:
-        return None
-    with shared_user_errors(world):
-        make = read_environment(config)
-    return make
-
-
 def read_environment(config: EnvironmentConfig) -> EnvironmentFactory:
-    """The factory of the configured class, on this rank alone.
+    """The factory of the configured class.
 
     Raises:
-        UserError: see load_environment.
+        UserError: when it cannot be imported, does not take the options, or has invalid stop strings.
     """
     kind: Any = import_named(config.path or "", what="environment.path:")
     if not inspect.isclass(kind):

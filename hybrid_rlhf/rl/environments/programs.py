@@ -30,8 +30,9 @@ from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.loop.user_code import import_named
-from hybrid_rlhf.rl.environments.calls import CallFailure, EnvironmentCalls
-from hybrid_rlhf.rl.environments.episodes import Episode, environment_row, report_failures
+from hybrid_rlhf.rl.batch import Episode
+from hybrid_rlhf.rl.environments.calls import CallFailure
+from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, environment_row
 from hybrid_rlhf.rl.environments.recording import EpisodeService
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
 from hybrid_rlhf.runtime.observability.timers import Timers
@@ -63,7 +64,7 @@ class _Played:
         self.service.closed = True
 
 
-class ProgramRunner:
+class ProgramRunner(EpisodeRunner):
     """Runs programs against the actor."""
 
     def __init__(
@@ -90,10 +91,8 @@ class ProgramRunner:
             UserError: on every rank, when any has no port or cannot take its address, or the variable of the key is not
                 set.
         """
-        self._program, self._config, self._rollout, self._tokenizer = program, config, rollout, tokenizer
-        self._calls = EnvironmentCalls(
-            timeout_seconds=config.timeout_seconds, threads=config.threads, device=world.device
-        )
+        super().__init__(config, rollout, world.device)
+        self._program, self._tokenizer = program, tokenizer
         endpoint = rollout.endpoint or EndpointConfig()
         with shared_user_errors(world):
             key = endpoint.expanded_api_key()
@@ -150,10 +149,6 @@ class ProgramRunner:
         for episode, result in zip(played, results, strict=True):
             found[episode.prompt] += _sequences(episode, result, prompts[episode.prompt]["input_ids"])
         return found
-
-    def check_failures(self, episodes: Sequence[Episode], world: World) -> None:
-        """See EpisodeRunner."""
-        report_failures(episodes, self._config, world)
 
     def _service(
         self, shared: Service, generation: GenerationEngine, params: SamplingParams, sample: int
@@ -223,22 +218,11 @@ def _followed(call: Callable[[], Any], then: Callable[[], None]) -> Callable[[],
     return awaited if inspect.iscoroutinefunction(call) else called
 
 
-def load_program(config: EnvironmentConfig, world: World) -> Program:
-    """The configured function. Every rank calls.
-
-    Raises:
-        UserError: on every rank, when any cannot import it, or it does not take the arguments.
-    """
-    with shared_user_errors(world):
-        program = read_program(config)
-    return program
-
-
 def read_program(config: EnvironmentConfig) -> Program:
-    """The configured function, on this rank alone.
+    """The configured function.
 
     Raises:
-        UserError: see load_program.
+        UserError: when it cannot be imported, or does not take the arguments.
     """
     program = import_named(config.program or "", what="environment.program:")
     if not callable(program):

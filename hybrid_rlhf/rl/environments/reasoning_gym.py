@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.output import print_result
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.rl.environments.environment import StepResult, with_instruction
+from hybrid_rlhf.runtime.output import print_result
 
 try:
     import reasoning_gym
@@ -101,7 +101,7 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from hybrid_rlhf.configs.parsing.command_line import user_errors
+    from hybrid_rlhf.runtime.command_line import user_errors
 
     with user_errors():
         main(sys.argv[1:])

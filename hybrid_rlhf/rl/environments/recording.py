@@ -23,7 +23,7 @@ from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.chat.template import render, token_ids
 from hybrid_rlhf.generation.open_batch import StreamedToken
 from hybrid_rlhf.generation.sampling import Completion, derive_seed
-from hybrid_rlhf.rl.environments.episodes import Episode
+from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.observations import ids_after_turn
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody

@@ -25,9 +25,10 @@ from hybrid_rlhf.data.chat.messages import ROLES, Message, read_message, row_too
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
 from hybrid_rlhf.loop.user_code import describe_error
-from hybrid_rlhf.rl.environments.calls import CallFailure, EnvironmentCalls
+from hybrid_rlhf.rl.batch import Episode
+from hybrid_rlhf.rl.environments.calls import CallFailure
 from hybrid_rlhf.rl.environments.environment import Environment, EnvironmentFactory, StepResult
-from hybrid_rlhf.rl.environments.episodes import Episode, environment_row, report_failures
+from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, environment_row
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.observability.timers import Timers
@@ -50,8 +51,8 @@ class _RunningEpisode:
     """Observation that is not yet appended to the episode."""
 
 
-class EnvironmentRunner:
-    """Runs the episodes of a rollout."""
+class EnvironmentRunner(EpisodeRunner):
+    """Runs a class with `reset` and `step`."""
 
     def __init__(
         self,
@@ -67,10 +68,9 @@ class EnvironmentRunner:
         Raises:
             UserError: when the chat template cannot show observations.
         """
-        self._make, self._config, self._rollout = make, config, rollout
-        self._tokenizer = tokenizer
+        super().__init__(config, rollout, device)
+        self._make, self._tokenizer = make, tokenizer
         self._turns = ObservationEncoder(tokenizer, max_observation_tokens=config.max_observation_tokens)
-        self._calls = EnvironmentCalls(timeout_seconds=config.timeout_seconds, threads=config.threads, device=device)
 
     def run(
         self,
@@ -83,20 +83,7 @@ class EnvironmentRunner:
         record_routes: Sequence[bool] | None = None,
         on_completed: Callable[[int], None] | None = None,
     ) -> list[list[Episode]]:
-        """Run episodes from prompts to their ends.
-
-        Args:
-            generation: generation engine of the actor.
-            prompts: rows of `load_prompt_data`.
-            requests: sampling parameters of each prompt, with a seed.
-            together: tensor-parallel ranks; the first one has the environments.
-            timers: timers of generation and environment.
-            record_routes: for each prompt, whether the experts of its episodes are recorded; none: of no prompt.
-            on_completed: called while the episodes run with the number of those that have ended since.
-
-        Returns:
-            the n episodes of each prompt. With on_failure stop, the others are incomplete once one has failed.
-        """
+        """See EpisodeRunner; all unfinished episodes take a turn together."""
         entries = [
             _RunningEpisode(environment_row(prompt), Episode(list(prompt["input_ids"])), params, sample, records)
             for prompt, params, records in zip(prompts, requests, record_routes or [False] * len(prompts), strict=True)
@@ -122,10 +109,6 @@ class EnvironmentRunner:
                 on_completed(ended - before)
         episodes = iter([entry.episode for entry in entries])
         return [[next(episodes) for _ in range(params.n)] for params in requests]
-
-    def check_failures(self, episodes: Sequence[Episode], world: World) -> None:
-        """See EpisodeRunner."""
-        report_failures(episodes, self._config, world)
 
     def _begin(self, entries: Sequence[_RunningEpisode], together: World, timers: Timers) -> None:
         """Create the environments, and reset them to obtain the prompts."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.command_line import parse_config
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.files.checkpoint_folder import newest_before, read_manifest
 from hybrid_rlhf.runtime.observability.samples import SAMPLES_FILE
 from hybrid_rlhf.runtime.observability.token_records import ENVIRONMENT, TokenRecord, TokenRecords

@@ -22,10 +22,12 @@ from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.loop.non_finite import NonFiniteError
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Batch
-from hybrid_rlhf.rl.build import RLSession, rl_session
+from hybrid_rlhf.rl.build import rl_session
+from hybrid_rlhf.rl.parts import RLSession
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
-from hybrid_rlhf.rl.rollouts.collector import NothingToLearn
+from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
 from hybrid_rlhf.rl.rollouts.samples import sample_text, token_arrays
+from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.token_records import TokenRecord
 
@@ -112,7 +114,7 @@ def replayed_step(
         UserError: if the run cannot be resumed, or the step has no rollout when it is replayed.
     """
     with rl_session(recorded.resumed_config(scratch), algorithm_class=algorithm_class) as session:
-        trainer = session.trainer()
+        trainer = RLTrainer(session)
         with trainer.running():
             done = trainer.resume() or 0
             for step in range(done + 1, recorded.step + 1):

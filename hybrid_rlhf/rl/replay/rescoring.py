@@ -19,7 +19,7 @@ from hybrid_rlhf.data.tokenized import load_prompt_data
 from hybrid_rlhf.loop.non_finite import json_number
 from hybrid_rlhf.loop.setup import start_step
 from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
-from hybrid_rlhf.rl.batch import MiniBatchPlanner, Rollout
+from hybrid_rlhf.rl.batch import Episode, MiniBatchPlanner, Rollout
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
 from hybrid_rlhf.rl.roles import build_reward_alone, place_roles
@@ -112,16 +112,11 @@ def completed(
     prompt: Sequence[int], completions: Sequence[Sequence[int]], stopped: Sequence[bool], device: torch.device
 ) -> Rollout:
     """Token ids of completions of a prompt as a rollout to be scored, without log-probs."""
-    return Rollout.padded(
-        [prompt] * len(completions),
-        completions,
-        sampled=[[True] * len(ids) for ids in completions],
-        logprobs=[[]] * len(completions),
-        drawn_logprobs=[[]] * len(completions),
-        weight_versions=[[]] * len(completions),
-        stopped=stopped,
-        device=device,
-    )
+    episodes = [
+        Episode(list(prompt), list(ids), [True] * len(ids), stopped=ended)
+        for ids, ended in zip(completions, stopped, strict=True)
+    ]
+    return Rollout.of(episodes, device)
 
 
 def _alone(config: RLConfig, scratch: Path) -> RLConfig:

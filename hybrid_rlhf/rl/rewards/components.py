@@ -1,27 +1,101 @@
-"""Interface of a reward component: it begins on this rank's rows of a rollout, and returns their scores later.
+"""Interface of a reward component, and what it reads: it begins on this rank's rows of a rollout, and returns their
+scores later.
 
 There are two steps because functions and endpoints run in the background during the forwards of models. A component
 does not raise for rows that it cannot score. It returns the reason per row, so that all ranks run the same collectives
-and stop together.
+and stop together. Functions, endpoints, and reward models with another tokenizer read the rollout as text.
 """
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from numbers import Real
-from typing import ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import OnFailure, RewardComponentConfig
+from hybrid_rlhf.data.chat.conversation import completion_text
+from hybrid_rlhf.data.chat.messages import Message, Tools, row_tools
 from hybrid_rlhf.rl.batch import Rollout
-from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.world import World
+
+RESERVED = ("prompts", "completions")
+"""Arguments of a reward function that are no columns."""
+
+
+@dataclass(frozen=True)
+class CompletionTexts:
+    """Completions with their prompts. All lists have one entry per completion."""
+
+    prompts: list[list[Message]]
+    """Conversations before the completion."""
+    completions: list[str]
+    """Completions without special tokens. The turns of an episode are joined by newlines, without observations."""
+    columns: dict[str, list[Any]]
+    """Other columns of the data by name; None where a row lacks the column."""
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    @classmethod
+    def read(cls, prompts: Sequence[Mapping[str, Any]], rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """The text of a rollout.
+
+        Args:
+            prompts: rows of `load_prompt_data`, with `prompt` and `columns` as JSON.
+            rollout: the same number of completions of each prompt, in the order of the prompts; or with `samples` any
+                number, and the places of their prompts in `groups`.
+            tokenizer: tokenizer of the actor.
+
+        Raises:
+            UserError: for a data column with the name of an argument of reward functions.
+        """
+        rows = [prompts[place] for place in rollout.places(len(prompts)).tolist()]
+        others = [json.loads(row["columns"]) for row in rows]
+        names = list(dict.fromkeys(name for other in others for name in other))
+        for name in RESERVED:
+            if name in names:
+                raise UserError(
+                    f"{' and '.join(RESERVED)} are arguments of a reward function, "
+                    f"the data has a column {name!r}: rename it"
+                )
+        ids, mask = rollout.input_ids.cpu(), rollout.response_mask.cpu()
+        return cls(
+            [json.loads(row["prompt"]) for row in rows],
+            [_sampled_text(row, sampled, tokenizer) for row, sampled in zip(ids, mask, strict=True)],
+            {name: [other.get(name) for other in others] for name in names},
+        )
+
+    def tools(self, place: int) -> Tools | None:
+        """Tools that the assistant may call in a completion."""
+        return row_tools("the row", {"tools": self.columns["tools"][place]}) if "tools" in self.columns else None
+
+    def select(self, indices: Sequence[int]) -> Self:
+        """Some rows, in the given order."""
+        return type(self)(
+            [self.prompts[i] for i in indices],
+            [self.completions[i] for i in indices],
+            {name: [values[i] for i in indices] for name, values in self.columns.items()},
+        )
+
+
+def _sampled_text(ids: Tensor, mask: Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Text of the sampled tokens of a row, ids [T] under mask [T]; consecutive tokens form a turn."""
+    places = mask.nonzero().flatten()
+    cuts = ((places[1:] - places[:-1]) > 1).nonzero().flatten() + 1
+    turns = torch.tensor_split(ids[places], cuts)
+    return "\n".join(completion_text(turn.tolist(), tokenizer) for turn in turns)
+
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -137,9 +211,6 @@ class RewardComponent(ABC):
     @abstractmethod
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """Start on this rank's rows; the returned function waits for their scores."""
-
-    def close(self) -> None:  # noqa: B027 - most have nothing to free
-        """Free the memory of its model, if it has one; it cannot be used afterwards."""
 
 
 def _is_score(value: object) -> bool:

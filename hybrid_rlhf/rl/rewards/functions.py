@@ -16,8 +16,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.loop.user_code import describe_error, import_named
-from hybrid_rlhf.rl.rewards.completion_texts import RESERVED, CompletionTexts
-from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
+from hybrid_rlhf.rl.rewards.components import RESERVED, CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.runtime.background import BackgroundCall, CallTimeout, retry_delay_seconds
 
 RewardFunction = Callable[..., Any]

@@ -77,10 +77,6 @@ class _PresentModel(RewardComponent):
         """See RewardComponent: the forwards run when the scores are requested."""
         return lambda: self._score(batch)
 
-    def close(self) -> None:
-        """See RewardComponent."""
-        self._engine.close()
-
     @abstractmethod
     def _score(self, batch: RewardBatch) -> ComponentScores:
         """Scores of this rank's rows."""

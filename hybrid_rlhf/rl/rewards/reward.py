@@ -17,8 +17,7 @@ from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.functional.masking import spread
 from hybrid_rlhf.rl.batch import Rollout
-from hybrid_rlhf.rl.rewards.completion_texts import CompletionTexts
-from hybrid_rlhf.rl.rewards.components import ComponentScores, RewardBatch, RewardComponent
+from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.rl.rewards.models import AbsentReward, ModelReward, RetokenizingModelReward, tokenizes_alike
@@ -109,11 +108,6 @@ class Reward:
         """Check that the data has the columns that the components need; `rows` starts to read it."""
         for component in self._components:
             component.require_columns(rows())
-
-    def close(self) -> None:
-        """Free the memory of all models; the reward cannot be used afterwards."""
-        for component in self._components:
-            component.close()
 
     def _batches(
         self, rollout: Rollout, micro_batches: MicroBatchesOn, read_texts: Callable[[], CompletionTexts]

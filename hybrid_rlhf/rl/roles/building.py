@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.placement import CRITIC_COPY, Placement, ZeroStage
+from hybrid_rlhf.configs.sections.placement import ZeroStage
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine, build_reader
 from hybrid_rlhf.engines.ds_config import read_overrides
@@ -30,6 +30,7 @@ from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.rl.rewards import Reward, build_reward
 from hybrid_rlhf.rl.roles.placing import reference_path_of, residency_of
 from hybrid_rlhf.rl.roles.roles import Engine, FrozenRole, Roles
+from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 

@@ -5,27 +5,25 @@ from __future__ import annotations
 import logging
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import READS_ACTOR, Placement, resolve_placement
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.loop.setup import resolve
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.placement import READS_ACTOR, Placement, placed_roles, resolve_placement
 from hybrid_rlhf.runtime.run import Run
-from hybrid_rlhf.runtime.world import World, create_groups, keep_groups
+from hybrid_rlhf.runtime.world import World, create_groups
 
 logger = logging.getLogger(LOGGER_NAME)
 
 
 def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
-    """The ranks of each role; creates their process groups, and destroys those of an earlier placement. Every rank
-    calls.
+    """The ranks of each role; creates their process groups. Every rank calls.
 
     Raises:
         UserError: for a placement that the run's ranks do not have, or that its roles do not fit.
     """
-    placed = config.placed_roles(has_reference=reference_path_of(config, run, actor_path) is not None)
+    placed = placed_roles(config, has_reference=reference_path_of(config, run, actor_path) is not None)
     placement = resolve_placement(config.placement, placed, ranks=run.world.size)
     create_groups(placement.groups())
-    keep_groups(placement.groups())
     return placement
 
 

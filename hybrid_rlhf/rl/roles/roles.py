@@ -54,12 +54,6 @@ class Roles:
         """Whether no role pads its micro-batches."""
         return all(role.packs for role in (self.actor, self.critic, self.reward, self.reference) if role is not None)
 
-    def close(self) -> None:
-        """Free the memory of all models, which cannot be used afterwards; no collective runs."""
-        for role in (self.separate_sampler, self.actor, self.reward, self.critic, self.critic_copy, self.reference):
-            if role is not None:
-                role.close()
-
     def refresh_reference(self) -> None:
         """Copy the actor's weights to the reference; every rank calls."""
         actor, reference = self.actor, self.reference

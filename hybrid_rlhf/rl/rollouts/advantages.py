@@ -1,24 +1,104 @@
-"""From scores to advantages: KL-shaped rewards, the algorithm's advantages and returns, whitening.
+"""From scores to advantages: scaled scores, KL-shaped rewards, the algorithm's advantages and returns, whitening.
 
 Rewards are InstructGPT's: the score at the last response token, less a KL penalty per token (arXiv 2203.02155, section
-3.5). Every rank computes the same.
+3.5). Scores may be scaled to mean 0 and standard deviation 1, so that kl_coef and score_clip mean the same for any
+reward: by running statistics (OpenRLHF), or by those of the initial actor's completions (Ziegler et al. 2019, arXiv
+1909.08593, section 2.2; InstructGPT, whose reward has mean 0 on demonstrations). The KL coefficient is fixed, or
+steered to a target (Ziegler et al., section 2.2; N details, no. 20). Deviation: a rollout counts for no more than the
+horizon, so that the coefficient never turns its sign. Every rank computes the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.configs.algorithms import OnlineDPOConfig, PPOConfig
+from hybrid_rlhf.configs.sections.algorithm import ClippedConfig, KLConfig, PolicyGradientConfig
 from hybrid_rlhf.functional.advantages import shaped_rewards
 from hybrid_rlhf.functional.divergences import KL_ESTIMATORS
-from hybrid_rlhf.functional.masking import masked_mean, masked_whiten
+from hybrid_rlhf.functional.masking import masked_mean, masked_whiten, spread
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
 from hybrid_rlhf.rl.batch import Batch, Rollout
-from hybrid_rlhf.rl.rollouts.collector import NothingToLearn
-from hybrid_rlhf.rl.rollouts.score_scaling import ScoreScaling
+
+
+class ScoreScaling:
+    """Scales scores by their statistics, which are the same on every rank because scores are."""
+
+    def __init__(self, how: Literal["none", "running", "initial"]) -> None:
+        self._how = how
+        self._count, self._mean, self._squares = 0.0, 0.0, 0.0
+
+    @property
+    def needs_initial_scores(self) -> bool:
+        """Whether `observe` must be called with scores of the initial actor before any scores are scaled."""
+        return self._how == "initial" and self._count == 0
+
+    def observe(self, scores: Tensor) -> None:
+        """Add scores [N] to the statistics (Chan et al.'s parallel variance)."""
+        values = scores.double()
+        low = values.min()
+        count, mean = len(values), float(low + (values - low).mean())  # equal scores have a deviation of exactly 0
+        squares = float((values - mean).square().sum())
+        shift, total = mean - self._mean, self._count + count
+        self._mean += shift * (count / total)
+        self._squares += squares + shift**2 * self._count * count / total
+        self._count = total
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Scores [N] scaled; running statistics are updated with them first."""
+        if self._how == "none":
+            return scores
+        if self._how == "running":
+            self.observe(scores)
+        return self.scaled(scores)
+
+    def scaled(self, scores: Tensor) -> Tensor:
+        """Scores [N] scaled by the current statistics."""
+        if self._how == "none":
+            return scores
+        centered = scores - self._mean
+        return centered / self._std if self._std else centered
+
+    def scaled_std(self, scores: Tensor) -> float:
+        """Standard deviation of scores [N] after scaling: 1 with scaling; 0 without scores."""
+        if self._how != "none":
+            return 1.0
+        return spread(scores) if len(scores) else 0.0
+
+    def scale_rewards(self, rewards: Tensor) -> Tensor:
+        """Rewards of turns, divided by the standard deviation of the scores."""
+        return rewards if self._how == "none" or not self._std else rewards / self._std
+
+    def metrics(self) -> dict[str, float]:
+        """Mean and standard deviation of the scaling; {} without scaling."""
+        if self._how == "none":
+            return {}
+        return {"objective/scaling_mean": self._mean, "objective/scaling_std": self._std}
+
+    @property
+    def _std(self) -> float:
+        return float(torch.tensor(self._squares / max(self._count - 1, 1)).sqrt())
+
+    def state_dict(self) -> dict[str, float]:
+        """The statistics, for a checkpoint."""
+        return {"count": self._count, "mean": self._mean, "squares": self._squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore the state of a checkpoint."""
+        self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]
+
+
+class NothingToLearn(Exception):
+    """A step without a completion to learn from; the same on every rank."""
+
+    def __init__(self, reason: str, metrics: dict[str, float]) -> None:
+        super().__init__(reason)
+        self.metrics = metrics
 
 
 def estimate_advantages(rollout: Rollout, algorithm: Algorithm, *, scaling: ScoreScaling, kl_coef: float) -> Batch:
@@ -39,29 +119,31 @@ def estimate_advantages(rollout: Rollout, algorithm: Algorithm, *, scaling: Scor
     if rollout.ref_logprobs is not None and config.kl is not None and config.kl.where == "reward":
         kl = KL_ESTIMATORS[config.kl.estimator](rollout.old_logprobs, ref_logprobs=rollout.ref_logprobs)
     scores = scaling(rollout.scores) - rollout.penalties
+    score_clip = config.score_clip if isinstance(config, ClippedConfig | OnlineDPOConfig) else None
     turn_rewards = rollout.turn_rewards
     rewards = shaped_rewards(
         scores=scores,
         kl=kl,
         mask=mask,
         kl_coef=kl_coef,
-        score_clip=config.score_clip,
+        score_clip=score_clip,
         earned=None if turn_rewards is None else scaling.scale_rewards(turn_rewards),
     )
-    if config.whiten_rewards:
+    if isinstance(config, PPOConfig) and config.whiten_rewards:
         rewards = masked_whiten(rewards, mask=mask, shift_mean=False, unbiased=config.whiten_unbiased)
-    rollout = _with_scaled_greedy_scores(rollout, scaling, score_clip=config.score_clip)
+    rollout = _with_scaled_greedy_scores(rollout, scaling, score_clip=score_clip)
     advantages, returns = _advantages(rewards, rollout, algorithm), algorithm.returns(rewards, rollout)
-    if config.whiten_advantages:
+    if isinstance(config, ClippedConfig) and config.whiten_advantages:
         advantages = masked_whiten(
             advantages, mask=mask, shift_mean=config.whiten_shift_mean, unbiased=config.whiten_unbiased
         )
     metrics = {**scaling.metrics(), **rollout.metrics}
     if rollout.ref_logprobs is not None:
         metrics["objective/kl_coef"] = kl_coef
-    clipped = None if config.score_clip is None else scores.abs() > config.score_clip
+    clipped = None if score_clip is None else scores.abs() > score_clip
     batch = Batch(rollout, rewards, advantages, returns, clipped, metrics)
-    return _without_truncated(batch) if config.mask_truncated else batch
+    masks = isinstance(config, PolicyGradientConfig) and config.mask_truncated
+    return _without_truncated(batch) if masks else batch
 
 
 def _advantages(rewards: Tensor, rollout: Rollout, algorithm: Algorithm) -> Tensor:
@@ -92,3 +174,32 @@ def _without_truncated(batch: Batch) -> Batch:
             "none of its completions ended by itself, see algorithm.mask_truncated", dict(batch.metrics)
         )
     return batch.rows(kept)
+
+
+class KLController:
+    """Holds kl_coef; with a target, raises it when the KL is above and lowers it when below."""
+
+    def __init__(self, config: KLConfig | None) -> None:
+        """Args: the penalty; none: its coefficient is 0."""
+        self.kl_coef = 0.0 if config is None else config.coef
+        self._target, self._horizon = (None, 1) if config is None else (config.target, config.horizon)
+
+    def update(self, kl: float, *, completions: int) -> None:
+        """Move the coefficient after a rollout.
+
+        Args:
+            kl: mean KL a completion, in nats.
+            completions: in the rollout.
+        """
+        if self._target is None:
+            return
+        error = min(max(kl / self._target - 1, -0.2), 0.2)
+        self.kl_coef *= 1 + error * min(completions / self._horizon, 1.0)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"kl_coef": self.kl_coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint."""
+        self.kl_coef = state["kl_coef"]

@@ -1,4 +1,10 @@
-"""The completions of a step: sampled, scored, and those selected that the algorithm learns from.
+"""The completions of each step: sampled at the step or ahead of it while earlier steps train, then scored, and those
+selected that the algorithm learns from.
+
+With a policy lag of k, step s samples from the weights after step s - 1 - k, and the first k + 1 steps from the initial
+weights. The lag is constant, not an upper bound, so results do not depend on the timing of threads, and a resumed run
+continues bit for bit. Source: bounded staleness, Ho et al. 2013 (SSP); for RLHF Noukhovitch et al. 2024 (arXiv
+2410.18252), and AReaL (arXiv 2505.24298, section 5.2), whose correction of the loss is `algorithm.correction.method`.
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) requests more prompts until the step has as many as it takes. It
 requests those that are missing and no more, so that no accepted group is discarded; where the data or its rounds end,
@@ -7,68 +13,220 @@ the step is smaller.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 
+from hybrid_rlhf.configs.algorithms import RAFTConfig
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.functional.masking import spread
-from hybrid_rlhf.planning.job import StepLengths
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.batch import Rollout, SampledTokens, with_prefix, without_prefix
 from hybrid_rlhf.rl.rewards.reward import COUNTS
-from hybrid_rlhf.rl.rollouts.async_sampler import AsyncSampler
-from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
-from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
+from hybrid_rlhf.rl.rollouts.partial import PartialRollouts, RolloutPart
+from hybrid_rlhf.rl.rollouts.sampler import Pending, RolloutSampler, SamplingCost, cancel
 from hybrid_rlhf.rl.rollouts.scoring import RolloutScorer
+from hybrid_rlhf.runtime.world import World
 
 
-class NothingToLearn(Exception):
-    """A step without a completion to learn from; the same on every rank."""
+@dataclass
+class _SampledStep:
+    """A step whose completions are sampled ahead."""
 
-    def __init__(self, reason: str, metrics: dict[str, float]) -> None:
-        super().__init__(reason)
-        self.metrics = metrics
+    rows: list[int]
+    """Numbers of its prompts in the data."""
+    completions: Pending | Rollout | UserError | None
+    """None if a checkpoint has no completions of the step; an error is raised at the step."""
+    measured: SamplingCost = SamplingCost()
+    part: RolloutPart | None = None
+    """Of a partial rollout. Its rows are then those of the prompts that begin in it, and once it is sampled those of
+    the prompts that it has finished."""
 
 
-class Collector:
-    """Takes prompts from a stream until a step has what it needs."""
+class AsyncSampler:
+    """Takes prompts from a stream and samples their completions, for the steps of a run in order."""
 
     def __init__(
         self,
         sampler: RolloutSampler,
-        scorer: RolloutScorer,
-        algorithm: Algorithm,
         *,
         prompts: Dataset,
         stream: RowStream,
         per_step: int,
         total_steps: int,
         policy_lag: int = 0,
-        extra_prompts: int = 0,
+        greedy: bool = False,
         partial: PartialRollouts | None = None,
     ) -> None:
-        """Take the sampler, the scorer, the algorithm that selects, what AsyncSampler takes, and with partial rollouts
-        the number of prompts in flight beyond those of a step.
+        """Take the sampler and the prompts.
+
+        Args:
+            sampler: samples completions.
+            prompts: the data set of prompts.
+            stream: order of the prompts.
+            per_step: prompts per step, before dynamic sampling.
+            total_steps: steps of the run.
+            policy_lag: policy lag in steps; 0: sample at the step.
+            greedy: see RolloutSampler.sample.
+            partial: carries prompts from rollout to rollout; none: each finishes its own.
         """
-        self._sampler, self._scorer, self._algorithm = sampler, scorer, algorithm
-        self._stream, self._per_step, self._policy_lag = stream, per_step, policy_lag
-        self._extra_prompts = extra_prompts
-        self.ahead = AsyncSampler(
-            sampler,
-            prompts=prompts,
-            stream=stream,
-            per_step=per_step,
-            total_steps=total_steps,
-            policy_lag=policy_lag,
-            greedy=algorithm.wants_greedy,
-            partial=partial,
+        self.sampler, self.stream, self._prompts, self._partial = sampler, stream, prompts, partial
+        self.per_step, self.total_steps, self.policy_lag, self.greedy = per_step, total_steps, policy_lag, greedy
+        self.extra_prompts = 0 if partial is None else partial.extra
+        """Prompts in flight beyond those of a step."""
+        self._ahead: dict[int, _SampledStep] = {}
+        self.hidden_seconds = 0.0
+        """Seconds of sampling for the last step that overlapped with training."""
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there are prompts for another step."""
+        return bool(self._ahead) or self._prompts_left
+
+    @property
+    def _prompts_left(self) -> bool:
+        return self.stream.left > 0 or (self._partial is not None and self._partial.any_in_flight)
+
+    def take(self, step: int) -> tuple[list[int], Rollout]:
+        """Numbers of the prompts of a step, and their completions. Every rank calls, in the order of steps.
+
+        Raises:
+            UserError: on every rank, when an environment fails on any.
+        """
+        ahead = self._ahead.pop(step, None) or self._next(step)
+        self.hidden_seconds = 0.0
+        if ahead.completions is None:
+            prompts = self.prompts(ahead.rows)
+            sampled = self.sampler.sample(prompts, step=step, greedy=self.greedy, part=ahead.part)
+            return ahead.rows if self._partial is None else self._partial.end(sampled), sampled
+        start = time.perf_counter()
+        if isinstance(ahead.completions, Pending):
+            self.sampler.await_in_step(ahead.completions)
+        waited = time.perf_counter() - start
+        self._finish(ahead)
+        if isinstance(ahead.completions, UserError):
+            raise ahead.completions
+        assert isinstance(ahead.completions, Rollout)
+        self.hidden_seconds = max(0.0, ahead.measured.seconds - waited)
+        return ahead.rows, ahead.completions
+
+    def begin(self, step: int) -> None:
+        """Start sampling steps after this one, up to the policy lag, with the current weights. Every rank calls."""
+        for number in range(step + 1, min(step + self.policy_lag, self.total_steps) + 1):
+            if number not in self._ahead and self._prompts_left:
+                ahead = self._ahead[number] = self._next(number)
+                prompts = self.prompts(ahead.rows)
+                ahead.completions = self.sampler.begin(prompts, step=number, greedy=self.greedy, part=ahead.part)
+
+    def _next(self, step: int) -> _SampledStep:
+        """A step with the next prompts."""
+        if self._partial is None:
+            return _SampledStep(self.stream.take(self.per_step), None)
+        first = self.stream.taken
+        rows = self.stream.take(self._partial.wanted(step))
+        return _SampledStep(rows, None, part=self._partial.begin(step, rows, first=first))
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Context around the training loop: cancels pending rollouts at its end."""
+        try:
+            yield
+        finally:
+            cancel([ahead.completions for ahead in self._ahead.values() if isinstance(ahead.completions, Pending)])
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The steps sampled ahead, for a checkpoint; waits for their completions. Every rank calls."""
+        for ahead in self._ahead.values():
+            self._finish(ahead)
+        return [{"step": step, "rows": ahead.rows} for step, ahead in self._ahead.items()]
+
+    def carried_state(self, world: World) -> dict[str, Any] | None:
+        """The prompts that partial rollouts carry, for a checkpoint; call on every rank after `state_dict`."""
+        sampler = self.sampler.engine
+        sends = sampler.world.is_member and sampler.generation_world.is_main
+        return None if self._partial is None else self._partial.state_dict(world, sends=sends)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors of the steps sampled ahead and of carried completions, by name; call after the states."""
+        named = {} if self._partial is None else dict(self._partial.tensors())
+        for step, ahead in self._ahead.items():
+            if isinstance(ahead.completions, Rollout):
+                named |= with_prefix(_prefix(step), ahead.completions.tensors())
+        return named
+
+    def load_state_dict(
+        self,
+        state: Sequence[Mapping[str, Any]],
+        tensors: Mapping[str, Tensor],
+        world: World,
+        carried: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Restore the state of a checkpoint.
+
+        Raises:
+            UserError: on every rank, when prompts are carried and this run has no partial rollouts.
+        """
+        require(
+            self._partial is not None or not (carried and carried["prompts"]),
+            "the checkpoint holds prompts that partial rollouts have begun, got rollout.partial null: give "
+            "--rollout.partial.extra_prompts",
         )
-        self.sampled = StepLengths(0.0, ())
-        """Lengths of all completions of the last step, selected or not; observations count as prompt."""
+        if self._partial is not None and carried is not None:
+            self._partial.load_state_dict(
+                carried,
+                tensors,
+                lambda place, prompt: self.sampler.assign(
+                    self._prompts[prompt.row], step=prompt.step, index=prompt.place, place=place
+                ),
+            )
+        for entry in state:
+            named, step = without_prefix(_prefix(entry["step"]), tensors), entry["step"]
+            ahead = self._ahead[step] = _SampledStep(entry["rows"], None)
+            if named:
+                ahead.completions = Rollout.from_tensors(named, world.device)
+            elif self._partial is not None:
+                ahead.part = self._partial.begin(step, [], first=self.stream.taken)
+
+    def _finish(self, ahead: _SampledStep) -> None:
+        """Wait for completions. An error, the same on all ranks, is stored, so that a checkpoint can be written."""
+        if not isinstance(ahead.completions, Pending):
+            return
+        try:
+            ahead.completions, ahead.measured = self.sampler.finish(ahead.completions)
+            if self._partial is not None:
+                ahead.rows = self._partial.end(ahead.completions)
+        except UserError as error:
+            ahead.completions = error
+            if self._partial is not None:
+                ahead.rows = []  # they are among the prompts in flight
+
+    def prompts(self, rows: Sequence[int]) -> list[Mapping[str, Any]]:
+        """Prompts of the data by number."""
+        return [self._prompts[row] for row in rows]
+
+
+def _prefix(step: int) -> str:
+    return f"ahead.{step}."
+
+
+class Collector:
+    """Takes prompts from a stream until a step has what it needs."""
+
+    def __init__(self, ahead: AsyncSampler, scorer: RolloutScorer, algorithm: Algorithm) -> None:
+        """Take what samples the steps, the scorer, and the algorithm that selects."""
+        self.ahead, self._scorer, self._algorithm = ahead, scorer, algorithm
+        self.sampled = SampledTokens([], 0)
+        """Of the last step."""
 
     def collect(self, step: int) -> Rollout:
         """The completions of a step; every rank calls, and gets the same.
@@ -77,15 +235,15 @@ class Collector:
             UserError: on every rank, for a reward component without a usable score.
             NothingToLearn: on every rank, when the algorithm selects none.
         """
-        config, greedy = self._algorithm.config, self._algorithm.wants_greedy
+        config, ahead = self._algorithm.config, self.ahead
         taken: list[int] = []
-        parts, masks, wanted = [], [], self._per_step
-        rows, sampled = self.ahead.take(step)
+        parts, masks, wanted = [], [], ahead.per_step
+        rows, sampled = ahead.take(step)
         if config.dynamic_sampling is None:  # refills would otherwise wait for the completions sampled ahead
-            self.ahead.begin(step)
+            ahead.begin(step)
         for refills in itertools.count():
             scored = self._scorer.score(
-                self.ahead.prompts(rows), sampled, first=len(taken), greedy=greedy, refill=refills > 0
+                ahead.prompts(rows), sampled, first=len(taken), greedy=ahead.greedy, refill=refills > 0
             )
             assert scored.scores is not None and scored.penalties is not None and scored.groups is not None
             mask = self._algorithm.select(scored.scores, penalties=scored.penalties, groups=scored.groups)
@@ -95,22 +253,23 @@ class Collector:
             wanted -= len(scored.groups[mask].unique())
             if config.dynamic_sampling is None or wanted <= 0 or refills == config.dynamic_sampling.max_refills:
                 break
-            rows = self._stream.take(wanted)
+            rows = ahead.stream.take(wanted)
             if not rows:
                 break
             # of the prompts that began in this step some may not be among the taken ones, but have their keys
-            first = len(taken) + self._extra_prompts
-            sampled = self._sampler.sample(self.ahead.prompts(rows), step=step, first=first, greedy=greedy)
-        self.ahead.begin(step)
+            first = len(taken) + ahead.extra_prompts
+            sampled = ahead.sampler.sample(ahead.prompts(rows), step=step, first=first, greedy=ahead.greedy)
+        ahead.begin(step)
         return self._selected(_joined(parts), torch.cat(masks), taken)
 
     def _selected(self, whole: Rollout, mask: torch.Tensor, taken: Sequence[int]) -> Rollout:
         """The selected rows, with metrics of the whole and the row of each prompt in the data."""
         assert whole.groups is not None
-        self.sampled = StepLengths.of(whole.response_mask.sum(dim=1).tolist(), tokens=int(whole.lengths.sum()))
+        self.sampled = SampledTokens(whole.response_mask.sum(dim=1).tolist(), int(whole.lengths.sum()))
         metrics = self._metrics(whole, mask, whole.groups)
         if not bool(mask.any()):
-            least = self._algorithm.config.select_above
+            config = self._algorithm.config
+            least = config.select_above if isinstance(config, RAFTConfig) else None
             above = "" if least is None else f", or none is above algorithm.select_above {least}"
             raise NothingToLearn(
                 f"the algorithm selected none of {len(mask)} completions: the scores of each prompt are equal{above}",
@@ -120,9 +279,9 @@ class Collector:
         selected = replace(whole, prompt_rows=rows[whole.groups]).select(mask)
         version = self._scorer.weight_version
         stale = selected.stale_updates(version)
-        if self._extra_prompts:
+        if self.ahead.extra_prompts:
             metrics |= selected.staleness(version)
-        elif stale or self._policy_lag:
+        elif stale or self.ahead.policy_lag:
             metrics["rollout/stale_updates"] = stale
         return replace(selected, metrics=metrics)
 

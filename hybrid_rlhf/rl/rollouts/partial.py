@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams
-from hybrid_rlhf.rl.batch import Rollout, with_prefix, without_prefix
+from hybrid_rlhf.rl.batch import Episode, Rollout, with_prefix, without_prefix
 from hybrid_rlhf.rl.rollouts.exchange import Sampled, gather_completions
 from hybrid_rlhf.runtime.world import World
 
@@ -119,7 +120,7 @@ class PartialRollouts:
             total_steps: steps of the run.
         """
         assert config.partial is not None
-        self._per_step, self._extra = config.prompts_per_step, config.extra_prompts
+        self._per_step, self.extra = config.prompts_per_step, config.extra_prompts
         self._max_lag = config.partial.max_lag
         self._groups, self._group, self._total_steps = groups, group, total_steps
         self._carried = CarriedPrompts()
@@ -129,6 +130,12 @@ class PartialRollouts:
         """Prompts of each group in flight after all rollouts that have begun."""
         self._tensors: dict[str, Tensor] = {}
 
+    @classmethod
+    def of(cls, config: RolloutConfig, engine: SamplingEngine, *, total_steps: int) -> Self | None:
+        """Those of a run that samples with an engine; none where each rollout finishes its own prompts."""
+        groups, group = engine.groups
+        return None if config.partial is None else cls(config, groups=groups, group=group, total_steps=total_steps)
+
     @property
     def any_in_flight(self) -> bool:
         """Whether prompts are left for another step."""
@@ -137,7 +144,7 @@ class PartialRollouts:
     def wanted(self, step: int) -> int:
         """Prompts that begin in the rollout of a step; none that no step would train on."""
         left = (self._total_steps - step + 1) * self._per_step
-        return max(0, min(self._per_step + self._extra, left) - sum(self._loads))
+        return max(0, min(self._per_step + self.extra, left) - sum(self._loads))
 
     def begin(self, step: int, rows: Sequence[int], *, first: int) -> RolloutPart:
         """Count a rollout in; every rank calls, in the order of steps.
@@ -182,10 +189,10 @@ class PartialRollouts:
             for completion in prompt.begun
         ]
         whole = sorted(gather_completions(mine, world), key=lambda each: each.place)
-        completions = [each.completion for each in whole]
         self._tensors = {}
         if whole:
-            rollout = Rollout.of_completions([each.prompt for each in whole], completions, torch.device("cpu"))
+            episodes = [Episode.of(each.prompt, each.completion) for each in whole]
+            rollout = Rollout.of(episodes, torch.device("cpu"))
             self._tensors = with_prefix(_CARRIED, rollout.tensors())
         return {
             "groups": self._groups,

@@ -25,8 +25,8 @@ from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
-from hybrid_rlhf.rl.batch import Rollout
-from hybrid_rlhf.rl.environments.episodes import Episode, EpisodeRunner, as_rollout
+from hybrid_rlhf.rl.batch import Episode, Rollout
+from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, as_rollout
 from hybrid_rlhf.rl.rollouts.exchange import Sampled, gather_completions
 from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt, RolloutPart
 from hybrid_rlhf.runtime.background import BackgroundCall, SideStream
@@ -87,7 +87,7 @@ class RolloutSampler:
 
     def __init__(
         self,
-        sampler: SamplingEngine,
+        engine: SamplingEngine,
         config: RolloutConfig,
         *,
         world: World,
@@ -101,11 +101,11 @@ class RolloutSampler:
 
         The tokenizer is needed for stop strings, the environments if there are any.
         """
-        self.sampler, self._config, self._world, self._seed = sampler, config, world, seed
+        self.engine, self.config, self._world, self.seed = engine, config, world, seed
         self.cost = SamplingCost()
         """Of the last rollout; the same on every rank."""
         self._stop: dict[str, Any] = {"stop_token_ids": stop_token_ids, "tokenizer": tokenizer}
-        self._timers, self._environments = timers, environments
+        self.tokenizer, self.timers, self._environments = tokenizer, timers, environments
         self._stream = SideStream(world.device)
         self._last_ended = threading.Event()
         """Set when the last call has sampled."""
@@ -132,11 +132,11 @@ class RolloutSampler:
             part: of a partial rollout: its prompts are those in flight that it finishes, by their places in `groups`.
         """
         mine = self._assigned(prompts, step, first, greedy, part)
-        with self._in_turn(), self.sampler.inference(**self._stop) as generation, self._in_sampling_stream():
-            sampled = self._sample(generation, mine, self._timers, self._progress(mine, step, shown_as), part)
-        sampler = self.sampler
-        cost = SamplingCost(0.0, sampler.work, sampler.weight_sync_seconds, sampler.weight_check_seconds)
-        with contextlib.nullcontext() if sampler.world.is_member else self._timers("generation"):
+        with self._in_turn(), self.engine.inference(**self._stop) as generation, self._in_sampling_stream():
+            sampled = self._sample(generation, mine, self.timers, self._progress(mine, step, shown_as), part)
+        engine = self.engine
+        cost = SamplingCost(0.0, engine.work, engine.weight_sync_seconds, engine.weight_check_seconds)
+        with contextlib.nullcontext() if engine.world.is_member else self.timers("generation"):
             return self._gathered(sampled, cost, partial=part is not None)
 
     def begin(
@@ -148,10 +148,10 @@ class RolloutSampler:
         part: RolloutPart | None = None,
     ) -> Pending:
         """Start sampling what `sample` would return now, in a thread, with a copy of the weights. Every rank calls."""
-        sampler = self.sampler
-        generation = sampler.snapshot(**self._stop)
-        synced = sampler.weight_sync_seconds, sampler.weight_check_seconds
-        sync, check = self._world.broadcast_object(synced, source=sampler.world.members[0])
+        engine = self.engine
+        generation = engine.snapshot(**self._stop)
+        synced = engine.weight_sync_seconds, engine.weight_check_seconds
+        sync, check = self._world.broadcast_object(synced, source=engine.world.members[0])
         self.cost = replace(
             self.cost,
             weight_sync_seconds=self.cost.weight_sync_seconds + sync,
@@ -171,7 +171,7 @@ class RolloutSampler:
                     sampled = self._sample(generation, mine, timers, self._progress(mine, step), part)
                     return sampled, SamplingCost(time.perf_counter() - start, generation.work)
 
-        return Pending(generation, BackgroundCall(in_thread, device=self.sampler.device), part is not None)
+        return Pending(generation, BackgroundCall(in_thread, device=self.engine.device), part is not None)
 
     def finish(self, pending: Pending) -> tuple[Rollout, SamplingCost]:
         """Wait for a pending rollout. Every rank calls, in the order of `begin`.
@@ -185,7 +185,7 @@ class RolloutSampler:
 
     def await_in_step(self, pending: Pending) -> None:
         """Wait for a pending rollout on every rank, timed as generation of the step."""
-        with self._timers("generation"):
+        with self.timers("generation"):
             pending.call.has_ended(None)
             self._world.barrier()
 
@@ -220,20 +220,20 @@ class RolloutSampler:
     def _in_sampling_stream(self) -> contextlib.AbstractContextManager[None]:
         """With a policy lag, the stream of the sampling threads: freed memory is reused only in the stream that
         allocated it, and a KV cache may outlive a call and be used in both."""
-        return self._stream.after(self._stream.position()) if self._config.policy_lag else contextlib.nullcontext()
+        return self._stream.after(self._stream.position()) if self.config.policy_lag else contextlib.nullcontext()
 
     def _params(self, step: int, index: int) -> SamplingParams:
-        return replace(self._config.sampling, seed=derive_seed(self._seed, step, index))
+        return replace(self.config.sampling, seed=derive_seed(self.seed, step, index))
 
     def _records(self, index: int) -> bool:
         """Whether the experts of a prompt's completions are recorded, by its number in a rollout."""
-        return index < self._config.recorded_prompts(index + 1)
+        return index < self.config.recorded_prompts(index + 1)
 
     def _assigned(
         self, prompts: Sequence[Mapping[str, Any]], step: int, first: int, greedy: bool, part: RolloutPart | None
     ) -> list[AssignedPrompt]:
         """The prompts that this rank samples, those of a part among those that begin in it."""
-        groups, group = self.sampler.groups
+        groups, group = self.engine.groups
         if part is not None:
             return [
                 self.assign(prompts[index], step=step, index=index, place=part.first + index) for index in part.begins
@@ -252,7 +252,7 @@ class RolloutSampler:
         return ProgressLog(
             shown_as or f"rollout of step {step}",
             total=sum(prompt.params.n for prompt in mine),
-            unit="completions" if self.sampler.world.size == 1 else f"completions on rank {self._world.rank}",
+            unit="completions" if self.engine.world.size == 1 else f"completions on rank {self._world.rank}",
             first_seconds=None if shown_as else STEP_SECONDS,
         )
 
@@ -273,7 +273,7 @@ class RolloutSampler:
         requests = [prompt.params for prompt in mine]
         recorded = [prompt.recorded and generation.records_routes for prompt in mine]
         if self._environments is not None:
-            together, rows = self.sampler.generation_world, [prompt.row for prompt in mine]
+            together, rows = self.engine.generation_world, [prompt.row for prompt in mine]
             return mine, self._environments.run(
                 generation, rows, requests, together, timers, record_routes=recorded, on_completed=progress.advance
             )
@@ -290,21 +290,16 @@ class RolloutSampler:
 
     def _gathered(self, sampled: _Sampled, cost: SamplingCost, *, partial: bool = False) -> Rollout:
         """Completions of all ranks as a rollout, those of a prompt adjacent."""
-        world, sampler = self._world, self.sampler
-        self.cost = world.broadcast_object(cost, source=sampler.world.members[0])
+        world, engine = self._world, self.engine
+        self.cost = world.broadcast_object(cost, source=engine.world.members[0])
         mine: list[Any] = []
-        if sampler.generation_world.is_main:
+        if engine.generation_world.is_main:
             by_prompt: Sequence[list[Any]] = sampled[1]
             for prompt, of_prompt in zip(sampled[0], by_prompt, strict=True):
                 mine += [Sampled(prompt.place, list(prompt.row["input_ids"]), sample) for sample in of_prompt]
         if self._environments is None:
             whole = _by_prompt(gather_completions(mine, world))
-            # a later epoch may sample a prompt on another rank; a rank keeps its own completions when they are sampled
-            if sampler.drafter is not None and sampler.world.size > 1:
-                sampler.drafter.remember([(each.prompt, each.completion.token_ids) for each in whole])
-            rollout = Rollout.of_completions(
-                [each.prompt for each in whole], [each.completion for each in whole], world.device
-            )
+            rollout = Rollout.of([Episode.of(each.prompt, each.completion) for each in whole], world.device)
             places = torch.tensor([each.place for each in whole], device=world.device)
             return replace(rollout, groups=places) if partial else rollout
         whole = _by_prompt([each for of_rank in world.all_gather_objects(mine) for each in of_rank])

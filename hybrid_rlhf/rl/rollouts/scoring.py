@@ -23,10 +23,10 @@ from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, RouterAgreement, scatter_rows
-from hybrid_rlhf.rl.environments.episodes import episode_metrics
+from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.roles import Roles
-from hybrid_rlhf.rl.rollouts.score_scaling import ScoreScaling
+from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 

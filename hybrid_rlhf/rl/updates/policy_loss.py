@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.functional.aggregation import correction_weights, length_weights
 from hybrid_rlhf.functional.divergences import kl_loss
@@ -58,13 +59,15 @@ class PolicyLoss:
             rollout = replace(rollout, old_logprobs=current)
             batch = replace(batch, rollout=rollout)
         correction = self._correction(rollout)
+        corrected = self._algorithm.correction
+        normalization = config.loss_normalization if isinstance(config, PolicyGradientConfig) else "token"
         weights = length_weights(
             mask,
-            normalization=config.loss_normalization,
+            normalization=normalization,
             tokens=mini_batch.tokens,
             sequences=mini_batch.sequences,
             max_tokens=self._max_tokens,
-            kept=None if config.correction is None or config.correction.count_masked else correction,
+            kept=None if corrected is None or corrected.count_masked else correction,
             kept_tokens=mini_batch.kept_tokens,
         )
         stats: dict[str, Tensor] = {}
@@ -99,7 +102,7 @@ class PolicyLoss:
 
     def _correction(self, rollout: Rollout) -> Tensor | None:
         """[n, t] weights of tokens for the difference between sampler and actor; none without a correction."""
-        config = self._config.correction
+        config = self._algorithm.correction
         if config is None:
             return None
         assert rollout.old_logprobs is not None

@@ -6,7 +6,7 @@ from typing import Self
 
 from datasets import Dataset
 
-from hybrid_rlhf.configs.sections.batch_plan import MicroBatches
+from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
 from hybrid_rlhf.data.loaders import BatchLoader
 from hybrid_rlhf.runtime.world import World

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
+from hybrid_rlhf.configs.algorithms import PPOConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import ModelEngine, UpdateStats
@@ -26,12 +28,53 @@ from hybrid_rlhf.loop.non_finite import rows_with_non_finite_loss
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, MiniBatchPlan, Rollout
+from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, MiniBatchPlan, Rollout, scatter_rows
 from hybrid_rlhf.rl.roles import Roles
-from hybrid_rlhf.rl.updates.last_logprobs import LastLogprobs
 from hybrid_rlhf.rl.updates.policy_loss import ROUTES_USED, MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.world import World
+
+
+class LastLogprobs:
+    """Collects the log-probs of each row in its last update; ranks hold the rows that they computed."""
+
+    def __init__(self, like: Tensor) -> None:
+        """Take log-probs [N, T] of the rollout, for their shape."""
+        self._values = torch.zeros_like(like)
+        self._known = torch.zeros(len(like), dtype=torch.bool, device=like.device)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], world: World) -> Self | None:
+        """What `tensors` describes; the first rank holds it. None for no tensors."""
+        if not tensors:
+            return None
+        restored = cls(tensors["values"].to(world.device))
+        restored._known |= tensors["known"].to(world.device)
+        if world.rank == 0:
+            restored._values += tensors["values"].to(world.device)
+        return restored
+
+    def tensors(self, world: World) -> dict[str, Tensor]:
+        """State for a checkpoint; every rank calls, and gets the same."""
+        return {"values": self.of_all_ranks(world), "known": self._known}
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """An update of these rows, over all ranks: what other ranks had of them is of an earlier one."""
+        self._values[list(rows)] = 0.0
+        self._known[list(rows)] = True
+
+    def add(self, rows: Sequence[int | None], logprobs: Tensor) -> None:
+        """The log-probs [n, t] of a micro-batch of this rank."""
+        scatter_rows(self._values, rows, logprobs)
+
+    def of_all_ranks(self, world: World) -> Tensor:
+        """[N, T], 0 in rows without an update; every rank calls."""
+        return world.all_reduce(self._values.clone())
+
+    def ratios(self, old_logprobs: Tensor, world: World) -> Tensor:
+        """[N, T] p(last update) / p(before the updates), NaN in rows without an update; every rank calls."""
+        found = (self.of_all_ranks(world) - old_logprobs).exp()
+        return found.masked_fill(~self._known[:, None], torch.nan)
 
 
 @dataclass(frozen=True)
@@ -138,12 +181,16 @@ class Updater:
             ptx_coef: weight of their loss.
         """
         self._roles, self._world = roles, roles.world
-        self._config = algorithm.config
+        self._config, self._correction = algorithm.config, algorithm.correction
         self.policy_loss = PolicyLoss(
             roles.actor, algorithm, temperature=rollout.sampling.temperature, max_tokens=rollout.sampling.max_new_tokens
         )
-        self._average = average
+        self.average = average
         self.ptx, self._ptx_coef = ptx_batches, ptx_coef
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """While the actor has the averaged weights; nothing on a rank without them."""
+        return contextlib.nullcontext() if self.average is None else self.average.applied()
 
     def update(
         self,
@@ -211,15 +258,14 @@ class Updater:
             old_values=rollout.old_values,
             returns=returns,
             mask=rollout.response_mask,
-            clip=self._config.value_clip,
+            clip=self._config.value_clip if isinstance(self._config, PPOConfig) else 0.0,
         )
 
     def _mini_batches(
         self, rollout: Rollout, plans: Sequence[MiniBatchPlan], kl_coef: float
     ) -> Iterator[tuple[list[int], Callable[[World], list[list[int | None]]], MiniBatch]]:
         """Of each mini-batch its rows, this rank's micro-batches by the ranks that share it, and what losses need."""
-        correction = self._config.correction
-        counted = correction is None or correction.count_masked
+        counted = self._correction is None or self._correction.count_masked
         kept = None if counted else self.policy_loss.kept(rollout).sum(dim=1)
         for plan in plans:
             for number, (tokens, sequences) in enumerate(zip(plan.tokens, plan.sequences, strict=True)):
@@ -268,8 +314,8 @@ class Updater:
         stats = actor.step()
         if stats.skipped:
             progress.record_skipped("actor", micro_batches, losses)
-        elif self._average is not None:
-            self._average.update()
+        elif self.average is not None:
+            self.average.update()
         return stats
 
     def _update_critic(

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.durable import checksum, flush
 from hybrid_rlhf.runtime.files.names import CHECKPOINTS, MANIFEST
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME

@@ -1,4 +1,4 @@
-"""Translates write errors of libraries into the OSError of the disk that caused them.
+"""What a disk's fault means for its owner, and write errors of libraries as the OSError of the disk that caused them.
 
 safetensors gives the system's error number in its message. torch and DeepSpeed lose it, so a test write finds it.
 """
@@ -6,16 +6,40 @@ safetensors gives the system's error number in its message. torch and DeepSpeed 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.disk_faults import DISK_ERRNOS
 
+_OUTPUT = "choose another output_dir"
+_FAULTS = {
+    errno.ENOSPC: ("no space left on the device of {}", "free some and resume"),
+    errno.EDQUOT: ("the disk quota is used up at {}", f"free some, or {_OUTPUT}, and resume"),
+    errno.EFBIG: (
+        "a file got larger than may be at {}",
+        "raise the limit (ulimit -f), or the file system's, and resume",
+    ),
+    errno.EROFS: ("the file system of {} takes no writes", f"mount it for writing, or {_OUTPUT}; see dmesg if it did"),
+    errno.EIO: ("the device of {} fails", f"see dmesg, save what is there, and {_OUTPUT} on another"),
+    errno.ESTALE: ("the network file system of {} has lost it", "mount it again and resume"),
+    errno.EACCES: ("this user may not use {}", f"change its owner or mode (chown, chmod), or {_OUTPUT}"),
+    errno.EPERM: ("this user may not use {}", f"change its owner, mode or attributes (lsattr), or {_OUTPUT}"),
+}
+_OF_FILES_ALONE = (errno.EACCES, errno.EPERM)
+DISK_ERRNOS = frozenset(_FAULTS)
 _PROBE_BYTES = 2**20
 """More than the free space of a disk on which a write has failed."""
+
+
+def disk_fault(error: OSError) -> str | None:
+    """The fault, the file or folder, and what to do; none where the error is no disk's."""
+    if error.errno not in _FAULTS or (error.errno in _OF_FILES_ALONE and error.filename is None):
+        return None
+    fault, fix = _FAULTS[error.errno]
+    return f"{fault.format(error.filename or 'the output folder')}: {fix}"
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 MAX_PENDING_BYTES = 64 * 2**20

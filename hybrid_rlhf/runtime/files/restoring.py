@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.names import LOG_FILE
 
 

@@ -12,12 +12,12 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Self
 
+from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.credentials import redacted
-from hybrid_rlhf.configs.files.urls import expanded_url, shown_url
 from hybrid_rlhf.runtime.background import BackgroundQueue
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState
+from hybrid_rlhf.runtime.urls import expanded_url, shown_url
 
 REQUEST_SECONDS = 5.0
 """Longest request, and longest wait for the last message when the run ends."""

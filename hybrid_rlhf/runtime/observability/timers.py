@@ -58,10 +58,6 @@ class Timers:
         """Peak memory of each phase so far, allocated on the GPU; {} without one."""
         return {name: peak / 2**30 for name, peak in self._peaks.items()}
 
-    def forget_peaks(self) -> None:
-        """Let `peaks_gib` begin anew, where the run holds something else from now on."""
-        self._peaks.clear()
-
     def _note_peak(self) -> None:
         """What was allocated at most since the last call belongs to the open blocks."""
         if not self.measures_memory:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from hybrid_rlhf.configs.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.durable import flush
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.token_records import DETAILS, ENVIRONMENT, TOKENS, record_file, record_files

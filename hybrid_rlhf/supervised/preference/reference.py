@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.files.atomic import write_whole
 from hybrid_rlhf.configs.preference import PreferenceReferenceConfig, PreferenceStepConfig
-from hybrid_rlhf.configs.sections.batch_plan import BatchPlan
 from hybrid_rlhf.data.collation import PreferenceBatch, PreferenceLabelBatch
 from hybrid_rlhf.data.row_views import AugmentedRows, RowSequence, RowSubset
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.loop.batch_plan import BatchPlan
 from hybrid_rlhf.loop.setup import build_frozen_engine, require_same_tokens, resolve
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.run import Run

@@ -39,6 +39,6 @@ export function SampleCard({ run, row, title, best }) {
   </a>`;
 }
 
-export function count(total, limited) {
-  return `${plural(total, "sample")}${limited ? " or more" : ""}`;
+export function count(total) {
+  return plural(total, "sample");
 }

@@ -132,6 +132,6 @@ export function Rollouts({ query }) {
           ${({ answer, error: listError, shown }) => html`<${ErrorLine} text=${listError} />
             ${((!answer && !listError) || (answer?.total === 0 && answer.indexed < 1)) && html`<${Loading} what="samples" />`}
             ${answer?.total === 0 && answer.indexed >= 1 && html`<${Empty} title="No sample matches">Widen the ranges or clear the filters.</${Empty}>`}
-            ${answer && answer.total > 0 && html`<p class="result-count" role="status">${count(answer.total, answer.total_is_limited)}${shown < answer.total ? `, the first ${formatNumber(shown)} are listed: filter for the others` : ""}${answer.indexed < 1 ? `, ${Math.floor(100 * answer.indexed)} % read so far` : ""}</p>`}`}
+            ${answer && answer.total > 0 && html`<p class="result-count" role="status">${count(answer.total)}${shown < answer.total ? `, the first ${formatNumber(shown)} are listed: filter for the others` : ""}${answer.indexed < 1 ? `, ${Math.floor(100 * answer.indexed)} % read so far` : ""}</p>`}`}
         </${VirtualList}>`}`}`;
 }

@@ -88,7 +88,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         lm.to(place.device).eval()  # type: ignore[arg-type]
         self._policy = Policy(lm)
         self._engine = GenerationEngine.from_model(lm, tokenizer=place.tokenizer)
-        self._engine.stop_token_ids |= {*stop_token_ids(place.tokenizer, None)}
+        self._engine.maker.stop_token_ids |= {*stop_token_ids(place.tokenizer, None)}
         self._limit = int(getattr(lm.config.get_text_config(), "max_position_embeddings", 0) or 2048)
 
     @property

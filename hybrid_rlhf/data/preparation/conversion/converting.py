@@ -14,7 +14,6 @@ from typing import get_args
 
 from hybrid_rlhf.configs.commands.data import FormatName, RankedAs
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import whole_file
 from hybrid_rlhf.data.preparation.conversion.dialogues import dialogue_pair
 from hybrid_rlhf.data.preparation.conversion.records import (
     Conversion,
@@ -39,6 +38,7 @@ from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, 
 from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.published import MATCHES
 from hybrid_rlhf.data.rows.sources import found_columns, open_source
+from hybrid_rlhf.runtime.files.atomic import whole_file
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
 CONVERSIONS: dict[FormatName, Conversion] = {

@@ -3,10 +3,10 @@
 Source: gated delta net (arXiv 2412.06464, section 3.3, with the norms and the gate of Qwen3-Next), Mamba-2 (arXiv
 2405.21060, section 7), Mamba (arXiv 2312.00752, section 3.4, with the norms of Jamba, arXiv 2403.19887), short
 convolution (LFM2, arXiv 2511.23404), lightning attention (MiniMax-01, arXiv 2501.08313, section 2.2). Decays and the
-recurrence are computed in float32. Where the states of a step have kernels (model/kernels/), a layer takes one launch
-for the convolution, one for a token of each row, and one for the gate and norm, beside its products.
+recurrence are computed in float32. Where the states of a step have kernels (ops/), the convolution is a
+launch, and so is a token of each row of a gated delta net and of Mamba-2.
 
-Shapes: T tokens, H hidden, G groups of r heads on this rank, see scan.py.
+Shapes: T tokens, H hidden, G groups of r heads on this rank, see ops/recurrence.py.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS
+from hybrid_rlhf.generation.architecture.model_description import Activation
+from hybrid_rlhf.generation.architecture.recurrence import (
+    GatedDelta,
+    Lightning,
+    Mamba,
+    Mamba2,
+    Recurrence,
+    ShortConvolution,
+)
 from hybrid_rlhf.generation.model.quantised import Linear
-from hybrid_rlhf.generation.model.recurrent.scan import DECAYING_SCAN, selective_scan
 from hybrid_rlhf.generation.model.recurrent.states import StepStates
-from hybrid_rlhf.generation.weights.description import Activation
-from hybrid_rlhf.generation.weights.recurrence import GatedDelta, Lightning, Mamba, Mamba2, Recurrence, ShortConvolution
+from hybrid_rlhf.generation.ops.recurrence import DECAYING_SCAN, selective_rule
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,6 @@ class GatedDeltaMixer:
         if kernels is not None:
             rule = replace(rule, kernel=partial(kernels.delta_step, w["decay"], w["dt"]))
         out = states.scan(layer, rule, mixed, b, a).reshape(len(x), heads, kind.value_dim)
-        if kernels is not None:
-            return self.weights.out(kernels.gated_norm(out, z, w["norm"], self._eps))
         normed = functional.rms_norm(out, out.shape[-1:], w["norm"].float(), self._eps)
         gated = normed * functional.silu(z.float()).view_as(normed)
         return self.weights.out(gated.flatten(1).to(x.dtype))
@@ -102,9 +107,6 @@ class Mamba2Mixer:
             given = (w["decay"], w["dt"], w["skip"])
             rule = replace(rule, kernel=partial(kernels.mamba2_step, *given, least_step=kind.least_step))
         out = states.scan(layer, rule, mixed, dt).flatten(2)
-        if kernels is not None:
-            norm, first = None if kind.norm == "none" else w["norm"], kind.norm == "gated"
-            return self.weights.out(kernels.gated_norm(out, z, norm, self._eps, gate_first=first))
         return self.weights.out(self._gated(out, z.float()).to(x.dtype))
 
     def _inputs(self, mixed: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
@@ -147,18 +149,13 @@ class MambaMixer:
         mixed, z = self.weights.project(x).chunk(2, dim=-1)
         mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
         selected = functional.linear(mixed, w["select"])
-        if states.kernels is not None:
-            kernels, memory = states.kernels, states.memory(layer)
-            dt = kernels.norm(selected[:, : kind.rank], w["dt_norm"], self._eps, in_float32=True)
-            dt, parts = functional.linear(dt, w["dt"]), selected[:, kind.rank :]
-            return self.weights.out(kernels.selective_scan(mixed, dt, parts, z, w, memory, states.sequences, self._eps))
         parts = selected.split([kind.rank, kind.state_dim, kind.state_dim], dim=-1)
         dt, b, c = (
             functional.rms_norm(part, part.shape[-1:], w[f"{name}_norm"], self._eps)
             for part, name in zip(parts, ("dt", "b", "c"), strict=True)
         )
         dt = functional.softplus(functional.linear(dt, w["dt"]).float() + w["dt.bias"].float())
-        rule, mixed = selective_scan(-w["decay"].float().exp()), mixed.float()
+        rule, mixed = selective_rule(-w["decay"].float().exp()), mixed.float()
         out = states.scan(layer, rule, mixed * dt, dt, b.float(), c.float()) + mixed * w["skip"].float()
         return self.weights.out((out * functional.silu(z.float())).to(x.dtype))
 
@@ -188,13 +185,8 @@ class LightningMixer:
         """See Mixer."""
         width, norm = self._kind.heads * self._kind.head_dim, self.weights.others["norm"]
         qkv, gate = self.weights.project(x).split([3 * width, width], dim=-1)
-        kernels, rule = states.kernels, replace(DECAYING_SCAN, inputs=partial(self._inputs, layer))
-        if kernels is not None:
-            rule = replace(rule, kernel=partial(kernels.lightning_step, self._rates[layer], self._activation))
+        rule = replace(DECAYING_SCAN, inputs=partial(self._inputs, layer))
         out = states.scan(layer, rule, qkv).flatten(1)
-        if kernels is not None:
-            normed = kernels.gated_norm(out[:, None], gate, norm, self._kind.norm_eps, sigmoid=True)
-            return self.weights.out(normed)
         normed = functional.rms_norm(out, out.shape[-1:], norm.float(), self._kind.norm_eps)
         return self.weights.out((normed * gate.float().sigmoid()).to(x.dtype))
 

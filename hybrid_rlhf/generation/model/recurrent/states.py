@@ -9,7 +9,7 @@ The tokens of chunks are laid out in blocks of equal size, which are computed to
 block. Blocks are ordered by their place in their sequence, and sequences by their number of blocks, so that each round
 of this pass is a slice.
 
-On a GPU kernels (model/kernels/) read and write the states in place: the convolution of all tokens, and the recurrence
+On a GPU kernels (ops/) read and write the states in place: the convolution of all tokens, and the recurrence
 of decoding rows.
 
 Shapes: T tokens, B decoding rows, n chunks, N blocks of L tokens, C channels, W tokens that a convolution sees.
@@ -17,7 +17,7 @@ Shapes: T tokens, B decoding rows, n chunks, N blocks of L tokens, C channels, W
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -25,69 +25,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_rlhf.generation.architecture.model_description import Activation, ModelDescription
+from hybrid_rlhf.generation.architecture.recurrence import Recurrence
 from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
-from hybrid_rlhf.generation.model.layers import ACTIVATIONS
+from hybrid_rlhf.generation.ops.convolution import ChunkTokens, StepSequences
+from hybrid_rlhf.generation.ops.recurrence import Rule
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.generation.transfers import to_device
-from hybrid_rlhf.generation.weights.description import Activation, ModelDescription
-from hybrid_rlhf.generation.weights.recurrence import Recurrence
 
 BLOCK = 64
 """Most tokens of a block: the work within a block is quadratic in it, the number of passes is inverse to it."""
-
-
-def _as_given(*tokens: Tensor) -> tuple[Tensor, ...]:
-    return tokens
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A recurrence, over inputs in float32."""
-
-    step: Callable[..., Tensor]
-    """Outputs [B, ...] of states [B, ...] and inputs [B, ...] of one token of each row; updates the states."""
-    blocks: Callable[..., Tensor]
-    """Outputs [N, L, ...] of states [n, ...], rounds and inputs [N, L, ...]; updates the states.
-
-    Round i is the slice with the i-th blocks of the first sequences. Inputs are zero behind the end of a sequence,
-    which must leave its state as it is."""
-    inputs: Callable[..., tuple[Tensor, ...]] = _as_given
-    """Inputs of what a layer has for some tokens."""
-    skip: Callable[..., Tensor] | None = None
-    """What is added to the outputs, of the same."""
-    kernel: Callable[..., Tensor] | None = None
-    """Outputs [B, ...] of the states of all slots, the slots [B], and what a layer has for one token of each row;
-    updates the states. It computes inputs and skip itself, and is used if the states of a step have kernels."""
-
-
-@dataclass(frozen=True)
-class ChunkTokens:
-    """What kernels read of the sequences of a step with chunks, all int32; T tokens."""
-
-    of_token: Tensor
-    """[T] its sequence."""
-    firsts: Tensor
-    """[B + n + 1] the first token of each sequence, and T."""
-    fresh: Tensor
-    """[B + n] 1: the sequence begins with its chunk."""
-
-    @classmethod
-    def of(cls, rows: int, chunks: Chunks, device: torch.device) -> ChunkTokens:
-        """Args: the number of decoding rows, the chunks, and where to put it."""
-        lengths = torch.tensor([*[1] * rows, *chunks.lengths])
-        firsts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        fresh = torch.tensor([*[False] * rows, *(start == 0 for start in chunks.starts)])
-        of_token = torch.arange(len(lengths)).repeat_interleave(lengths)
-        return cls(*(to_device(part.int(), device) for part in (of_token, firsts, fresh)))
-
-
-@dataclass(frozen=True)
-class StepSequences:
-    """What kernels read of the sequences of a step: decoding rows of one token each, then chunks."""
-
-    slots: Tensor
-    """[B + n]."""
-    rows: int
-    chunks: ChunkTokens | None
 
 
 class StateCache:
@@ -137,7 +84,7 @@ class StateCache:
             return StepStates(self, slots, layout)
         batch, own = 0 if slots is None else len(slots), None if chunks is None else chunks.slots
         together = [part for part in (slots, own) if part is not None]
-        places = None if chunks is None else ChunkTokens.of(batch, chunks, device)
+        places = None if chunks is None else ChunkTokens.of(batch, chunks.starts, chunks.lengths, device)
         sequences = StepSequences(torch.cat(together) if len(together) > 1 else together[0], batch, places)
         return StepStates(self, slots, layout, self._kernels, sequences)
 
@@ -223,10 +170,6 @@ class StepStates:
         self._batch = 0 if slots is None else len(slots)
         self.kernels, self.sequences = kernels, sequences
 
-    def memory(self, layer: int) -> Tensor:
-        """Recurrent states [slots, ...] of a layer."""
-        return self._cache.of_layer(layer)[1]
-
     def convolve(
         self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
     ) -> Tensor:
@@ -256,7 +199,7 @@ class StepStates:
 
     def scan(self, layer: int, rule: Rule, *given: Tensor) -> Tensor:
         """Outputs [T, ...] float32 of a recurrence over what a layer has for tokens [T, ...]; updates its states."""
-        store = self.memory(layer)
+        _, store = self._cache.of_layer(layer)
         if self.kernels is None or rule.kernel is None:
             return self._scan(store, rule, given, self._slots)
         parts = []

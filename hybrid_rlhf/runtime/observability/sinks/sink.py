@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.files.atomic import write_whole
-from hybrid_rlhf.configs.files.credentials import redacted
 from hybrid_rlhf.configs.sections.run import SinkName
 from hybrid_rlhf.runtime.background import BackgroundQueue
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 EndState = Literal["finished", "stopped", "failed", "stalled"]

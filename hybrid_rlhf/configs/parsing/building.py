@@ -1,0 +1,255 @@
+"""From words and nested settings to a frozen config, and back.
+
+Later settings lie over earlier ones, and the overrides of a line over its files, wherever they stand; a switch without
+a value is on. pydantic reads the values, and is imported only when a config is built: `--help` needs none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.derived import derived_defaults
+from hybrid_rlhf.configs.parsing.schema import (
+    Key,
+    Layer,
+    Section,
+    UnknownKey,
+    find_hints,
+    is_list,
+    resolve,
+    type_name,
+    unknown_key,
+)
+from hybrid_rlhf.configs.parsing.values import check_values, is_text
+from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml, yaml_value
+from hybrid_rlhf.configs.sections.rules import marks_of
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+ConfigT = TypeVar("ConfigT")
+
+
+def build_config(config_type: type[ConfigT], layers: Sequence[Layer]) -> ConfigT:
+    """A config from nested settings, the later layers over the earlier.
+
+    Raises:
+        UserError: for an unknown key, a wrong value, or a rule of the config.
+    """
+    tree = resolved(config_type, layers)
+    keys, user = tree.all_keys(), tree.user_keys()
+    given = tree.values() | {key: value for key, value in derived_defaults(tree).items() if key not in user}
+    values = {name: _typed(key, given[name]) if name in given else key.default for name, key in keys.items()}
+    config: ConfigT = _instance(tree, values)
+    check_values(config)
+    return config
+
+
+def config_tree(config_type: type, argv: Sequence[str] = ()) -> Section:
+    """The sections and keys that a config has for a command line."""
+    return resolved(config_type, read_words(argv, config_type)[1])
+
+
+def settings_and_defaults(config: Any) -> dict[str, tuple[Any, Any]]:
+    """Every dotted key of a config with its value and its default, as plain values.
+
+    The defaults are those that the algorithm of the config brings.
+    """
+    tree = resolved(type(config), [Layer(plain(config))])
+    values = tree.values()
+    for section in tree.walk():
+        section.strictly_given.clear()
+    defaults = {key.name: key.default for key in tree.all_keys().values()} | derived_defaults(tree)
+    readable = {key: json.loads(json.dumps(defaults[key], default=dataclasses.asdict)) for key in defaults}
+    return {key: (value, readable.get(key)) for key, value in values.items()}
+
+
+def plain(config: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """A config as nested keys and plain values, without keys that a place does not read."""
+    content: dict[str, Any] = {}
+    for declared in dataclasses.fields(config):
+        value, marks = getattr(config, declared.name), marks_of(declared)
+        if keys is not None and declared.name not in keys:
+            continue
+        if marks.read is not None and value is not None:
+            value = value.as_given()
+        if dataclasses.is_dataclass(value):
+            content[declared.name] = plain(value, marks.keys)
+        elif value is not None or marks.needs is None:
+            content[declared.name] = json.loads(json.dumps(value, default=dataclasses.asdict))
+    return content
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as sections."""
+    content: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        place = content
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return content
+
+
+def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Sections as dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def resolved(config_type: type, layers: Sequence[Layer]) -> Section:
+    """The sections and keys of a config, with what the layers give.
+
+    Raises:
+        UserError: for an unknown key, with the nearest one.
+    """
+    try:
+        return resolve(config_type, layers)
+    except UnknownKey as error:
+        raise unknown_key(error, config_type, layers) from None
+
+
+def read_words(
+    words: Sequence[str], config_type: type, positional: Sequence[str] = ()
+) -> tuple[list[str], list[Layer], str | None]:
+    """The config files that a line names, its overrides as layers, and the word that asks for help.
+
+    Args:
+        words: the line.
+        config_type: the config that it is for.
+        positional: keys whose values the first words may give without their names; a list takes all words up to the
+            first option.
+
+    Raises:
+        UserError: for a word that is no option, an unknown key, or a missing value.
+    """
+    words = _with_positional(list(words), positional, config_type)
+    files: list[str] = []
+    overrides: list[Layer] = []
+    wants_help: str | None = None
+    faulty = next((word for word in words if not is_text(word)), None)
+    if faulty is not None:
+        raise UserError(f"the line must be text that UTF-8 can write, got {faulty!r}: write it again")
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word in ("-h", "--help", "--help-all"):
+            wants_help = word if wants_help != "--help-all" else wants_help
+            continue
+        if not word.startswith("--"):
+            raise UserError(f"options start with --, got {word!r}: write --KEY VALUE, see --help")
+        if name not in ("config", "local_rank") and not _is_known(config_type, name):
+            raise unknown_key(UnknownKey(name, Layer({})), config_type, [])
+        hints = find_hints(config_type, name)
+        if not equals and rest and not rest[0].startswith("--"):
+            value = rest.popleft()
+        elif not equals and bool in hints:
+            value = "true"
+        elif not equals:
+            raise UserError(f"--{name} needs a value, got none: write --{name} VALUE")
+        if name == "config":
+            files.append(value)
+        elif name != "local_rank":  # the deepspeed launcher appends it; LOCAL_RANK has the same value
+            overrides.append(Layer(nested({name: _value(name, value, hints)})))
+    return files, overrides, wants_help
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    """The reader of values of a type."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(hint)
+
+
+def _typed(key: Key, value: Any) -> Any:
+    """The value of a key; a text is read as YAML first, and as a text where that is of no such type. The words of a
+    list are texts first."""
+    readings = [value]
+    with contextlib.suppress(UserError):
+        if isinstance(value, list):
+            readings += [[yaml_value(item, key.name) if isinstance(item, str) else item for item in value]]
+        elif isinstance(value, str) and value.strip():
+            readings = [yaml_value(value, key.name), value]
+    for reading in readings:
+        try:
+            typed = _adapter(key.hint).validate_json(json.dumps(reading, default=dataclasses.asdict), strict=True)
+            return typed if key.read is None else key.read(typed)
+        except (TypeError, ValueError) as error:  # TypeError: a date, or another type that JSON does not have
+            place = next(iter(error.errors()[0]["loc"]), None) if hasattr(error, "errors") else None
+            if reading is readings[0]:
+                is_item = isinstance(reading, list) and isinstance(place, int) and place < len(reading)
+                wrong = reading[place] if is_item else reading
+    shown = "a number of thousands of digits" if re.fullmatch(r"\d{1000,}", str(wrong)) else wrong
+    raise UserError(f"{key.name} must be {type_name(key.hint)}, got {shown}: see --help")
+
+
+def _instance(section: Section, values: Mapping[str, Any]) -> Any:
+    """The dataclass of a section, from typed values by dotted key."""
+    content = {name: values[key.name] for name, key in section.keys.items()}
+    content |= {name: _instance(inner, values) if inner.is_on else None for name, inner in section.sections.items()}
+    try:
+        return section.kind(**content)
+    except UserError as error:  # a rule of a dataclass names a bare key
+        text = str(error)
+        raise UserError(section.prefix + text if text.split()[0] in section.keys else text) from None
+
+
+def _with_positional(words: list[str], keys: Sequence[str], config_type: type) -> list[str]:
+    """The words with those before the first option as the values of keys."""
+    first = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    rest, named = words[len(first) :], list[str]()
+    for key in keys:
+        if first and any(map(is_list, find_hints(config_type, key))):
+            named, first = [*named, f"--{key}={json.dumps(first)}"], []
+        elif first:
+            named.append(f"--{key}={first.pop(0)}")
+    return [*named, *first, *rest]
+
+
+def _is_known(config_type: type, name: str) -> bool:
+    section, _, last = name.rpartition(".")
+    return bool(find_hints(config_type, name)) or (last == "name" and bool(find_hints(config_type, section)))
+
+
+def _value(name: str, text: str, hints: list[Any]) -> Any:
+    """The value of an override: a list or a section is YAML; any other is read by the type of its key."""
+    is_section = any(dataclasses.is_dataclass(hint) for hint in hints)
+    if is_section and re.fullmatch(r"\w+", text) and text not in ("null", "true", "false"):
+        return text  # an algorithm's name
+    takes_list = any(is_list(hint) for hint in hints)
+    if not (is_section or takes_list):
+        return text
+    return parse_yaml(f"value: {_as_list(text) if takes_list else text}", f"--{name}")["value"]
+
+
+def _as_list(value: str) -> str:
+    """A bare word, or one mapping, for a list stands for a list of one."""
+    if value.lstrip().startswith("{"):
+        return f"[{value}]"
+    return value if value.lstrip().startswith("[") or value == "null" else json.dumps([value])
+
+
+def _describe(report: str, keys: Mapping[str, Key]) -> str:
+    """The parser's report of a wrong value in one line: the key, its type, the value."""
+    key = re.search(r'Parser key "([\w.]+)"', report)
+    values = re.findall(r"(?:Got|Given) value: (.*)", report)
+    if key and key[1] in keys and values:
+        return f"{key[1]} must be {type_name(keys[key[1]].hint)}, got {values[-1]}: see --help"
+    if key and key[1] in keys and "Exceeds the limit" in report:
+        return f"{key[1]} must be {type_name(keys[key[1]].hint)}, got a number of thousands of digits: see --help"
+    rule = re.search(r"^ *- (?!Expected|Problem|Not a valid)(.*)", report, re.MULTILINE)
+    return rule[1] if rule else f"{' '.join(report.split())}: see --help"

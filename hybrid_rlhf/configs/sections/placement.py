@@ -1,0 +1,152 @@
+"""Where each role of an RL step lives, as the user gives it: a style, ranks by role, or the planner's choice.
+
+Source: flattening, interleaving and separation, arXiv 2312.11819 (FlexRLHF). Deviation: ranks are named, never
+fractions of their number, so that a placement says where each role is. runtime/placement.py has what it means on the
+ranks of a run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from hybrid_rlhf.configs.sections.rules import nearest_hint, require
+
+Style = Literal["flattening", "interleaving", "separation"]
+ZeroStage = Literal[0, 1, 2, 3]
+STYLES: tuple[Style, ...] = get_args(Style)
+_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+_KEYS = ("ranks", "zero", "tensor_parallel", "with_actor")
+_MOST_RANKS = 2**16
+
+
+@dataclass(frozen=True)
+class RoleRanks:
+    """What the user gives for a role."""
+
+    ranks: tuple[int, ...] | None = None
+    """Ascending; None: those of the style."""
+    zero: ZeroStage | None = None
+    """ZeRO stage; None: that of the role's section."""
+    tensor_parallel: int | None = None
+    """Ranks that share one model's inference weights; None: rollout.tensor_parallel for the sampler, else 1."""
+    with_actor: bool = False
+    """Of the sampler: the actor's ranks sample part of each rollout too."""
+
+
+@dataclass(frozen=True)
+class AutoPlacement:
+    """The planner chooses the ranks of all roles (planning/automatic.py)."""
+
+    style: Literal["auto"] = "auto"
+
+    def as_given(self) -> str:
+        """The form of config files."""
+        return "auto"
+
+
+@dataclass(frozen=True)
+class RolePlacements:
+    """A style, and ranks of some roles beside it."""
+
+    style: Style
+    roles: Mapping[str, RoleRanks] = field(default_factory=dict)
+    """By role: actor, critic, critic_copy, reference, sampler, reward (all reward models), or a reward model's name."""
+
+    def as_given(self) -> str | dict[str, Any]:
+        """The form of config files."""
+        roles = {
+            name: {key: value for key, value in vars(role).items() if value is not None and value is not False}
+            for name, role in self.roles.items()
+        }
+        return {"style": self.style, **roles} if roles else self.style
+
+
+PlacementConfig = AutoPlacement | RolePlacements
+"""The key `placement`, told apart by `style`."""
+
+
+def read_placement(given: str | dict[str, Any] | None) -> PlacementConfig | None:
+    """The placement that a file or the line gives: a style, or a mapping of roles that may name a style.
+
+    Raises:
+        UserError: for an unknown style, or a role whose keys or ranks cannot be read.
+    """
+    if given is None:
+        return None
+    content = {"style": given} if isinstance(given, str) else {str(name): keys for name, keys in given.items()}
+    style: Any = content.pop("style", "separation" if "sampler" in content else "flattening")
+    styles = (*STYLES, "auto")
+    key, roles_too = ("placement", " or a mapping of roles") if isinstance(given, str) else ("placement.style", "")
+    require(
+        style in styles,
+        f"{key} must be one of {', '.join(styles)}{roles_too}, got {style}: "
+        f"{nearest_hint(str(style), styles, otherwise='give one of them')}",
+    )
+    if style == "auto":
+        require(
+            not content,
+            f"placement.style auto chooses the ranks of all roles, got placement.{next(iter(content), None)}: leave it "
+            "or the style out",
+        )
+        return AutoPlacement()
+    return RolePlacements(style, {name: _read_role(name, keys) for name, keys in content.items()})
+
+
+def _read_role(role: str, keys: Any) -> RoleRanks:
+    known = ", ".join(_KEYS if role == "sampler" else _KEYS[:-1])
+    require(
+        isinstance(keys, Mapping) and bool(keys),
+        f"placement.{role} must be a mapping with {known}, got {keys}: write for example {{{role}: {{ranks: 0-3}}}}",
+    )
+    for key in keys:
+        hint = nearest_hint(str(key), _KEYS, otherwise=f"a role has {known}")
+        require(key in _KEYS, f"unknown key placement.{role}.{key}: {hint}")
+    for key, least, most in (("zero", 0, 3), ("tensor_parallel", 1, _MOST_RANKS)):
+        value = keys.get(key, least)
+        require(
+            type(value) is int and least <= value <= most,
+            f"placement.{role}.{key} must be a whole number of {least} or more, at most {most}, got {value}: give one",
+        )
+    with_actor = keys.get("with_actor", False)
+    require(
+        isinstance(with_actor, bool) and (role == "sampler" or "with_actor" not in keys),
+        f"placement.sampler.with_actor must be true or false, got placement.{role}.with_actor {with_actor}: give one "
+        "to sampler, or leave it out",
+    )
+    return RoleRanks(**{**keys, "ranks": read_ranks(keys["ranks"], role)} if "ranks" in keys else keys)
+
+
+def read_ranks(value: Any, role: str) -> tuple[int, ...]:
+    """Ranks given as a number, a list, or ranges such as 0-3,6.
+
+    Raises:
+        UserError: for anything else, no rank, or one that is named twice.
+    """
+    parts = value if isinstance(value, Sequence) and not isinstance(value, str) else str(value).split(",")
+    ranks: list[int] = []
+    for part in parts:
+        found = _RANGE.fullmatch(str(part).strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        require(
+            first <= last < _MOST_RANKS,
+            f"placement.{role}.ranks must be a list of ranks or ranges, got {value}: write for example 0-3",
+        )
+        ranks += range(first, last + 1)
+    require(bool(ranks), f"placement.{role}.ranks must name a rank, got none: give some, or leave {role} out")
+    require(
+        len(set(ranks)) == len(ranks), f"placement.{role}.ranks must name each rank once, got {value}: leave one out"
+    )
+    return tuple(sorted(ranks))
+
+
+def is_automatic(placement: PlacementConfig | None) -> bool:
+    """True where the planner places the roles."""
+    return isinstance(placement, AutoPlacement)
+
+
+def has_separate_sampler(placement: PlacementConfig | None) -> bool:
+    """True where a placement gives the sampler ranks of its own."""
+    return isinstance(placement, RolePlacements) and (placement.style == "separation" or "sampler" in placement.roles)

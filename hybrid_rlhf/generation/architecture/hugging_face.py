@@ -1,0 +1,226 @@
+"""Maps a Hugging Face model to a ModelDescription, by its row of the family table (models/families/table.py).
+
+Models without a row generate through their Hugging Face module; `describe` gives the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hybrid_rlhf.generation.architecture.model_description import (
+    Activation,
+    AttentionKind,
+    Experts,
+    Latent,
+    ModelDescription,
+    Rotary,
+)
+from hybrid_rlhf.generation.architecture.recurrence import KINDS
+from hybrid_rlhf.models.families import Family, family_of, head_convention
+from hybrid_rlhf.models.lora import plain_name
+from hybrid_rlhf.models.structure import text_model_of
+
+SCORE_HEAD = "score"
+"""Role of a scorer's head, which each rank has whole; no family names it."""
+
+
+class NotDescribed(Exception):
+    """A model that the decoder cannot compute; the message gives the reason."""
+
+
+def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
+    """The architecture of a causal LM, and the names of its modules.
+
+    Raises:
+        NotDescribed: when no row of the table covers it.
+    """
+    config, family = lm.config.get_text_config(), family_of(lm)
+    if family is None:
+        raise NotDescribed(f"no row for model type {config.model_type}")
+    for reason, holds in family.unsupported.items():
+        if holds(config):
+            raise NotDescribed(reason)
+    settings, head = family.settings(config) | recurrent_fields(lm, family), head_convention(config)
+    heads, kv_heads, head_dim = attention_sizes(config, settings)
+    common: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "mlp_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "norm": "rms" if hasattr(config, "rms_norm_eps") else "layer",
+        "norm_eps": _first(config, *_NORM_EPS, default=1e-5),
+        "activation": _first(config, "hidden_act", "hidden_activation", "activation_function"),
+        "sinks": "sinks" in family.names,
+        "gated_mlp": not family.names.keys().isdisjoint(("gate", "gate_up")),
+        "final_softcap": head.softcap,
+        "logit_scale": head.scale,
+        "max_positions": _position_limit(config),
+        "trained_positions": trained_positions(config),
+    }
+    settings |= _experts(lm, family)
+    if "latent" in settings:
+        settings["latent"] = Latent(**settings["latent"])
+    own = {"scale": head_dim**-0.5} | {name: settings.pop(name) for name in _KIND_SETTINGS & settings.keys()}
+    if settings.get("alibi") is not None:
+        own["layers_without_rotary"] = range(config.num_hidden_layers)
+    attended: Container[int] = range(config.num_hidden_layers)
+    if family.recurrence is not None:
+        attended = layers_with(lm, family, "o")
+    kinds, layer_kinds = _kinds(lm, own, attended)
+    if not kinds:
+        raise NotDescribed("no layer with attention")
+    fields = {**common, "kinds": kinds, "layer_kinds": layer_kinds, **settings}
+    fields["layer_scales"] = _buffers(lm, family, "layer_scale")
+    return ModelDescription(**{**fields, "activation": _activation(fields["activation"])}), family.names
+
+
+def attention_sizes(config: PreTrainedConfig, settings: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Heads, KV heads and dimensions of a head; a family's settings (Family) may give the latter two."""
+    heads: int = config.num_attention_heads
+    # transformers refuses to read what differs between layers, so the config is asked last
+    kv_heads = settings["kv_heads"] if "kv_heads" in settings else getattr(config, "num_key_value_heads", None)
+    head_dim = settings["head_dim"] if "head_dim" in settings else getattr(config, "head_dim", None)
+    return heads, kv_heads or heads, head_dim or config.hidden_size // heads
+
+
+def _experts(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
+    if family.experts is None or not (layers := layers_with(lm, family, "router")):
+        return {}
+    return {
+        "experts": Experts(**family.experts(lm.config.get_text_config())),
+        "expert_layers": layers,
+        "router_corrections": _buffers(lm, family, "router_correction"),
+    }
+
+
+def _buffers(lm: PreTrainedModel, family: Family, role: str) -> dict[int, Tensor]:
+    """By layer, what a role names where it is a buffer; flat, in float32, on the host."""
+    own, layers = family.names.get(role, ""), range(lm.config.get_text_config().num_hidden_layers)
+    buffers = {plain_name(name): buffer for name, buffer in lm.named_buffers()}
+    return {i: buffers[name].detach().float().flatten().cpu() for i in layers if (name := own.format(i)) in buffers}
+
+
+def recurrent_fields(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
+    """The fields of ModelDescription for a family with recurrent layers."""
+    if family.recurrence is None:
+        return {}
+    kind, fields = family.recurrence(lm.config.get_text_config())
+    return {"recurrence": KINDS[kind](**fields), "recurrent_layers": layers_with(lm, family, "recurrent_out")}
+
+
+def layers_with(lm: PreTrainedModel, family: Family, role: str) -> frozenset[int]:
+    """Layers that have a module."""
+    weights = {plain_name(name) for name, _ in lm.named_parameters()}
+    layers = range(lm.config.get_text_config().num_hidden_layers)
+    return frozenset(layer for layer in layers if f"{family.names[role].format(layer)}.weight" in weights)
+
+
+def _first(owner: object, *names: str, default: Any = None) -> Any:
+    return next((value for name in names if (value := getattr(owner, name, None)) is not None), default)
+
+
+_NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def _activation(name: str | None) -> Activation:
+    if name is not None and name not in _ACTIVATIONS:
+        raise NotDescribed(f"no activation {name}")
+    return _ACTIVATIONS[name or "gelu"]
+
+
+_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Layer types with windows, and where configs state their size."""
+_ATTENTION_TYPES = {"full_attention", "hybrid", *_WINDOWS}
+"""Hybrid: full attention, and a recurrence beside it."""
+_KIND_SETTINGS = {"scale", "layers_without_rotary", "with_rotary", "without_rotary", "kv_sizes"}
+"""What a family's settings may state of its kinds: the scale, or that of each layer; the layers without rotary
+positions; further fields of kinds with them and of those without; and by layer type, where types differ, the KV heads
+and the dimensions of each."""
+
+
+def _kinds(
+    lm: PreTrainedModel, own: Mapping[str, Any], attended: Container[int]
+) -> tuple[tuple[AttentionKind, ...], tuple[int | None, ...]]:
+    """The kinds of attention in a model, which differ in window and rotary table or in scale; and each layer's kind.
+
+    `own` are settings of kinds; layers that are not in `attended` have no attention.
+    """
+    config, scale = lm.config.get_text_config(), own["scale"]
+    layers = config.num_hidden_layers
+    unrotated = own.get("layers_without_rotary", ())
+    if isinstance(scale, list):
+        return tuple(AttentionKind(one) for one in scale), tuple(range(layers))
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    if unknown := {name for layer, name in enumerate(types) if layer in attended} - _ATTENTION_TYPES:
+        raise NotDescribed(f"no layer type {min(unknown)}")
+    each = [(name, layer not in unrotated) if layer in attended else None for layer, name in enumerate(types)]
+    order = sorted({one for one in each if one is not None})
+    kinds = tuple(
+        AttentionKind(
+            scale,
+            getattr(config, _WINDOWS[name]) if name in _WINDOWS else None,
+            chunked=name == "chunked_attention",
+            rotary=_rotary(lm, name) if rotates else None,
+            **own.get("with_rotary" if rotates else "without_rotary", {}),
+            **dict(zip(("kv_heads", "head_dim"), own.get("kv_sizes", {}).get(name, ()), strict=False)),
+        )
+        for name, rotates in order
+    )
+    return kinds, tuple(None if one is None else order.index(one) for one in each)
+
+
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+_LONG_ROPE = "longrope"
+
+
+def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
+    """The table that the model itself computed; tables that change with the sequence length are not supported.
+
+    That of longrope changes once, at `_position_limit`.
+    """
+    module: Any = _first(text_model_of(lm), "rotary_emb", "pos_emb")
+    if module is None:
+        return None
+    kind, prefix = module.rope_type, ""
+    if kind == _LONG_ROPE:
+        short = module.original_inv_freq.detach()
+        first = torch.zeros(1, 1, dtype=torch.long, device=short.device)
+        cosines = module(short.float(), position_ids=first)[0]  # of angles of 0: 1, times the scale of short sequences
+        return Rotary(short.float().cpu(), float(cosines.max()))
+    if isinstance(kind, dict):  # a table for each layer type
+        kind, prefix = kind[layer_type], f"{layer_type}_"
+    if kind not in _STATIC_ROPE:
+        raise NotDescribed(f"rotary positions of type {kind} change with the length")
+    inv_freq = getattr(module, f"{prefix}inv_freq").detach().float().cpu()
+    return Rotary(inv_freq, float(getattr(module, f"{prefix}attention_scaling")))
+
+
+def trained_positions(config: PreTrainedConfig) -> int | None:
+    """Longest sequence that a model with rotary positions was trained for, or extended to; none: unknown."""
+    has_rotary = getattr(config, "rope_parameters", None) is not None
+    return getattr(config, "max_position_embeddings", None) if has_rotary else None
+
+
+def _position_limit(config: PreTrainedConfig) -> int | None:
+    """Positions with the table of short sequences, beyond which longrope computes all positions by another."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == _LONG_ROPE else None

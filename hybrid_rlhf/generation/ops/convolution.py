@@ -1,0 +1,200 @@
+"""Triton kernel of the convolution of recurrent layers, and how kernels find the sequences of a step.
+
+A decoding row is a sequence of one token, so rows and chunks of prompts share a launch. A row's window moves in place;
+those of chunks are written by a second launch, since other programs still read what was before the chunk. The reference
+is `StepStates.convolve` (model/recurrent/states.py). Sums are float32.
+
+Several rows may have slot 0, which is that of rows not in use: what it holds does not matter.
+
+Shapes: T tokens, B rows, n chunks, C channels, W tokens that a convolution sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.generation.architecture.model_description import Activation
+from hybrid_rlhf.generation.ops.rows import ACTIVATION_NUMBERS, activated
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
+from hybrid_rlhf.generation.transfers import to_device
+
+_CHANNELS = 256
+"""Of a program: eight for each thread of a warp."""
+
+
+@dataclass(frozen=True)
+class ChunkTokens:
+    """What kernels read of the sequences of a step with chunks, all int32; T tokens."""
+
+    of_token: Tensor
+    """[T] its sequence."""
+    firsts: Tensor
+    """[B + n + 1] the first token of each sequence, and T."""
+    fresh: Tensor
+    """[B + n] 1: the sequence begins with its chunk."""
+
+    @classmethod
+    def of(cls, rows: int, starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> ChunkTokens:
+        """Args: the number of decoding rows, first positions and lengths of the chunks, and where to put it."""
+        tokens = torch.tensor([*[1] * rows, *lengths])
+        firsts = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])
+        fresh = torch.tensor([*[False] * rows, *(start == 0 for start in starts)])
+        of_token = torch.arange(len(tokens)).repeat_interleave(tokens)
+        return cls(*(to_device(part.int(), device) for part in (of_token, firsts, fresh)))
+
+
+@dataclass(frozen=True)
+class StepSequences:
+    """What kernels read of the sequences of a step: decoding rows of one token each, then chunks."""
+
+    slots: Tensor
+    """[B + n]."""
+    rows: int
+    chunks: ChunkTokens | None
+
+
+@triton.jit
+def sequence(index, slots, firsts, fresh, CHUNKS: tl.constexpr):
+    """Of a sequence: its slot, its first token, the one after its last, and whether it begins with this step."""
+    slot = tl.load(slots + index).to(tl.int64)
+    first, end, begins = index, index + 1, index < 0
+    if CHUNKS:
+        first = tl.load(firsts + index).to(tl.int64)
+        end = tl.load(firsts + index + 1).to(tl.int64)
+        begins = tl.load(fresh + index) != 0
+    return slot, first, end, begins
+
+
+@triton.jit
+def _convolve_kernel(
+    x,
+    weight,
+    bias,
+    states,
+    slots,
+    of_token,
+    firsts,
+    fresh,
+    out,
+    rows,
+    x_stride,
+    channels,
+    W: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of channels of one token; moves the window of a row, which is the state [W - 1, C]."""
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    index = token
+    if CHUNKS:
+        index = tl.load(of_token + token).to(tl.int64)
+    slot, first, _, begins = sequence(index, slots, firsts, fresh, CHUNKS)
+    before = token - first
+    state = states + slot * (W - 1) * channels + channel
+    mixed = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(W):
+        back = W - 1 - place
+        value = tl.load(x + (token - back) * x_stride + channel, mask=inside & (before >= back), other=0.0)
+        if place < W - 1:
+            kept = inside & (before < back) & (begins == 0)
+            value += tl.load(state + (place + before) * channels, mask=kept, other=0.0)
+        mixed += value.to(tl.float32) * tl.load(weight + channel * W + place, mask=inside, other=0.0).to(tl.float32)
+        if place > 0:
+            # by the thread that has read the place
+            tl.store(state + (place - 1) * channels, value, mask=inside & (token < rows))
+    if BIAS:
+        mixed += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION >= 0:
+        mixed = activated(mixed, ACTIVATION)
+    tl.store(out + token * channels + channel, mixed, mask=inside)
+
+
+@triton.jit
+def _keep_inputs_kernel(
+    x,
+    states,
+    slots,
+    firsts,
+    fresh,
+    rows,
+    x_stride,
+    channels,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The last inputs of one block of channels of a chunk become its state."""
+    index = rows + tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    slot, first, end, begins = sequence(index, slots, firsts, fresh, True)
+    state = states + slot * (W - 1) * channels + channel
+    for place in tl.static_range(W - 1):
+        token = end - (W - 1) + place
+        value = tl.load(x + token * x_stride + channel, mask=inside & (token >= first), other=0.0)
+        kept = inside & (token < first) & (begins == 0)
+        value += tl.load(state + (place + end - first) * channels, mask=kept, other=0.0)
+        tl.store(state + place * channels, value, mask=inside)
+
+
+def places(sequences: StepSequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What kernels are given of sequences: slots, the sequence of each token, first tokens, and which are fresh."""
+    slots, chunks = sequences.slots, sequences.chunks
+    return (slots, slots, slots, slots) if chunks is None else (slots, chunks.of_token, chunks.firsts, chunks.fresh)
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    sequences: StepSequences,
+    activation: Activation | None,
+) -> Tensor:
+    """Causal convolution of each channel and an activation; the last inputs become the states.
+
+    Args:
+        x: [T, C], of which rows may be a part.
+        weight: [C, 1, W].
+        bias: [C].
+        states: [slots, W - 1, C].
+        sequences: of the tokens.
+        activation: or none.
+
+    Returns:
+        [T, C].
+    """
+    tokens, channels = x.shape
+    out, chunks = x.new_empty(tokens, channels), len(sequences.slots) - sequences.rows
+    slots, of_token, firsts, fresh = places(sequences)
+    block, width = min(_CHANNELS, triton.next_power_of_2(channels)), weight.shape[-1]
+    blocks = triton.cdiv(channels, block)
+    sizes = (sequences.rows, x.stride(0), channels)
+    _convolve_kernel[tokens, blocks](
+        x,
+        weight.contiguous(),
+        weight if bias is None else bias,
+        states,
+        slots,
+        of_token,
+        firsts,
+        fresh,
+        out,
+        *sizes,
+        W=width,
+        CHUNKS=chunks > 0,
+        BIAS=bias is not None,
+        ACTIVATION=-1 if activation is None else ACTIVATION_NUMBERS[activation],
+        BLOCK=block,
+        num_warps=1,
+    )
+    if chunks:
+        _keep_inputs_kernel[chunks, blocks](x, states, slots, firsts, fresh, *sizes, W=width, BLOCK=block, num_warps=1)
+    return out

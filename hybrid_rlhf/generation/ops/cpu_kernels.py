@@ -1,0 +1,399 @@
+"""Compiled kernels of a decoding step on a CPU, for operations that take torch several passes or padding.
+
+The counterpart of kernels/, which has them for a GPU. Attention reads the blocks of a row where they lie in the cache
+and works in proportion to the row's own length; long rows are split into spans that threads share (flash decoding: the
+parts are combined by their maxima and sums, arXiv 2205.14135, section 3.1). All arithmetic is float32. The results of a
+row depend neither on the number of threads nor on the other rows.
+
+The kernels are in cpu_kernels.cpp, compiled on first use (compiled.py); `available` says whether they can be used.
+Tensors are float32 or bfloat16. Indices out of range are an IndexError: nothing is read or written outside a tensor.
+
+Shapes: B rows, T tokens, A heads and K KV heads of this rank, D head size, H hidden; N blocks of the cache of BS tokens
+each, M blocks of a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_rlhf.generation.architecture.model_description import Activation
+from hybrid_rlhf.generation.ops.compiled import CannotCompile, load, openmp_parallel
+from hybrid_rlhf.generation.ops.sampling_rows import SamplingMode, SamplingRows
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of weights, KV cache and activations."""
+_SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+_TILE_OUTPUTS, _INT8_OUTPUTS = 48, 32
+"""Outputs of a product that are computed together, in float32 and in int8."""
+_MOST_TOKENS = 1 << 21
+"""Largest vocabulary whose weights sampling can add up as integers."""
+_NO_MEMORY, _OUTSIDE = 1, 2
+"""Errors of the library; 0: none."""
+_STRUCTS = {
+    name: struct.Struct(f"@{fields}")
+    for name, fields in (
+        ("hybrid_rotate_and_write", "3q7q7q"),
+        ("hybrid_paged_attention", "3q8q11q2d"),
+        ("hybrid_norm", "3q5q7qd"),
+        ("hybrid_gated", "3q2q3q"),
+        ("hybrid_pack", "3q2q2q"),
+        ("hybrid_linear", "3q4q3q"),
+        ("hybrid_int8_linear", "3q6q3q"),
+        ("hybrid_sample", "3q7q4q"),
+    )
+}
+"""The structs that the library takes: address of GOMP_parallel, threads and dtype, then addresses and numbers."""
+logger = logging.getLogger(LOGGER_NAME)
+
+
+class _Library:
+    """The loaded library, and the function that starts threads."""
+
+    def __init__(self) -> None:
+        """Raises CannotCompile."""
+        self._parallel = openmp_parallel()
+        library = load(_SOURCE)
+        self._kernels = {name: (library[name], fields.pack) for name, fields in _STRUCTS.items()}
+        for function, _ in self._kernels.values():
+            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+
+    def call(self, name: str, dtype: torch.dtype, *arguments: float) -> None:
+        """Run a kernel on tensors of a dtype with as many threads as torch uses."""
+        if dtype not in DTYPES:
+            raise TypeError(f"the dtype must be float32 or bfloat16, got {dtype}")
+        function, pack = self._kernels[name]
+        error = function(pack(self._parallel, torch.get_num_threads(), dtype == torch.bfloat16, *arguments))
+        if error == _OUTSIDE:
+            raise IndexError(
+                f"{name}: a position, place or block is outside the KV cache, or a token of the vocabulary"
+            )
+        if error == _NO_MEMORY:
+            raise MemoryError(f"{name}: no memory for intermediate results")
+
+
+def available() -> bool:
+    """Whether the kernels can be used here; the first call compiles them, and logs the reason if it cannot."""
+    return _library_or_none() is not None
+
+
+@functools.cache
+def _library_or_none() -> _Library | None:
+    try:
+        return _Library()
+    except CannotCompile as error:
+        logger.info("generation uses torch's operations instead of compiled CPU kernels: %s", error)
+        return None
+
+
+def _library() -> _Library:
+    library = _library_or_none()
+    if library is None:
+        raise RuntimeError("the compiled CPU kernels are not available: ask available() before")
+    return library
+
+
+def rotate_and_write(
+    qkv: Tensor, table: tuple[Tensor, Tensor] | None, places: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Rotate queries and keys, write keys and values to the cache.
+
+    Args:
+        qkv: [T, A + 2 K, D].
+        table: cosines and signed sines [T, 1, R] of the first R dimensions; none: no rotation.
+        places: [T] int64, where a token is in the cache: block * BS + place in the block.
+        keys: [N, BS, K, D] of a layer; those of a token are contiguous.
+        values: as keys.
+
+    Returns:
+        queries [T, A, D].
+    """
+    tokens, all_heads, d = qkv.shape
+    blocks, block_tokens, kv_heads, _ = keys.shape
+    heads = all_heads - 2 * kv_heads
+    qkv, dtype, width = qkv.contiguous(), qkv.dtype, 0
+    cos, sin = (qkv, qkv) if table is None else table
+    _check_cache(keys, values, dtype, (blocks, block_tokens, kv_heads, d))
+    _check(places, torch.int64, (tokens,))
+    if table is not None:
+        width = cos.shape[-1]
+        if width > d or width % 2:
+            raise ValueError(f"rotated dimensions must be even and at most {d}, got {width}")
+        _check(cos, dtype, (tokens, 1, width))
+        _check(sin, dtype, (tokens, 1, width))
+    queries = qkv.new_empty(tokens, heads, d)
+    addresses = [x.data_ptr() for x in (qkv, cos, sin, places, queries, keys, values)]
+    sizes = (tokens, heads, kv_heads, d, keys.stride(1), width, blocks * block_tokens)
+    _library().call("hybrid_rotate_and_write", dtype, *addresses, *sizes)
+    return queries
+
+
+def paged_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    blocks: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunked: bool = False,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention [B, A, D] of one token per row over its blocks.
+
+    Args:
+        queries: [B, A, D].
+        keys: [N, BS, K, D] of a layer, the new ones among them; those of a token are contiguous.
+        values: as keys.
+        blocks: [B, M] int32, the blocks of each row in order; those past its position or before its window may be any.
+        positions: [B] int64 of the new tokens; keys up to and including them are attended to.
+        scale: scores are multiplied by it.
+        window: tokens that a query attends to, itself included; none: all.
+        chunked: the window begins at the last multiple of its size.
+        softcap: scores s become cap tanh(s / cap); none: no cap.
+        bias: [A, S] float32, added to the scores of each head on the key of a position; none: no bias.
+        sinks: [A], the score of a key without a value for each head; none: there is none.
+    """
+    batch, heads, d = queries.shape
+    cache_blocks, block_tokens, kv_heads, _ = keys.shape
+    if heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of KV heads, got {heads} and {kv_heads}")
+    queries, dtype, of_row = queries.contiguous(), queries.dtype, blocks.shape[1]
+    _check_cache(keys, values, dtype, (cache_blocks, block_tokens, kv_heads, d))
+    _check(blocks, torch.int32, (batch, of_row))
+    _check(positions, torch.int64, (batch,))
+    if bias is not None:
+        _check(bias, torch.float32, (heads, bias.shape[1]))
+    if sinks is not None:
+        sinks = sinks.float()
+        _check(sinks, torch.float32, (heads,))
+    mixed = torch.empty_like(queries)
+    addresses = (queries.data_ptr(), keys.data_ptr(), values.data_ptr(), blocks.data_ptr(), positions.data_ptr())
+    _library().call(
+        "hybrid_paged_attention",
+        dtype,
+        *addresses,
+        0 if bias is None else bias.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        mixed.data_ptr(),
+        batch,
+        heads,
+        kv_heads,
+        d,
+        keys.stride(1),
+        of_row,
+        block_tokens,
+        cache_blocks,
+        0 if bias is None else bias.shape[1],
+        window or 0,
+        chunked,
+        scale,
+        softcap or 0.0,
+    )
+    return mixed
+
+
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> tuple[Tensor, Tensor]:
+    """x + delta, and its RMS norm; all [T, H].
+
+    Args:
+        x: [T, H].
+        delta: as x.
+        weight: [H], of x's dtype or float32.
+        eps: added to the mean square.
+        in_float32: apply the weight before rounding.
+    """
+    x, delta = x.contiguous(), delta.contiguous()
+    _check(delta, x.dtype, x.shape)
+    added, normed = torch.empty_like(x), torch.empty_like(x)
+    _norm(x, delta, weight, eps, in_float32, added, normed)
+    return added, normed
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tensor:
+    """RMS norm of x [T, H] or of its heads [T, heads, H], which may be a part of the heads of a tensor."""
+    normed = x.new_empty(x.shape)
+    _norm(x if x.stride(-1) == 1 else x.contiguous(), None, weight, eps, in_float32, None, normed)
+    return normed
+
+
+def _norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    in_float32: bool,
+    added: Tensor | None,
+    normed: Tensor,
+) -> None:
+    if x.dim() not in (2, 3):
+        raise ValueError(f"rows must be [T, H] or [T, heads, H], got {list(x.shape)}")
+    width, inner = x.shape[-1], 1 if x.dim() == 2 else x.shape[1]
+    wide = weight.dtype == torch.float32
+    _check(weight, torch.float32 if wide else x.dtype, (width,))
+    outer_stride, inner_stride = x.stride()[:2]
+    _library().call(
+        "hybrid_norm",
+        x.dtype,
+        x.data_ptr(),
+        0 if delta is None else delta.data_ptr(),
+        weight.data_ptr(),
+        0 if added is None else added.data_ptr(),
+        normed.data_ptr(),
+        not wide,
+        x.shape[0] * inner,
+        inner,
+        outer_stride,
+        inner_stride,
+        width,
+        in_float32,
+        eps,
+    )
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) * up [T, M] of [T, 2 M]."""
+    gate_up = gate_up.contiguous()
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, width)
+    addresses = (gate_up.data_ptr(), out.data_ptr())
+    _library().call("hybrid_gated", gate_up.dtype, *addresses, _ACTIVATIONS[activation], tokens, width)
+    return out
+
+
+def multiplies_float32() -> bool:
+    """Whether `linear` is faster here than oneDNN: with AVX-512 it is for few rows, with AVX2 it is not."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and available()
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Weights [N, K] float32 in the order in which `linear` reads them."""
+    weight, (outputs, inputs) = weight.contiguous(), weight.shape
+    _check(weight, torch.float32, (outputs, inputs))
+    packed = weight.new_empty(-(-outputs // _TILE_OUTPUTS), inputs, _TILE_OUTPUTS)
+    _library().call("hybrid_pack", weight.dtype, weight.data_ptr(), packed.data_ptr(), inputs, outputs)
+    return packed
+
+
+def linear(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x W^T + b [T, N], of x [T, K] float32, a weight of `pack` with N outputs, and a bias [N] float32 or none."""
+    x, (rows, inputs) = x.contiguous(), x.shape
+    _check(x, torch.float32, (rows, inputs))
+    _check(weight, torch.float32, (-(-outputs // _TILE_OUTPUTS), inputs, _TILE_OUTPUTS))
+    if bias is not None:
+        _check(bias, torch.float32, (outputs,))
+    out = x.new_empty(rows, outputs)
+    addresses = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
+    _library().call("hybrid_linear", x.dtype, *addresses, rows, inputs, outputs)
+    return out
+
+
+def pack_int8(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [N, K] int8 in the order in which `int8_linear` reads them, and 128 times the sum of each row."""
+    outputs, inputs = codes.shape
+    whole = functional.pad(codes, (0, -inputs % 4, 0, -outputs % _INT8_OUTPUTS))
+    packed = whole.view(-1, _INT8_OUTPUTS, whole.shape[1] // 4, 4).transpose(1, 2).contiguous()
+    return packed, 128 * codes.sum(dim=1, dtype=torch.int32)
+
+
+def int8_linear(x: Tensor, weight: Tensor, offset: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b [T, N], where each row of x is quantised to int8 (quantised.py) and sums are int32.
+
+    Args:
+        x: [T, K].
+        weight: of `pack_int8`, which gives the offset too.
+        offset: [N] int32.
+        scale: [N] float32, what a code of the weights stands for.
+        bias: [N] float32, or none.
+    """
+    x, outputs = x.contiguous(), len(scale)
+    rows, inputs = x.shape
+    _check(weight, torch.int8, (-(-outputs // _INT8_OUTPUTS), -(-inputs // 4), _INT8_OUTPUTS, 4))
+    _check(offset, torch.int32, (outputs,))
+    _check(scale, torch.float32, (outputs,))
+    if bias is not None:
+        _check(bias, torch.float32, (outputs,))
+    out = x.new_empty(rows, outputs)
+    addresses = (x.data_ptr(), weight.data_ptr(), offset.data_ptr(), scale.data_ptr())
+    _library().call(
+        "hybrid_int8_linear",
+        x.dtype,
+        *addresses,
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        inputs,
+        outputs,
+    )
+    return out
+
+
+def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample the next token of each row and append it to the row; the twin of sampler.py in torch.
+
+    Bounds of top_k and top_p are found by bisection of the scores' bits. A row costs what its own parameters ask for.
+
+    Args:
+        logits: [B, V] float32.
+        rows: of B rows, the tables of which are read and written.
+        mode: what the rows need; unused, for rows say it themselves.
+
+    Returns:
+        tokens [B] int64, their log-probs [B] float32 in the full distribution, and those in the one sampled from.
+    """
+    logits, (count, vocabulary) = logits.contiguous(), logits.shape
+    if vocabulary > _MOST_TOKENS:
+        raise ValueError(f"a vocabulary may have {_MOST_TOKENS} tokens at most, got {vocabulary}")
+    _check(logits, torch.float32, (count, vocabulary))
+    _check(rows.integers, torch.int64, (count, rows.integers.shape[1]))
+    _check(rows.floats, torch.float64, (count, rows.floats.shape[1]))
+    if rows.seen is not None:
+        _check(rows.seen, torch.bool, logits.shape)
+    tokens, logprobs = rows.integers.new_empty(count), logits.new_empty(2, count)
+    addresses = (logits.data_ptr(), rows.integers.data_ptr(), rows.floats.data_ptr())
+    _library().call(
+        "hybrid_sample",
+        logits.dtype,
+        *addresses,
+        0 if rows.seen is None else rows.seen.data_ptr(),
+        tokens.data_ptr(),
+        logprobs[0].data_ptr(),
+        logprobs[1].data_ptr(),
+        count,
+        vocabulary,
+        rows.integers.shape[1],
+        rows.floats.shape[1],
+    )
+    return tokens, logprobs[0], logprobs[1]
+
+
+def _check_cache(keys: Tensor, values: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Tokens lie at equal distances; the heads of a token are contiguous."""
+    strides = (shape[1] * keys.stride(1), keys.stride(1), shape[3], 1)
+    for x in (keys, values):
+        if (x.dtype, x.shape, x.stride()) != (dtype, shape, strides):
+            raise ValueError(
+                f"a cache must be {dtype}, {list(shape)} and contiguous for each token, got {x.dtype}, "
+                f"{list(x.shape)} and strides {list(x.stride())}"
+            )
+
+
+def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The library gets addresses alone: it would read another layout wrong without an error."""
+    if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
+        raise ValueError(
+            f"a tensor must be contiguous, {dtype} and {list(shape)}, got {x.dtype}, {list(x.shape)} and strides "
+            f"{list(x.stride())}"
+        )

@@ -1,0 +1,381 @@
+"""Experts of a mixture: up with the activation, down, and the sum over a token's choices.
+
+For few tokens, Triton's kernels take three launches. A program has some outputs of one expert. It finds the choices of
+its expert itself, among those of all tokens, so that no launch sorts them and no shape depends on the routing, as a
+CUDA graph requires: there is a program for every expert of this rank or, where there are fewer choices than experts,
+for every choice, of which the first of an expert works. Each choice has a row of its own in what the launches give, so
+that the sum over a token's choices has a fixed order. Sums are float32; the rows in between are rounded to the model's
+dtype. The reference is the grouped product of `RoutedExperts` (model/experts.py), which larger steps use on a GPU too.
+
+Shapes: T tokens, H hidden, X experts of this rank, k experts per token, C = T k choices, I inner units.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybrid_rlhf.generation.architecture.model_description import Activation
+from hybrid_rlhf.generation.ops.rows import ACTIVATION_NUMBERS, activated
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
+
+_OUTPUTS = 64
+"""Rows of weights in a tile; of up and gate half of them are gates."""
+_STEP_BYTES, _STAGES = 128, 4
+"""Of such a row, that are multiplied at once; and how many times a tile and that of the inputs are in shared memory."""
+CLAMPED = -1
+"""Number of the clamped SwiGLU of gpt-oss."""
+_FEWEST_ROWS, _MOST_ROWS = 16, 64
+"""Rows of a tile: the fewest that tensor cores multiply, and the most."""
+_COMPARED, _FEWEST_SCANNED = 8192, 128
+"""Rows times choices that are compared at once, to find an expert's choices; and the fewest choices, so that few
+kernels are compiled."""
+_SUMMED = 1024
+"""Elements of a row that a program sums."""
+
+
+@triton.jit
+def expert_of(indices, first_expert, experts, BY_CHOICE: tl.constexpr, SCANNED: tl.constexpr):
+    """The expert of this program on its rank; -1 if it has none."""
+    expert = tl.program_id(0)
+    if BY_CHOICE:
+        place = tl.arange(0, SCANNED)
+        wanted = tl.load(indices + tl.program_id(0))
+        others = tl.load(indices + place, mask=place < tl.program_id(0), other=-1)
+        earlier = tl.max(tl.where(others == wanted, 1, 0), 0)
+        expert = wanted - first_expert
+        expert = tl.where((earlier == 0) & (expert >= 0) & (expert < experts), expert, -1)
+    return expert
+
+
+@triton.jit
+def choices_of(indices, wanted, choices, start, ROWS: tl.constexpr, SCANNED: tl.constexpr):
+    """Choices number start to start + ROWS - 1 of an expert, -1 behind its last; and how many it has."""
+    number = start + tl.arange(0, ROWS)
+    found = tl.full([ROWS], -1, tl.int32)
+    count = 0
+    for begin in range(0, choices, SCANNED):
+        choice = begin + tl.arange(0, SCANNED)
+        own = tl.load(indices + choice, mask=choice < choices, other=-1) == wanted
+        ones = own.to(tl.int32)
+        at = tl.where(own, count + tl.cumsum(ones, 0) - 1, -1)
+        here = tl.where(at[None, :] == number[:, None], choice[None, :], -1)
+        found = tl.maximum(found, tl.max(here, 1))
+        count += tl.sum(ones, 0)
+    return found, count
+
+
+@triton.jit
+def products(
+    source,
+    weights,
+    real,
+    known,
+    inputs,
+    length,
+    column_stride,
+    behind,
+    STEP: tl.constexpr,
+    GATED: tl.constexpr = False,
+    factors=0,
+    WEIGHS: tl.constexpr = False,
+):
+    """Products [n, m] of rows at source [n, 1] with rows at weights [1, m] and, if gated, with those `behind` them.
+
+    Rows have so many inputs, of which `length`, all or none, are multiplied. Factors at [n] may weigh the source.
+    """
+    factor = 1.0
+    if WEIGHS:
+        factor = tl.load(factors, mask=real, other=0.0)[:, None].to(source.dtype.element_ty).to(tl.float32)
+    first = tl.zeros([source.shape[0], weights.shape[1]], tl.float32)
+    second = tl.zeros([source.shape[0], weights.shape[1]], tl.float32)
+    for begin in range(0, length, STEP):
+        place = begin + tl.arange(0, STEP)
+        inside = place < inputs
+        a = tl.load(source + place[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+        if WEIGHS:
+            a = (a.to(tl.float32) * factor).to(a.dtype)
+        where = weights + place[:, None] * column_stride
+        kept = known[None, :] & inside[:, None]
+        first = tl.dot(a, tl.load(where, mask=kept, other=0.0), first, input_precision="ieee")
+        if GATED:
+            second = tl.dot(a, tl.load(where + behind, mask=kept, other=0.0), second, input_precision="ieee")
+    return first, second
+
+
+@triton.jit
+def biased(first, second, biases, known, behind, GATED: tl.constexpr):
+    """Products of `products` with biases at [m]."""
+    first += tl.load(biases, mask=known, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        second += tl.load(biases + behind, mask=known, other=0.0).to(tl.float32)[None, :]
+    return first, second
+
+
+@triton.jit
+def inner_units_of(first, second, limit, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The activation of up, or that of the gate times up, of their products."""
+    if ACTIVATION == -1:
+        gate, value = tl.minimum(first, limit), tl.minimum(tl.maximum(second, -limit), limit)
+        return (value + 1.0) * gate * tl.sigmoid(1.702 * gate)
+    elif GATED:
+        return activated(first, ACTIVATION) * second
+    else:
+        return activated(first, ACTIVATION)
+
+
+@triton.jit(do_not_specialize=["choices"])
+def _up_kernel(
+    x,
+    indices,
+    weights,
+    up,
+    bias,
+    inner_units,
+    choices,
+    first_expert,
+    experts,
+    per_token,
+    hidden,
+    units,
+    x_stride,
+    expert_stride,
+    row_stride,
+    column_stride,
+    bias_stride,
+    limit,
+    ROWS: tl.constexpr,
+    SCANNED: tl.constexpr,
+    UNITS: tl.constexpr,
+    STEP: tl.constexpr,
+    BY_CHOICE: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
+    WEIGHS: tl.constexpr,
+):
+    """Some inner units [C, I] of the choices of one expert: the activation of up, or that of the gate times up."""
+    unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    known = unit < units
+    expert = expert_of(indices, first_expert, experts, BY_CHOICE, SCANNED)
+    rows = up + expert.to(tl.int64) * expert_stride + unit.to(tl.int64)[None, :] * row_stride
+    behind = units.to(tl.int64) * row_stride
+    start, count = 0, tl.where(expert < 0, 0, 1)
+    while start < count:
+        choice, count = choices_of(indices, expert + first_expert, choices, start, ROWS, SCANNED)
+        real = choice >= 0
+        source = x + (choice // per_token).to(tl.int64)[:, None] * x_stride
+        length = tl.where(start < count, hidden, 0)
+        first, second = products(
+            source, rows, real, known, hidden, length, column_stride, behind, STEP, GATED, weights + choice, WEIGHS
+        )
+        if BIAS:
+            first, second = biased(first, second, bias + expert * bias_stride + unit, known, units, GATED)
+        result = inner_units_of(first, second, limit, GATED, ACTIVATION)
+        target = inner_units + choice.to(tl.int64)[:, None] * units + unit[None, :]
+        tl.store(target, result, mask=real[:, None] & known[None, :])
+        start += ROWS
+
+
+@triton.jit(do_not_specialize=["choices"])
+def _down_kernel(
+    inner_units,
+    indices,
+    weights,
+    down,
+    bias,
+    out,
+    choices,
+    first_expert,
+    experts,
+    units,
+    hidden,
+    expert_stride,
+    row_stride,
+    column_stride,
+    bias_stride,
+    ROWS: tl.constexpr,
+    SCANNED: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    STEP: tl.constexpr,
+    BY_CHOICE: tl.constexpr,
+    BIAS: tl.constexpr,
+    WEIGHS: tl.constexpr,
+):
+    """Some outputs [C, H] of the choices of one expert, times their weights."""
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    known = output < hidden
+    expert = expert_of(indices, first_expert, experts, BY_CHOICE, SCANNED)
+    rows = down + expert.to(tl.int64) * expert_stride + output.to(tl.int64)[None, :] * row_stride
+    start, count = 0, tl.where(expert < 0, 0, 1)
+    while start < count:
+        choice, count = choices_of(indices, expert + first_expert, choices, start, ROWS, SCANNED)
+        real = choice >= 0
+        source = inner_units + choice.to(tl.int64)[:, None] * units
+        length = tl.where(start < count, units, 0)
+        sums, _ = products(source, rows, real, known, units, length, column_stride, 0, STEP)
+        if BIAS:
+            sums += tl.load(bias + expert * bias_stride + output, mask=known, other=0.0).to(tl.float32)[None, :]
+        if WEIGHS:
+            factor = tl.load(weights + choice, mask=real, other=0.0)
+            sums *= factor.to(out.dtype.element_ty).to(tl.float32)[:, None]
+        target = out + choice.to(tl.int64)[:, None] * hidden + output[None, :]
+        tl.store(target, sums, mask=real[:, None] & known[None, :])
+        start += ROWS
+
+
+def experts_up(
+    x: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    up: Tensor,
+    bias: Tensor | None,
+    *,
+    mine: range,
+    inner: int,
+    activation: Activation,
+    clamp: float | None = None,
+    weighs_inputs: bool = False,
+) -> Tensor:
+    """Inner units [C, I] of each choice; those of choices that are other ranks' are unset.
+
+    Args:
+        x: [T, H], rows contiguous.
+        weights: [T, k] float32.
+        indices: [T, k] int32.
+        up: [X, 2 I, H], gate and up, or up alone [X, I, H]; of any strides.
+        bias: [X, 2 I] or [X, I], or none.
+        mine: the experts of this rank.
+        inner: I.
+        activation: of the gate, or of up where there is none.
+        clamp: the activation is the clamped SwiGLU of gpt-oss with this limit; none: as above.
+        weighs_inputs: the weights multiply what goes in.
+    """
+    gated = up.shape[1] == 2 * inner
+    tile = tile_of(indices, len(mine))
+    units = units_of(gated)
+    out = x.new_empty(indices.numel(), inner)
+    _up_kernel[programs_of(indices, len(mine), tile), triton.cdiv(inner, units)](
+        x,
+        indices,
+        weights,
+        up,
+        up if bias is None else bias,
+        out,
+        indices.numel(),
+        mine.start,
+        len(mine),
+        indices.shape[1],
+        x.shape[1],
+        inner,
+        x.stride(0),
+        *up.stride(),
+        0 if bias is None else bias.stride(0),
+        0.0 if clamp is None else clamp,
+        **tile,
+        UNITS=units,
+        STEP=_STEP_BYTES // x.element_size(),
+        GATED=gated,
+        ACTIVATION=ACTIVATION_NUMBERS[activation] if clamp is None else CLAMPED,
+        BIAS=bias is not None,
+        WEIGHS=weighs_inputs,
+        num_stages=_STAGES,
+    )
+    return out
+
+
+def experts_down(
+    inner: Tensor,
+    weights: Tensor | None,
+    indices: Tensor,
+    down: Tensor,
+    bias: Tensor | None,
+    *,
+    mine: range,
+) -> Tensor:
+    """Outputs [C, H] of each row of `inner`; those of choices that are other ranks' are unset.
+
+    Args:
+        inner: [C, I] of `experts_up`.
+        weights: [T, k] float32 that multiply what comes out; none: they do not.
+        indices: [T, k] int32.
+        down: [X, H, I], of any strides.
+        bias: [X, H], or none.
+        mine: the experts of this rank.
+    """
+    hidden, tile = down.shape[1], tile_of(indices, len(mine))
+    out = inner.new_empty(len(inner), hidden)
+    _down_kernel[programs_of(indices, len(mine), tile), triton.cdiv(hidden, _OUTPUTS)](
+        inner,
+        indices,
+        inner if weights is None else weights,
+        down,
+        down if bias is None else bias,
+        out,
+        indices.numel(),
+        mine.start,
+        len(mine),
+        inner.shape[1],
+        hidden,
+        *down.stride(),
+        0 if bias is None else bias.stride(0),
+        **tile,
+        OUTPUTS=_OUTPUTS,
+        STEP=_STEP_BYTES // inner.element_size(),
+        BIAS=bias is not None,
+        WEIGHS=weights is not None,
+        num_stages=_STAGES,
+    )
+    return out
+
+
+def units_of(gated: bool) -> int:
+    """Inner units of a program of up: with their gates they are as many rows of weights as without."""
+    return _OUTPUTS // 2 if gated else _OUTPUTS
+
+
+def tile_of(indices: Tensor, experts: int) -> dict[str, int]:
+    """ROWS, SCANNED and BY_CHOICE of the products of choices [T, k], for X experts of this rank."""
+    choices = indices.numel()
+    each = triton.next_power_of_2(triton.cdiv(choices, experts))
+    rows = min(_MOST_ROWS, max(_FEWEST_ROWS, each))
+    scanned = min(_COMPARED // rows, max(_FEWEST_SCANNED, triton.next_power_of_2(choices)))
+    return {"ROWS": rows, "SCANNED": scanned, "BY_CHOICE": choices <= min(experts, scanned)}
+
+
+def programs_of(indices: Tensor, experts: int, tile: dict[str, int]) -> int:
+    """Number of programs that look for an expert with choices."""
+    return indices.numel() if tile["BY_CHOICE"] else experts
+
+
+@triton.jit
+def _sum_kernel(
+    outputs,
+    indices,
+    out,
+    first_expert,
+    experts,
+    hidden,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of a row of the sum over a token's choices of this rank."""
+    token, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for number in tl.static_range(K):
+        choice = token * K + number
+        expert = tl.load(indices + choice) - first_expert
+        own = (expert >= 0) & (expert < experts)
+        total += tl.load(outputs + choice * hidden + place, mask=inside & own, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden + place, total, mask=inside)
+
+
+def sum_choices(outputs: Tensor, indices: Tensor, *, mine: range) -> Tensor:
+    """[T, H], the sum of each token's outputs [C, H] of this rank's experts."""
+    (tokens, k), hidden = indices.shape, outputs.shape[1]
+    out = outputs.new_empty(tokens, hidden)
+    block = min(_SUMMED, triton.next_power_of_2(hidden))
+    _sum_kernel[tokens, triton.cdiv(hidden, block)](
+        outputs, indices, out, mine.start, len(mine), hidden, K=k, BLOCK=block
+    )
+    return out

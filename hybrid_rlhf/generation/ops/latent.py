@@ -1,0 +1,375 @@
+"""Latent attention (DeepSeek) of a step on a GPU: norms with the write to the cache, attention to latents, and values.
+
+Attention is as in attention.py, with these differences: all heads share one key, so a program has the queries of some
+heads; a key is loaded in two parts, rotated dimensions and latent, neither of which is padded to the sum; and the
+latent is the value too, so it is loaded once. Queries are rotated as they are loaded, and the parts of a row are
+combined where heads make values of them. The reference is model/latent.py, with `RowAttention` and `ChunkAttention`
+(model/attention.py).
+
+Shapes: T tokens, B rows, A heads of this rank, Q latent of queries, R rotated dimensions, U other dimensions of a
+query, L latent, V dimensions of a value, P pages of N tokens, M pages of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.generation.ops.attention import PROGRAMS, part_of_step, splits_of, weigh
+from hybrid_rlhf.generation.ops.norms import normed_at
+from hybrid_rlhf.generation.ops.rows import rotated_head
+from hybrid_rlhf.generation.ops.triton_language import tl, triton
+
+_HEADS = 16
+"""Of a program; the minimum of tl.dot."""
+_TILE_BYTES = 18 * 2**10
+"""Of latents and rotated keys that are loaded at once."""
+_PART_NUMBERS = 2**12
+"""Of the parts of latents that are combined at once."""
+_VALUE_BYTES = 2**14
+"""Of the weights of values that are loaded at once."""
+
+
+@triton.jit
+def _mix_latents(
+    q_rotated,
+    q_latent,
+    at,
+    keys,
+    pages,
+    start,
+    end,
+    scale,
+    stride,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Latents of keys start to end - 1 by their weights, the highest score, and the sum of weights."""
+    rotated, latent = tl.arange(0, q_rotated.shape[1]), tl.arange(0, q_latent.shape[1])
+    top = tl.full([q_latent.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([q_latent.shape[0]], tl.float32)
+    mixed = tl.zeros([q_latent.shape[0], q_latent.shape[1]], tl.float32)
+    for block in range(start, end, KEYS):
+        key = block + tl.arange(0, KEYS)
+        page = tl.load(pages + key // N, mask=key < end, other=0).to(tl.int64)
+        where, real = keys + ((page * N + key % N) * stride)[:, None], (key < end)[:, None]
+        k = tl.load(where + rotated[None, :], mask=real & (rotated < R)[None, :], other=0.0)
+        v = tl.load(where + R + latent[None, :], mask=real & (latent < L)[None, :], other=0.0)
+        scores = tl.dot(q_rotated, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(q_latent, tl.trans(v), scores, input_precision="ieee") * scale
+        scores = tl.where((key[None, :] <= at[:, None]) & (key < end)[None, :], scores, float("-inf"))
+        weights, faded, top = weigh(scores, top)
+        mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * faded + tl.sum(weights, 1)
+    return mixed, top, total
+
+
+@triton.jit
+def _rotated(given, cos, sin, place, R: tl.constexpr, WIDTH: tl.constexpr):
+    """R dimensions, the first WIDTH rotated; of a head, or of each of some in a column."""
+    x = tl.load(given + place, mask=place < R, other=0.0).to(tl.float32)
+    if WIDTH > 0:
+        x = rotated_head(x, given, cos, sin, place, WIDTH)
+    return x
+
+
+@triton.jit
+def _write_latents_kernel(
+    down,
+    q_weight,
+    weight,
+    cos,
+    sin,
+    places,
+    hidden,
+    keys,
+    eps,
+    stride,
+    Q: tl.constexpr,
+    Q_PAD: tl.constexpr,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    L: tl.constexpr,
+    L_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):
+    """Of a token: its rotated key and normed latent, to the cache; or the normed latent of its queries."""
+    row = tl.program_id(0).to(tl.int64)
+    down += row * (Q + L + R)
+    if tl.program_id(1) == 0:
+        rotated, latent = tl.arange(0, R_PAD), tl.arange(0, L_PAD)
+        target = keys + tl.load(places + row) * stride
+        key = _rotated(down + Q + L, cos + row * WIDTH, sin + row * WIDTH, rotated, R, WIDTH)
+        tl.store(target + rotated, key, mask=rotated < R)
+        tl.store(target + R + latent, normed_at(down + Q, weight, latent, eps, L, IN_FLOAT32), mask=latent < L)
+    elif Q > 0:
+        place = tl.arange(0, Q_PAD)
+        tl.store(hidden + row * Q + place, normed_at(down, q_weight, place, eps, Q, IN_FLOAT32), mask=place < Q)
+
+
+@triton.jit
+def _latent_kernel(
+    queries,
+    absorbed,
+    cos,
+    sin,
+    keys,
+    pages,
+    positions,
+    tiles,
+    out,
+    parts,
+    tops,
+    sums,
+    scale,
+    rows,
+    heads,
+    stride,
+    row_pages,
+    N: tl.constexpr,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    U: tl.constexpr,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    L: tl.constexpr,
+    L_PAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """One part of a row, or one tile of a chunk, for some heads."""
+    program, query = tl.program_id(0), tl.arange(0, QUERIES)
+    first, sequence, position, count, split, start, end = part_of_step(
+        program, positions, tiles, rows, 0, KEYS, SPLITS, SPAN, TILES, 0
+    )
+    head, token = tl.program_id(1) * HEADS + query % HEADS, query // HEADS
+    real = (token < count) & (head < heads)
+    head, token = tl.minimum(head, heads - 1), tl.minimum(token, count - 1)  # what is not real repeats the last
+    at, token = position + token, (first + token).to(tl.int64)
+    row, rotated, latent = token * heads + head, tl.arange(0, R_PAD), tl.arange(0, L_PAD)
+    turned = (queries + row * (U + R) + U)[:, None]
+    cos, sin = (cos + token * WIDTH)[:, None], (sin + token * WIDTH)[:, None]
+    q_rotated = _rotated(turned, cos, sin, rotated[None, :], R, WIDTH).to(queries.dtype.element_ty)
+    place, inside = row[:, None] * L + latent[None, :], (latent < L)[None, :]
+    q_latent = tl.load(absorbed + place, mask=inside, other=0.0)
+    pages += sequence * row_pages
+    mixed, top, total = _mix_latents(q_rotated, q_latent, at, keys, pages, start, end, scale, stride, N, R, L, KEYS)
+    inside &= real[:, None]
+    if SPLITS == 1 or (TILES and program >= rows * SPLITS):
+        tl.store(out + place, mixed / total[:, None], mask=inside)
+    else:
+        part = row * SPLITS + split
+        tl.store(tops + part, top, mask=real)
+        tl.store(sums + part, total, mask=real)
+        tl.store(parts + part[:, None] * L + latent[None, :], mixed, mask=inside & (start < end))
+
+
+@triton.jit
+def _values_kernel(
+    parts,
+    tops,
+    sums,
+    value_up,
+    values,
+    rows,
+    heads,
+    head_stride,
+    L: tl.constexpr,
+    V: tl.constexpr,
+    V_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COPIES: tl.constexpr,
+    LATENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Values of one head of some rows, from the parts of their latents; a part without keys has the maximum -inf.
+
+    tl.dot takes as many rows as ROWS * COPIES.
+    """
+    head, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real, row = row < rows, row.to(tl.int64) * heads + head
+    value, place = tl.arange(0, V_PAD), tl.arange(0, LATENTS)
+    part = row[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
+    top = tl.load(tops + part, mask=real[:, None], other=0.0)
+    weight = tl.exp(top - tl.max(top, 1)[:, None])
+    weight /= tl.sum(weight * tl.load(sums + part, mask=real[:, None], other=1.0), 1)[:, None]
+    seen = (real[:, None] & (weight > 0))[:, :, None]
+    mixed = tl.zeros([ROWS * COPIES, V_PAD], tl.float32)
+    for start in range(0, L, LATENTS):
+        latent = start + place
+        where, kept = part[:, :, None] * L + latent[None, None, :], seen & (latent < L)[None, None, :]
+        latents = tl.sum(tl.load(parts + where, mask=kept, other=0.0) * weight[:, :, None], 1)
+        latents = tl.broadcast_to(latents.to(value_up.dtype.element_ty)[:, None, :], [ROWS, COPIES, LATENTS])
+        w = tl.load(
+            value_up + head * head_stride + value[None, :] * L + latent[:, None],
+            mask=(value < V)[None, :] & (latent < L)[:, None],
+            other=0.0,
+        )
+        mixed = tl.dot(tl.reshape(latents, [ROWS * COPIES, LATENTS]), w, mixed, input_precision="ieee")
+    copy = tl.arange(0, ROWS * COPIES)
+    row = tl.program_id(0) * ROWS + copy // COPIES
+    target = (row.to(tl.int64) * heads + head)[:, None] * V + value[None, :]
+    stored = (copy % COPIES == 0) & (row < rows)
+    tl.store(values + target, mixed, mask=stored[:, None] & (value < V)[None, :])
+
+
+def write_latents(
+    down: Tensor,
+    q_weight: Tensor | None,
+    weight: Tensor,
+    table: tuple[Tensor, Tensor] | None,
+    places: Tensor,
+    keys: Tensor,
+    *,
+    eps: float,
+    in_float32: bool,
+) -> Tensor:
+    """Norm latents, rotate keys, and write both to the cache.
+
+    Args:
+        down: latents of queries, latents, and keys [T, Q + L + R].
+        q_weight: [Q] of the norm of the latents of queries; none: there are none, Q = 0.
+        weight: [L] of the norm of latents.
+        table: cosines and signed sines [T, 1, .] of the first of R dimensions; none: no rotation.
+        places: [T] int64, where each token lies in P * N tokens.
+        keys: [P, N, 1, R + L] of a layer.
+        eps: of the norms.
+        in_float32: apply weights before rounding.
+
+    Returns:
+        normed latents of queries [T, Q].
+    """
+    latent, hidden_size = len(weight), 0 if q_weight is None else len(q_weight)
+    rotated, hidden = down.shape[1] - hidden_size - latent, down.new_empty(len(down), hidden_size)
+    cos, sin = table or (weight, weight)
+    _write_latents_kernel[len(down), 1 if q_weight is None else 2](
+        *(down.contiguous(), weight if q_weight is None else q_weight, weight, cos, sin, places, hidden, keys),
+        *(eps, keys.stride(1)),
+        Q=hidden_size,
+        Q_PAD=triton.next_power_of_2(max(1, hidden_size)),
+        R=rotated,
+        R_PAD=triton.next_power_of_2(rotated),
+        L=latent,
+        L_PAD=triton.next_power_of_2(latent),
+        WIDTH=0 if table is None else cos.shape[-1],
+        IN_FLOAT32=in_float32,
+    )
+    return hidden
+
+
+def latent_attention(
+    queries: Tensor,
+    absorbed: Tensor,
+    value_up: Tensor,
+    table: tuple[Tensor, Tensor] | None,
+    keys: Tensor,
+    pages: Tensor,
+    positions: Tensor,
+    tiles: Tensor | None = None,
+    *,
+    scale: float,
+) -> Tensor:
+    """Values [T, A, V] of the latents that heads attend to: one token per row, and the tokens of chunks after them.
+
+    Args:
+        queries: [T, A, U + R], those of the B rows first; the last R dimensions are not rotated yet.
+        absorbed: [T, A, L], what queries are to latents.
+        value_up: [A, V, L], from latents to the values of each head; those of a head are contiguous.
+        table: cosines and signed sines [T, 1, .] of the first of R dimensions; none: no rotation.
+        keys: [P, N, 1, R + L] of a layer, the new ones among them.
+        pages: [sequences, M] int32, as in `paged_attention`.
+        positions: [B] of the rows' new tokens.
+        tiles: of the chunks, from `chunk_tiles` for `latent_tokens_at_once` each; none: there are only rows.
+        scale: scores are multiplied by it.
+    """
+    tokens, heads, latent = absorbed.shape
+    rows, rotated, blocks = len(positions), keys.shape[3] - latent, triton.cdiv(heads, _HEADS)
+    splits, span = splits_of(rows * blocks, pages.shape[1] * keys.shape[1]) if rows else (1, 0)
+    mixed, values = torch.empty_like(absorbed), absorbed.new_empty(tokens, heads, value_up.shape[1])
+    parts = mixed if splits == 1 else mixed.new_empty(rows, heads, splits, latent, dtype=torch.float32)
+    tops, sums = mixed.new_empty(2, rows, heads, splits, dtype=torch.float32)
+    cos, sin = table or (queries, queries)
+    inputs = (queries, absorbed, cos, sin, keys, pages, positions, positions if tiles is None else tiles)
+    _latent_kernel[rows * splits + (0 if tiles is None else len(tiles)), blocks](
+        *(*inputs, mixed, parts, tops, sums, scale, rows, heads, keys.stride(1), pages.stride(0)),
+        N=keys.shape[1],
+        U=queries.shape[2] - rotated,
+        R=rotated,
+        L=latent,
+        WIDTH=0 if table is None else cos.shape[-1],
+        SPLITS=splits,
+        SPAN=span,
+        **latent_tile(rotated, latent, keys.dtype, tiles=tiles is not None),
+    )
+    combined = rows if splits > 1 else 0
+    if combined:
+        combined_values(parts, tops, sums, value_up, values)
+    if combined < tokens:
+        others = values[combined:].transpose(0, 1)
+        torch.bmm(mixed[combined:].transpose(0, 1), value_up.transpose(1, 2), out=others)
+    return values
+
+
+def combined_values(parts: Tensor, tops: Tensor, sums: Tensor, value_up: Tensor, values: Tensor) -> None:
+    """Values of rows from the parts of their latents.
+
+    Args:
+        parts: [B, A, splits, L] float32; those without keys may be any.
+        tops: [B, A, splits], the highest score of each; -inf: it has no keys.
+        sums: [B, A, splits] of weights.
+        value_up: [A, V, L]; those of a head are contiguous.
+        values: [T, A, V], of which the first B are set.
+    """
+    rows, heads, splits, latent = parts.shape
+    tile = values_tile(rows * heads, splits, value_up.shape[1], latent, value_up.dtype)
+    _values_kernel[triton.cdiv(rows, tile["ROWS"]), heads](
+        *(parts, tops, sums, value_up, values, rows, heads, value_up.stride(0)), **tile
+    )
+
+
+def latent_tokens_at_once(dtype: torch.dtype) -> int:
+    """Tokens of a tile of a chunk: as many as leave room for the latents in the shared memory of sm_86."""
+    return 4 // dtype.itemsize
+
+
+def latent_tile(rotated_dims: int, latent: int, dtype: torch.dtype, *, tiles: bool) -> dict[str, int | bool]:
+    """Sizes of what a program computes, for the compiler."""
+    r_pad, l_pad = padded(rotated_dims), padded(latent)
+    fitting = _TILE_BYTES // ((r_pad + l_pad) * dtype.itemsize)
+    return {
+        "HEADS": _HEADS,
+        "QUERIES": _HEADS * (latent_tokens_at_once(dtype) if tiles else 1),
+        "R_PAD": r_pad,
+        "L_PAD": l_pad,
+        "KEYS": min(64, max(16, 1 << max(0, fitting.bit_length() - 1))),
+        "TILES": tiles,
+        "num_warps": 8 if tiles else 4,
+    }
+
+
+def values_tile(heads: int, splits: int, values: int, latent: int, dtype: torch.dtype) -> dict[str, int]:
+    """Sizes of what a program of `_values_kernel` computes, for the compiler; heads of all rows. A program has several
+    rows only where enough are left to fill the GPU."""
+    rows = min(16, _PART_NUMBERS // (16 * splits), triton.next_power_of_2(triton.cdiv(heads, PROGRAMS)))
+    v_pad = padded(values)
+    fitting = min(_PART_NUMBERS // (rows * splits), _VALUE_BYTES // (v_pad * dtype.itemsize), padded(latent))
+    return {
+        "L": latent,
+        "V": values,
+        "V_PAD": v_pad,
+        "ROWS": rows,
+        "COPIES": 16 // rows,
+        "LATENTS": max(16, 1 << max(0, fitting.bit_length() - 1)),
+        "SPLITS": splits,
+    }
+
+
+def padded(size: int) -> int:
+    """The next power of two that tl.dot takes."""
+    return max(16, triton.next_power_of_2(size))

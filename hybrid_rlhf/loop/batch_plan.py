@@ -1,0 +1,85 @@
+"""Batch arithmetic: the user gives global sizes, this derives micro-batches and accumulation. Pure numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.training import MicroBatches
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the rows of one optimizer update are shared out."""
+
+    global_batch_size: int
+    """Rows in one update."""
+    ranks: int
+    micro_batches: MicroBatches
+
+    def describe(self) -> str:
+        """The plan in one line."""
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        rows = self.micro_batches.rows
+        if rows is None:
+            limit = f"up to {self.micro_batches.tokens} tokens"
+        else:
+            limit = f"{rows} row{'s' * (rows > 1)}"
+        return f"batch plan: {self.global_batch_size} rows per update over {ranks}, micro-batches of {limit}"
+
+
+def plan_batch(
+    *, global_batch_size: int, ranks: int, micro_batches: MicroBatches, key: str = "train.global_batch_size"
+) -> BatchPlan:
+    """Share the rows of an update over ranks and micro-batches.
+
+    Args:
+        global_batch_size: rows of one update, over all ranks.
+        ranks: that train together.
+        micro_batches: with rows, they must divide the update.
+        key: the config key to name in an error.
+
+    Raises:
+        UserError: when the sizes do not divide; names the nearest that do.
+    """
+    rows = micro_batches.rows
+    if rows is not None and global_batch_size % (unit := ranks * rows):
+        raise UserError(
+            f"{key} must be a multiple of {ranks} ranks x {rows} rows = {unit}, got {global_batch_size}: "
+            f"{nearest(global_batch_size, unit)}"
+        )
+    return BatchPlan(global_batch_size, ranks, micro_batches)
+
+
+def plan_rollout(
+    *,
+    prompts_per_step: int,
+    completions_per_prompt: int,
+    mini_batches: int,
+    ranks: int,
+    micro_batches: MicroBatches,
+) -> BatchPlan:
+    """Share the completions of an RL step over mini-batches, ranks and micro-batches; the plan of one mini-batch.
+
+    Raises:
+        UserError: when the sizes do not divide; names the nearest rollout.prompts_per_step that does.
+    """
+    size, rows = micro_batches.rows, prompts_per_step * completions_per_prompt
+    unit = mini_batches if size is None else mini_batches * ranks * size
+    if rows % unit:
+        parts = f"{mini_batches} mini-batches"
+        if size is not None:
+            parts += f" x {ranks} ranks x {size} rows = {unit}"
+        raise UserError(
+            f"rollout.prompts_per_step x completions per prompt must be a multiple of {parts}, got "
+            f"{prompts_per_step} x {completions_per_prompt}: give fewer algorithm.mini_batches or other prompts, "
+            f"{nearest(prompts_per_step, unit // math.gcd(unit, completions_per_prompt))}"
+        )
+    return BatchPlan(rows // mini_batches, ranks, micro_batches)
+
+
+def nearest(value: int, unit: int) -> str:
+    """The multiples of unit around a value, as the end of an error."""
+    below, above = value // unit * unit, (value // unit + 1) * unit
+    return f"the nearest are {below} and {above}" if below else f"the nearest is {above}"

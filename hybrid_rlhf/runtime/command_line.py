@@ -1,0 +1,127 @@
+"""How a command begins and ends: its config from the line and the files that the line names, and the one line on stderr
+with exit code 2 for a user's mistake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+
+from hybrid_rlhf.configs.credentials import redacted
+from hybrid_rlhf.configs.errors import RankError, UserError
+from hybrid_rlhf.configs.parsing.building import build_config, flat, plain, read_words, resolved
+from hybrid_rlhf.configs.parsing.derived import derived_defaults
+from hybrid_rlhf.configs.parsing.help import help_document, help_text
+from hybrid_rlhf.configs.parsing.schema import Layer
+from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
+from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.disk import disk_fault
+from hybrid_rlhf.runtime.files.reading import read_text
+from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
+
+ConfigT = TypeVar("ConfigT")
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
+ERROR_FILE = "HYBRID_RLHF_ERROR_FILE"
+"""Environment variable with a file that a process writes a user's mistake to, for a command that started it: a launcher
+in between may end with another exit code."""
+
+
+def parse_config(
+    config_type: type[ConfigT],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str | None = None,
+    defaults: Path | None = None,
+    positional: str | Sequence[str] = (),
+) -> ConfigT:
+    """A config from `--config FILE.yaml` and dotted overrides such as `--optimizer.lr 1e-5`.
+
+    Args:
+        config_type: a dataclass of configs/.
+        argv: the words of the line; none: the process's own.
+        prog: the name that --help shows.
+        defaults: a YAML file that lies under the user's files.
+        positional: keys whose values the first words of the line may give without their names; a list takes all words
+            up to the first option.
+
+    Raises:
+        UserError: for an unknown key, a wrong value, a file that cannot be read, or a rule of the config.
+        SystemExit: after --help.
+    """
+    positional = [positional] if isinstance(positional, str) else positional
+    files, overrides, wants_help = read_words(sys.argv[1:] if argv is None else argv, config_type, positional)
+    layers = [] if defaults is None else [Layer(_read_file(str(defaults)), str(defaults), strict=False)]
+    layers += [Layer(_read_file(file), file) for file in files]
+    layers += overrides
+    if wants_help:
+        tree = resolved(config_type, layers)
+        derived = derived_defaults(tree)
+        if defaults is not None:
+            derived |= resolved(config_type, layers[:1]).values()
+        how: Any = {
+            "prog": prog or Path(sys.argv[0]).name,
+            "everything": wants_help == "--help-all",
+            "positional": positional,
+        }
+        print_result(help_document(tree, derived, **how), help_text(tree, derived, **how).rstrip("\n"))
+        sys.exit(0)
+    return build_config(config_type, layers)
+
+
+def read_config(config: Any) -> dict[str, Any]:
+    """A config, or the file that save_config wrote, as dotted keys and plain values."""
+    return flat(yaml.safe_load(config.read_text()) if isinstance(config, Path) else plain(config))
+
+
+def save_config(config: Any, path: Path) -> None:
+    """Write a config as the YAML that parse_config reads back."""
+    write_whole(path, yaml.safe_dump(plain(config), sort_keys=False))
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn a user's mistake, or a disk's fault, into one line on stderr, or JSON on stdout, and exit code 2; Ctrl-C
+    into the line "stopped" and the exit code that shells give it."""
+    file = os.environ.pop(ERROR_FILE, None)  # not for the processes that this one starts
+    try:
+        yield
+    except UserError as error:
+        _stop(str(error), file, every_rank=isinstance(error, RankError))
+    except OSError as error:
+        if disk_fault(error) is None:
+            raise
+        _stop(str(disk_fault(error)), file, every_rank=True)
+    except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            if wants_json():
+                print_document({"error": "stopped"})
+            else:
+                print("stopped", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED_EXIT_CODE)
+
+
+def _stop(message: str, file: str | None, *, every_rank: bool) -> NoReturn:
+    # Every rank meets the same mistake, and one per host reports it.
+    if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
+        rank = f"rank {os.environ.get('RANK')}: " if every_rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        line = f"{rank}{redacted(message)}"
+        if file is not None:
+            with contextlib.suppress(OSError), Path(file).open("x", encoding="utf-8") as place:  # the first rank's
+                place.write(line)
+        if wants_json():
+            print_document({"error": line})
+        else:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def _read_file(file: str) -> dict[str, Any]:
+    """The content of a config file; refuses one that is missing or is not YAML."""
+    return parse_yaml(read_text(file, "--config must name a file"), file)

@@ -1,0 +1,63 @@
+"""A file that is whole or not there: written beside its place, brought to the disk, and renamed.
+
+Why here: the lowest floor writes one too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.files.reading import user_path
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a small file; one that was there stays as it was until the new one is whole.
+
+    Raises:
+        OSError: when it cannot be written; nothing is left beside it.
+    """
+    with whole_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes its place at the end of the block; after an exception it is removed.
+
+    Raises:
+        OSError: when it cannot be written; nothing is left beside it.
+    """
+    beside = path.with_name(f"{path.name}.partial")
+    try:
+        with beside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def output_file(path: str | Path, key: str, *, overwrite: bool) -> Path:
+    """The place of a new file, with its folder.
+
+    Raises:
+        UserError: naming `key`, if the file exists and may not be replaced, or cannot be written.
+    """
+    file = user_path(path)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        is_there, writable = os.path.lexists(file), os.access(file.parent, os.W_OK)
+    except OSError:  # a file where a folder should be
+        is_there = writable = False
+    if not writable or (is_there and not file.is_file()):
+        raise UserError(f"{key} must be a file that can be written, got {path}: choose another")
+    if is_there and not overwrite:
+        raise UserError(f"{key} must be a new file, {path} exists: choose another, or give --overwrite")
+    return file

@@ -1,0 +1,389 @@
+"""The placement of a run: the ranks and parallelism of every role, and their table.
+
+configs/sections/placement.py has what the user gives of it; the rest is filled in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import PlacementConfig, RolePlacements, RoleRanks, ZeroStage
+from hybrid_rlhf.configs.sections.rules import nearest_hint, require
+from hybrid_rlhf.configs.sections.training import frozen_zero
+
+CRITIC_COPY = "critic_copy"
+"""The role of inference weights of the critic, which compute its values on ranks that do not train it."""
+
+READS_ACTOR = "  the reference is the actor without its adapters, on the actor's ranks"
+"""Line of the tables for a reference that is no model of its own."""
+
+
+@dataclass(frozen=True)
+class RolePlacement:
+    """Ranks and parallelism of a role."""
+
+    ranks: tuple[int, ...]
+    """In the run, ascending."""
+    zero: ZeroStage = 0
+    """ZeRO stage."""
+    tensor_parallel: int = 1
+    """Ranks that share one model's inference weights."""
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """Its tensor-parallel groups."""
+        size = self.tensor_parallel
+        return [self.ranks[first : first + size] for first in range(0, len(self.ranks), size)]
+
+    @property
+    def parallelism(self) -> str:
+        """In words."""
+        parts = [f"ZeRO-{self.zero}"] * bool(self.zero)
+        parts += [f"tensor parallel {self.tensor_parallel}"] * (self.tensor_parallel > 1)
+        return ", ".join(parts) or "replicated" * (len(self.ranks) > 1) or "whole"
+
+
+@dataclass(frozen=True)
+class PlacedRoles:
+    """What a step has to place."""
+
+    zero: Mapping[str, ZeroStage]
+    """ZeRO stages of the configs, by role: actor first, critic and reference where there are ones, and the names of
+    reward models."""
+    tensor_parallel: int = 1
+    """`rollout.tensor_parallel`."""
+    policy_lag: int = 0
+    shares_base: bool = False
+    """Whether the critic has its adapters on the actor's weights."""
+    reads_actor: bool = False
+    """Whether the reference is the actor without its adapters."""
+    refreshes_reference: bool = False
+    """Whether the reference takes the actor's weights now and then."""
+
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """Names of the reward models."""
+        return tuple(name for name in self.zero if name not in ("actor", "critic", "reference"))
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Roles that only score."""
+        return tuple(name for name in self.zero if name not in ("actor", "critic"))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Every role's ranks. A sampler of its own has the role "sampler"; without one the actor's ranks sample."""
+
+    roles: Mapping[str, RolePlacement]
+    style: str
+    """flattening, interleaving, separation, or hybrid where the user names ranks."""
+    with_actor: bool = False
+    """Whether the actor's ranks sample part of each rollout beside a sampler on ranks of its own."""
+
+    def __getitem__(self, role: str) -> RolePlacement:
+        return self.roles[role]
+
+    @property
+    def separate_sampler(self) -> bool:
+        """Whether the sampler has ranks of its own."""
+        return "sampler" in self.roles
+
+    @property
+    def sampler(self) -> RolePlacement:
+        """Where completions are sampled."""
+        return self.roles.get("sampler", self.roles["actor"])
+
+    @property
+    def sampler_shares_ranks(self) -> bool:
+        """Whether other roles compute on a rank of the sampler's own."""
+        others = (role.ranks for name, role in self.roles.items() if name != "sampler")
+        return any(not {*self.sampler.ranks}.isdisjoint(ranks) for ranks in others)
+
+    @property
+    def reference_beside_rewards(self) -> bool:
+        """Whether the reference and reward models have no rank in common, and so read at the same time."""
+        rewards = {rank for name, role in self.roles.items() if _is_reward(name) for rank in role.ranks}
+        return "reference" in self.roles and bool(rewards) and rewards.isdisjoint(self["reference"].ranks)
+
+    @property
+    def sampling_groups(self) -> list[tuple[int, ...]]:
+        """The tensor-parallel groups that sample."""
+        roles = [self.sampler] + [self["actor"]] * self.with_actor
+        return [group for role in roles for group in role.groups]
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """Ranks of the process groups that a run of this placement needs, without those of threads."""
+        groups = [*(role.ranks for role in self.roles.values())]
+        groups += [group for role in self.roles.values() if role.tensor_parallel > 1 for group in role.groups]
+        return sorted(set(groups))
+
+    def table(self) -> list[str]:
+        """Lines that show each role's ranks and parallelism, and what each rank computes in each phase."""
+        rows = [("role", "ranks", "parallelism")]
+        rows += [(role_label(name), in_words(role.ranks), role.parallelism) for name, role in self.roles.items()]
+        held: dict[tuple[str, ...], list[int]] = {}
+        for rank in sorted({rank for role in self.roles.values() for rank in role.ranks}):
+            held.setdefault(tuple(name for name, role in self.roles.items() if rank in role.ranks), []).append(rank)
+        samplers = ("sampler",) + ("actor",) * self.with_actor if self.separate_sampler else ("actor",)
+        trained = ("actor", "critic")
+        valued = ("actor", CRITIC_COPY if CRITIC_COPY in self.roles else "critic")
+        phases = [("ranks", "sampling", "scoring", "log-probs and values", "updates")]
+        for names, ranks in held.items():
+            mine = (
+                [name for name in names if name in samplers],
+                [name for name in names if name not in (*trained, CRITIC_COPY, "sampler")],
+                [name for name in names if name in valued],
+                [name for name in names if name in trained],
+            )
+            sampling, scoring, values, updates = (", ".join(map(role_label, part)) or "-" for part in mine)
+            phases.append((in_words(ranks), sampling, scoring, values, updates))
+        return [f"placement: {self.style}", *aligned(rows), *aligned(phases)]
+
+
+def role_label(name: str) -> str:
+    """A role's name in tables, which says of a reward model that it is one."""
+    return f"reward: {name}" if _is_reward(name) else name
+
+
+def _is_reward(name: str) -> bool:
+    return name not in ("actor", "critic", CRITIC_COPY, "reference", "sampler")
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """Ranks as ranges: 0-3,6."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table as lines."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def placed_roles(config: RLConfig, *, has_reference: bool | None = None) -> PlacedRoles:
+    """What a step has to place; `has_reference`: the reference is a model of its own (none: as model.path says)."""
+    if has_reference is None:
+        path = config.reference.path or config.model.path
+        has_reference = config.uses_reference and not config.reads_without_adapters(path, config.model.path)
+    zero = {"actor": config.actor.zero.stage}
+    zero |= {"critic": config.critic_zero.stage} if config.critic is not None else {}
+    zero |= {"reference": frozen_zero(config.actor.zero).stage} if has_reference else {}
+    models = [component.label for component in config.reward.named if component.model is not None]
+    zero |= dict.fromkeys(models, frozen_zero(config.critic_zero).stage)
+    return PlacedRoles(
+        zero,
+        tensor_parallel=config.rollout.tensor_parallel,
+        policy_lag=config.rollout.policy_lag,
+        shares_base=config.critic is not None and config.critic.share_base,
+        reads_actor=config.uses_reference and not has_reference,
+        refreshes_reference=has_reference and bool(config.reference.refresh_every),
+    )
+
+
+def resolve_placement(given: PlacementConfig | None, placed: PlacedRoles, *, ranks: int) -> Placement:
+    """The placement of a run: what is given, and the rest filled in.
+
+    Args:
+        given: what the user gives; None: flattening.
+        placed: the roles of the step.
+        ranks: of the run.
+
+    Raises:
+        UserError: for a role that the step does not have, ranks that do not exist or must not be shared, or tensor
+            parallelism that does not divide.
+    """
+    style = "flattening" if given is None else given.style
+    roles = dict(given.roles) if isinstance(given, RolePlacements) else {}
+    if "reward" in roles and "reward" not in placed.zero:  # all reward models
+        shared = roles.pop("reward")
+        roles = {name: shared for name in placed.rewards} | roles
+        require(bool(placed.rewards), "placement.reward places reward models, the step has none: leave it out")
+    names = (*placed.zero, *([CRITIC_COPY] if "critic" in placed.zero else []), "sampler")
+    require(
+        not placed.reads_actor or "reference" not in roles,
+        "with LoRA the reference is the actor without its adapters, on the actor's ranks, got placement.reference: "
+        "leave it out, or set reference.path",
+    )
+    for name in roles:
+        require(
+            name in names,
+            f"placement.{name} must be a role of the step, which has {', '.join(names)}: "
+            f"{nearest_hint(name, names, otherwise='give one of them')}",
+        )
+    own = {name: role.ranks for name, role in roles.items() if role.ranks is not None}
+    for name, mine in own.items():
+        require(
+            mine[-1] < ranks,
+            f"placement.{name}.ranks must be below the number of ranks, {ranks}, got {mine[-1]}: start more ranks or "
+            "the missing hosts, or name others",
+        )
+    sampler = roles.get("sampler", RoleRanks())
+    together = sampler.tensor_parallel or placed.tensor_parallel
+    filled = _filled(style, placed, own, ranks, together) | own
+    if CRITIC_COPY in roles and CRITIC_COPY not in filled:
+        require("sampler" in filled, "placement.critic_copy needs ranks, got none and no sampler's: give it some")
+        filled[CRITIC_COPY] = filled["sampler"]
+    _check_keys(roles, placed)
+    placement = Placement(
+        {
+            name: _role(roles.get(name, RoleRanks()), filled[name], placed.zero.get(name, 0))
+            for name in names
+            if name in filled
+        },
+        "hybrid" if own else style,
+        sampler.with_actor,
+    )
+    sampling = ["sampler"] * placement.separate_sampler + ["actor"] * (
+        sampler.with_actor or not placement.separate_sampler
+    )
+    sized = {name: replace(placement[name], tensor_parallel=together) for name in sampling}
+    placement = replace(placement, roles={**placement.roles, **sized})
+    _check(placement, placed)
+    return placement
+
+
+def _role(given: RoleRanks, ranks: tuple[int, ...], zero: ZeroStage) -> RolePlacement:
+    """A role by what is given of it; `zero` is the stage of its config, which tensor parallelism takes the place of."""
+    together = given.tensor_parallel or 1
+    stage: ZeroStage = zero if together == 1 else 0
+    return RolePlacement(ranks, stage if given.zero is None else given.zero, together)
+
+
+def _filled(
+    style: str, placed: PlacedRoles, own: Mapping[str, tuple[int, ...]], ranks: int, together: int
+) -> dict[str, tuple[int, ...]]:
+    """Ranks of the roles by a style, given those of some."""
+    whole = tuple(range(ranks))
+    require(
+        style == "flattening" or ranks > 1 or bool(own),
+        f"placement {style} needs 2 ranks or more, got {ranks}: start more, or give flattening",
+    )
+    sampler = own.get("sampler")
+    if style == "separation" and sampler is None:
+        # a whole number of tensor-parallel groups, on half of the ranks at most
+        free = [rank for rank in whole if rank not in own.get("actor", ())]
+        count = len(free) if "actor" in own else ranks // 2 // together * together
+        require(
+            0 < count < ranks and count % together == 0,
+            f"placement separation needs {_ranks_in_words(together)} for a "
+            f"{'tensor-parallel ' * (together > 1)}sampler beside the actor's, got {_ranks_in_words(ranks)}: start "
+            "more, or name placement.sampler.ranks",
+        )
+        sampler = tuple(free[len(free) - count :])
+    found = {} if sampler is None else {"sampler": sampler}
+    training = own.get("actor", tuple(rank for rank in whole if rank not in (sampler or ())))
+    require(bool(training), f"placement.actor needs ranks, placement.sampler takes all {ranks}: leave it some")
+    found |= {name: training for name in placed.zero if name in ("actor", "critic")}
+    beside = whole if sampler is None else sampler
+    frozen = [name for name in placed.frozen if name not in own]
+    parts = min(len(frozen), len(beside)) if style == "interleaving" else 1
+    for place, name in enumerate(frozen):
+        part = place % max(parts, 1)
+        found[name] = beside[part * len(beside) // parts : (part + 1) * len(beside) // parts]
+    return found
+
+
+def _check_keys(given: Mapping[str, RoleRanks], placed: PlacedRoles) -> None:
+    for name, role in given.items():
+        together = role.tensor_parallel or 1
+        require(
+            role.tensor_parallel is None or name not in ("actor", "critic"),
+            f"placement.{name} trains without tensor parallelism, got tensor_parallel {together}: leave it out, or "
+            "give it to sampler or a frozen role",
+        )
+        require(
+            name != CRITIC_COPY or role.zero is None,
+            f"placement.critic_copy keeps inference weights, which ZeRO does not shard, got zero {role.zero}: "
+            "give tensor_parallel, or leave it out",
+        )
+        require(
+            together == 1 or not role.zero,
+            f"placement.{name} is shared by tensor parallelism or by ZeRO, got tensor_parallel {together} and zero "
+            f"{role.zero}: leave one out",
+        )
+        require(
+            together == 1 or name != "reference" or not placed.refreshes_reference,
+            f"reference.refresh_every writes to whole or ZeRO-sharded weights, got placement.reference.tensor_parallel "
+            f"{together}: leave one out",
+        )
+
+
+def _check(placement: Placement, placed: PlacedRoles) -> None:
+    sampler, actor = placement.sampler, placement["actor"]
+    if placement.with_actor:
+        _check_with_actor(placement, placed)
+    for name, role in placement.roles.items():
+        count, who = len(role.ranks), "sampler" if role is sampler else name
+        known = [str(size) for size in range(1, count + 1) if count % size == 0]
+        require(
+            count % role.tensor_parallel == 0,
+            f"tensor parallelism must divide the {_ranks_in_words(count)} of the {who}, got {role.tensor_parallel}: "
+            f"use {'one of ' * (count > 1)}{', '.join(known)}{', or more ranks' * (count == 1)}",
+        )
+    for name in placed.frozen:
+        require(
+            placement[name].zero in (0, 3),
+            f"placement.{name} is frozen, so ZeRO shards its weights (3) or nothing (0), got {placement[name].zero}: "
+            "give one of them",
+        )
+    require(
+        not placed.shares_base or placement["critic"].ranks == actor.ranks,
+        "critic.share_base needs the critic on the actor's ranks, got others in placement: leave share_base or "
+        "placement.critic out",
+    )
+    if CRITIC_COPY in placement.roles:
+        shared = sorted({*placement[CRITIC_COPY].ranks} & {*placement["critic"].ranks})
+        require(
+            not shared,
+            f"placement.critic_copy computes values on ranks without the critic, got {in_words(shared)} of its too: "
+            "name others, or leave critic_copy out",
+        )
+    if not placement.separate_sampler:
+        return
+    shared = sorted({*sampler.ranks} & {*actor.ranks})
+    require(
+        not shared,
+        f"placement.sampler has ranks of its own, got {in_words(shared)} of the actor's too: name others, or leave "
+        "sampler out to sample on the actor's ranks",
+    )
+    if placed.policy_lag and "critic" in placement.roles:
+        shared = sorted({*sampler.ranks} & {*placement["critic"].ranks})
+        require(
+            not shared,
+            "rollout.async_sampling samples while the critic trains, got both on ranks "
+            f"{in_words(shared)} in placement: name others for placement.critic",
+        )
+
+
+def _ranks_in_words(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def _check_with_actor(placement: Placement, placed: PlacedRoles) -> None:
+    together, trains = placement.sampler.tensor_parallel, len(placement["actor"].ranks)
+    require(
+        placement.separate_sampler,
+        "placement.sampler.with_actor shares rollouts between the actor's ranks and a sampler's, got no ranks of its "
+        "own for the sampler: name placement.sampler.ranks",
+    )
+    require(
+        not placed.policy_lag,
+        "placement.sampler.with_actor samples on the actor's ranks while they do not train, got "
+        f"rollout.async_sampling.policy_lag {placed.policy_lag}: leave one out",
+    )
+    require(
+        trains % together == 0,
+        f"placement.sampler.with_actor samples in groups of {together} on the actor's ranks too, got {trains} of them: "
+        "give another tensor_parallel, or leave with_actor out",
+    )
