@@ -150,7 +150,7 @@ def emulate_plans(
         times = run_ranks(run_emulated, ranks, folder / f"ranks{number}", [*line, *extra], emulation)
         yield {
             "plan": candidate.plan.placement.style,
-            "placement": candidate.plan.placement_setting(),
+            "placement": candidate.plan.placement_setting().as_given(),
             "settings": candidate.plan.settings(RLConfig()),
             "predicted_seconds": candidate.seconds,
             "emulated_seconds": times[0].step_seconds / pace,

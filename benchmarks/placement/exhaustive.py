@@ -7,7 +7,7 @@ The family: REINFORCE without a KL, so an actor, a reward model and, on ranks of
 that the planner looks at, none of which differ by the numbers of ranks alone, all sizes of tensor-parallel groups, and
 the actor's ranks as further samplers; each role unsharded. Without --emulate small models run as they are and
 predictions are from the curves of this machine, which should be idle. A call resumes: it leaves out what was measured
-(remove the records to measure again). At the end the page docs/benchmarks/placement_trials.md is written.
+(remove the records to measure again). At the end a section of docs/benchmarks/placement.md is written.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _described(candidate: Candidate) -> dict[str, Any]:
     plan = candidate.plan
     return {
         "plan": plan.placement.style,
-        "placement": plan.placement_setting(),
+        "placement": plan.placement_setting().as_given(),
         "settings": plan.settings(RLConfig()),
         "predicted_seconds": candidate.seconds,
     }

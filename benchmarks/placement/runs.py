@@ -104,7 +104,7 @@ def run_line(folder: Path, output: Path, plan: StepPlan, *, prompts: int, new_to
         "data.eval_fraction": 0.0,
         "reward.components": f"[{folder / 'reward'}]",
         "output_dir": output,
-        "placement": json.dumps(plan.placement_setting()),
+        "placement": json.dumps(plan.placement_setting().as_given()),
         "algorithm.epochs": 1,
         "algorithm.mini_batches": 1,
         "rollout.prompts_per_step": prompts,

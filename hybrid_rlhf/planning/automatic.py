@@ -16,7 +16,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import is_automatic, read_placement
+from hybrid_rlhf.configs.sections.placement import RolePlacements, is_automatic
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
@@ -48,7 +48,7 @@ _MEASURED_STEPS = 4
 class PlannedSettings:
     """The plan as settings of the config, from the first rank to all."""
 
-    placement: dict[str, dict[str, Any]]
+    placement: RolePlacements
     others: dict[str, Any]
     """Dotted keys."""
 
@@ -59,7 +59,7 @@ class PlannedSettings:
 
     def applied(self, config: RLConfig) -> RLConfig:
         """The config under the plan."""
-        changed: RLConfig = with_settings(config, {**self.others, "placement": read_placement(self.placement)})
+        changed: RLConfig = with_settings(config, {**self.others, "placement": self.placement})
         return changed
 
 

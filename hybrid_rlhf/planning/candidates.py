@@ -193,17 +193,6 @@ def plan_of(layout: Layout, options: Options) -> StepPlan:
     )
 
 
-def all_options(job: RLJob, layout: Layout, cluster: Cluster) -> Iterator[Options]:
-    """Every choice for a layout: the brute force of the search's tests."""
-    each = [[(name, way) for way in shardings(job, cluster, name, ranks)] for name, ranks in layout.ranks]
-    for shared, together, lag, offload in itertools.product(
-        itertools.product(*each), tensor_parallels(job, layout, cluster), lags(job, layout), offloads(job, layout)
-    ):
-        options = Options(tuple(shared), together, lag, *offload)
-        for joins in joinings(layout, cluster, options):
-            yield replace(options, with_actor=joins)
-
-
 @cache
 def _range(start: int, end: int) -> tuple[int, ...]:
     """One object for all layouts, so that comparing them is fast."""

@@ -10,11 +10,11 @@ import torch
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.configs.sections.training import LoopConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.shapes import BatchShape
-from hybrid_rlhf.runtime.placement import in_words
 
 AnyStep = SFTConfig | RewardConfig | PreferenceStepConfig | RLConfig
 GPU_RESERVE_GIB = 2.0

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.engines.residency.rules import residency_table
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
@@ -17,7 +18,7 @@ from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import Cluster, StepPlan
 from hybrid_rlhf.planning.search import STYLES, Candidate, Search, SearchResult
 from hybrid_rlhf.planning.step_time import PHASES
-from hybrid_rlhf.runtime.placement import CRITIC_COPY, READS_ACTOR, Placement, in_words, role_label
+from hybrid_rlhf.runtime.placement import CRITIC_COPY, READS_ACTOR, Placement, role_label
 
 _GIB = 2**30
 _HALVINGS, _DOUBLINGS = 2, 2
@@ -256,7 +257,7 @@ def _smaller_micro_batches(job: RLJob) -> tuple[int | None, ...]:
 
 def _on_one_line(plan: StepPlan) -> str:
     """The ranks of a plan, as the command line takes them."""
-    setting = plan.placement_setting()
+    setting = plan.placement_setting().as_given()
     given = yaml.safe_dump(setting, default_flow_style=True, sort_keys=False, width=math.inf).strip()
     return str(given).replace("'", '"')
 

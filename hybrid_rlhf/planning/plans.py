@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import ZeroStage
+from hybrid_rlhf.configs.sections.placement import RolePlacements, RoleRanks, ZeroStage
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
 from hybrid_rlhf.planning.job import RLJob
 from hybrid_rlhf.planning.remedies import setting
-from hybrid_rlhf.runtime.placement import Placement, RolePlacement, in_words
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 
 LEARNERS = ("actor", "critic")
 SAMPLER = "sampler"
@@ -113,18 +113,16 @@ class StepPlan:
         """Whether it makes room by offloading."""
         return self.offload_frozen or self.offload_states or self.offload_optimizer
 
-    def placement_setting(self) -> dict[str, dict[str, Any]]:
-        """The ranks as the key `placement` of the RL config takes them."""
-        return {
-            name: {"ranks": in_words(role.ranks)}
-            | (
-                {"tensor_parallel": role.tensor_parallel}
-                if name == SAMPLER or (name != "actor" and role.tensor_parallel > 1)
-                else {"zero": role.zero}
-            )
-            | ({"with_actor": True} if name == SAMPLER and self.placement.with_actor else {})
-            for name, role in self.roles.items()
-        }
+    def placement_setting(self) -> RolePlacements:
+        """The ranks as the key `placement` of the RL config."""
+        roles: dict[str, RoleRanks] = {}
+        for name, role in self.roles.items():
+            if name == SAMPLER or (name != "actor" and role.tensor_parallel > 1):
+                with_actor = name == SAMPLER and self.placement.with_actor
+                roles[name] = RoleRanks(role.ranks, tensor_parallel=role.tensor_parallel, with_actor=with_actor)
+            else:
+                roles[name] = RoleRanks(role.ranks, role.zero)
+        return RolePlacements("separation" if self.separate else "flattening", roles)
 
     def settings(self, config: RLConfig) -> dict[str, Any]:
         """What a config must have besides the placement so that it runs as planned: keys whose values differ."""

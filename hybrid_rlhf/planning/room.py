@@ -10,11 +10,12 @@ import logging
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory, own_device
 from hybrid_rlhf.planning.remedies import remedies
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
-from hybrid_rlhf.runtime.placement import Placement, in_words
+from hybrid_rlhf.runtime.placement import Placement
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
 logger = logging.getLogger(LOGGER_NAME)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
-from hybrid_rlhf.configs.sections.placement import read_placement
-from hybrid_rlhf.planning.candidates import all_options, layouts, plan_of, tensor_parallels
+from hybrid_rlhf.planning.candidates import (
+    Layout,
+    Options,
+    joinings,
+    lags,
+    layouts,
+    offloads,
+    plan_of,
+    shardings,
+    tensor_parallels,
+)
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
 from hybrid_rlhf.planning.job import RLJob, StepLengths
@@ -46,6 +57,17 @@ def search_of(
     found = small_job(**(job or {}))
     memory: Any = FlatMemory(found, device_bytes)
     return Search(Costs(found, machine(**(curves or {})), Cluster(ranks, per_host)), memory, keep=keep)
+
+
+def all_options(job: RLJob, layout: Layout, cluster: Cluster) -> Iterator[Options]:
+    """Every choice for a layout."""
+    each = [[(name, way) for way in shardings(job, cluster, name, ranks)] for name, ranks in layout.ranks]
+    for shared, together, lag, offload in itertools.product(
+        itertools.product(*each), tensor_parallels(job, layout, cluster), lags(job, layout), offloads(job, layout)
+    ):
+        options = Options(tuple(shared), together, lag, *offload)
+        for joins in joinings(layout, cluster, options):
+            yield replace(options, with_actor=joins)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -157,7 +179,7 @@ def test_a_search_lets_training_ranks_sample_where_that_is_faster() -> None:
     found = {each.plan.placement.style: each.plan for each in search.run(["separation"]).ranked}["separation"]
     assert found.placement.with_actor
     placed = PlacedRoles(dict.fromkeys(("actor", "critic", "reference", "reward"), 0))
-    again = resolve_placement(read_placement(found.placement_setting()), placed, ranks=4)
+    again = resolve_placement(found.placement_setting(), placed, ranks=4)
     assert again.with_actor and again.sampling_groups == found.sampling_groups
     lagging = search_of(ranks=4, job={"lag": 1}).run(["separation"]).ranked[0].plan
     assert not lagging.placement.with_actor

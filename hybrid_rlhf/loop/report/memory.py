@@ -8,11 +8,11 @@ from typing import Any, cast
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.planning.phase_memory import AnyStep, RankMemory, own_device
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
-from hybrid_rlhf.runtime.placement import in_words
 from hybrid_rlhf.runtime.run import Run
 
 logger = logging.getLogger(LOGGER_NAME)
