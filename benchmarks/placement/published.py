@@ -286,7 +286,7 @@ PAPER_TEXT = """
 So four models of 300B can be trained by ZeRO-3 with offloading and tensor-parallel sampling within a host where the
 table has a time, if the hosts have memory for what is offloaded, which these plans do not limit. Tensor parallelism
 is searched within a host only; pipeline parallelism, which ChatLearn uses at this size through Megatron, is not
-simulated.
+predicted.
 
 ### The placement paper (arXiv 2312.11819)
 

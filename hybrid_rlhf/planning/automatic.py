@@ -30,7 +30,6 @@ from hybrid_rlhf.planning.placement_table import PlacementAnswer, plan_placement
 from hybrid_rlhf.planning.plans import Cluster, StepPlan
 from hybrid_rlhf.planning.prediction_errors import STEP, PredictionReport, memory_errors
 from hybrid_rlhf.planning.remedies import with_settings
-from hybrid_rlhf.planning.search import Candidate
 from hybrid_rlhf.planning.shapes import Shapes
 from hybrid_rlhf.planning.step_time import StepTime, step_time
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -173,13 +172,10 @@ class PlacementWatch:
                 f"placement auto needs a placement that fits, the nearest {why}: use more ranks, a smaller model, "
                 "or settings that hybrid-rlhf plan names"
             )
-        self._follow(best)
-
-    def _follow(self, candidate: Candidate) -> None:
-        """Compare with a plan from now on."""
-        assert candidate.time is not None
-        self.plan, self._memory = candidate.plan, candidate.memory.phases
-        self._predicted = _seconds(candidate.time)
+        assert best.time is not None
+        self.plan = best.plan
+        self._memory = best.memory.phases
+        self._predicted = _seconds(best.time)
         self._measured: list[MeasuredStep] = []
 
     def metrics(self, measured: MeasuredStep) -> dict[str, float]:

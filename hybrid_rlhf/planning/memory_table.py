@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from hybrid_rlhf.configs.pipeline import PlanConfig, has_model, start_of
 from hybrid_rlhf.planning.phase_memory import AnyStep, Device, PhaseMemory, own_device
 from hybrid_rlhf.planning.remedies import PhasePlanner, Remedy, remedies
+from hybrid_rlhf.runtime.hostfile import process_count
 
 _COLUMNS = ("weights", "gradients", "optimizer", "activations", "inference", "cache", "buffers")
 
@@ -73,15 +72,8 @@ def starts_of(steps: Mapping[str, AnyStep], anew: Collection[str]) -> dict[str, 
 def this_machine(config: PlanConfig) -> Device:
     """This machine with the ranks that are planned for, or that a run would start."""
     gpus = torch.cuda.device_count()
-    ranks = config.ranks or _ranks(config) or max(gpus, 1)
+    ranks = config.ranks or process_count(config.launcher)[0] or max(gpus, 1)
     return own_device(ranks, local=ranks if config.launcher.hostfile is None else max(gpus, 1))
-
-
-def _ranks(config: PlanConfig) -> int | None:
-    file = config.launcher.hostfile
-    if file is None:
-        return config.launcher.num_processes
-    return sum(int(slots) for slots in re.findall(r"slots=(\d+)", Path(file).read_text()))
 
 
 def _advice(found: Sequence[Remedy], *, prefix: str) -> str:
