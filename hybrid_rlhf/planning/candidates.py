@@ -38,9 +38,10 @@ class Layout:
         firsts = {ranks[0] for _, ranks in self.ranks}
         return [[name for name, ranks in self.ranks if ranks[0] <= first <= ranks[-1]] for first in sorted(firsts)]
 
-    def of(self, name: str) -> tuple[int, ...]:
-        """The ranks of a role."""
-        return dict(self.ranks)[name]
+    @cached_property
+    def places(self) -> dict[str, tuple[int, ...]]:
+        """The ranks by role."""
+        return dict(self.ranks)
 
 
 class Sharding(NamedTuple):
@@ -147,32 +148,32 @@ def _group_sizes(ranks: tuple[int, ...], cluster: Cluster, heads: int) -> list[i
 
 def tensor_parallels(job: RLJob, layout: Layout, cluster: Cluster) -> list[int]:
     """Sizes of tensor-parallel groups that divide the ranks that sample, within a host."""
-    names, environment = dict(layout.ranks), job.config.environment
-    if job.config.rollout.policy_lag and SAMPLER not in names:
+    places, environment = layout.places, job.config.environment
+    if job.config.rollout.policy_lag and SAMPLER not in places:
         return [1]  # beside training on the same ranks, sampling runs no collectives
     if environment is not None and environment.path is None:
         return [1]  # a program asks one rank
-    return _group_sizes(names.get(SAMPLER, names["actor"]), cluster, job.actor.sizes.heads)
+    return _group_sizes(places.get(SAMPLER, places["actor"]), cluster, job.actor.sizes.heads)
 
 
 def joinings(layout: Layout, cluster: Cluster, options: Options) -> tuple[bool, ...]:
     """Whether the actor's ranks may sample too: beside a sampler, without a lag, in groups of as many ranks."""
-    ranks, together = dict(layout.ranks), options.tensor_parallel
-    if SAMPLER not in ranks or options.policy_lag or together not in _group_sizes(ranks["actor"], cluster, together):
+    places, together = layout.places, options.tensor_parallel
+    if SAMPLER not in places or options.policy_lag or together not in _group_sizes(places["actor"], cluster, together):
         return (False,)
     return (False, True)
 
 
 def lags(job: RLJob, layout: Layout) -> tuple[int, ...]:
     """Policy lags: the configured one where a separate sampler allows it."""
-    return (job.config.rollout.policy_lag,) if SAMPLER in dict(layout.ranks) else (0,)
+    return (job.config.rollout.policy_lag,) if SAMPLER in layout.places else (0,)
 
 
 def offloads(job: RLJob, layout: Layout) -> list[tuple[bool, bool, bool]]:
     """offload_frozen, offload_states and offload_optimizer; none first. A CPU is its own host."""
     if job.device.type == "cpu":
         return [(False, False, False)]
-    separate = SAMPLER in dict(layout.ranks)
+    separate = SAMPLER in layout.places
     found = itertools.product((False, True) if job.frozen else (False,), (False,) if separate else (False, True))
     return sorted((frozen, states, optimizer) for frozen, states in found for optimizer in (False, True))
 
@@ -180,7 +181,7 @@ def offloads(job: RLJob, layout: Layout) -> list[tuple[bool, bool, bool]]:
 def plan_of(layout: Layout, options: Options) -> StepPlan:
     """The plan of a layout and options."""
     shared = dict(options.shardings)
-    sampling = SAMPLER if SAMPLER in dict(layout.ranks) else "actor"
+    sampling = SAMPLER if SAMPLER in layout.places else "actor"
     roles = {name: RolePlacement(ranks, *shared.get(name, Sharding(0))) for name, ranks in layout.ranks}
     for name in {sampling, "actor"} if options.with_actor else {sampling}:
         roles[name] = replace(roles[name], tensor_parallel=options.tensor_parallel)

@@ -251,8 +251,7 @@ class Search:
     def _samplings(self, layout: Layout, offload: Offload, actor: Sharding) -> list[_Sampling]:
         """The ways to sample from an actor."""
         lag, rows = lags(self._job, layout)[0], len(self._job.lengths.completions)
-        places = dict(layout.ranks)
-        key = (places["actor"], places.get(SAMPLER), actor, offload[1], lag)
+        key = (layout.places["actor"], layout.places.get(SAMPLER), actor, offload[1], lag)
         if key in self._known_samplings:
             return self._known_samplings[key]
         found = self._known_samplings[key] = []
@@ -268,7 +267,7 @@ class Search:
 
     def _ways_of(self, layout: Layout, name: str, offload: Offload) -> list[_Way]:
         """The ways of a role, without those that another one beats."""
-        ranks, lag = layout.of(name), lags(self._job, layout)[0]
+        ranks, lag = layout.places[name], lags(self._job, layout)[0]
         key = (name, ranks, lag, offload)
         if key not in self._ways:
             ways = [

@@ -204,7 +204,6 @@ class Costs:
         sizes, actor, sampling, c = self.job.actor.sizes, plan.roles["actor"], plan.sampling, self.curves
         item_bytes, together = self.job.inference_dtype.itemsize, sampling.tensor_parallel
         size, span = item_bytes * sizes.parameters, self._span(actor.ranks)
-        union = self._span(_union(actor.ranks, sampling.ranks))
 
         def price() -> Work:
             check = self._forward(sizes, PassedTokens.of_rows(1, PROBE_TOKENS), span, actor.zero)
@@ -223,7 +222,8 @@ class Costs:
                 work += Work(wire=2 * c.host_link(states))
             return work * c.factor("weight_sync")
 
-        shape = (span, actor.zero, self._span(sampling.ranks), sampling.tensor_parallel, union.hosts)
+        hosts = self._hosts_of_both(actor.ranks, sampling.ranks)
+        shape = (span, actor.zero, self._span(sampling.ranks), sampling.tensor_parallel, hosts)
         kind = (plan.separate, self._sends_ahead(plan), plan.placement.with_actor, plan.offload_states)
         return self._once(("sync", *shape, *kind), price)
 
@@ -238,16 +238,21 @@ class Costs:
 
     def _transfer(self, plan: StepPlan) -> Work:
         """Each sampling rank receives its part of each weight; senders share the load."""
-        sampling, actor = plan.sampling, plan.roles["actor"].ranks
-        hosts = self._span(_union(actor, sampling.ranks)).hosts
-        received = self.job.inference_dtype.itemsize * self.job.actor.sizes.parameters / sampling.tensor_parallel
-        sent = received * len(sampling.ranks) / len(actor)
-        buckets = max(1, math.ceil(self.job.actor.sizes.parameters / BUCKET_ELEMENTS))
-        ends = ((received, self._span(sampling.ranks)), (sent, self._span(actor)))
-        wire = max(
-            self.curves.transfer(size / buckets, hosts=hosts, at_once=span.most_on_a_host) for size, span in ends
-        )
-        return Work(self.curves.copies(received), buckets * wire)
+        parameters, together = self.job.actor.sizes.parameters, plan.sampling.tensor_parallel
+        sender, receiver = self._span(plan.roles["actor"].ranks), self._span(plan.sampling.ranks)
+        hosts = self._hosts_of_both(plan.roles["actor"].ranks, plan.sampling.ranks)
+
+        def price() -> Work:
+            received = self.job.inference_dtype.itemsize * parameters / together
+            sent = received * receiver.ranks / sender.ranks
+            buckets = max(1, math.ceil(parameters / BUCKET_ELEMENTS))
+            wire = max(
+                self.curves.transfer(size / buckets, hosts=hosts, at_once=span.most_on_a_host)
+                for size, span in ((received, receiver), (sent, sender))
+            )
+            return Work(self.curves.copies(received), buckets * wire)
+
+        return self._once(("transfer", sender, receiver, together, hosts), price)
 
     def _bucketed(self, kind: Collective, span: _Span, size: float) -> float:
         buckets = max(1, math.ceil(size / (self._bytes * BUCKET_ELEMENTS)))
@@ -360,6 +365,10 @@ class Costs:
 
         return self._once(("span", ranks), span)
 
+    def _hosts_of_both(self, some: tuple[int, ...], others: tuple[int, ...]) -> int:
+        """The number of hosts that two sets of ranks are on together."""
+        return self._once(("hosts", some, others), lambda: self.cluster.hosts_of((*some, *others)))
+
     def _group_hosts(self, place: RolePlacement) -> int:
         """The most hosts that a tensor-parallel group of a role is on."""
         key = ("group_hosts", place.ranks, place.tensor_parallel)
@@ -369,7 +378,3 @@ class Costs:
         if key not in self._known:
             self._known[key] = price()
         return self._known[key]  # type: ignore[return-value]
-
-
-def _union(some: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
-    return some if some is others else tuple(sorted({*some, *others}))
