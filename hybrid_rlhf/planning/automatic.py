@@ -69,7 +69,7 @@ class MeasuredStep:
     seconds: Mapping[str, float]
     """By phase and of the whole step; {}: it was not timed."""
     lengths: StepLengths
-    """Of what it sampled."""
+    """Lengths of what it sampled."""
     peaks: Sequence[Mapping[str, float]] = ()
     """GiB of each rank by phase, so far; (): they were not measured."""
 

@@ -49,7 +49,7 @@ class Sharding(NamedTuple):
 
     zero: ZeroStage
     tensor_parallel: int = 1
-    """Of a frozen role."""
+    """Size of the tensor-parallel groups of a frozen role."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ class Options:
     """What besides the ranks a plan chooses; each field is one choice."""
 
     shardings: tuple[tuple[str, Sharding], ...]
-    """Of each role."""
+    """How each role is shared."""
     tensor_parallel: int
-    """Of the sampler."""
+    """Size of the tensor-parallel groups that sample."""
     policy_lag: int
     offload_frozen: bool = False
     offload_states: bool = False
     offload_optimizer: bool = False
     with_actor: bool = False
-    """Whether the actor's ranks sample beside a sampler's."""
+    """True if the actor's ranks sample beside a sampler's."""
 
 
 def unit_of(cluster: Cluster) -> int:
@@ -157,7 +157,7 @@ def tensor_parallels(job: RLJob, layout: Layout, cluster: Cluster) -> list[int]:
 
 
 def joinings(layout: Layout, cluster: Cluster, options: Options) -> tuple[bool, ...]:
-    """Whether the actor's ranks may sample too: beside a sampler, without a lag, in groups of as many ranks."""
+    """Choices of `with_actor`: true too beside a sampler, without a lag, in groups of as many ranks."""
     places, together = layout.places, options.tensor_parallel
     if SAMPLER not in places or options.policy_lag or together not in _group_sizes(places["actor"], cluster, together):
         return (False,)

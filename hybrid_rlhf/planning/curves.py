@@ -24,7 +24,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import require
 
 FORMAT = 4
-"""Of the file; a file of another format is refused."""
+"""Format of the file; a file of another format is refused."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "transfer"]
 """What ranks exchange. Bytes are those of the whole tensor: the result of an all-gather, the input of a reduce-scatter;
 a transfer is from one rank to another, between hosts what all ranks of a host send or receive at once."""
@@ -85,7 +85,7 @@ class Curve:
 
     @cached_property
     def _logs(self) -> npt.NDArray[np.float64]:
-        """Of the sizes and of the seconds."""
+        """Logarithms of the sizes and of the seconds."""
         return np.log(np.asarray(self.points).T)
 
 
@@ -176,7 +176,7 @@ class MachineCurves:
     between_hosts: Mapping[str, Surface]
     """The same where the ranks are on several hosts, whose ranks use the whole link between hosts."""
     link_gib_per_second: float = 0.0
-    """Of the link between hosts, one direction of a host; 0: not known."""
+    """Bandwidth of the link between hosts, one direction of a host; 0: not known."""
     link_source: LinkSource = "data sheet"
     """Where the times between hosts are from."""
     ranks_to_fill_link: float = 1.0

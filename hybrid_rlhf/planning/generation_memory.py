@@ -43,7 +43,7 @@ def _recurrence(model: ShapedModel) -> dict[str, Any]:
 
 
 def _state_bytes(model: ShapedModel, rollout: RolloutConfig, dtype: torch.dtype) -> int:
-    """Of the recurrent layers, for each row."""
+    """Bytes of the states of the recurrent layers, for each row."""
     fields = _recurrence(model)
     if not fields:
         return 0
@@ -130,7 +130,7 @@ class CachePlan:
     wanted_rows: int
     """With unlimited memory."""
     full_length_rows: int
-    """Of these, how many have room at the maximum length at once."""
+    """Number of these that have room at the maximum length at once."""
 
 
 def cache_plan(

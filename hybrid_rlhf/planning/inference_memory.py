@@ -27,7 +27,7 @@ _REPLICATED = "q_down kv_down input_gate input_out".split()
 """Roles of the products of a layer, which a CPU packs and `rollout.quantization` quantises: those that tensor-parallel
 ranks share, besides the inputs of recurrent layers, and those that each has whole."""
 _SCALE_BYTES = {"cpu": 8, "cuda": 4}
-"""Of each output of a quantised product: its scale in float32, and on a CPU its offset in int32."""
+"""Bytes of each output of a quantised product: its scale in float32, and on a CPU its offset in int32."""
 
 
 def inference_weight_bytes(
@@ -136,7 +136,7 @@ def _made(model: ShapedModel, family: Family, *, adjacent: bool) -> int:
 
 
 def _expert_fields(model: ShapedModel, family: Family) -> dict[str, Any]:
-    """See Family.experts; {} for a model without a mixture."""
+    """What Family.experts says of a model; {} for a model without a mixture."""
     if family.experts is None or not any(_named(model, family, ["router"])):
         return {}
     return family.experts(model.config.get_text_config())

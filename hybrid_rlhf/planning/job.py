@@ -26,8 +26,8 @@ from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training
 from hybrid_rlhf.planning.shapes import ShapedModel, Shapes
 
 TAIL_SIGMA = 0.6
-"""Of the log-normal law of lengths that a plan assumes where it knows only their mean: the longest of 256 completions
-is about five times the median."""
+"""Sigma of the log-normal law of lengths that a plan assumes where it knows only their mean: the longest of 256
+completions is about five times the median."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ModelDimensions:
 
     @property
     def trains_all(self) -> bool:
-        """Whether gradients of all weights are computed, not of adapters alone."""
+        """True if gradients of all weights are computed, not of adapters alone."""
         return self.trained > 0.5 * self.parameters
 
     @property
@@ -121,12 +121,12 @@ class RoleJob:
 
     @property
     def is_trained(self) -> bool:
-        """Whether it learns."""
+        """True if it learns."""
         return self.optimizer is not None
 
     @cached_property
     def can_split(self) -> bool:
-        """Whether it is frozen and has inference weights, which tensor parallelism splits."""
+        """True if it is frozen and has inference weights, which tensor parallelism splits."""
         return not self.is_trained and (self.model is None or family_of(self.model.lm) is not None)
 
 
@@ -141,12 +141,12 @@ class StepLengths:
 
     @classmethod
     def of(cls, completions: Sequence[int], *, tokens: int) -> StepLengths:
-        """Of completions that have so many tokens with their prompts."""
+        """Lengths of completions that have so many tokens with their prompts."""
         return cls((tokens - sum(completions)) / len(completions), tuple(completions))
 
     @property
     def tokens(self) -> float:
-        """Of all prompts and completions."""
+        """Number of tokens of all prompts and completions."""
         return self.prompt_tokens * len(self.completions) + sum(self.completions)
 
     @cached_property
@@ -197,7 +197,7 @@ class RLJob:
     """actor, critic, reference, names of reward components; those that the step has."""
     lengths: StepLengths
     dtype: torch.dtype
-    """Of the training weights."""
+    """Data type of the training weights."""
     inference_dtype: torch.dtype
     device: torch.device
     reads_own_reference: bool = False
@@ -243,7 +243,7 @@ class JobReader:
     """Reads the jobs of configs."""
 
     device: torch.device
-    """Of a rank: a GPU's or a CPU."""
+    """Device of a rank: a GPU's or a CPU."""
     shapes: Shapes
     starts: Mapping[str, str] = field(default_factory=dict)
     """Folders that an earlier step will write, each with an existing model of the same shape."""

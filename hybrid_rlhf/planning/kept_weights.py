@@ -47,6 +47,6 @@ def _fits(config: RLConfig, world: World) -> bool:
 
 
 def plan_has_room(config: RLConfig, machine: Device) -> bool:
-    """Whether every phase fits with inference weights and cache kept, and all completions are decoded at once."""
+    """True if every phase fits with inference weights and cache kept, and all completions are decoded at once."""
     kept = replace(config, rollout=replace(config.rollout, keep_weights=True))
     return all(phase.fits and not phase.note for phase in Planner(machine).phases(kept))

@@ -59,7 +59,7 @@ def explain_out_of_memory(config: AnyStep, world: World, phase: Callable[[], str
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory of a GPU or of the host is exhausted."""
+    """True if an error means that memory of a GPU or of the host is exhausted."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):
@@ -118,7 +118,7 @@ def _smaller(planner: Planner, config: AnyStep, phase: str, now: PhaseMemory) ->
 
 
 def _may_help(settings: Settings, now: PhaseMemory) -> bool:
-    """Whether a candidate is worth planning: generation depends on rollout settings alone, and on a smaller cache."""
+    """True if a candidate is worth planning: generation depends on rollout settings alone, and on a smaller cache."""
     if settings.get("rollout.kv_cache_gib", 0.0) * 2**30 > _GAIN * now.need.cache:
         return False
     return now.name != "generation" or all(key.startswith("rollout.") for key in settings)

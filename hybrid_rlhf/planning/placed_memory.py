@@ -140,7 +140,7 @@ class MemoryModel:
             yield PhaseMemory("scoring", base + max(reads, key=lambda use: use.device), self._device)
 
     def _reads_rows(self, role: RoleJob, plan: StepPlan) -> bool:
-        """Whether a role reads completions before the updates."""
+        """True if a role reads completions before the updates."""
         if role.name == "actor":
             return bool(self._job.actor_reads(lag=plan.policy_lag))
         return role.name != "critic" or CRITIC_COPY not in plan.roles

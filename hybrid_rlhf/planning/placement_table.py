@@ -22,7 +22,7 @@ from hybrid_rlhf.runtime.placement import CRITIC_COPY, READS_ACTOR, Placement, r
 
 _GIB = 2**30
 _HALVINGS, _DOUBLINGS = 2, 2
-"""Of train.micro_batch_tokens that a plan may make."""
+"""Most halvings and doublings of train.micro_batch_tokens in a plan."""
 _LEAST_GAIN = 0.01
 """Part of a step that larger micro-batches must save: smaller differences are in no prediction."""
 _NOTED_IDLE = 0.15
@@ -220,7 +220,7 @@ def configured_plan(
 
 
 def _faster(search: Search, found: SearchResult, tokens: int) -> SearchResult:
-    """Of the best plans that were found, those that are faster with this train.micro_batch_tokens."""
+    """The best plans that are faster with this train.micro_batch_tokens."""
     tried = [
         (each, search.evaluate(replace(each.plan, micro_batch_tokens=tokens)))
         for each in found.ranked

@@ -64,7 +64,7 @@ class StepPlan:
 
     @property
     def roles(self) -> Mapping[str, RolePlacement]:
-        """See Placement."""
+        """Ranks and parallelism by role."""
         return self.placement.roles
 
     @property
@@ -74,7 +74,7 @@ class StepPlan:
 
     @property
     def separate(self) -> bool:
-        """Whether a sampler lives apart from the actor."""
+        """True if a sampler has ranks of its own."""
         return self.placement.separate_sampler
 
     @property
@@ -93,7 +93,7 @@ class StepPlan:
         return self.placement.sampling_groups
 
     def offloads_optimizer(self, role: str, zero: ZeroConfig) -> bool:
-        """Whether the optimizer states of a learner are on the host, by the plan or by its own section."""
+        """True if the optimizer states of a learner are on the host, by the plan or by its own section."""
         return (self.offload_optimizer or zero.offload_optimizer) and self.roles[role].zero > 0
 
     def residency(self, job: RLJob) -> dict[str, RoleResidency]:
@@ -110,7 +110,7 @@ class StepPlan:
 
     @property
     def offloads(self) -> bool:
-        """Whether it makes room by offloading."""
+        """True if it makes room by offloading."""
         return self.offload_frozen or self.offload_states or self.offload_optimizer
 
     def placement_setting(self) -> RolePlacements:

@@ -39,7 +39,7 @@ class PhasePlanner(Protocol[StepT]):
         """The machine."""
 
     def phases(self, config: StepT) -> list[PhaseMemory]:
-        """See Planner."""
+        """The phases of a step."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Remedy:
     host_bytes: float
     """The most host memory that a rank needs with them; of a CPU 0, as it is the device."""
     seconds: float | None = None
-    """Of a step with them; none: not predicted."""
+    """Seconds of a step with them; none: not predicted."""
 
     def in_words(self, prefix: str = "") -> str:
         """As options of the command line, with what they cost."""
@@ -151,7 +151,7 @@ class _RemedySearch(typing.Generic[StepT]):
             kept = allowed
 
     def _suits(self, name: str, fixed: Settings) -> bool:
-        """Whether the rules allow a change beside fixed ones."""
+        """True if the rules allow a change beside fixed ones."""
         needs = [self._changes[each].levels[0] for each in self._changes[name].needs if each in self._changes]
         return self._is_valid(_merged([*needs, self._changes[name].levels[-1], fixed]))
 
@@ -169,7 +169,7 @@ class _RemedySearch(typing.Generic[StepT]):
         return settings
 
     def _is_minimal(self, settings: Settings) -> bool:
-        """Whether no change can be left out."""
+        """True if no change can be left out."""
         changed = [each for each in self._changes.values() if each.levels[0].keys() <= settings.keys()]
         return not any(
             self._fits({key: value for key, value in settings.items() if key not in each.levels[0]}) for each in changed
@@ -200,7 +200,7 @@ class _RemedySearch(typing.Generic[StepT]):
         return True
 
     def _fits(self, settings: Settings, *, device_alone: bool = False) -> bool:
-        """Whether a step fits; `device_alone`: whatever it takes of the host, which changes take more of, not less."""
+        """True if a step fits; `device_alone`: whatever it takes of the host, which changes take more of, not less."""
         key = tuple(sorted(settings.items()))
         if key not in self._fitting:
             try:

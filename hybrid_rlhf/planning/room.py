@@ -1,4 +1,4 @@
-"""Whether a placement has room, before any model is loaded.
+"""Checks that a placement has room, before any model is loaded.
 
 The memory of every rank in every phase comes from configs alone (planning/step_memory.py). It is an upper bound, as
 all rows have the maximum length. Without a placement in the config, a run that may not fit gets a warning only.

@@ -20,7 +20,7 @@ class InferenceBytes:
     """Bytes of inference weights."""
 
     weights: float
-    """Of copies of the training weights; views take none."""
+    """Bytes of copies of the training weights; views take none."""
     building: float
     """Largest temporaries of a weight sync, before the cache is allocated."""
 

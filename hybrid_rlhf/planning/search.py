@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory for it."""
+        """True if every rank has the memory for it."""
         return self.memory.misfit is None
 
     @property

@@ -188,7 +188,7 @@ class Shapes:
         lora: LoraConfig | None,
         learns: bool,
     ) -> ShapedModel:
-        """See ShapedModel."""
+        """The model on the meta device."""
         key = repr((path, architecture, config, dtype, lora, learns))
         if key not in self._models:
             self._models[key] = ShapedModel(path, architecture, config=config, dtype=dtype, lora=lora, learns=learns)

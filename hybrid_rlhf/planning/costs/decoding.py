@@ -22,7 +22,7 @@ class DecodeSegments:
     groups: list[int]
     """Where the segments of each group begin."""
     completions: list[int]
-    """Of each group."""
+    """Number of completions of each group."""
 
     @classmethod
     def of(cls, shares: Sequence[list[int]], *, prompt_tokens: float, rows_at_once: int) -> DecodeSegments:

@@ -46,18 +46,18 @@ class ModelPasses:
     curves: MachineCurves
     sizes: ModelDimensions
     dtype: str
-    """Of its weights, as the curves name it."""
+    """Data type of its weights, as the curves name it."""
 
     # Modules that train
 
     def products(self, tokens: float) -> float:
-        """Of a layer's forward."""
+        """Seconds of the matrix products of a layer's forward."""
         s = self.sizes
         part = s.layer_weights * s.active / s.products
         return s.products * float(self.curves.products[self.dtype](part, tokens))
 
     def attention(self, squares: float, *, together: int = 1) -> float:
-        """Of a layer's forward: two products, of which causality takes half."""
+        """Seconds of the attention of a layer's forward: two products, of which causality takes half."""
         return self.curves.attention(2.0 * self.sizes.attention_width * squares / together)
 
     def layer(self, batch: PassedTokens) -> float:

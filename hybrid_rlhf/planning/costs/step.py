@@ -60,7 +60,7 @@ class _Span(NamedTuple):
 
 @dataclass(frozen=True)
 class _MicroBatches:
-    """Of a rank that passes over some rows."""
+    """Micro-batches of a rank that passes over some rows."""
 
     count: int
     each: PassedTokens

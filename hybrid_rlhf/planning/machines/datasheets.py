@@ -23,21 +23,23 @@ PRODUCTS_ACHIEVED = 0.65
 """Part of the peak arithmetic that large bfloat16 products reach. Training reports 0.4 to 0.55 of peak for whole steps
 (Megatron-LM, arXiv 2104.04473, table 1: 0.44 to 0.52 on A100); products alone reach more."""
 ATTENTION_ACHIEVED = 0.45
-"""Of a fused attention (FlashAttention-2, arXiv 2307.08691, abstract: 0.5 to 0.73 on A100, at long lengths)."""
+"""Part of the peak that a fused attention reaches (FlashAttention-2, arXiv 2307.08691, abstract: 0.5 to 0.73 on A100,
+at long lengths)."""
 MEMORY_ACHIEVED = 0.8
 """Part of the memory bandwidth that large copies reach; an assumption."""
 DECODE_MEMORY_ACHIEVED = 0.65
-"""Of reading weights and cache in a decoding step, whose kernels are short; an assumption."""
+"""Part of the memory bandwidth of reading weights and cache in a decoding step, whose kernels are short; an
+assumption."""
 LAUNCH_SECONDS = 5e-6
-"""Of a kernel started from Python without a CUDA graph, once the queue is not empty."""
+"""Seconds of a kernel started from Python without a CUDA graph, once the queue is not empty."""
 GRAPH_KERNEL_SECONDS = 2e-6
 """Between kernels inside a CUDA graph."""
 LINK_LATENCY_SECONDS = 4e-6
-"""Of a step between GPUs of a host: a small all-reduce of eight takes six, 24 us, as NCCL's trees and NVLink SHARP take
-20 to 30 us; an assumption."""
+"""Latency of a step between GPUs of a host: a small all-reduce of eight takes six, 24 us, as NCCL's trees and NVLink
+SHARP take 20 to 30 us; an assumption."""
 LOOP_SECONDS, LOOP_TOKENS_PER_SECOND = 8e-3, 4e5
-"""Of a step outside its phases; an assumption. A core of an EPYC that other work shared took 11 ms for 242 tokens, 20
-ms for 2,078, 73 ms for 8,267."""
+"""Time of a step outside its phases; an assumption. A core of an EPYC that other work shared took 11 ms for 242 tokens,
+20 ms for 2,078, 73 ms for 8,267."""
 LAYER_KERNELS, LAYER_BACKWARD_KERNELS, DECODE_LAYER_KERNELS = 20, 35, 8
 """Kernels of a layer beyond its products and attention: forward, backward, decoding."""
 LAYER_PASSES, LAYER_BACKWARD_PASSES = 16, 24
@@ -50,7 +52,7 @@ class DataSheet:
     """Peaks of a GPU and its host."""
 
     name: str
-    """Of the machine, in tables."""
+    """Name of the machine in tables."""
     device: str = ""
     """A part of the name by which torch knows the GPU."""
     bfloat16_tflops: float

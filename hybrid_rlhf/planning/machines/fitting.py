@@ -27,7 +27,7 @@ _LEAST = 1e-12
 """Seconds of a term of size 1 that costs nothing; curves are above 0."""
 _REWEIGHTED = 8
 SCALES = (0.5, 2.0)
-"""Of primitives within models, at least and at most."""
+"""Factors of primitives within models, at least and at most."""
 _SMALLEST_ERROR = 0.01
 """Relative error below which an error counts by its square."""
 
@@ -210,7 +210,7 @@ def _check(curves: MachineCurves, times: ModelTimes) -> float:
 
 
 def _passes(curves: MachineCurves, times: ModelTimes) -> ModelPasses:
-    """Of a timed model, whose weights have the first dtype of the curves."""
+    """The passes of a timed model, whose weights have the first dtype of the curves."""
     return ModelPasses(curves, times.model.sizes, next(iter(curves.products)))
 
 

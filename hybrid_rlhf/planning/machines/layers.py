@@ -56,7 +56,7 @@ class TimedModel:
 
     @property
     def config(self) -> LlamaConfig:
-        """Of transformers."""
+        """The config that transformers reads."""
         return LlamaConfig(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
@@ -105,9 +105,9 @@ class ModelTimes:
     sync: float
     """Weight sync and check."""
     decode: dict[tuple[int, int], float]
-    """Of a decoding step, by rows and tokens of the prompts."""
+    """Seconds of a decoding step, by rows and tokens of the prompts."""
     whole: dict[tuple[int, int], float]
-    """Of a rollout of `_FEW_STEPS` tokens, by the same."""
+    """Seconds of a rollout of `_FEW_STEPS` tokens, by the same."""
 
     @property
     def short_steps(self) -> int:

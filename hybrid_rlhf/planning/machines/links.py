@@ -20,11 +20,11 @@ from hybrid_rlhf.planning.curves import Collective, Curve, LinkSource, MachineCu
 LINK_ACHIEVED = 0.75
 """Part of a link that collectives reach at large sizes; an assumption."""
 HOSTS_LATENCY_SECONDS = 15e-6
-"""Of a step between hosts."""
+"""Latency of a step between hosts."""
 ETHERNET_GB_PER_SECOND = 1.25
 """Between hosts without a data sheet: 10 Gb/s Ethernet."""
 SIZES = [2.0**power for power in range(8, 40, 2)]
-"""Of modelled collectives, in bytes."""
+"""Sizes of modelled collectives, in bytes."""
 _RANKS = [2.0**power for power in range(10)]
 _MOVED: Mapping[Collective, Callable[[float], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from hybrid_rlhf.configs.errors import UserError
 
 _LIMIT_SECONDS = 600.0
-"""Of one call, after which ranks are taken to hang; on a machine without other work a call takes a minute."""
+"""Time of one call, after which ranks are taken to hang; on a machine without other work a call takes a minute."""
 _PRELOADED = "hybrid_rlhf.planning.machines.layers"
 """Imported once by the server that processes are forked from."""
 

@@ -30,7 +30,7 @@ ALL_ROWS = 10**6
 _NOTHING = 1e-12
 """Factor of work that is left out."""
 _SHARED = (1.0, 4.0)
-"""Of the work of training on several ranks, at least and at most."""
+"""Factors of the work of training on several ranks, at least and at most."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunSizes:
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Of a run without ZeRO, all roles on all ranks."""
+    """Times of a run without ZeRO, all roles on all ranks."""
 
     config: RLConfig
     prompt_tokens: float
@@ -54,7 +54,7 @@ class RunTimes:
 
     @property
     def tokens(self) -> float:
-        """Of a rollout."""
+        """Number of tokens of a rollout."""
         return self.config.rollout.prompts_per_step * (self.prompt_tokens + self.completion_tokens)
 
 
@@ -102,8 +102,8 @@ def _fit_factor(
     *,
     known: Sequence[float],
 ) -> dict[str, float]:
-    """See `fit`, with one cost, a factor of predictions, within bounds: runs of small models may tell little of it, and
-    large models are predicted with it."""
+    """Like `fit`, with one cost, a factor of predictions, within bounds: runs of small models may tell little of it,
+    and large models are predicted with it."""
     low, high = bounds
     found = min(high, max(low, fit(terms, seconds, known=known)[factor]))
     others = [{name: size for name, size in each.items() if name != factor} for each in terms]
@@ -173,7 +173,7 @@ class _Prediction:
         return cls(times, ranks, job, StepPlan(flattening([*job.roles], ranks, zero={})))
 
     def seconds(self, curves: MachineCurves, phase: str) -> float:
-        """Of a phase."""
+        """Predicted seconds of a phase."""
         return self.step(curves).phases[phase]
 
     def step(self, curves: MachineCurves) -> StepTime:
@@ -187,7 +187,7 @@ class _Prediction:
         return self.seconds(slow, phase) - self.seconds(none, phase)
 
     def updates(self, curves: MachineCurves) -> float:
-        """Of all roles in a step."""
+        """Number of updates of all roles in a step."""
         slow, none = (replace(curves, update=each) for each in (Curve.of([(1, 1.0)]), Curve.zero()))
         return self.seconds(slow, "training") - self.seconds(none, "training")
 
