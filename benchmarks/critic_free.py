@@ -6,8 +6,8 @@
 All roles are SmolLM2-135M, trained whole, in one process: actor, critic, reward model and reference for PPO; actor and
 reward model, and a reference where the algorithm's KL has a coefficient, for the other. Learning rates are 0, so that
 both go on sampling the very same tokens from the same prompts; an update does all of its work. Steps alternate; medians
-after a warm-up are printed, and the ratio. Memory is that of live tensors (memory/live_bytes.py): what is held after a
-step, and the most in a step, each side built and counted alone.
+after a warm-up are printed, and the ratio. Memory is that of live tensors (planning/live_bytes.py): what is held after
+a step, and the most in a step, each side built and counted alone.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.training import MicroBatches, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
-from hybrid_rlhf.memory.live_bytes import LiveBytes
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import Reward

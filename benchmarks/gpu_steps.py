@@ -1,7 +1,7 @@
 """Parts of `benchmarks.gpu_hour` on whole steps: generation beside its peers, and three steps of GRPO and PPO.
 
 A step runs as users start it (`hybrid_rlhf.cli.rl`), on a random model; the memory at each switch to generation
-and back is noted, and what `train.py --plan` estimates of the same config.
+and back is noted, and what `hybrid-rlhf plan` estimates of the same config.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def steps(record: Record, part: str, *, small: bool) -> None:
 def _three_steps(words: list[str], *, small: bool) -> dict[str, Any]:
     from hybrid_rlhf.cli.rl import main
     from hybrid_rlhf.configs.rl import RLConfig
-    from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB, Device, Planner
+    from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
+    from hybrid_rlhf.planning.step_memory import Planner
     from hybrid_rlhf.runtime.command_line import parse_config
     from hybrid_rlhf.runtime.observability.metrics import read_metrics
 

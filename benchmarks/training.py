@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.memory.live_bytes import LiveBytes
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.sources import resolve_model
+from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT, keep_freed_memory
 from hybrid_rlhf.runtime.world import default_device, default_dtype, solo_world
 

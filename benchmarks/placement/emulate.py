@@ -21,8 +21,8 @@ from benchmarks.placement.runs import WARM_STEPS, run_line, write_inputs
 from benchmarks.placement.settings import Setting
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import ZeroStage
-from hybrid_rlhf.placement.plans import LEARNERS, StepPlan
-from hybrid_rlhf.placement.search import STYLES, Candidate, Search
+from hybrid_rlhf.planning.plans import LEARNERS, StepPlan
+from hybrid_rlhf.planning.search import STYLES, Candidate, Search
 from hybrid_rlhf.runtime.placement import Placement
 from tests.support.ranks import run_ranks
 
@@ -150,7 +150,7 @@ def emulate_plans(
         times = run_ranks(run_emulated, ranks, folder / f"ranks{number}", [*line, *extra], emulation)
         yield {
             "plan": candidate.plan.placement.style,
-            "placement": candidate.plan.placement_setting(),
+            "placement": candidate.plan.placement_setting().as_given(),
             "settings": candidate.plan.settings(RLConfig()),
             "predicted_seconds": candidate.seconds,
             "emulated_seconds": times[0].step_seconds / pace,

@@ -3,7 +3,7 @@
 Why: the ranks of a test machine share its cores, so more of them do not run faster; sleeping ranks take no core. Real
 are all code of the library, its tensors, collectives, threads and waiting; emulated is how long an engine's forward,
 backward and step, a weight sync, sampling by a group and the gather of completions take. A rank sleeps for the time
-that `placement.costs.Costs` predicts, less the processor time that the tiny model took, when the real call has ended;
+that `planning.costs.Costs` predicts, less the processor time that the tiny model took, when the real call has ended;
 so what it has waited for in a collective is not taken off. Work of a rank is divided over its calls by their tokens: a
 training forward is charged with its backward, communication of an update with its step. Completion i of a step has the
 length that the job gives it, divided by `Emulation.shrink`.
@@ -28,8 +28,8 @@ from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import derive_seed
-from hybrid_rlhf.placement.costs import Costs, Work
-from hybrid_rlhf.placement.plans import SAMPLER, StepPlan
+from hybrid_rlhf.planning.costs import Costs, Work
+from hybrid_rlhf.planning.plans import SAMPLER, StepPlan
 from hybrid_rlhf.rl.rollouts import sampler as rollout_sampler
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World

@@ -7,7 +7,7 @@ The family: REINFORCE without a KL, so an actor, a reward model and, on ranks of
 that the planner looks at, none of which differ by the numbers of ranks alone, all sizes of tensor-parallel groups, and
 the actor's ranks as further samplers; each role unsharded. Without --emulate small models run as they are and
 predictions are from the curves of this machine, which should be idle. A call resumes: it leaves out what was measured
-(another folder for --records measures again). At the end the page docs/benchmarks/placement_trials.md is written.
+(another folder for --records measures again). At the end a section of docs/benchmarks/placement.md is written.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from benchmarks.results import RESULTS
 from hybrid_rlhf.configs.algorithms import ReinforceConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.memory.shapes import Shapes
-from hybrid_rlhf.placement.candidates import Options, joinings, layouts, plan_of, tensor_parallels
-from hybrid_rlhf.placement.costs import Costs
-from hybrid_rlhf.placement.job import JobReader, StepLengths
-from hybrid_rlhf.placement.machines.stored import load_curves
-from hybrid_rlhf.placement.memory import MemoryModel
-from hybrid_rlhf.placement.plans import Cluster, StepPlan, flattening
-from hybrid_rlhf.placement.search import Candidate, Search
+from hybrid_rlhf.planning.candidates import Options, joinings, layouts, plan_of, tensor_parallels
+from hybrid_rlhf.planning.costs import Costs
+from hybrid_rlhf.planning.job import JobReader, StepLengths
+from hybrid_rlhf.planning.machines.stored import load_curves
+from hybrid_rlhf.planning.placed_memory import MemoryModel
+from hybrid_rlhf.planning.plans import Cluster, StepPlan, flattening
+from hybrid_rlhf.planning.search import Candidate, Search
+from hybrid_rlhf.planning.shapes import Shapes
 from hybrid_rlhf.runtime.command_line import parse_config
 from tests.support.ranks import run_ranks
 
@@ -154,7 +154,7 @@ def _described(candidate: Candidate) -> dict[str, Any]:
     plan = candidate.plan
     return {
         "plan": plan.placement.style,
-        "placement": plan.placement_setting(),
+        "placement": plan.placement_setting().as_given(),
         "settings": plan.settings(RLConfig()),
         "predicted_seconds": candidate.seconds,
     }

@@ -1,6 +1,6 @@
-"""The planner's answer for five machines: writes docs/benchmarks/placement_plans.md.
+"""The planner's answer for five machines: writes their section of docs/benchmarks/placement.md.
 
-    python -m benchmarks.placement.machines [--output FILE]
+    python -m benchmarks.placement.machines
 
 One 24 GB GPU, one 80 GB GPU, 8 x 80 GB, 16 x 80 GB on two hosts over a slow link, 64 x 80 GB; PPO with a critic, a
 reward model and a reference of the actor's size, and completions with a long tail. Curves are modelled.
@@ -8,19 +8,18 @@ reward model and a reference of the actor's size, and completions with a long ta
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.placement.page import write_section
 from benchmarks.placement.settings import Setting
-from hybrid_rlhf.placement.tables import PlacementAnswer
+from hybrid_rlhf.planning.placement_table import PlacementAnswer
 
-OUTPUT = Path(__file__).parents[2] / "docs" / "benchmarks" / "placement_plans.md"
-HEAD = """# The planner's answer for five machines
+HEAD = """## The planner's answer for five machines
 
 Written by `python -m benchmarks.placement.machines`. All curves are modelled from data sheets
-(`hybrid_rlhf/placement/machines/datasheets.py`); no figure here is measured. PPO, one update per rollout, gradient
+(`hybrid_rlhf/planning/machines/datasheets.py`); no figure here is measured. PPO, one update per rollout, gradient
 checkpointing, prompts of 512 tokens, completions of up to 1,024 tokens with a mean of 400 (log-normal). Critic, reward
 model and reference have the actor's dimensions, except where a title says otherwise. Each table has the best plan of
 each style, fastest first; below it, the best of all. The critic follows `actor.zero`.
@@ -39,10 +38,7 @@ MACHINES = {
 
 
 def main() -> None:
-    """Search all machines and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    output: Path = parser.parse_args().output
+    """Search all machines and write the section."""
     parts = [HEAD]
     with tempfile.TemporaryDirectory() as folder:
         for name, setting in MACHINES.items():
@@ -52,9 +48,9 @@ def main() -> None:
             seconds = time.perf_counter() - start
             answer = PlacementAnswer(search.costs.job, search.costs.curves, search.costs.cluster, result)
             table = "\n".join(answer.lines())
-            parts.append(f"## {name}\n\n```\n{table}\n```\n")
+            parts.append(f"### {name}\n\n```\n{table}\n```\n")
             print(f"{name}: searched {result.evaluated} plans in {seconds:.1f} s")
-    output.write_text("\n".join(parts))
+    write_section("machines", "\n".join(parts))
 
 
 if __name__ == "__main__":

@@ -32,15 +32,15 @@ from benchmarks.placement.rules import linear_rule, without_communication
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.data.chat.conversation import encode_prompt
-from hybrid_rlhf.memory.shapes import Shapes
-from hybrid_rlhf.placement.costs import Costs
-from hybrid_rlhf.placement.curves import MachineCurves
-from hybrid_rlhf.placement.job import JobReader, StepLengths
-from hybrid_rlhf.placement.machines.runs import ALL_ROWS
-from hybrid_rlhf.placement.machines.stored import load_curves
-from hybrid_rlhf.placement.plans import Cluster, StepPlan
-from hybrid_rlhf.placement.report import STEP, PredictionReport, summary
-from hybrid_rlhf.placement.schedule import step_time
+from hybrid_rlhf.planning.costs import Costs
+from hybrid_rlhf.planning.curves import MachineCurves
+from hybrid_rlhf.planning.job import JobReader, StepLengths
+from hybrid_rlhf.planning.machines.runs import ALL_ROWS
+from hybrid_rlhf.planning.machines.stored import load_curves
+from hybrid_rlhf.planning.plans import Cluster, StepPlan
+from hybrid_rlhf.planning.prediction_errors import STEP, PredictionReport, summary
+from hybrid_rlhf.planning.shapes import Shapes
+from hybrid_rlhf.planning.step_time import step_time
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.placement import PlacedRoles, resolve_placement
 from tests.support.tiny import VOCABULARY, tiny_tokenizer

@@ -1,6 +1,6 @@
-"""Published settings, predicted: writes docs/benchmarks/placement.md.
+"""Published settings, predicted: writes their section of docs/benchmarks/placement.md.
 
-    python -m benchmarks.placement.published [--output FILE]
+    python -m benchmarks.placement.published
 
 DeepSpeed-Chat's table 1, OpenRLHF's table of paper v1, a run that ReaL's repository reports, ChatLearn's figure and its
 claim of 300B + 300B, and the models of the placement paper. What a source does not state is assumed, and said so.
@@ -8,21 +8,20 @@ claim of 300B + 300B, and the models of the placement paper. What a source does 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.placement.page import write_section
 from benchmarks.placement.rules import without_communication
 from benchmarks.placement.settings import Setting
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.placement.plans import StepPlan, style_of
-from hybrid_rlhf.placement.search import STYLES, Candidate, Search
+from hybrid_rlhf.planning.plans import StepPlan, style_of
+from hybrid_rlhf.planning.search import STYLES, Candidate, Search
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 
-OUTPUT = Path(__file__).parents[2] / "docs" / "benchmarks" / "placement.md"
 DS_CHAT_ROWS, DS_CHAT_BATCH = 131_900, 1024
 """Query and answer pairs of DeepSpeed-Chat's table 1, and its largest batch."""
 DS_CHAT_HOURS: dict[tuple[str, int], dict[str, float]] = {
@@ -65,14 +64,11 @@ PAPER_LORA_RANK = 128
 
 
 def main() -> None:
-    """Predict all settings and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    output: Path = parser.parse_args().output
+    """Predict all settings and write the section."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts = [ds_chat(folder), openrlhf(folder), real(folder), chatlearn(folder), paper(folder)]
-    output.write_text("\n".join([HEAD, *parts]))
+    write_section("published", "\n".join([HEAD, *parts]))
 
 
 def ds_chat(folder: Path) -> str:
@@ -220,17 +216,17 @@ def _tell(lines: list[str]) -> None:
     print(lines[-1], flush=True)
 
 
-HEAD = """# Published settings, predicted
+HEAD = """## Published settings, predicted
 
-Written by `python -m benchmarks.placement.published`. **Everything under "predicted" is a simulation** on curves that
-are modelled from data sheets (`hybrid_rlhf/placement/machines/datasheets.py`: the parts of a peak that are achieved
+Written by `python -m benchmarks.placement.published`. **Nothing under "predicted" was run**: it is a sum of curves that
+are modelled from data sheets (`hybrid_rlhf/planning/machines/datasheets.py`: the parts of a peak that are achieved
 are assumptions, the same in all tables and not fitted to any of them); nothing here was run. The predictions are of
 this library's own loop and engine on that hardware, not of the published systems: a ratio below 1 says that the
 planner expects this loop to take less time than the system published.
-Steps that really ran, on emulated machines: [placement_emulated.md](placement_emulated.md).
+Steps that really ran, on emulated machines: [above](#emulated-machines).
 """
 DS_CHAT_TEXT = """
-## DeepSpeed-Chat, table 1
+### DeepSpeed-Chat, table 1
 
 Step 3 alone: 131.9k pairs of 256 + 256 tokens, batches of 1,024 pairs, a critic and a reward model of 350M. Assumed:
 one update per batch, gradient checkpointing, all weights trained. The plan is the best flattening.
@@ -244,7 +240,7 @@ the factor: DeepSpeed-Chat reports (figure 6) 24 to 48 TFLOP/s per GPU for gener
 is 0.08 to 0.15 and 0.20 to 0.35 of the A100's peak, while the curves assume 0.65 for large products. The factor is
 smallest where its memory was tightest (30B on 40 GB cards), which made its batches small.
 
-## OpenRLHF, table of paper v1 (arXiv 2405.11143)
+### OpenRLHF, table of paper v1 (arXiv 2405.11143)
 
 Seconds for 1,024 prompts, one PPO epoch, A800. GPUs per role and tensor parallelism are the paper's; ZeRO-3, Adam and
 frozen models offloaded, as published for both. Assumed, because the sources at hand do not state them: 1,024 tokens of
@@ -259,10 +255,10 @@ The predictions of OpenRLHF's allocation are 1.1 to 0.56 of what it published: a
 and their time is that of reading weights and cache, which any good engine reaches. Those of flattening are 0.23 to
 0.07 of what DeepSpeed-Chat took, whose generation alone took 590 of the 855 s at 7B. The published gain is thus one
 of engines (the authors name vLLM as the first reason, issue 296; by the user's measurement it is 1.14x at 7B): with
-one engine on both sides, the simulation expects this separation without a policy lag to lose, as most GPUs wait in
+one engine on both sides, the planner expects this separation without a policy lag to lose, as most GPUs wait in
 every phase.
 
-## ReaL, issue 10: OpenRLHF with 34B and 7B on 32 GPUs
+### ReaL, issue 10: OpenRLHF with 34B and 7B on 32 GPUs
 
 512 completions of 128 + 128 tokens, four mini-batches. Assumed: A100 of 80 GB; the GPUs of each role are the planner's
 best separation, since the issue's are not in the sources at hand.
@@ -271,7 +267,7 @@ best separation, since the issue's are not in the sources at hand.
 |---|---|---|
 """
 CHATLEARN_TEXT = """
-## ChatLearn
+### ChatLearn
 
 Tokens per second, read by eye from `docs/images/perf.png`; lengths, batch and GPUs' kind are not given. Assumed: A100,
 1,024 completions of 512 + 512 tokens, tokens of prompts and completions counted, one update. Without the lengths this
@@ -290,9 +286,9 @@ PAPER_TEXT = """
 So four models of 300B can be trained by ZeRO-3 with offloading and tensor-parallel sampling within a host where the
 table has a time, if the hosts have memory for what is offloaded, which these plans do not limit. Tensor parallelism
 is searched within a host only; pipeline parallelism, which ChatLearn uses at this size through Megatron, is not
-simulated.
+predicted.
 
-## The placement paper (arXiv 2312.11819)
+### The placement paper (arXiv 2312.11819)
 
 Its tables could not be read, only its claim of up to 11x and, from the released code, its models and 480 new tokens for
 every completion. Assumed: 256 tokens of prompt, 512 completions, one update, critic and reward of the actor's size;

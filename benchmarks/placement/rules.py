@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hybrid_rlhf.placement.costs import Costs
-from hybrid_rlhf.placement.curves import MachineCurves
-from hybrid_rlhf.placement.plans import LEARNERS, StepPlan
-from hybrid_rlhf.placement.schedule import step_time
+from hybrid_rlhf.planning.costs import Costs
+from hybrid_rlhf.planning.curves import MachineCurves
+from hybrid_rlhf.planning.plans import LEARNERS, StepPlan
+from hybrid_rlhf.planning.step_time import step_time
 
 
 def linear_rule(flattened_seconds: Mapping[str, float], plan: StepPlan, *, ranks: int) -> float:

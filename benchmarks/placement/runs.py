@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.placement.plans import StepPlan
+from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.rl.build import run_rl
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
@@ -104,7 +104,7 @@ def run_line(folder: Path, output: Path, plan: StepPlan, *, prompts: int, new_to
         "data.eval_fraction": 0.0,
         "reward.components": f"[{folder / 'reward'}]",
         "output_dir": output,
-        "placement": json.dumps(plan.placement_setting()),
+        "placement": json.dumps(plan.placement_setting().as_given()),
         "algorithm.epochs": 1,
         "algorithm.mini_batches": 1,
         "rollout.prompts_per_step": prompts,

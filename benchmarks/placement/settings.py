@@ -15,14 +15,14 @@ from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.memory.plan import GPU_RESERVE_GIB
-from hybrid_rlhf.memory.shapes import Shapes
-from hybrid_rlhf.placement.costs import Costs
-from hybrid_rlhf.placement.job import JobReader, RLJob, modelled_lengths
-from hybrid_rlhf.placement.machines.datasheets import DATA_SHEETS, modelled_curves
-from hybrid_rlhf.placement.memory import MemoryModel
-from hybrid_rlhf.placement.plans import Cluster
-from hybrid_rlhf.placement.search import Search
+from hybrid_rlhf.planning.costs import Costs
+from hybrid_rlhf.planning.job import JobReader, RLJob, modelled_lengths
+from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, modelled_curves
+from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB
+from hybrid_rlhf.planning.placed_memory import MemoryModel
+from hybrid_rlhf.planning.plans import Cluster
+from hybrid_rlhf.planning.search import Search
+from hybrid_rlhf.planning.shapes import Shapes
 
 GIB = 2.0**30
 _SHAPES = Shapes()

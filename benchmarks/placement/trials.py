@@ -6,8 +6,8 @@ Fixed: PPO, GRPO and online DPO, with and without LoRA, under ZeRO 0 and 3, on 1
 six hybrids of odd and unequal groups. Random: roles on any ranks, by a seed each. A trial is two rollouts of a tiny
 model; metrics, samples and saved weights are compared with those of one rank, to 1e-5. A phase that takes four minutes
 counts as a deadlock. Several trials of as many ranks share their processes, each in a process group of its own. A call
-resumes: it leaves out what was the same. Failures are recorded, and the next trial runs. At the end the page
-docs/benchmarks/placement_trials.md is written (trials_page.py).
+resumes: it leaves out what was the same. Failures are recorded, and the next trial runs. At the end a
+section of docs/benchmarks/placement.md is written (trials_page.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks/placement_trials.md from the records of trials.py and exhaustive.py."""
+"""Writes the section of docs/benchmarks/placement.md from the records of trials.py and exhaustive.py."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from typing import Any
 import torch
 
 from benchmarks.placement.emulate import shown_placement
+from benchmarks.placement.page import write_section
 from benchmarks.results import RESULTS, names, read, write
 
-_PAGES = Path(__file__).parents[2] / "docs" / "benchmarks"
 TRIALS = "placement_trials.jsonl"
 EXHAUSTIVE = {kind: f"placement_exhaustive_{kind}.jsonl" for kind in ("emulated", "measured")}
-PAGE = _PAGES / "placement_trials.md"
 SAME = "same"
-_HEAD = """# Placement trials
+_HEAD = """## Placement trials
 
-## Fixed and random placements
+### Fixed and random placements
 
 `python -m benchmarks.placement.trials`: each trial runs two rollouts of a tiny model with their updates, and compares
 metrics, samples and saved weights with those of one rank, to 1e-5 in float32. A phase that takes four minutes counts as
@@ -30,7 +29,7 @@ ranks in six hybrids with odd and unequal groups. Random: roles on random ranks,
 resumes (raw: `placement_trials.jsonl` in
 [`benchmarks/results/placement.zip`](../../benchmarks/results/placement.zip)).
 """
-_FAMILY = """## All placements of a family
+_FAMILY = """### All placements of a family
 
 `python -m benchmarks.placement.exhaustive [--emulate]`: REINFORCE without a KL on four ranks: an actor, a
 reward model and a sampler, which may have separate ranks. The command runs all layouts that the planner considers, with
@@ -57,13 +56,13 @@ def stamped() -> dict[str, str]:
 
 
 def write_page() -> None:
-    """The page of all records."""
+    """The section of all records."""
     lines = [_HEAD, *_trials(read_records(TRIALS)), _FAMILY]
     for kind, file in EXHAUSTIVE.items():
         records = read_records(file)
         if records:
-            lines += [f"### {kind.capitalize()}", "", *family_lines(records, kind), ""]
-    PAGE.write_text("\n".join(lines).rstrip() + "\n")
+            lines += [f"#### {kind.capitalize()}", "", *family_lines(records, kind), ""]
+    write_section("trials", "\n".join(lines))
 
 
 def _trials(records: Sequence[dict[str, Any]]) -> Iterable[str]:

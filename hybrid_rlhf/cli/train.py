@@ -7,24 +7,20 @@ Without --base_model and without a model of a step this is the demo: an embedded
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess  # starts the commands of this package  # nosec B404
 import sys
-import tempfile
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from hybrid_rlhf.cli.runs.processes import PACKAGE, CommandEnd, launcher, local_ranks, tee
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.pipeline import (
     FOLDERS,
     STEP_NAMES,
-    LauncherConfig,
     PipelineConfig,
     has_model,
     start_of,
@@ -32,19 +28,15 @@ from hybrid_rlhf.configs.pipeline import (
 )
 from hybrid_rlhf.configs.sections.placement import RolePlacements, is_automatic
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.runtime.command_line import ERROR_FILE, parse_config, read_config, save_config, user_errors
-from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
+from hybrid_rlhf.runtime.command_line import parse_config, read_config, save_config, user_errors
 from hybrid_rlhf.runtime.hostfile import process_count
-from hybrid_rlhf.runtime.liveness.launcher import STARTED_BY
-from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, forward_signals
+from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.openmp import shared_cores
-from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
+from hybrid_rlhf.runtime.output import print_document, wants_json
 from hybrid_rlhf.runtime.placement import placed_roles, resolve_placement
 
 PipelineT = TypeVar("PipelineT", bound=PipelineConfig)
-ROOT = Path(__file__).parents[2]
-"""Folder that contains the package: the checkout, or site-packages."""
-DEMO = ROOT / "hybrid_rlhf" / "configs" / "commands" / "demo.yaml"
+DEMO = PACKAGE / "configs" / "commands" / "demo.yaml"
 MODULES = {
     "sft": "hybrid_rlhf.cli.sft",
     "reward": "hybrid_rlhf.cli.reward",
@@ -52,7 +44,8 @@ MODULES = {
     "rl": "hybrid_rlhf.cli.rl",
 }
 SIGNALS = {
-    -signal.SIGKILL: "it was killed, most likely by the kernel because host memory ran out: see dmesg and --plan",
+    -signal.SIGKILL: "it was killed, most likely by the kernel because host memory ran out: see dmesg and hybrid-rlhf "
+    "plan",
     -signal.SIGBUS: "a memory-mapped file was truncated, or its disk failed: see dmesg and data.cache_dir",
 }
 """Explanations of exit codes of steps that a signal ended, which cannot report it themselves."""
@@ -62,17 +55,6 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Parse, run the steps that are not finished, and print what changed."""
     with user_errors():
         config, steps = pipeline(PipelineConfig, argv, prog=prog)
-        if config.plan:
-            from hybrid_rlhf.cli.machine.plan import planned_phases
-            from hybrid_rlhf.memory.report import table
-
-            lines, fits = table(*planned_phases(config, steps), steps)
-            if "rl" in config.step_names and is_automatic(steps["rl"].placement):
-                lines.append(
-                    "placement auto: the memory of rl is that of flattening, see hybrid-rlhf plan for the best"
-                )
-            print_result({"fits": fits, "lines": lines}, "\n".join(lines))
-            sys.exit(0 if fits else 1)
         from hybrid_rlhf.cli.runs.checks import check_steps
 
         check_placement(steps, config)
@@ -129,7 +111,7 @@ def pipeline(
 def demo_config(config_type: type[PipelineT], argv: Sequence[str] | None, *, prog: str | None = None) -> PipelineT:
     """The settings of the demo with the overrides of the user, and its conversations unless the user names a source."""
     config = parse_config(config_type, argv, prog=prog, defaults=DEMO)
-    if config.data.sources or config.plan:
+    if config.data.sources or not config.starts_steps:
         return config
     from hybrid_rlhf.data.rows.embedded import write_demo_data
 
@@ -152,7 +134,7 @@ def check_models(steps: dict[str, Any], config: PipelineConfig) -> None:
         if start_of(steps[name]) is None:
             raise UserError(f"step {name} starts from a model, got none: give --base_model, or --{name}.model.path")
     folder, alone = config.folder("reward"), "rl" in config.step_names and "reward" not in config.step_names
-    if alone and not config.plan and steps["rl"].reward.components == [folder]:
+    if alone and config.starts_steps and steps["rl"].reward.components == [folder]:
         require(
             has_model(folder),
             f"step rl needs a reward model, {folder} holds none: add reward to --steps, or give --rl.reward.components",
@@ -163,7 +145,12 @@ def check_ranks(config: PipelineConfig) -> None:
     """Raise UserError unless the hostfile can be read, and the ranks that the placement of RL names will start."""
     processes, source = process_count(config.launcher)
     placement = config.rl.placement
-    if "rl" not in config.step_names or processes is None or config.plan or not isinstance(placement, RolePlacements):
+    if (
+        "rl" not in config.step_names
+        or processes is None
+        or not config.starts_steps
+        or not isinstance(placement, RolePlacements)
+    ):
         return
     for name, role in placement.roles.items():
         require(
@@ -182,7 +169,7 @@ def check_placement(steps: dict[str, Any], config: PipelineConfig) -> None:
     rl = steps["rl"]
     is_new = rl.resume in ("never", "auto") and not (Path(rl.output_dir) / "config.yaml").exists()
     if "rl" in config.step_names and is_new and not is_automatic(rl.placement):
-        ranks = process_count(config.launcher)[0] or _local_ranks(config.launcher)
+        ranks = process_count(config.launcher)[0] or local_ranks(config.launcher)
         resolve_placement(rl.placement, placed_roles(rl), ranks=ranks)
 
 
@@ -231,7 +218,7 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
     command = [*launcher(config.launcher), MODULES[name], "--config", str(settings)]
     print(f"== {name}: {' '.join(command)}", flush=True)
     start = time.monotonic()
-    threads = {} if config.launcher.hostfile is not None else shared_cores(_local_ranks(config.launcher))
+    threads = {} if config.launcher.hostfile is not None else shared_cores(local_ranks(config.launcher))
     log = logs / f"{FOLDERS[name]}.log"
     end = tee(command, log, {**os.environ, **threads})
     if end.code == STOPPED_EXIT_CODE:
@@ -292,96 +279,6 @@ def changed_settings(step: Any) -> list[str]:
     """Keys whose values differ from the run in the folder of a step; those that do not affect results are ignored."""
     file = Path(step.output_dir) / "config.yaml"
     return changed_keys(type(step), read_config(file), read_config(step)) if file.exists() else []
-
-
-def launcher(options: LauncherConfig) -> list[str]:
-    """The command, up to the name of a module, that starts the module on these processes."""
-    if options.hostfile is not None:
-        deepspeed = shutil.which(
-            "deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        )
-        if deepspeed is None:
-            raise UserError("launcher.hostfile needs the command deepspeed, PATH has none: pip install deepspeed")
-        return [deepspeed, "--hostfile", options.hostfile, "--no_local_rank", "--module"]
-    processes = _local_ranks(options)
-    if processes == 1:
-        return [sys.executable, "-m"]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-
-
-def _local_ranks(options: LauncherConfig) -> int:
-    return options.num_processes or max(1, _gpus())
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-@dataclass(frozen=True)
-class CommandEnd:
-    """The end of a command."""
-
-    code: int
-    tail: list[str]
-    """The last lines of its output."""
-    first_error: str | None = None
-    """The first line that begins with `error:`."""
-    user_error: str | None = None
-    """The user's mistake that ended a process of this host, if any."""
-
-
-def tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
-    """Run a command, copy its output to the console and a file.
-
-    `base` is the environment, to which the variables of a step are added.
-    """
-    with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_") as folder:
-        mistake = Path(folder) / "user_error"
-        end = _tee(command, log, {**base, ERROR_FILE: str(mistake)})
-        return replace(end, user_error=mistake.read_text(encoding="utf-8")) if mistake.exists() else end
-
-
-def _tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
-    tail: deque[str] = deque(maxlen=20)
-    first_error: str | None = None
-    environment = {**base, "PYTHONUNBUFFERED": "1", STARTED_BY: str(os.getpid())}
-    if not _gpus():
-        environment = {**MALLOC_ENVIRONMENT, **environment}
-    if ROOT.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
-    with log.open("a", encoding="utf-8") as file:
-        process = subprocess.Popen(  # a list of arguments, no shell  # nosec B603
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=True,  # Ctrl-C reaches only this process, which forwards it
-        )
-        assert process.stdout is not None
-        with forward_signals(process) as asked:
-            sinks: list[TextIO] = [sys.stdout, file]
-            for line in process.stdout:
-                _pass_on(line, sinks)
-                tail.append(line)
-                if first_error is None and line.startswith("error:"):
-                    first_error = line
-            code = process.wait()
-        return CommandEnd(STOPPED_EXIT_CODE if code and asked.stop else code, list(tail), first_error)
-
-
-def _pass_on(line: str, sinks: list[TextIO]) -> None:
-    """Write a line to the console and the log; a sink that fails is dropped."""
-    for sink in list(sinks):
-        try:
-            sink.write(line)
-            sink.flush()
-        except OSError:
-            sinks.remove(sink)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())  # flushing its buffer at exit must not fail
 
 
 if __name__ == "__main__":

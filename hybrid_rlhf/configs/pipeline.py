@@ -17,7 +17,6 @@ from hybrid_rlhf.configs.sections.rules import (
     Settings,
     require,
     require_template_variables,
-    setting,
 )
 from hybrid_rlhf.configs.sft import SFTConfig
 
@@ -70,13 +69,6 @@ class PipelineConfig(Settings):
     """Seed of all steps; null: each step's own."""
     steps: str = "sft,reward,rl"
     """Steps to run, comma-separated: sft, reward, preference, rl; a finished step is skipped."""
-    plan: bool = False
-    """Print the memory that each phase needs, without loading weights, and stop; exit code 1 if a phase does not
-    fit."""
-    plan_device_gib: float | None = setting(None, advanced=True)
-    """Memory of the GPUs that plan assumes, in GiB; null: this machine's."""
-    plan_ranks: int | None = setting(None, advanced=True)
-    """Number of ranks that plan assumes; null: the number that a run would start."""
     data: PipelineDataConfig = field(default_factory=PipelineDataConfig)
     sft: SFTConfig = field(default_factory=lambda: SFTConfig(output_dir=_OUTPUT + FOLDERS["sft"]))
     reward: RewardConfig = field(default_factory=lambda: RewardConfig(output_dir=_OUTPUT + FOLDERS["reward"]))
@@ -93,10 +85,11 @@ class PipelineConfig(Settings):
             f"--steps takes sft, reward, preference and rl, comma-separated, got {self.steps!r}: for example "
             "--steps sft,reward",
         )
-        for name in ("plan_device_gib", "plan_ranks"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be above 0, got {value}: leave it out for this machine")
-            require(value is None or self.plan, f"{name} {value} is for a plan, got none: add --plan")
+
+    @property
+    def starts_steps(self) -> bool:
+        """True if the steps run, false if they are planned."""
+        return True
 
     @property
     def step_names(self) -> list[str]:
@@ -125,7 +118,7 @@ class PipelineConfig(Settings):
 
 
 MACHINES = ("b200", "h200", "h100", "a100", "a100-40g", "a800", "l40s", "a10g", "4090", "3090", "mi300x")
-"""With data sheets (placement/machines/datasheets.py)."""
+"""With data sheets (planning/machines/datasheets.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,16 +148,13 @@ class PlanConfig(PipelineConfig):
     candidates: Natural = 0
     """Placements to list beside the best of each style, fastest first, each with the reason why it lost."""
 
+    @property
+    def starts_steps(self) -> bool:
+        """False: the steps are planned."""
+        return False
+
     def _check(self) -> None:
         super()._check()
-        require(
-            self.ranks is None or self.plan_ranks is None,
-            f"ranks and plan_ranks mean the same, got {self.ranks} and {self.plan_ranks}: leave plan_ranks out",
-        )
-        require(
-            self.machine == "this" or self.plan_device_gib is None,
-            f"--machine {self.machine} has memory of its own, got plan_device_gib {self.plan_device_gib}: leave it out",
-        )
         require(
             self.machine in ("this", *MACHINES) or self.machine.endswith((".yaml", ".yml")),
             f"--machine must be this (the local machine), {', '.join(MACHINES[:-1])} or {MACHINES[-1]}, or a YAML file "

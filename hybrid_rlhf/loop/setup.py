@@ -24,12 +24,12 @@ from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import ModelEngine, Role
 from hybrid_rlhf.loop.batch_plan import BatchPlan
 from hybrid_rlhf.loop.report.writing import write_report
-from hybrid_rlhf.memory.out_of_memory import explain_out_of_memory
-from hybrid_rlhf.memory.plan import AnyStep
 from hybrid_rlhf.models.pretrained.folders import warn_of_remote_code
 from hybrid_rlhf.models.pretrained.loading import position_limit
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
+from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
+from hybrid_rlhf.planning.phase_memory import AnyStep
 from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME

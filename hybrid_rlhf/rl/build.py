@@ -34,18 +34,14 @@ from hybrid_rlhf.loop.setup import (
 )
 from hybrid_rlhf.loop.step import ModelSource, Step
 from hybrid_rlhf.loop.user_code import register
-from hybrid_rlhf.memory.kept_weights import resolve_keep_weights
-from hybrid_rlhf.placement.kv_cache import resolve_kv_cache
+from hybrid_rlhf.planning.automatic import choose_placement
+from hybrid_rlhf.planning.kept_weights import resolve_keep_weights
+from hybrid_rlhf.planning.kv_cache import resolve_kv_cache
+from hybrid_rlhf.planning.room import require_room
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.environments import Environment, build_runner
 from hybrid_rlhf.rl.parts import RLParts, RLSession
-from hybrid_rlhf.rl.roles import (
-    build_roles,
-    choose_placement,
-    log_placement,
-    place_roles,
-    require_room,
-)
+from hybrid_rlhf.rl.roles import build_roles, log_placement, place_roles
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler

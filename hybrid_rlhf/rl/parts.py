@@ -21,10 +21,11 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.loop.saving import finish, save_engine
-from hybrid_rlhf.placement.job import StepLengths
+from hybrid_rlhf.planning.automatic import MeasuredStep, PlacementWatch
+from hybrid_rlhf.planning.job import StepLengths
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, MiniBatchPlanner, Rollout, SampledTokens
-from hybrid_rlhf.rl.roles import MeasuredStep, PlacementWatch, Roles
+from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
 from hybrid_rlhf.rl.rollouts.collector import Collector
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler

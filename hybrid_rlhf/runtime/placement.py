@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import PlacementConfig, RolePlacements, RoleRanks, ZeroStage
+from hybrid_rlhf.configs.sections.placement import PlacementConfig, RolePlacements, RoleRanks, ZeroStage, in_words
 from hybrid_rlhf.configs.sections.rules import nearest_hint, require
 from hybrid_rlhf.configs.sections.training import frozen_zero
 
@@ -152,17 +152,6 @@ def role_label(name: str) -> str:
 
 def _is_reward(name: str) -> bool:
     return name not in ("actor", "critic", CRITIC_COPY, "reference", "sampler")
-
-
-def in_words(ranks: Sequence[int]) -> str:
-    """Ranks as ranges: 0-3,6."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

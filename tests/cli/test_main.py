@@ -48,18 +48,16 @@ def test_a_command_is_given_its_arguments_and_name(monkeypatch: pytest.MonkeyPat
             script.main([command, "--steps", "sft"])
     assert given == [
         (["--steps", "sft"], "hybrid-rlhf train"),
-        (["--steps", "sft", "--plan=true"], "hybrid-rlhf plan"),
+        (["--steps", "sft"], "hybrid-rlhf plan"),
     ]
 
 
-def test_plan_starts_no_step_whatever_the_line_says(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_starts_no_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(train, "run_step", lambda *_: pytest.fail("a plan starts no step"))
     monkeypatch.setattr(plan, "planned_phases", lambda *_: (None, {}))
-    monkeypatch.setattr("hybrid_rlhf.memory.report.table", lambda *_, **__: (["planned"], False))
+    monkeypatch.setattr("hybrid_rlhf.planning.memory_table.table", lambda *_, **__: (["planned"], False))
     with pytest.raises(SystemExit) as stopped:
-        plan.main(["--base_model", "BASE", "--plan", "false"])
+        plan.main(["--base_model", "BASE"])
     assert stopped.value.code == 1 and capsys.readouterr().out == "planned\n"
 
 

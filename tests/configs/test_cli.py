@@ -153,17 +153,18 @@ def test_parsing_and_help_load_no_torch() -> None:
 
 
 def test_a_switch_may_stand_bare_and_the_line_may_be_empty() -> None:
-    for line, plan, seed in (
+    switch = "--sft.model.gradient_checkpointing"
+    for line, checkpoints, seed in (
         ([], False, None),
-        (["--plan"], True, None),
-        (["--plan", "--seed", "1"], True, 1),
-        (["--plan", "false", "--seed", "1"], False, 1),
-        (["--seed=1", "--plan"], True, 1),
+        ([switch], True, None),
+        ([switch, "--seed", "1"], True, 1),
+        ([switch, "false", "--seed", "1"], False, 1),
+        (["--seed=1", switch], True, 1),
     ):
         config = parse_config(PipelineConfig, line)
-        assert (config.plan, config.seed) == (plan, seed), line
+        assert (config.sft.model.gradient_checkpointing, config.seed) == (checkpoints, seed), line
     with pytest.raises(UserError, match="--seed needs a value, got none"):
-        parse_config(PipelineConfig, ["--seed", "--plan"])
+        parse_config(PipelineConfig, ["--seed", switch])
 
 
 def test_help_shows_the_defaults_that_a_choice_brings(capsys: pytest.CaptureFixture[str]) -> None:

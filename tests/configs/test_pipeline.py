@@ -95,10 +95,6 @@ def test_without_an_sft_model_every_step_starts_from_the_base(
             ["--steps", "sft,rl", "--rl.model.path", "MINE", "--rl.reward.components", "RM"],
             "step sft starts from a model, got none: give --base_model, or --sft.model.path",
         ),
-        (
-            ["--steps", "sft,rl", "--rl.model.path", "MINE", "--rl.reward.components", "RM", "--plan"],
-            "step sft starts from a model, got none: give --base_model, or --sft.model.path",
-        ),
     ],
 )
 def test_a_model_that_is_missing_is_refused_before_the_first_step(

@@ -8,7 +8,7 @@ from unittest import mock
 
 from hybrid_rlhf.cli import rl
 from hybrid_rlhf.engines.engine import ModelEngine
-from hybrid_rlhf.memory.live_bytes import LiveBytes
+from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.rl import build
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.runtime.observability.timers import Timers

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.cli import rl
-from hybrid_rlhf.placement.machines.stored import save_curves
+from hybrid_rlhf.planning.machines.stored import save_curves
 from tests.support.placement import cpu_machine
 from tests.support.placements import (
     ALGORITHMS,

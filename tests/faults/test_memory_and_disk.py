@@ -27,9 +27,9 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import LoopConfig
 from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.memory.out_of_memory import explain_out_of_memory
-from hybrid_rlhf.memory.remedies import with_settings
 from hybrid_rlhf.models.pretrained.saving import save_model
+from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
+from hybrid_rlhf.planning.remedies import with_settings
 from hybrid_rlhf.runtime.command_line import save_config, user_errors
 from hybrid_rlhf.runtime.files.disk import DISK_ERRNOS, disk_errors_translated
 from hybrid_rlhf.runtime.world import _SOLO_ENVIRONMENT, solo_world
@@ -251,7 +251,7 @@ PPO = RLConfig(
             torch.OutOfMemoryError(GPU_WORDS),
             "generation of step 3",
             "at generation of step 3: 3.2 GiB requested with .* GiB of the host in use; the plan estimates "
-            ".* for generation; see train.py --plan",
+            ".* for generation; see hybrid-rlhf plan",
         ),
         (
             RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),

@@ -246,8 +246,11 @@ LINES = [
         ["--data.split", "[1, 1]"],
         ["data.split", "three", "got [1.0, 1.0]", "[2, 4, 4]"],
     ),
-    ("pipeline", ["--plan_ranks", "2"], ["plan_ranks", "got none", "--plan"]),
-    ("pipeline", ["--plan", "maybe"], ["plan", "bool", "got maybe", "--help"]),
+    (
+        "pipeline",
+        ["--sft.model.gradient_checkpointing", "maybe"],
+        ["gradient_checkpointing", "bool", "got maybe", "--help"],
+    ),
     ("generate", [], ["model", "got none", "output/step3_ppo/actor"]),
     ("generate", ["--path", "m"], ["--input", "--output"]),
     (

@@ -238,7 +238,7 @@ def seeds(name: str) -> list[bytes]:
         return [
             b"--seed\n1\n--steps=5",
             b"--data.sources\n[a, {path: b, weight: 2}]",
-            b"--lora\n{rank: 2}\n--plan\nyes",
+            b"--lora\n{rank: 2}\n--model.gradient_checkpointing\nyes",
         ]
     if name == "jsonl":
         return ["\n".join(rows).encode(), *(row.encode() for row in rows)]

@@ -41,7 +41,7 @@ from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.placement.machines.datasheets import sheet_of
+from hybrid_rlhf.planning.machines.datasheets import sheet_of
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.output import JSON_OPTION
 from hybrid_rlhf.supervised.preference.dpo import DPO
@@ -64,7 +64,7 @@ POSITIONAL: dict[str, str | tuple[str, ...]] = {
     **{f"data {name}": key for name, (_, key, _) in SUBCOMMANDS.items()},
 }
 """Keys that the first words give."""
-METRIC_FLOORS = ("rl", "supervised", "loop", "placement", "models", "runtime/observability")
+METRIC_FLOORS = ("rl", "supervised", "loop", "planning", "models", "runtime/observability")
 """Folders of the library that make metrics."""
 NOT_METRICS = {"application/json"}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -21,9 +21,8 @@ import yaml
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.cli.machine import plan
 from hybrid_rlhf.configs.inference import EvaluateConfig
-from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig
+from hybrid_rlhf.configs.pipeline import FOLDERS, STEP_NAMES, PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.placement.machines.datasheets import DATA_SHEETS
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from tests.support.documents import undocumented_metrics
 from tests.support.generation import wait_until
@@ -103,10 +102,9 @@ def test_a_recipe_fits_its_machine(file: Path, tmp_path: Path, pair_rows: Path) 
     keys = tmp_path / "recipe.yaml"
     keys.write_text(yaml.safe_dump(pipeline_keys(file, tmp_path, write_shape)))
     given = dict(re.findall(r"--(machine|ranks) ([\w-]+)", header(file)["plan"]))
-    gib = DATA_SHEETS[given["machine"]].device_gib
-    words = ["--config", str(keys), "--plan", "true", "--plan_device_gib", str(gib), "--plan_ranks", given["ranks"]]
-    words += source_words(pair_rows)
-    planner, planned = plan.planned_phases(*train.pipeline(PipelineConfig, words))
+    words = ["--config", str(keys), "--machine", given["machine"], "--ranks", given["ranks"], *source_words(pair_rows)]
+    config, steps = train.pipeline(PlanConfig, words)
+    planner, planned = plan.planned_phases(config, steps, plan.planned_machine(config)[1])
     phases = [phase for of_step in planned.values() for phase in of_step]
     assert all(phase.fits for phase in phases), phases
     most = max(phases, key=lambda phase: phase.total)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from hybrid_rlhf.configs.algorithms import PPOConfig
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.memory.engine import MemoryUse
-from hybrid_rlhf.memory.plan import Device, PhaseMemory
-from hybrid_rlhf.placement.costs import Work
-from hybrid_rlhf.placement.curves import Curve, MachineCurves, Surface
-from hybrid_rlhf.placement.job import ModelDimensions, RLJob, RoleJob, StepLengths
-from hybrid_rlhf.placement.memory import PlanMemory, RankMemory
-from hybrid_rlhf.placement.plans import SAMPLER, Cluster, StepPlan, style_of
+from hybrid_rlhf.planning.costs import Work
+from hybrid_rlhf.planning.curves import Curve, MachineCurves, Surface
+from hybrid_rlhf.planning.engine_memory import MemoryUse
+from hybrid_rlhf.planning.job import ModelDimensions, RLJob, RoleJob, StepLengths
+from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, DataSheet
+from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory, RankMemory
+from hybrid_rlhf.planning.placed_memory import PlanMemory
+from hybrid_rlhf.planning.plans import SAMPLER, Cluster, StepPlan, style_of
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "transfer")
@@ -70,6 +73,15 @@ def machine(*, bandwidth: float = 1e9, latency: float = 1e-5, device: str = "cud
         gathered=dict.fromkeys(("forward", "backward"), Curve.of([(1, 1e-5)])),
     )
     return replace(found, device=device, **changes)  # type: ignore[arg-type]
+
+
+def machine_file(folder: Path, *, device_gib: float) -> str:
+    """A file with the data sheet of a GPU with so much memory."""
+    numbers = {each.name: getattr(DATA_SHEETS["h100"], each.name) for each in fields(DataSheet)}
+    content = {**numbers, "name": "small", "device": "", "device_gib": device_gib}
+    file = folder / f"gpu_{device_gib}.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return str(file)
 
 
 def cpu_machine() -> MachineCurves:
@@ -129,7 +141,7 @@ class FlatMemory:
 
     def __init__(self, job: RLJob, device_bytes: float = 1e18) -> None:
         """Take the job and the memory of a rank."""
-        self._job, self._device = job, Device(job.device, 1, device_bytes)
+        self._job, self._device, self.device_bytes = job, Device(job.device, 1, device_bytes), device_bytes
 
     def __call__(self, plan: StepPlan) -> PlanMemory:
         """See MemoryModel."""
@@ -145,9 +157,9 @@ class FlatMemory:
         ]
         return PlanMemory(tuple(found), 10**6)
 
-    def shares(self, plan: StepPlan, name: str) -> tuple[float, ...]:
-        """See MemoryModel."""
-        return (self._role(plan, name),)
+    def of_role(self, plan: StepPlan, name: str) -> tuple[float, float]:
+        """Bytes of a role: held, and added by its passes."""
+        return self._role(plan, name), 0.0
 
     def _role(self, plan: StepPlan, name: str) -> float:
         place = plan.roles[name]

@@ -75,7 +75,7 @@ class Estimates:
     def _run(self, command: str, settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_board_") as folder:
             file = Path(folder) / "plan.yaml"
-            write_settings(file, {"steps": command, "plan_ranks": processes, command: dict(settings)})
+            write_settings(file, {"steps": command, "ranks": processes, command: dict(settings)})
             process = start_process(
                 command_line("plan", file, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )

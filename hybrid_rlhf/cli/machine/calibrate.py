@@ -17,8 +17,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         words = list(sys.argv[1:] if argv is None else argv)
         config = parse_config(CalibrateConfig, words, prog=prog)
         from hybrid_rlhf.cli.machine.run_times import time_run
-        from hybrid_rlhf.placement.machines.calibration import calibrate, default_ranks
-        from hybrid_rlhf.placement.machines.stored import curves_file, differences, read_curves, save_curves, stored_key
+        from hybrid_rlhf.planning.machines.calibration import calibrate, default_ranks
+        from hybrid_rlhf.planning.machines.stored import curves_file, differences, read_curves, save_curves, stored_key
 
         ranks = config.ranks or default_ranks()
         path = curves_file(ranks, config.cache_dir)

@@ -1,9 +1,9 @@
 """`hybrid-rlhf plan`: the memory of each phase of `hybrid-rlhf train`, and the fastest placement of the roles of RL.
 
 `plan sft`, `plan reward`, `plan preference` and `plan rl` take the line of that command in place of `train`'s; a config
-file whose keys only one of them has needs no such word. `train --plan` prints the memory alone. Both resolve
-`rl.placement`: the first row of the table of placements is the configured one. Times need curves of
-the machine: those that `hybrid-rlhf calibrate` measured on this one, or of a data sheet (`--machine h100`).
+file whose keys only one of them has needs no such word. The first row of the table of placements is the configured
+`rl.placement`. Times need curves of the machine: those that `hybrid-rlhf calibrate` measured on this one, or of a data
+sheet (`--machine h100`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from hybrid_rlhf.runtime.output import print_result
 from hybrid_rlhf.runtime.placement import Placement, placed_roles, resolve_placement
 
 if TYPE_CHECKING:
-    from hybrid_rlhf.memory.plan import Device, PhaseMemory
-    from hybrid_rlhf.memory.remedies import Remedy
-    from hybrid_rlhf.placement.curves import MachineCurves
-    from hybrid_rlhf.placement.job import RLJob
-    from hybrid_rlhf.placement.search import Candidate
-    from hybrid_rlhf.placement.tables import PlacementAnswer
-    from hybrid_rlhf.rl.roles.room import PlacedPlanner
+    from hybrid_rlhf.planning.curves import MachineCurves
+    from hybrid_rlhf.planning.job import RLJob
+    from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
+    from hybrid_rlhf.planning.placement_table import PlacementAnswer
+    from hybrid_rlhf.planning.remedies import Remedy
+    from hybrid_rlhf.planning.search import Candidate
+    from hybrid_rlhf.planning.step_memory import Planner
 
 _NO_CURVES = "times are not predicted: run hybrid-rlhf calibrate first, or name a machine, for example --machine h100"
 
@@ -58,9 +58,7 @@ _STEPS: dict[str, type] = {
     "preference": PreferenceStepConfig,
     "rl": RLConfig,
 }
-_OWN = {"plan_device_gib", "plan_ranks"} | (
-    {option.name for option in fields(PlanConfig)} - {option.name for option in fields(PipelineConfig)}
-)
+_OWN = {option.name for option in fields(PlanConfig)} - {option.name for option in fields(PipelineConfig)}
 """Options of the plan on the line of a single step; those of `launcher` are too."""
 
 
@@ -71,20 +69,19 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         words = list(sys.argv[1:] if argv is None else argv)
         name = words.pop(0) if words and words[0] in _STEPS else _step_of_files(words)
         if name is None:
-            config, steps = train.pipeline(PlanConfig, [*words, "--plan=true"], prog=prog)
+            config, steps = train.pipeline(PlanConfig, words, prog=prog)
         else:
             config, steps = _single(name, words, prog=prog)
-        from hybrid_rlhf.memory.report import table
+        from hybrid_rlhf.planning.memory_table import table
 
-        curves, machine = _machine(config)
+        curves, machine = planned_machine(config)
         planner, planned = planned_phases(config, steps, machine)
         planning = None if curves is None else _Placements(config, planner, curves)
         advised = _advised(planner, planned, steps, planning)
         answer = planning.answer(steps["rl"], advised.get("rl")) if "rl" in planned and planning is not None else None
         if answer is not None and answer.configured is None:
-            from hybrid_rlhf.rl.roles.room import named_phases
-
-            planned["rl"] = named_phases(answer.result.ranked[0].memory.phases, ranks=answer.cluster.ranks)
+            phases = answer.result.ranked[0].memory.phases
+            planned["rl"] = [each.named(answer.cluster.ranks) for each in phases]
         lines, fits = table(planner, planned, steps, single=name is not None, advised=advised)
         if "rl" in planned:
             key = "placement" if name is not None else "rl.placement"
@@ -97,17 +94,17 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 
 
 def planned_phases(
-    config: PipelineConfig, steps: Mapping[str, Any], machine: Device | None = None
-) -> tuple[PlacedPlanner, dict[str, list[PhaseMemory]]]:
-    """The planner of a pipeline, and the phases of each step that would run; without a machine, on that of the run.
+    config: PlanConfig, steps: Mapping[str, Any], machine: Device
+) -> tuple[Planner, dict[str, list[PhaseMemory]]]:
+    """The planner of a machine, and the phases of each step that would run.
 
     Raises:
         UserError: for a local source that cannot be read, a placement that the ranks do not have, or one that does not
             fit the other settings.
     """
     from hybrid_rlhf.cli.runs.checks import check_sources
-    from hybrid_rlhf.memory.report import starts_of, this_machine
-    from hybrid_rlhf.rl.roles.room import PlacedPlanner
+    from hybrid_rlhf.planning.memory_table import starts_of
+    from hybrid_rlhf.planning.step_memory import Planner
 
     check_sources({name: steps[name] for name in config.step_names})
     # What train skips keeps its model; a step whose folder has another run's starts as its settings say.
@@ -116,7 +113,7 @@ def planned_phases(
         for name in config.step_names
         if train.changed_settings(steps[name]) or not (Path(steps[name].output_dir) / "finished.json").exists()
     ]
-    planner = PlacedPlanner(machine or this_machine(config), starts=starts_of(steps, anew))
+    planner = Planner(machine, starts=starts_of(steps, anew))
     return planner, {name: planner.phases(steps[name]) for name in config.step_names}
 
 
@@ -132,7 +129,7 @@ def _single(name: str, words: Sequence[str], *, prog: str | None) -> tuple[PlanC
         place.append(word)
     step: Any = parse_config(_STEPS[name], rest, prog=None if prog is None else f"{prog} {name}")
     require(step.model.path is not None, f"a plan of {name} needs a model, got none: give --model.path")
-    return parse_config(PlanConfig, [*plan_words, f"--steps={name}", "--plan=true"], prog=prog), {name: step}
+    return parse_config(PlanConfig, [*plan_words, f"--steps={name}"], prog=prog), {name: step}
 
 
 def _step_of_files(words: Sequence[str]) -> str | None:
@@ -155,15 +152,15 @@ def _step_of_files(words: Sequence[str]) -> str | None:
     return fitting[0] if fitting else None
 
 
-def _machine(config: PlanConfig) -> tuple[MachineCurves | None, Device]:
+def planned_machine(config: PlanConfig) -> tuple[MachineCurves | None, Device]:
     """The curves of the machine that a config names, if there are any, and what a rank has of it."""
-    from hybrid_rlhf.memory.report import this_machine
-    from hybrid_rlhf.placement.machines.datasheets import modelled_curves, sheet_of, with_usual_link
-    from hybrid_rlhf.placement.machines.stored import load_curves
+    from hybrid_rlhf.planning.machines.datasheets import modelled_curves, sheet_of, with_usual_link
+    from hybrid_rlhf.planning.machines.stored import load_curves
+    from hybrid_rlhf.planning.memory_table import this_machine
+    from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
 
-    run = replace(config, ranks=None, plan_ranks=config.ranks or config.plan_ranks)
     if config.machine == "this":
-        curves, machine = load_curves(), this_machine(run)
+        curves, machine = load_curves(), this_machine(config)
         if curves is not None and config.link_gib_per_second is not None:
             curves = with_usual_link(curves, config.link_gib_per_second)
         if curves is None or curves.device != machine.device.type:
@@ -171,9 +168,11 @@ def _machine(config: PlanConfig) -> tuple[MachineCurves | None, Device]:
     else:
         sheet = sheet_of(config.machine)
         curves = modelled_curves(sheet, link_gib_per_second=config.link_gib_per_second)
-        machine = this_machine(replace(run, machine="this", plan_device_gib=sheet.device_gib))
-        if sheet.host_gib is not None:
-            machine = replace(machine, host_bytes=sheet.host_gib * 2**30 / sheet.ranks_per_host)
+        import torch
+
+        host_bytes = None if sheet.host_gib is None else sheet.host_gib * 2**30 / sheet.ranks_per_host
+        device_bytes = (sheet.device_gib - GPU_RESERVE_GIB) * 2**30
+        machine = Device(torch.device("cuda"), this_machine(config).ranks, device_bytes, host_bytes)
     hosts = config.hosts or -(-machine.ranks // curves.ranks_per_host)
     require(
         machine.ranks % hosts == 0,
@@ -183,13 +182,13 @@ def _machine(config: PlanConfig) -> tuple[MachineCurves | None, Device]:
 
 
 def _advised(
-    planner: PlacedPlanner,
+    planner: Planner,
     planned: Mapping[str, Sequence[PhaseMemory]],
     steps: Mapping[str, Any],
     times: _Placements | None,
 ) -> dict[str, list[Remedy]]:
     """The remedies of the steps that do not fit; those of RL by the time that is predicted with them."""
-    from hybrid_rlhf.memory.remedies import remedies
+    from hybrid_rlhf.planning.remedies import remedies
 
     return {
         name: remedies(planner, steps[name], times.seconds if name == "rl" and times is not None else None)
@@ -201,8 +200,8 @@ def _advised(
 class _Placements:
     """Placements of an RL step on a machine with curves."""
 
-    def __init__(self, config: PlanConfig, planner: PlacedPlanner, curves: MachineCurves) -> None:
-        from hybrid_rlhf.placement.plans import Cluster
+    def __init__(self, config: PlanConfig, planner: Planner, curves: MachineCurves) -> None:
+        from hybrid_rlhf.planning.plans import Cluster
 
         machine = planner.machine
         self._config, self._planner, self._curves = config, planner, curves
@@ -211,9 +210,9 @@ class _Placements:
 
     def answer(self, rl: RLConfig, advised: Sequence[Remedy] | None) -> PlacementAnswer:
         """The best plans of a step, with what a remedy sets besides if nothing fits without it."""
-        from hybrid_rlhf.memory.remedies import with_settings
-        from hybrid_rlhf.placement.search import SearchResult
-        from hybrid_rlhf.placement.tables import plan_placement
+        from hybrid_rlhf.planning.placement_table import plan_placement
+        from hybrid_rlhf.planning.remedies import with_settings
+        from hybrid_rlhf.planning.search import SearchResult
 
         listed = self._config.candidates
         answer = plan_placement(
@@ -236,7 +235,7 @@ class _Placements:
         return self._candidate(rl).seconds
 
     def _candidate(self, rl: RLConfig) -> Candidate:
-        from hybrid_rlhf.placement.tables import configured_plan
+        from hybrid_rlhf.planning.placement_table import configured_plan
 
         placement = self._placement(rl) or resolve_placement(None, placed_roles(rl), ranks=self._cluster.ranks)
         return configured_plan(self._job(rl), self._curves, self._cluster, placement, **self._memory)
@@ -249,7 +248,7 @@ class _Placements:
 
     def _job(self, rl: RLConfig) -> RLJob:
         from hybrid_rlhf.engines.ds_config import read_overrides
-        from hybrid_rlhf.placement.job import JobReader, default_lengths
+        from hybrid_rlhf.planning.job import JobReader, default_lengths
 
         config, planner = self._config, self._planner
         lengths = default_lengths(rl, prompt_tokens=config.prompt_tokens, mean_tokens=config.completion_tokens)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybrid_rlhf.placement.machines.runs import RunSizes, RunTimes
+    from hybrid_rlhf.planning.machines.runs import RunSizes, RunTimes
     from hybrid_rlhf.runtime.world import World
 
 _NEW_TOKENS = 32
@@ -55,8 +55,8 @@ def _silence() -> Iterator[None]:
 
 
 def _timed_run(world: World, folder: Path, sizes: RunSizes) -> RunTimes:
-    from hybrid_rlhf.placement.machines.layers import save_timed_models
-    from hybrid_rlhf.placement.machines.runs import RunTimes
+    from hybrid_rlhf.planning.machines.layers import save_timed_models
+    from hybrid_rlhf.planning.machines.runs import RunTimes
     from hybrid_rlhf.rl.build import RL
 
     if world.is_main:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hybrid_rlhf.cli import train
+from hybrid_rlhf.cli.runs.processes import tee
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource
@@ -145,7 +145,7 @@ def _check_user_code(config: RLConfig, log: Path) -> None:
     with TemporaryDirectory(prefix="hybrid_rlhf_") as folder:
         settings = Path(folder) / "rl.yaml"
         save_config(config, settings)
-        end = train.tee([sys.executable, "-m", _MODULE, "--config", str(settings)], log, os.environ)
+        end = tee([sys.executable, "-m", _MODULE, "--config", str(settings)], log, os.environ)
     if end.user_error is not None:
         raise UserError(end.user_error)
     if end.code:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hybrid_rlhf.cli import train
+from hybrid_rlhf.cli.runs.processes import launcher, tee
 from hybrid_rlhf.configs.commands.replay import ReplayConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import LauncherConfig
@@ -52,8 +52,8 @@ def _replay(config: ReplayConfig) -> None:
         scratch = Path(folder)
         settings = scratch / "replay.yaml"
         save_config(dataclasses.replace(config, scratch=folder), settings)
-        command = [*train.launcher(LauncherConfig(num_processes=ranks)), _MODULE, "--config", str(settings)]
-        code = train.tee(command, scratch / "log.txt", recorded.environment).code
+        command = [*launcher(LauncherConfig(num_processes=ranks)), _MODULE, "--config", str(settings)]
+        code = tee(command, scratch / "log.txt", recorded.environment).code
         if not (scratch / _RESULT).exists():
             error = f"the replay ended with exit code {code} and no result, see the lines above"
             print_result({"error": error}, f"error: {error}")

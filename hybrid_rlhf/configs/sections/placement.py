@@ -34,10 +34,15 @@ class RoleRanks:
     with_actor: bool = False
     """True if the actor's ranks sample part of each rollout besides the sampler's."""
 
+    def as_given(self) -> dict[str, Any]:
+        """The form of config files."""
+        given = {key: value for key, value in vars(self).items() if value is not None and value is not False}
+        return given if self.ranks is None else {**given, "ranks": in_words(self.ranks)}
+
 
 @dataclass(frozen=True)
 class AutoPlacement:
-    """The planner chooses the ranks of all roles (rl/roles/automatic.py)."""
+    """The planner chooses the ranks of all roles (planning/automatic.py)."""
 
     style: Literal["auto"] = "auto"
 
@@ -56,11 +61,10 @@ class RolePlacements:
 
     def as_given(self) -> str | dict[str, Any]:
         """Return the value in the form of config files."""
-        roles = {
-            name: {key: value for key, value in vars(role).items() if value is not None and value is not False}
-            for name, role in self.roles.items()
-        }
-        return {"style": self.style, **roles} if roles else self.style
+        roles = {name: role.as_given() for name, role in self.roles.items()}
+        if not roles:
+            return self.style
+        return roles if self.style == _style_beside(roles) else {"style": self.style, **roles}
 
 
 PlacementConfig = AutoPlacement | RolePlacements
@@ -76,7 +80,7 @@ def read_placement(given: str | dict[str, Any] | None) -> PlacementConfig | None
     if given is None:
         return None
     content = {"style": given} if isinstance(given, str) else {str(name): keys for name, keys in given.items()}
-    style: Any = content.pop("style", "separation" if "sampler" in content else "flattening")
+    style: Any = content.pop("style", _style_beside(content))
     styles = (*STYLES, "auto")
     key, roles_too = ("placement", " or a mapping of roles") if isinstance(given, str) else ("placement.style", "")
     require(
@@ -92,6 +96,11 @@ def read_placement(given: str | dict[str, Any] | None) -> PlacementConfig | None
         )
         return AutoPlacement()
     return RolePlacements(style, {name: _read_role(name, keys) for name, keys in content.items()})
+
+
+def _style_beside(roles: Mapping[str, Any]) -> Style:
+    """The style of a mapping of roles that names none."""
+    return "separation" if "sampler" in roles else "flattening"
 
 
 def _read_role(role: str, keys: Any) -> RoleRanks:
@@ -139,6 +148,17 @@ def read_ranks(value: Any, role: str) -> tuple[int, ...]:
         len(set(ranks)) == len(ranks), f"placement.{role}.ranks must name each rank once, got {value}: leave one out"
     )
     return tuple(sorted(ranks))
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """Ranks as ranges: 0-3,6."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def is_automatic(placement: PlacementConfig | None) -> bool:

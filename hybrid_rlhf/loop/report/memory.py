@@ -8,11 +8,11 @@ from typing import Any, cast
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.memory.plan import AnyStep, Planner, own_device
+from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.models.pretrained.folders import first_line
-from hybrid_rlhf.placement.memory import RankMemory, placed_memory
+from hybrid_rlhf.planning.phase_memory import AnyStep, RankMemory, own_device
+from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
-from hybrid_rlhf.runtime.placement import in_words
 from hybrid_rlhf.runtime.run import Run
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -51,7 +51,7 @@ def _planned(run: Run) -> Sequence[RankMemory]:
     planner = Planner(own_device(world.size, local=world.local_size))
     if run.placed is not None:
         config, placement = run.placed
-        return placed_memory(cast(RLConfig, config), placement, planner)
+        return planner.memory(cast(RLConfig, config), placement)
     if isinstance(run.config, RLConfig):
         return []
     phases = planner.phases(cast(AnyStep, run.config))

@@ -18,7 +18,7 @@ from hybrid_rlhf.data.chat.messages import row_tools
 from hybrid_rlhf.data.tokenized import load_prompt_data
 from hybrid_rlhf.loop.non_finite import json_number
 from hybrid_rlhf.loop.setup import start_step
-from hybrid_rlhf.memory.out_of_memory import explain_out_of_memory
+from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
 from hybrid_rlhf.rl.batch import Episode, MiniBatchPlanner, Rollout
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward

@@ -1,0 +1,380 @@
+"""Seconds of each piece of an RL step on one rank, from dimensions, curves and the rank's share.
+
+Work is compute (slowed where ranks share a host's cores) and wire (collectives, links). Follows what the library runs:
+DeepSpeed's ZeRO (arXiv 1910.02054, section 7: stages 0 and 1 reduce gradients once per update, 2 and 3 after each
+backward; stage 3 gathers each layer's weights in every forward and backward), and continuous batching, where rows leave
+as they finish. All ranks of a role compute equal shares, since rows are sharded by length. To a price, ranks are their
+number and that of their hosts, so layouts share prices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
+
+import numpy as np
+
+from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
+from hybrid_rlhf.generation.backends.native import PREFILL_TOKENS
+from hybrid_rlhf.models.head_check import PROBE_TOKENS
+from hybrid_rlhf.planning.costs.decoding import DecodeSegments
+from hybrid_rlhf.planning.costs.passes import ModelPasses, Numbers, PassedTokens
+from hybrid_rlhf.planning.curves import Collective, MachineCurves, by_ranks
+from hybrid_rlhf.planning.job import ModelDimensions, RLJob, RoleJob
+from hybrid_rlhf.planning.plans import Cluster, StepPlan
+from hybrid_rlhf.runtime.placement import RolePlacement
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a piece of work on each of its ranks."""
+
+    compute: float = 0.0
+    wire: float = 0.0
+    """In which the rank's processor is free."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.compute + other.compute, self.wire + other.wire)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(self.compute * times, self.wire * times)
+
+    @property
+    def seconds(self) -> float:
+        """Both, one after the other."""
+        return self.compute + self.wire
+
+
+class _Span(NamedTuple):
+    """Ranks as prices see them."""
+
+    ranks: int
+    hosts: int
+    most_on_a_host: int
+
+
+@dataclass(frozen=True)
+class _MicroBatches:
+    """Micro-batches of a rank that passes over some rows."""
+
+    count: int
+    each: PassedTokens
+
+
+class Costs:
+    """Prices pieces of work; what a search asks for again is computed once."""
+
+    def __init__(self, job: RLJob, curves: MachineCurves, cluster: Cluster) -> None:
+        """Take what is computed, how fast, and on which ranks."""
+        self.job, self.curves, self.cluster = job, curves, cluster
+        self._known: dict[tuple[object, ...], object] = {}
+        self._bytes, self._dtype = job.dtype.itemsize, str(job.dtype).removeprefix("torch.")
+        self._inference_dtype = str(job.inference_dtype).removeprefix("torch.")
+
+    # Scoring and training
+
+    def read(self, role: RoleJob, plan: StepPlan, *, times: int = 1) -> Work:
+        """A role's forward over all completions of a rollout, on each of its ranks."""
+        place, span = plan.roles[role.name], self._span(plan.roles[role.name].ranks)
+        offloaded = plan.offload_frozen and not role.is_trained
+        together = 1 if role.is_trained else place.tensor_parallel
+        group_hosts = self._group_hosts(place) if together > 1 else 1
+
+        def price() -> Work:
+            if together > 1:
+                return self._split_read(role.sizes, span.ranks // together, together, group_hosts)
+            batches = self._batches(len(self.job.lengths.completions), span.ranks)
+            on_host = role.zero.offload_parameters
+            work = self._forward(role.sizes, batches.each, span, place.zero, offloads=on_host)
+            beside = self._call("read") + self._call("read_token") * batches.each.tokens
+            work = (work + Work(beside)) * batches.count
+            if offloaded:  # weights travel to the device for each read
+                shards = span.ranks if place.zero == 3 else 1
+                work += Work(wire=self.curves.host_link(self._bytes * role.sizes.parameters / shards))
+            return work
+
+        return self._once(("read", role.name, span, place.zero, together, group_hosts, offloaded), price) * times
+
+    def _split_read(self, sizes: ModelDimensions, groups: int, together: int, hosts: int) -> Work:
+        """A frozen role's forward in inference weights; each tensor-parallel group reads its part of the rows."""
+        batches, passes = self._batches(len(self.job.lengths.completions), groups), self._passes(sizes)
+        batch = batches.each
+        work = Work(self.curves.calls.get("prefill", 0.0))
+        work += self._split_layer(passes, batch.tokens, batch.squares, together, hosts) * sizes.layers
+        head = passes.head(batch.head_tokens, together=together) + passes.logprobs(batch.head_tokens, together=together)
+        work += Work(head)
+        return Work(work.compute * self.curves.factor("forward"), work.wire) * batches.count
+
+    def _split_layer(self, passes: ModelPasses, tokens: float, squares: float, together: int, hosts: int) -> Work:
+        """A layer of inference weights over so many tokens: a part of its products, and two all-reduces."""
+        size = tokens * passes.sizes.hidden * self.job.inference_dtype.itemsize
+        exchange = self.curves.collective("all_reduce", ranks=together, size_bytes=size, hosts=hosts)
+        return Work(passes.split_layer(tokens, squares, together=together), 2 * exchange)
+
+    def updates(self, role: RoleJob, plan: StepPlan) -> Work:
+        """All updates of a learner from one rollout, on each of its ranks."""
+        place, offloads = plan.roles[role.name], plan.offloads_optimizer(role.name, role.zero)
+        span, algorithm = self._span(place.ranks), self.job.config.algorithm
+
+        def price() -> Work:
+            batches = self._batches(math.ceil(self.job.learned_rows / algorithm.mini_batches), span.ranks)
+            on_host = role.zero.offload_parameters
+            passes = self._forward(role.sizes, batches.each, span, place.zero, offloads=on_host)
+            passes += self._backward(role.sizes, batches.each, span, place.zero, offloads=on_host)
+            passes += Work(self._call("trained_token") * batches.each.tokens)
+            passes = Work(passes.compute * by_ranks(self.curves.shared_training, span.ranks, none=1.0), passes.wire)
+            return (passes * batches.count + self._step(role.sizes, span, place.zero, offloads)) * self.job.updates
+
+        return self._once(("updates", role.name, span, place.zero, offloads), price)
+
+    def _batches(self, rows: int, ranks: int) -> _MicroBatches:
+        lengths, train = self.job.lengths, self.job.config.train
+        mine = math.ceil(rows / ranks)
+        at_once = train.micro_batch_size or max(1, int(train.micro_batch_tokens // lengths.mean_row))
+        count = math.ceil(mine / at_once)
+        each = mine / count
+        new_tokens = lengths.mean_row - lengths.prompt_tokens
+        return _MicroBatches(
+            count, PassedTokens(each * lengths.mean_row, each * new_tokens, each * lengths.mean_square)
+        )
+
+    def _from_host(self, sizes: ModelDimensions, span: _Span, zero: int, offloads: bool) -> Work:
+        """A rank's part of the weights for a pass, where they are on the host."""
+        return Work(wire=self.curves.host_link(self._bytes * sizes.parameters / span.ranks)) * (offloads and zero == 3)
+
+    def _forward(
+        self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int, *, offloads: bool = False
+    ) -> Work:
+        passes = self._passes(sizes)
+        work = Work(passes.forward(batch)) + self._gathers("forward", sizes, passes.layer(batch), span, zero)
+        work += self._from_host(sizes, span, zero, offloads)
+        return Work(work.compute * self.curves.factor("forward"), work.wire)
+
+    def _backward(
+        self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int, *, offloads: bool = False
+    ) -> Work:
+        passes, checkpoints = self._passes(sizes), self.job.config.model.gradient_checkpointing
+        layer = passes.layer_backward(batch, checkpoints=checkpoints)
+        work = Work(passes.backward(batch, checkpoints=checkpoints))
+        work += self._gathers("backward", sizes, layer, span, zero) + self._from_host(sizes, span, zero, offloads)
+        if self.job.config.model.activation_offload:  # the input of each layer, to the host and back
+            kept = self._bytes * batch.tokens * sizes.hidden
+            work += Work(wire=2 * sizes.layers * self.curves.host_link(kept))
+        if zero >= 2:
+            work += Work(wire=self._collective("reduce_scatter", span, self._bytes * sizes.trained))
+        return Work(work.compute * self.curves.factor("backward"), work.wire)
+
+    def _step(self, sizes: ModelDimensions, span: _Span, zero: int, offloads: bool) -> Work:
+        c, mine, size = self.curves, sizes.trained / (span.ranks if zero else 1), self._bytes * sizes.trained
+        compute = c.calls.get("step", 0.0)
+        if offloads:
+            compute += c.host_optimizer(mine) + 2 * c.host_link(self._bytes * mine)
+        else:
+            compute += c.optimizer(mine)
+        wire = self._collective("all_reduce", span, size) if zero < 2 else 0.0
+        if zero in (1, 2):
+            wire += self._collective("all_gather", span, size)
+        return Work(compute * c.factor("optimizer"), wire + by_ranks(c.update, span.ranks, none=0.0))
+
+    def _gathers(
+        self, kind: Literal["forward", "backward"], sizes: ModelDimensions, layer_seconds: float, span: _Span, zero: int
+    ) -> Work:
+        """What ZeRO-3 adds to a pass and compute does not hide: bookkeeping of each layer, and its weights. Both were
+        measured while the ranks share cores, so nothing slows them further."""
+        if zero < 3:
+            return Work()
+        layer = self.curves.gathered_layer(kind, span.ranks)
+        layer += self._collective("all_gather", span, self._bytes * sizes.layer_weights)
+        exposed = max(0.0, layer - self.curves.overlap * layer_seconds)
+        rest = self._collective("all_gather", span, self._bytes * sizes.rest_parameters)
+        return Work(wire=sizes.layers * exposed + rest)
+
+    # Weight sync and sampling
+
+    def weight_sync(self, plan: StepPlan) -> Work:
+        """Filling the inference weights, and the check of them: the sampler's, the actor's, or one after the other.
+
+        Without what `transfer_ahead` covers.
+        """
+        sizes, actor, sampling, c = self.job.actor.sizes, plan.roles["actor"], plan.sampling, self.curves
+        item_bytes, together = self.job.inference_dtype.itemsize, sampling.tensor_parallel
+        size, span = item_bytes * sizes.parameters, self._span(actor.ranks)
+
+        def price() -> Work:
+            check = self._forward(sizes, PassedTokens.of_rows(1, PROBE_TOKENS), span, actor.zero)
+            check += Work(ModelPasses(c, sizes, self._inference_dtype).probe(item_bytes=item_bytes, together=together))
+            entered = Work(c.calls.get("generation", 0.0)) + check
+            work = Work()
+            if plan.separate:  # ranks send what they have of a weight: nothing is gathered
+                work += entered if self._sends_ahead(plan) else entered + self._transfer(plan)
+            if not plan.separate or plan.placement.with_actor:
+                views = actor.zero < 3 and self.job.device.type == "cuda"
+                work += entered + Work(0.0 if views else c.copies(size / together))
+                if actor.zero == 3:
+                    work += Work(wire=self._bucketed("all_gather", span, self._bytes * sizes.parameters))
+            if plan.offload_states:
+                states = 12 * sizes.trained / (span.ranks if actor.zero else 1)
+                work += Work(wire=2 * c.host_link(states))
+            return work * c.factor("weight_sync")
+
+        hosts = self._hosts_of_both(actor.ranks, sampling.ranks)
+        shape = (span, actor.zero, self._span(sampling.ranks), sampling.tensor_parallel, hosts)
+        kind = (plan.separate, self._sends_ahead(plan), plan.placement.with_actor, plan.offload_states)
+        return self._once(("sync", *shape, *kind), price)
+
+    def transfer_ahead(self, plan: StepPlan) -> Work | None:
+        """The transfer to a separate sampler while the critic learns from the last mini-batch; none where it waits for
+        the rollout (SeparateSampler.sync_ahead)."""
+        return self._transfer(plan) * self.curves.factor("weight_sync") if self._sends_ahead(plan) else None
+
+    def _sends_ahead(self, plan: StepPlan) -> bool:
+        keeps = self.job.config.rollout.keep_weights is not False
+        return plan.separate and keeps and not plan.policy_lag and "critic" in self.job.roles
+
+    def _transfer(self, plan: StepPlan) -> Work:
+        """Each sampling rank receives its part of each weight; senders share the load."""
+        parameters, together = self.job.actor.sizes.parameters, plan.sampling.tensor_parallel
+        sender, receiver = self._span(plan.roles["actor"].ranks), self._span(plan.sampling.ranks)
+        hosts = self._hosts_of_both(plan.roles["actor"].ranks, plan.sampling.ranks)
+
+        def price() -> Work:
+            received = self.job.inference_dtype.itemsize * parameters / together
+            sent = received * receiver.ranks / sender.ranks
+            buckets = max(1, math.ceil(parameters / BUCKET_ELEMENTS))
+            wire = max(
+                self.curves.transfer(size / buckets, hosts=hosts, at_once=span.most_on_a_host)
+                for size, span in ((received, receiver), (sent, sender))
+            )
+            return Work(self.curves.copies(received), buckets * wire)
+
+        return self._once(("transfer", sender, receiver, together, hosts), price)
+
+    def _bucketed(self, kind: Collective, span: _Span, size: float) -> float:
+        buckets = max(1, math.ceil(size / (self._bytes * BUCKET_ELEMENTS)))
+        return buckets * self._collective(kind, span, size / buckets)
+
+    def sampling(self, plan: StepPlan, *, rows_at_once: int) -> list[Work]:
+        """Sampling of each tensor-parallel group.
+
+        Args:
+            plan: its sampling ranks.
+            rows_at_once: completions that memory lets a group decode together.
+        """
+        places, together = plan.sampling_places, plan.sampling.tensor_parallel
+        groups = sum(len(place.ranks) // together for place in places)
+        hosts = max(self._group_hosts(place) for place in places)
+        at_once = min(rows_at_once, len(self._shares(groups)[0]))
+
+        def price() -> list[Work]:
+            segments = self._once(
+                ("segments", groups, at_once),
+                lambda: DecodeSegments.of(
+                    self._shares(groups), prompt_tokens=self.job.lengths.prompt_tokens, rows_at_once=at_once
+                ),
+            )
+            decode = self._decode_steps(segments, together, hosts)
+            compute, wire = (np.add.reduceat(part * segments.steps, segments.groups) for part in decode)
+            work = []
+            for group, rows in enumerate(segments.completions):
+                prefill = self._prefill(rows, together, hosts)
+                rest = Work(rows * self.curves.calls.get("completion", 0.0))
+                work.append(Work(float(compute[group]), float(wire[group])) + prefill + rest)
+            return work
+
+        return self._once(("sampling", together, groups, hosts, at_once), price)
+
+    def _shares(self, groups: int) -> list[list[int]]:
+        """Lengths of the completions of each sampling group; the first has most."""
+
+        def share() -> list[list[int]]:
+            prompts = self.job.config.rollout.prompts_per_step
+            by_prompt = np.asarray(self.job.lengths.completions).reshape(prompts, -1)
+            return [by_prompt[group::groups].ravel().tolist() for group in range(groups)]
+
+        return self._once(("shares", groups), share)
+
+    def _prefill(self, rows: int, together: int, hosts: int) -> Work:
+        """The prompts of so many completions, once for all completions of a prompt."""
+        sizes, lengths = self.job.actor.sizes, self.job.lengths
+        prompts = math.ceil(rows / self.job.config.rollout.sampling.n)
+        if not prompts:  # more groups than prompts
+            return Work()
+
+        def price() -> Work:
+            at_once = max(1, int(PREFILL_TOKENS[self.job.device.type] // max(1.0, lengths.prompt_tokens)))
+            batches = math.ceil(prompts / at_once)
+            tokens, passes = (
+                prompts / batches * lengths.prompt_tokens,
+                ModelPasses(self.curves, sizes, self._inference_dtype),
+            )
+            layer = self._split_layer(passes, tokens, tokens * lengths.prompt_tokens, together, hosts)
+            call = self.curves.calls.get("prefill", 0.0) / sizes.layers
+            factor = self.curves.factor("prefill")
+            return Work(call + layer.compute * factor, layer.wire) * (batches * sizes.layers)
+
+        return self._once(("prefill", prompts, together, hosts), price)
+
+    def _decode_steps(self, s: DecodeSegments, together: int, hosts: int) -> tuple[Numbers, Numbers]:
+        """Seconds of compute and wire of one decoding step of each segment."""
+        sizes, c, item_bytes = self.job.actor.sizes, self.curves, self.job.inference_dtype.itemsize
+        passes = ModelPasses(c, sizes, self._inference_dtype)
+        compute = passes.decode_products(s.rows, together=together)
+        compute = compute + passes.decode_rest(s.rows, s.context, item_bytes=item_bytes, together=together)
+        size = s.rows * sizes.hidden * item_bytes
+        exchanged = c.collective_each("all_reduce", ranks=together, size_bytes=size, hosts=hosts)
+        return compute * c.factor("decode"), 2 * sizes.layers * exchanged
+
+    # All ranks
+
+    def exchange(self, elements_per_token: float, *, kind: Collective) -> Work:
+        """A collective of all ranks over a number for each token of the rollout's completions."""
+
+        def price() -> Work:
+            everyone = self._span(tuple(range(self.cluster.ranks)))
+            return Work(wire=self._collective(kind, everyone, 4 * elements_per_token * self._rollout_tokens))
+
+        return self._once(("exchange", kind, elements_per_token), price)
+
+    def loop(self) -> Work:
+        """What each rank does in a step outside its phases."""
+        shared = by_ranks(self.curves.shared_loop, self.cluster.ranks, none=1.0)
+        return Work(self.curves.loop(self._rollout_tokens) * shared)
+
+    @property
+    def _rollout_tokens(self) -> float:
+        return self.job.lengths.mean_row * len(self.job.lengths.completions)
+
+    def _call(self, name: str) -> float:
+        return self.curves.calls.get(name, 0.0)
+
+    def _passes(self, sizes: ModelDimensions) -> ModelPasses:
+        return ModelPasses(self.curves, sizes, self._dtype)
+
+    def _collective(self, kind: Collective, span: _Span, size: float) -> float:
+        return self.curves.collective(kind, ranks=span.ranks, size_bytes=size, hosts=span.hosts)
+
+    def _span(self, ranks: tuple[int, ...]) -> _Span:
+        def span() -> _Span:
+            on_hosts = Counter(rank // self.cluster.ranks_per_host for rank in ranks)
+            return _Span(len(ranks), len(on_hosts), max(on_hosts.values()))
+
+        return self._once(("span", ranks), span)
+
+    def _hosts_of_both(self, some: tuple[int, ...], others: tuple[int, ...]) -> int:
+        """The number of hosts that two sets of ranks are on together."""
+        return self._once(("hosts", some, others), lambda: self.cluster.hosts_of((*some, *others)))
+
+    def _group_hosts(self, place: RolePlacement) -> int:
+        """The most hosts that a tensor-parallel group of a role is on."""
+        key = ("group_hosts", place.ranks, place.tensor_parallel)
+        return self._once(key, lambda: max(self.cluster.hosts_of(group) for group in place.groups))
+
+    def _once(self, key: tuple[object, ...], price: Callable[[], _T]) -> _T:
+        if key not in self._known:
+            self._known[key] = price()
+        return self._known[key]  # type: ignore[return-value]

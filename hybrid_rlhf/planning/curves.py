@@ -1,0 +1,302 @@
+"""How fast a machine computes and communicates: curves of seconds by size, measured or modelled.
+
+A prediction of costs.py is a sum of values of these curves. Why curves and not rates: small sizes cost latency and
+large ones bandwidth, and the same formula must hold for both. Between two points a curve is linear in the logarithms of
+size and seconds; below its first point it is constant (latency), above its last it is proportional to the size
+(bandwidth). Curves never fall: measured points that do are averaged.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import isotonic_regression
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.rules import require
+
+FORMAT = 4
+"""Format of the file; a file of another format is refused."""
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "transfer"]
+"""What ranks exchange. Bytes are those of the whole tensor: the result of an all-gather, the input of a reduce-scatter;
+a transfer is from one rank to another, between hosts what all ranks of a host send or receive at once."""
+LinkSource = Literal["measured", "given", "data sheet"]
+Kind = Literal["forward", "backward", "optimizer", "prefill", "decode", "weight_sync", "collective"]
+"""Kinds of work, each with a factor that corrects its predictions (`MachineCurves.corrected`)."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by size."""
+
+    points: tuple[tuple[float, float], ...]
+    """(size, seconds), sizes above 0 and ascending."""
+
+    @classmethod
+    def of(cls, points: Iterable[Sequence[float]]) -> Curve:
+        """A curve through points in any order; where seconds fall, their geometric mean (isotonic regression); at least
+        a nanosecond."""
+        ordered = sorted((float(size), float(seconds)) for size, seconds in points)
+        if not ordered:
+            return cls(())
+        sizes, seconds = zip(*ordered, strict=True)
+        levels = isotonic_regression(np.log(np.maximum(seconds, 1e-9))).x
+        return cls(tuple(zip(sizes, np.exp(levels).tolist(), strict=True)))
+
+    @classmethod
+    def zero(cls) -> Curve:
+        """A curve of work that costs nothing."""
+        return cls(())
+
+    def scaled(self, factor: float) -> Curve:
+        """A curve with its seconds multiplied by a factor."""
+        return Curve(tuple((size, seconds * factor) for size, seconds in self.points))
+
+    def __call__(self, size: float) -> float:
+        """Seconds of one size; 0 for nothing."""
+        if size <= 0 or not self.points:
+            return 0.0
+        place = bisect.bisect_left(self.points, (size,))
+        if place == 0:
+            return self.points[0][1]
+        (size0, seconds0) = self.points[place - 1]
+        if place == len(self.points):
+            return seconds0 * size / size0
+        (size1, seconds1) = self.points[place]
+        share = math.log(size / size0) / math.log(size1 / size0)
+        return seconds0 * (seconds1 / seconds0) ** share
+
+    def each(self, sizes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Seconds of each of many sizes."""
+        if not self.points:
+            return np.zeros_like(sizes)
+        last, most = self.points[-1]
+        seconds = np.exp(np.interp(np.log(np.maximum(sizes, 1e-300)), *self._logs))
+        seconds = np.where(sizes > last, most * sizes / last, seconds)
+        return np.where(sizes <= 0, 0.0, seconds)
+
+    @cached_property
+    def _logs(self) -> npt.NDArray[np.float64]:
+        """Logarithms of the sizes and of the seconds."""
+        return np.log(np.asarray(self.points).T)
+
+
+def by_ranks(curve: Curve, ranks: int, *, none: float) -> float:
+    """The value for so many ranks, of which the most that were measured stand for more; `none` without points."""
+    return curve(min(ranks, curve.points[-1][0])) if curve.points else none
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Seconds by two sizes: a curve over the second for each of some values of the first. It rises in both."""
+
+    curves: tuple[tuple[float, Curve], ...]
+    """(first size, curve over the second size), first sizes ascending."""
+
+    def scaled(self, factor: float) -> Surface:
+        """A surface with its seconds multiplied by a factor."""
+        return Surface(tuple((first, curve.scaled(factor)) for first, curve in self.curves))
+
+    def __call__(self, first: float, second: float) -> float:
+        """Seconds of one pair of sizes."""
+        return float(self._between(first, lambda curve: curve(second), max)) if second > 0 else 0.0
+
+    def each(self, first: float, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Seconds of one first size and many second sizes."""
+        return np.asarray(self._between(first, lambda curve: curve.each(seconds), np.maximum))
+
+    def _between(self, first: float, value: Callable[[Curve], Any], larger: Callable[[Any, Any], Any]) -> Any:
+        """Between the curves around a first size, each at least as high as those before it."""
+        sizes = self._sizes
+        place = bisect.bisect_left(sizes, first)
+        below = value(self.curves[0][1])
+        for _, curve in self.curves[1:place]:
+            below = larger(below, value(curve))
+        if place == 0:
+            return below
+        if place == len(sizes):
+            return below * (first / sizes[-1])
+        above = larger(below, value(self.curves[place][1]))
+        share = math.log(first / sizes[place - 1]) / math.log(sizes[place] / sizes[place - 1])
+        return larger(below, 1e-300) ** (1 - share) * larger(above, 1e-300) ** share
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        return [size for size, _ in self.curves]
+
+
+@dataclass(frozen=True)
+class MachineCurves:
+    """A kind of machine: its hosts are alike, each with the same number of ranks."""
+
+    machine: str
+    source: Literal["measured", "modelled"]
+    device: Literal["cpu", "cuda"]
+    device_gib: float
+    """Memory of a rank's device that a process can use; on a CPU a rank's share of the host."""
+    ranks_per_host: int
+    products: Mapping[str, Surface]
+    """By dtype of the weights: (elements of the weight, rows of the input). One matrix product of a forward; a backward
+    has two, one where the weight is frozen."""
+    decode_products: Mapping[str, Surface]
+    """The same with inference weights, in a decoding step."""
+    attention: Curve
+    """By operations (two per multiplication and addition) of one causal attention in a forward."""
+    layer: Curve
+    """By elements of the hidden states (tokens x hidden size): the rest of a layer's forward, such as norms,
+    activations and launches."""
+    layer_backward: Curve
+    """The same of a backward."""
+    head: Curve
+    """By logits (tokens x vocabulary): from logits to log-probs, forward and backward together."""
+    cache_reads: Curve
+    """By bytes of keys and values that the attention of a layer reads in a decoding step."""
+    decode_layer: Curve
+    """By elements of the hidden states (rows x hidden size): the rest of a layer in a decoding step."""
+    decode_step: Curve
+    """By rows: scheduling, sampling and the end of completions in a decoding step."""
+    copies: Curve
+    """By bytes written: copies on the device, as of inference weights."""
+    host_link: Curve
+    """By bytes: between device and host memory."""
+    optimizer: Curve
+    """By parameters: an AdamW step on the device, gradient norm included."""
+    host_optimizer: Curve
+    """By parameters: an AdamW step in host memory."""
+    collectives: Mapping[str, Surface]
+    """By kind (`Collective`): (ranks, bytes) within a host."""
+    between_hosts: Mapping[str, Surface]
+    """The same where the ranks are on several hosts, whose ranks use the whole link between hosts."""
+    link_gib_per_second: float = 0.0
+    """Bandwidth of the link between hosts, one direction of a host; 0: not known."""
+    link_source: LinkSource = "data sheet"
+    """Where the times between hosts are from."""
+    ranks_to_fill_link: float = 1.0
+    """Ranks of a host that use its whole link, such as one for each network card; fewer get a part of it."""
+    calls: Mapping[str, float] = field(default_factory=dict)
+    """Fixed seconds: of a `forward`, a `backward`, an optimizer `step` of an engine; of entering and leaving generation
+    (`generation`), of a `prefill` and of each `completion`. Beside passes: of each forward in scoring (`read`) and each
+    of its tokens (`read_token`), and of each token in training (`trained_token`)."""
+    update: Curve = field(default_factory=Curve.zero)
+    """By ranks: what an update of a role takes beyond its passes, its step and its collectives."""
+    shared_training: Curve = field(default_factory=Curve.zero)
+    """By ranks: passes in training over those of scoring, which also the slowest rank decides; without points 1."""
+    shared_loop: Curve = field(default_factory=Curve.zero)
+    """By ranks: `loop` on so many ranks over that on one that is slowed as much; without points 1."""
+    gathered: Mapping[str, Curve] = field(default_factory=dict)
+    """By ranks, in a `forward` and in a `backward`: what ZeRO-3 takes for each layer that it gathers, beside the
+    collective."""
+    slowdown: Curve = field(default_factory=Curve.zero)
+    """By ranks of a host that compute at once: seconds of what one rank alone does in a second; without points 1. On a
+    CPU, ranks share cores and memory bandwidth."""
+    loop: Curve = field(default_factory=Curve.zero)
+    """By tokens of a rollout, prompts included: what every rank does in a step outside its phases, such as advantages
+    and metrics."""
+    overlap: float = 0.0
+    """Part of a layer's compute time behind which ZeRO-3 hides the gather of the next layer."""
+    corrections: Mapping[str, float] = field(default_factory=dict)
+    """Factors of predictions by kind of work (`Kind`), from earlier measurements."""
+
+    def factor(self, kind: Kind) -> float:
+        """What predictions of a kind of work are multiplied by."""
+        return self.corrections.get(kind, 1.0)
+
+    def slowed(self, ranks: float) -> float:
+        """How many times longer compute takes while so many ranks of a host compute, in the mean; at least 1."""
+        return max(1.0, self.slowdown(ranks))
+
+    def gathered_layer(self, kind: Literal["forward", "backward"], ranks: int) -> float:
+        """What ZeRO-3 takes for each layer on so many ranks, beside the collective."""
+        return by_ranks(self.gathered.get(kind, Curve.zero()), ranks, none=0.0)
+
+    def corrected(self, ratios: Mapping[str, float]) -> MachineCurves:
+        """The curves with predictions of some kinds of work multiplied by measured / predicted."""
+        known = {**self.corrections}
+        for kind, ratio in ratios.items():
+            require(
+                math.isfinite(ratio) and ratio > 0,
+                f"a correction must be above 0, got {ratio} for {kind}: leave it out",
+            )
+            known[kind] = known.get(kind, 1.0) * ratio
+        return replace(self, corrections=known)
+
+    def collective(self, kind: Collective, *, ranks: int, size_bytes: float, hosts: int) -> float:
+        """Seconds of a collective of so many ranks on so many hosts."""
+        if ranks <= 1 or size_bytes <= 0:
+            return 0.0
+        size = size_bytes * self._unfilled(ranks / hosts, hosts)
+        return self.factor("collective") * self._surface(kind, hosts)(ranks, size)
+
+    def collective_each(
+        self, kind: Collective, *, ranks: int, size_bytes: npt.NDArray[np.float64], hosts: int
+    ) -> npt.NDArray[np.float64]:
+        """The same of many sizes."""
+        if ranks <= 1:
+            return np.zeros_like(size_bytes)
+        sizes = size_bytes * self._unfilled(ranks / hosts, hosts)
+        return self.factor("collective") * self._surface(kind, hosts).each(ranks, sizes)
+
+    def transfer(self, size_bytes: float, *, hosts: int, at_once: int) -> float:
+        """Seconds in which a rank sends to another, while so many ranks of its host send as much, and share its link
+        to other hosts."""
+        size = size_bytes if hosts == 1 else size_bytes * at_once * self._unfilled(at_once, hosts)
+        return self.factor("collective") * self._surface("transfer", hosts)(2, size)
+
+    def _unfilled(self, ranks_of_host: float, hosts: int) -> float:
+        """The whole link of a host over the part of it that so many of its ranks use."""
+        return 1.0 if hosts == 1 else max(1.0, self.ranks_to_fill_link / ranks_of_host)
+
+    def _surface(self, kind: Collective, hosts: int) -> Surface:
+        return (self.collectives if hosts == 1 else self.between_hosts)[kind]
+
+    def to_json(self) -> str:
+        """The file of the curves."""
+        return json.dumps({"format": FORMAT, **_plain(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, *, place: str) -> MachineCurves:
+        """The curves of a file.
+
+        Raises:
+            UserError: when the text is not such a file.
+        """
+        fix = "run hybrid-rlhf calibrate --renew true"
+        try:
+            found = json.loads(text)
+            known = found.pop("format", None)
+            require(known == FORMAT, f"{place} must have format {FORMAT}, got {known}: {fix}")
+            return cls(**{each.name: _read(each.type, found[each.name]) for each in fields(cls)})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{place} must hold curves of a machine, it is damaged ({error!r}): {fix}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Curve):
+        return [list(point) for point in value.points]
+    if isinstance(value, Surface):
+        return [[first, _plain(curve)] for first, curve in value.curves]
+    if isinstance(value, MachineCurves):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """A field of MachineCurves from JSON, by the text of its type."""
+    if kind == "Curve":
+        return Curve.of(value)
+    if kind == "Mapping[str, Curve]":
+        return {name: Curve.of(points) for name, points in value.items()}
+    if kind == "Mapping[str, Surface]":
+        return {
+            name: Surface(tuple((float(first), Curve.of(points)) for first, points in curves))
+            for name, curves in value.items()
+        }
+    return value

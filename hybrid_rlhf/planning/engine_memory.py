@@ -1,0 +1,145 @@
+"""Memory of an engine: held permanently, added by training, added by a forward. Bytes on one rank.
+
+Follows the optimizers of DeepSpeed 0.19, read from the JSON that the engine would get. What a forward or a backward
+takes inside the model is measured on shapes (planning/shapes.py).
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
+from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
+
+FLOAT32 = 4
+_ADAM = 8
+"""Bytes of AdamW's two moments per weight."""
+_GRADIENT_BUCKET = 500_000_000
+"""Gradient elements in one all-reduce bucket of an engine without ZeRO (default of DeepSpeed)."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on one rank, by purpose."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    """Adam's moments and float32 master weights."""
+    activations: float = 0.0
+    inference: float = 0.0
+    """Inference weights that are copies; views take no memory."""
+    cache: float = 0.0
+    """Keys and values, and the experts recorded with them."""
+    buffers: float = 0.0
+    """Largest temporaries: chunks of logits, ZeRO's buckets and gathered weights, copies in the optimizer step."""
+    host: float = 0.0
+    """Host memory of what is offloaded, and of recorded experts."""
+
+    def __add__(self, other: MemoryUse) -> MemoryUse:
+        return MemoryUse(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    @property
+    def device(self) -> float:
+        """All of it except host memory."""
+        return sum(vars(self).values()) - self.host
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Memory of one engine."""
+
+    model: ShapedModel
+    held: MemoryUse
+    """Held permanently."""
+    accumulated: MemoryUse
+    """Added while gradients accumulate."""
+    reduce_bucket: float
+    """Added by a backward."""
+    gathered: float
+    """Added by a forward."""
+    optimizer_step: float
+    """Largest temporaries of an optimizer step."""
+    movable: float
+    """Part of held that offload_states moves to the host."""
+    backward_end: float = 0.0
+    """Added by the end of a backward, when its activations are gone."""
+    loaded: MemoryUse = MemoryUse()
+    """Added while a forward runs: weights that otherwise are in host memory."""
+
+    def training(self, batch: BatchShape) -> MemoryUse:
+        """Added by training: the larger of a micro-batch and the optimizer step after it."""
+        passage = self.model.measure(batch, backward=True)
+        most = max(passage.peak + self.reduce_bucket + self.gathered, self.backward_end, self.optimizer_step)
+        return self.accumulated + MemoryUse(activations=passage.kept, buffers=most - passage.kept, host=passage.host)
+
+    def forward(self, batch: BatchShape) -> MemoryUse:
+        """Added by a forward without a backward."""
+        return self.loaded + MemoryUse(buffers=self.model.measure(batch, backward=False).peak + self.gathered)
+
+    def with_weights_on_host(self) -> EngineMemory:
+        """The engine with its weights in host memory between uses; ZeRO-3 with offload keeps them there already."""
+        weights = self.held.weights
+        return replace(
+            self, held=replace(self.held, weights=0.0, host=self.held.host + weights), loaded=MemoryUse(weights=weights)
+        )
+
+
+def split_memory(model: ShapedModel, *, dtype: torch.dtype, ranks: int, device: torch.device) -> EngineMemory:
+    """Memory of a frozen model in inference weights, of which each of so many ranks has a part (engines/separate/)."""
+    alone = RolloutConfig(tensor_parallel=ranks)
+    held = inference_weight_bytes(model, alone, stage=0, dtype=dtype, device=device, in_use=True)
+    return EngineMemory(model, MemoryUse(inference=held), MemoryUse(), 0.0, 0.0, 0.0, 0.0)
+
+
+def engine_memory(model: ShapedModel, zero: dict[str, Any], *, dtype: torch.dtype, ranks: int) -> EngineMemory:
+    """Memory of an engine under DeepSpeed 0.19. Tests compare it with measurements on a CPU.
+
+    Args:
+        model: shapes of the model.
+        zero: section zero_optimization of the engine's DeepSpeed JSON.
+        dtype: data type of the weights.
+        ranks: number of ranks that shard the states.
+    """
+    e, low, stage = model.elements, dtype.itemsize, int(zero["stage"])
+    trained = e.trained / (ranks if stage else 1)
+    weights = low * e.all / (ranks if stage == 3 else 1)
+    masters = FLOAT32 if stage or low < FLOAT32 else 0
+    optimizer = (masters + _ADAM) * trained
+    gradients = low * (trained if stage >= 2 else e.trained)
+    bucket = low * float(zero.get("reduce_bucket_size", 5e8)) if stage and e.trained else 0.0
+    lowered = FLOAT32 if low < FLOAT32 else 0
+    if stage == 0:
+        reduced = low * min(e.trained, _GRADIENT_BUCKET) if ranks > 1 else 0.0
+        optimizer_step = lowered * trained if lowered else reduced
+    else:
+        updated = min(trained, float(zero.get("sub_group_size", 1e9))) if stage == 3 else trained
+        optimizer_step = (low + lowered) * updated
+    held, accumulated = MemoryUse(weights=weights, optimizer=optimizer), MemoryUse(gradients=gradients)
+    offloads = "offload_optimizer" in zero and bool(e.trained)
+    if stage == 3 and e.trained:  # the gradient buffer and the bucket are allocated permanently
+        held, accumulated, bucket = replace(held, gradients=gradients, buffers=bucket), MemoryUse(), 0.0
+    backward_end = 0.0
+    if stage == 2:
+        # the bucket and the gradients that wait for it, two of the largest weight, and, beside the gradients of earlier
+        # micro-batches, those of this one
+        backward_end = 2 * bucket + 2 * low * e.largest + (0.0 if offloads else gradients)
+    if offloads:
+        # master weights and moments, float32 gradients, gradients in the training dtype
+        host = optimizer + (FLOAT32 + low) * trained + 2 * FLOAT32 * e.largest
+        on_device = low * e.largest if stage < 3 else 0.0
+        held = replace(held, optimizer=0.0, gradients=0.0, host=host, buffers=held.buffers + on_device)
+        accumulated, optimizer_step = MemoryUse(gradients=gradients if stage == 1 else 0.0), 0.0
+    gathered = 0.0
+    if stage == 3 and (ranks > 1 or "offload_param" in zero):
+        live = max(float(zero.get("stage3_max_live_parameters", 1e9)), e.largest)
+        gathered = low * (min(e.all, live) + min(e.all, float(zero.get("stage3_prefetch_bucket_size", 5e7))))
+    if "offload_param" in zero:
+        held = replace(held, weights=0.0, host=held.host + weights)
+    movable = 0.0 if offloads else (_ADAM if stage == 0 else masters + _ADAM) * trained
+    return EngineMemory(model, held, accumulated, bucket, gathered, optimizer_step, movable, backward_end)

@@ -1,0 +1,169 @@
+"""Memory of inference weights: those that are copies of the training weights. Bytes on one rank.
+
+Follows generation/weights/loader.py, from shapes and the names of the model's family alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.generation.architecture.hugging_face import recurrent_fields
+from hybrid_rlhf.models.families import Family, family_of, has_float32_logits, unread_weights
+from hybrid_rlhf.models.lora import plain_name
+from hybrid_rlhf.planning.shapes import ShapedModel
+
+_FLOAT32 = 4
+_PRODUCTS = (
+    "q k v qkv o latent_q gate up gate_up down shared_gate shared_up shared_gate_up shared_down recurrent_out "
+    "experts_up experts_down"
+).split()
+_REPLICATED = "q_down kv_down input_gate input_out".split()
+"""Roles of the products of a layer, which a CPU packs and `rollout.quantization` quantises: those that tensor-parallel
+ranks share, besides the inputs of recurrent layers, and those that each has whole."""
+_SCALE_BYTES = {"cpu": 8, "cuda": 4}
+"""Bytes of each output of a quantised product: its scale in float32, and on a CPU its offset in int32."""
+
+
+def inference_weight_bytes(
+    model: ShapedModel,
+    rollout: RolloutConfig,
+    *,
+    stage: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    in_use: bool = False,
+) -> float:
+    """Inference weights that are copies of the training weights.
+
+    A CPU packs the weight of every matrix product; what fills up the last tile of outputs is not counted. A GPU uses
+    views, except for weights that ZeRO-3 gathers, that adapters are merged into, or that are fused and not adjacent in
+    memory. Quantised products take a byte per weight; the head, routers and embeddings keep their dtype.
+
+    Args:
+        model: the actor.
+        rollout: settings of generation.
+        stage: ZeRO stage of the actor.
+        dtype: data type of the inference weights.
+        device: device of the rank.
+        in_use: whether training changes the weights meanwhile, which rules out views.
+    """
+    e, size, family = model.elements, dtype.itemsize, family_of(model.lm)
+    gathered = stage == 3 or in_use
+    base = e.all - (e.trained if e.adapted else 0)
+    if rollout.backend == "module" or family is None:
+        return size * float(base if gathered else 0) + size * e.adapted
+    copied, on_cpu, ranks = gathered or dtype != model.lm.dtype, device.type == "cpu", rollout.tensor_parallel
+    read = base - _unread(model)
+    products = _products(model, family, ranks)
+    if rollout.quantization is not None:
+        stored = products.elements + _SCALE_BYTES[device.type] * products.outputs
+    elif on_cpu:
+        stored = size * products.elements
+    elif copied:
+        return size * read / ranks
+    else:
+        apart = _made(model, family, adjacent=stage in (1, 2) and ranks == 1 and not e.adapted)
+        return size * float(max(apart, e.adapted)) / ranks
+    rest = read - products.unique
+    if on_cpu:
+        head, tied = _head(model)
+        project = sum(one.weight.numel() for one in _named(model, family, ["inputs_project"], layers=1))
+        stored += (max(size, _FLOAT32) if has_float32_logits(model.lm) else size) * head / ranks + size * project
+        rest -= project + (0 if tied else head)
+    return stored + (size * rest / ranks if copied else 0.0)
+
+
+class _Named(NamedTuple):
+    """A weight of a model."""
+
+    role: str
+    layer: int
+    name: str
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The products of the layers of a rank."""
+
+    elements: float
+    outputs: float
+    unique: int
+    """Elements of their training weights: keys that are values too (Gemma 4) count once."""
+
+
+def _products(model: ShapedModel, family: Family, ranks: int) -> _Products:
+    config = model.config.get_text_config()
+    transposed, transposed_experts = (
+        fields.get("transposed", False) for fields in (family.settings(config), _expert_fields(model, family))
+    )
+    kind = recurrent_fields(model.lm, family).get("recurrence")
+    inputs = [] if kind is None else list(kind.inputs(range(kind.units)))
+    elements, outputs, seen = 0.0, 0.0, dict[str, int]()
+    for roles, share in ((_PRODUCTS + inputs, 1 / ranks), (_REPLICATED, 1.0)):
+        for one in _named(model, family, roles):
+            if one.name in seen and one.role != "v":  # shared experts may be the MLP of other layers (Granite 4)
+                continue
+            count = one.weight.numel() * share
+            swapped = transposed_experts if one.weight.dim() == 3 else transposed
+            elements += count
+            outputs += count / one.weight.shape[-2 if swapped else -1]
+            seen[one.name] = one.weight.numel()
+    return _Products(elements, outputs, sum(seen.values()))
+
+
+def _made(model: ShapedModel, family: Family, *, adjacent: bool) -> int:
+    """Elements of the matrices that inference weights fuse, reorder or multiply, and so copy. `adjacent`: modules that
+    follow one another do so in memory, and are fused without a copy; the latents of queries and of keys do not."""
+    settings = family.settings(model.config.get_text_config())
+    roles = {"q_down", "kv_down"} & family.names.keys()
+    roles |= {"latent_q"} if settings.get("interleaved_rotary") else set()
+    if not adjacent:
+        roles |= {"q", "k", "v", *settings.get("weight_scales", {})}
+        for prefix in ("", "shared_"):
+            roles |= {f"{prefix}gate", f"{prefix}up"} if f"{prefix}gate" in family.names else set()
+        roles |= {"experts_up"} if _expert_fields(model, family).get("alternating") else set()
+        kind = recurrent_fields(model.lm, family).get("recurrence")
+        if kind is not None and len(inputs := kind.inputs(range(kind.units))) > 1:
+            roles |= set(inputs)
+    return sum({one.name: one.weight.numel() for one in _named(model, family, roles)}.values())
+
+
+def _expert_fields(model: ShapedModel, family: Family) -> dict[str, Any]:
+    """What Family.experts says of a model; {} for a model without a mixture."""
+    if family.experts is None or not any(_named(model, family, ["router"])):
+        return {}
+    return family.experts(model.config.get_text_config())
+
+
+def _named(model: ShapedModel, family: Family, roles: Iterable[str], *, layers: int | None = None) -> Iterator[_Named]:
+    """Weights of some roles, in each layer that has them."""
+    weights = {plain_name(name): weight for name, weight in model.lm.named_parameters()}
+    count = model.config.get_text_config().num_hidden_layers if layers is None else layers
+    for role in roles:
+        for layer in range(count):
+            modules = (module.format(layer, head=0) for module in family.names.get(role, "").split("|"))
+            names = (name for module in modules for name in (f"{module}.weight", module))
+            found = next((name for name in names if name in weights), None)
+            if found is not None:
+                yield _Named(role, layer, found, weights[found])
+
+
+def _unread(model: ShapedModel) -> int:
+    """Elements of towers beside the language model."""
+    weights = dict(model.lm.named_parameters())
+    return sum(weights[name].numel() for name in unread_weights(model.lm, weights))
+
+
+def _head(model: ShapedModel) -> tuple[int, bool]:
+    """Elements of the head, and whether it is the embedding; a scorer's counts as other weights."""
+    head, embed = model.lm.get_output_embeddings(), model.lm.get_input_embeddings()
+    if head is None:
+        return 0, True
+    return head.weight.numel(), head.weight is embed.weight

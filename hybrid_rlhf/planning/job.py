@@ -1,0 +1,317 @@
+"""What an RL step computes, apart from where: the roles with their dimensions, and the lengths of the completions.
+
+Dimensions come from a model's config alone (planning/shapes.py), so a plan needs no weights. Matrix products of a layer
+are taken as equal in size. A mixture of experts computes `active` of its layer weights per token.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig, frozen_zero
+from hybrid_rlhf.engines.sampling_engine import rounds_otherwise
+from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes
+from hybrid_rlhf.models.families import family_of
+from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
+from hybrid_rlhf.planning.shapes import ShapedModel, Shapes
+
+TAIL_SIGMA = 0.6
+"""Sigma of the log-normal law of lengths that a plan assumes where it knows only their mean: the longest of 256
+completions is about five times the median."""
+
+
+@dataclass(frozen=True)
+class ModelDimensions:
+    """Sizes of a decoder that decide what it costs."""
+
+    layers: int
+    hidden: int
+    attention_width: int
+    """Heads x dimensions of a head."""
+    cache_width: int
+    """Elements of keys and values per token and layer."""
+    heads: int
+    layer_weights: float
+    """Elements of the matrix products of a layer, of all experts."""
+    vocabulary: int
+    """0 for a scorer."""
+    parameters: float
+    trained: float
+    """Parameters with gradients."""
+    active: float = 1.0
+    """Part of the layer weights that a token passes through."""
+    gated: bool = True
+
+    @property
+    def products(self) -> int:
+        """Matrix products of a layer in training: queries, keys, values, output and two or three of the MLP."""
+        return 7 if self.gated else 6
+
+    @property
+    def trains_all(self) -> bool:
+        """True if gradients of all weights are computed, not of adapters alone."""
+        return self.trained > 0.5 * self.parameters
+
+    @property
+    def rest_parameters(self) -> float:
+        """Parameters outside the layers: embeddings and head."""
+        return max(0.0, self.parameters - self.layers * self.layer_weights)
+
+
+def dimensions(model: ShapedModel) -> ModelDimensions:
+    """The dimensions of a model on the meta device."""
+    config: Any = model.config.get_text_config()
+    family = family_of(model.lm)
+    own = {} if family is None else family.settings(config)
+    heads, kv_heads, head_dim = attention_sizes(config, own)
+    names = [name for name, _ in model.lm.named_parameters()]
+    embedded = sum(
+        each.numel() for name, each in model.lm.named_parameters() if "embed" in name or name.startswith("lm_head")
+    )
+    experts, chosen = (
+        next((value for key in keys if (value := getattr(config, key, None))), None) for keys in (_EXPERTS, _CHOSEN)
+    )
+    routed = sum(each.numel() for name, each in model.lm.named_parameters() if ".experts." in name)
+    layers = config.num_hidden_layers
+    in_layers = float(model.elements.all - embedded)
+    idle = routed * (1 - chosen / experts) if chosen and experts else 0.0
+    return ModelDimensions(
+        layers=layers,
+        hidden=config.hidden_size,
+        attention_width=heads * head_dim,
+        cache_width=(1 if "latent" in own else 2) * kv_heads * head_dim,
+        heads=heads,
+        layer_weights=in_layers / layers,
+        vocabulary=config.vocab_size if model.lm.get_output_embeddings() is not None else 0,
+        parameters=float(model.elements.all),
+        trained=float(model.elements.trained),
+        active=1 - idle / in_layers,
+        gated=any("gate" in name for name in names),
+    )
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts")
+
+
+@dataclass(frozen=True)
+class RoleJob:
+    """One role: a model that trains, or reads completions."""
+
+    name: str
+    sizes: ModelDimensions
+    model: ShapedModel | None
+    """For its memory; none: memory is not planned."""
+    zero: ZeroConfig
+    """As configured; plans have stages of their own."""
+    optimizer: OptimizerConfig | None = None
+    """None: frozen."""
+    bound_to: str | None = None
+    """A role whose ranks it must share, because it lives in that role's weights."""
+
+    @property
+    def is_trained(self) -> bool:
+        """True if it learns."""
+        return self.optimizer is not None
+
+    @cached_property
+    def can_split(self) -> bool:
+        """True if it is frozen and has inference weights, which tensor parallelism splits."""
+        return not self.is_trained and (self.model is None or family_of(self.model.lm) is not None)
+
+
+@dataclass(frozen=True)
+class StepLengths:
+    """Lengths in the completions of a rollout."""
+
+    prompt_tokens: float
+    """Mean."""
+    completions: tuple[int, ...]
+    """Tokens of each completion, those of a prompt adjacent."""
+
+    @classmethod
+    def of(cls, completions: Sequence[int], *, tokens: int) -> StepLengths:
+        """Lengths of completions that have so many tokens with their prompts."""
+        return cls((tokens - sum(completions)) / len(completions), tuple(completions))
+
+    @property
+    def tokens(self) -> float:
+        """Number of tokens of all prompts and completions."""
+        return self.prompt_tokens * len(self.completions) + sum(self.completions)
+
+    @cached_property
+    def mean_row(self) -> float:
+        """Mean tokens of prompt and completion."""
+        return self.prompt_tokens + statistics.fmean(self.completions)
+
+    @cached_property
+    def mean_square(self) -> float:
+        """Mean of the squared tokens of a row, which attention costs."""
+        return float(np.mean((self.prompt_tokens + np.asarray(self.completions, dtype=np.float64)) ** 2))
+
+
+def modelled_lengths(
+    *, prompts: int, per_prompt: int, prompt_tokens: float, mean_tokens: float, max_tokens: int
+) -> StepLengths:
+    """Lengths where none are measured: quantiles of a log-normal law with this mean, cut at the limit.
+
+    A mean of the limit or more gives all completions the limit.
+    """
+    count = prompts * per_prompt
+    if mean_tokens >= max_tokens:
+        return StepLengths(prompt_tokens, (max_tokens,) * count)
+    normal = statistics.NormalDist()
+    spread = np.exp([TAIL_SIGMA * normal.inv_cdf((place + 0.5) / count) for place in range(count)])
+    low, high = 0.0, float(max_tokens) * 4  # the cut lowers the mean, so the scale is searched
+    for _ in range(40):
+        scale = (low + high) / 2
+        low, high = (scale, high) if np.minimum(spread * scale, max_tokens).mean() < mean_tokens else (low, scale)
+    lengths = np.clip(np.rint(spread * high), 1, max_tokens).astype(int)
+    return StepLengths(prompt_tokens, tuple(np.random.default_rng(0).permutation(lengths).tolist()))
+
+
+def measured_lengths(steps: Sequence[StepLengths], *, prompts: int, per_prompt: int) -> StepLengths:
+    """Lengths of the completions of earlier steps: as many of their quantiles as a rollout has completions."""
+    count, all_of_them = prompts * per_prompt, np.sort(np.concatenate([step.completions for step in steps]))
+    drawn = all_of_them[((np.arange(count) + 0.5) * len(all_of_them) / count).astype(int)]
+    prompt_tokens = sum(step.prompt_tokens * len(step.completions) for step in steps) / len(all_of_them)
+    return StepLengths(prompt_tokens, tuple(np.random.default_rng(0).permutation(drawn).tolist()))
+
+
+@dataclass(frozen=True)
+class RLJob:
+    """What an RL step computes."""
+
+    config: RLConfig
+    roles: Mapping[str, RoleJob]
+    """actor, critic, reference, names of reward components; those that the step has."""
+    lengths: StepLengths
+    dtype: torch.dtype
+    """Data type of the training weights."""
+    inference_dtype: torch.dtype
+    device: torch.device
+    reads_own_reference: bool = False
+    """The actor without its adapters is the reference."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """The user's DeepSpeed JSON."""
+
+    @property
+    def actor(self) -> RoleJob:
+        """The role that learns to complete prompts."""
+        return self.roles["actor"]
+
+    @property
+    def frozen(self) -> list[RoleJob]:
+        """Reward models and the reference, in the order in which they read."""
+        found = [role for role in self.roles.values() if not role.is_trained]
+        return sorted(found, key=lambda role: role.name == "reference")
+
+    @property
+    def learned_rows(self) -> int:
+        """Completions that are trained on."""
+        return self.config.rollout.prompts_per_step * self.config.learned_per_prompt
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of a learner from one rollout."""
+        return self.config.algorithm.epochs * self.config.algorithm.mini_batches
+
+    def actor_reads(self, *, lag: int) -> int:
+        """How many times the actor reads a rollout before its updates."""
+        rollout = self.config.rollout
+        other = lag > 0 or rollout.samples_older or rounds_otherwise(rollout, self.dtype)
+        old = self.config.algorithm.actor_scores_rollout(other_sampler=other)
+        return int(old) + int(self.reads_own_reference)
+
+    def at(self, *, lengths: StepLengths) -> RLJob:
+        """The same job with other lengths."""
+        return replace(self, lengths=lengths)
+
+
+@dataclass(frozen=True)
+class JobReader:
+    """Reads the jobs of configs."""
+
+    device: torch.device
+    """Device of a rank: a GPU's or a CPU."""
+    shapes: Shapes
+    starts: Mapping[str, str] = field(default_factory=dict)
+    """Folders that an earlier step will write, each with an existing model of the same shape."""
+
+    def __call__(self, config: RLConfig, lengths: StepLengths, *, overrides: dict[str, Any]) -> RLJob:
+        """The job of an RL step.
+
+        Raises:
+            UserError: when a model has no config that transformers can read.
+        """
+        actor_path = config.model.path
+        reference_path = config.reference.path or actor_path
+        own = config.reads_without_adapters(reference_path, actor_path)
+        section = config.actor
+        found = [self._role(config, "actor", actor_path, "causal_lm", section.zero, section.optimizer, section.lora)]
+        if (critic := config.critic) is not None:
+            path = config.critic_start or actor_path
+            role = self._role(
+                config, "critic", path, "scorer", config.critic_zero, critic.optimizer, config.critic_lora
+            )
+            found.append(replace(role, bound_to="actor" if critic.share_base else None))
+        like_actor, like_critic = (frozen_zero(zero) for zero in (section.zero, config.critic_zero))
+        if config.uses_reference and not own:
+            found.append(self._role(config, "reference", reference_path, "causal_lm", like_actor, None, None))
+        for part in config.reward.named:
+            if part.model:
+                found.append(self._role(config, part.label, part.model, "scorer", like_critic, None, None))
+        dtype = training_dtype(config.model, self.device)
+        return RLJob(
+            config,
+            {role.name: role for role in found},
+            lengths,
+            dtype,
+            DTYPES.get(config.rollout.dtype, dtype),
+            self.device,
+            reads_own_reference=config.uses_reference and own,
+            overrides=overrides,
+        )
+
+    def _role(
+        self,
+        config: RLConfig,
+        name: str,
+        path: str | None,
+        architecture: Architecture,
+        zero: ZeroConfig,
+        optimizer: OptimizerConfig | None,
+        lora: LoraConfig | None,
+    ) -> RoleJob:
+        model = self.shapes(
+            self.starts.get(str(path), str(path)),
+            architecture,
+            config=config.model,
+            dtype=training_dtype(config.model, self.device),
+            lora=lora,
+            learns=optimizer is not None,
+        )
+        return RoleJob(name, dimensions(model), model, zero, optimizer)
+
+
+def default_lengths(config: RLConfig, *, prompt_tokens: float | None, mean_tokens: float | None) -> StepLengths:
+    """Modelled lengths of an RL config: prompts of half their limit and completions of half theirs, unless given."""
+    rollout = config.rollout
+    limit = rollout.sampling.max_new_tokens
+    return modelled_lengths(
+        prompts=rollout.prompts_per_step,
+        per_prompt=rollout.sampling.n,
+        prompt_tokens=rollout.max_prompt_tokens / 2 if prompt_tokens is None else prompt_tokens,
+        mean_tokens=math.ceil(limit / 2) if mean_tokens is None else mean_tokens,
+        max_tokens=limit,
+    )

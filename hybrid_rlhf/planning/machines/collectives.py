@@ -1,0 +1,129 @@
+"""Times collectives of groups of ranks, transfers between two or between hosts, and how much ranks of a host slow each
+other down."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from hybrid_rlhf.planning.curves import Collective
+from hybrid_rlhf.planning.machines.ranks import median_seconds, synchronize
+from hybrid_rlhf.runtime.world import World
+
+Times = dict[str, list[tuple[float, float, float]]]
+"""By kind: (ranks, bytes, seconds)."""
+_KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "transfer")
+
+
+def group_sizes(ranks: int) -> list[int]:
+    """The sizes of groups that are measured: powers of two, and all."""
+    return sorted({size for power in range(1, 11) if (size := 2**power) <= ranks} | ({ranks} if ranks > 1 else set()))
+
+
+def time_collectives(world: World, sizes: list[int]) -> Times:
+    """Seconds of each kind, group size and number of bytes; every rank calls, rank 0's are valid."""
+    found: Times = {kind: [] for kind in _KINDS}
+    for ranks in group_sizes(world.size):
+        group = dist.new_group(list(range(ranks)))
+        for size in sizes:
+            for kind in _KINDS:
+                if world.rank < ranks and (kind != "transfer" or ranks == 2):
+                    seconds = _time(kind, group, ranks, size, world)
+                    found[kind].append((float(ranks), float(size), seconds))
+        world.barrier()
+    return found
+
+
+def time_between_hosts(world: World, sizes: list[int]) -> Times:
+    """Seconds of collectives of whole hosts, and of transfers from the first host to the second by one of its ranks and
+    by all at once (ranks, bytes of all of them, seconds); every rank of a run on several hosts calls, rank 0's are
+    valid."""
+    local = world.local_size
+    found: Times = {kind: [] for kind in _KINDS}
+    for hosts in group_sizes(world.size // local):
+        ranks = hosts * local
+        group = dist.new_group(list(range(ranks)))
+        if world.rank < ranks:
+            for size in sizes:
+                for kind in _KINDS[:-1]:
+                    found[kind].append((float(ranks), float(size), _time(kind, group, ranks, size, world)))
+        for senders in sorted({1, local}) if hosts == 2 else ():
+            for size in sizes:
+                if world.rank % local < senders and world.rank < ranks:
+                    seconds = _time("transfer", group, senders, size * senders, world, peers=local)
+                    found["transfer"].append((float(senders), float(size * senders), seconds))
+        world.barrier()
+        if world.rank < ranks:
+            dist.destroy_process_group(group)
+    return found
+
+
+def time_sharing(world: World) -> list[tuple[float, float]]:
+    """(ranks that compute at once, seconds over those of one alone); every rank calls, rank 0's are valid.
+
+    The work is that of a layer, forward and backward, with activations larger than a core's own cache, because ranks
+    share memory bandwidth as well as cores.
+    """
+    tokens, width = (1024, 256) if world.device.type == "cpu" else (4096, 4096)
+    x = torch.randn(tokens, width, device=world.device)
+    up, down = (torch.nn.Parameter(torch.randn(n, k, device=world.device)) for n, k in ((3 * width, width),) * 2)
+
+    def work() -> None:
+        for _ in range(3):
+            hidden = functional.gelu(functional.linear(x, up))
+            functional.layer_norm(x + functional.linear(hidden, down.t()), [width]).square().sum().backward()
+
+    found: list[tuple[float, float]] = []
+    for ranks in [1, *group_sizes(world.size)]:
+        world.barrier()
+        seconds = median_seconds(work, least_seconds=0.5) if world.rank < ranks else 0.0
+        world.barrier()
+        found.append((float(ranks), seconds))
+    return [(ranks, seconds / found[0][1]) for ranks, seconds in found] if world.is_main else []
+
+
+def _time(
+    kind: Collective, group: dist.ProcessGroup | None, ranks: int, size: int, world: World, *, peers: int = 1
+) -> float:
+    """Seconds of one; all ranks of the group make equally many calls. Rank r < `peers` transfers its part to rank
+    r + `peers`."""
+    whole = torch.zeros(max(ranks, size // 4 // ranks * ranks), device=world.device)
+    part = torch.zeros(len(whole) // ranks, device=world.device)
+
+    def call() -> None:
+        if kind == "transfer":
+            _transfer(group, whole if peers == 1 else part, world.rank, peers)
+        else:
+            _communicate(kind, group, whole, part)
+
+    call()
+    synchronize()  # or the clock begins while a GPU still runs the first call
+    rounds = 2 if size >= 2**20 else 5
+    start = time.perf_counter()
+    for _ in range(rounds):
+        call()
+    synchronize()
+    return (time.perf_counter() - start) / rounds
+
+
+def _communicate(kind: Collective, group: dist.ProcessGroup | None, whole: Tensor, part: Tensor) -> None:
+    if kind == "all_reduce":
+        dist.all_reduce(whole, group=group)
+    elif kind == "all_gather":
+        dist.all_gather_into_tensor(whole, part, group=group)
+    else:
+        dist.reduce_scatter_tensor(part, whole, group=group)
+
+
+def _transfer(group: dist.ProcessGroup | None, sent: Tensor, rank: int, peers: int) -> None:
+    answer = sent[:1].clone()  # so that the sender's time covers the whole transfer
+    if rank < peers:
+        dist.send(sent, dst=rank + peers, group=group)
+        dist.recv(answer, src=rank + peers, group=group)
+    else:
+        dist.recv(sent, src=rank - peers, group=group)
+        dist.send(answer, dst=rank - peers, group=group)

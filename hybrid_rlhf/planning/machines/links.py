@@ -1,0 +1,108 @@
+"""The link between hosts: collectives over it as measured there, or modelled from its bandwidth.
+
+A calibration runs on one host, whose links say nothing about the network. So what ranks of several hosts exchange is
+priced by measurements across hosts (`placement: auto` on several hosts), by a bandwidth that the user gives, or by that
+of a data sheet, in this order.
+
+Modelled collectives follow the ring's bandwidth cost, (n - 1) / n x bytes / bandwidth, twice for an all-reduce (Thakur,
+Rabenseifner, Gropp 2005, IJHPCA 19(1)). A ring has n - 1 steps of latency; a small all-reduce is a reduction and a
+broadcast along a tree, of 2 log2(n) steps (NCCL 2.4's double binary trees; Sanders, Speck, Traeff 2009).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from hybrid_rlhf.planning.curves import Collective, Curve, LinkSource, MachineCurves, Surface
+
+LINK_ACHIEVED = 0.75
+"""Part of a link that collectives reach at large sizes; an assumption."""
+HOSTS_LATENCY_SECONDS = 15e-6
+"""Latency of a step between hosts."""
+ETHERNET_GB_PER_SECOND = 1.25
+"""Between hosts without a data sheet: 10 Gb/s Ethernet."""
+SIZES = [2.0**power for power in range(8, 40, 2)]
+"""Sizes of modelled collectives, in bytes."""
+_RANKS = [2.0**power for power in range(10)]
+_MOVED: Mapping[Collective, Callable[[float], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "transfer": lambda n: 1.0,
+}
+_STEPS: Mapping[Collective, Callable[[float], float]] = {
+    "all_reduce": lambda n: 2 * math.log2(n),
+    "all_gather": lambda n: min(n - 1, 64),
+    "reduce_scatter": lambda n: min(n - 1, 64),
+    "transfer": lambda n: 1.0,
+}
+
+
+def modelled_collectives(bytes_per_second: float, latency: float) -> dict[str, Surface]:
+    """Collectives of ranks over links of a bandwidth."""
+    return {
+        kind: _surface(lambda n, size, kind=kind: _STEPS[kind](n) * latency + _MOVED[kind](n) * size / bytes_per_second)  # type: ignore[misc]
+        for kind in _MOVED
+    }
+
+
+def with_link(
+    curves: MachineCurves, gib_per_second: float, *, source: LinkSource, ranks_to_fill: float = 1.0
+) -> MachineCurves:
+    """The curves of a machine whose hosts have a link of a bandwidth.
+
+    A collective over hosts also passes the links within them, so it takes no less time than on one host; transfers of
+    several ranks at once do not.
+
+    Args:
+        curves: those of a host.
+        gib_per_second: of the link, one direction of a host.
+        source: where the bandwidth is from.
+        ranks_to_fill: see MachineCurves.ranks_to_fill_link.
+    """
+    over = modelled_collectives(gib_per_second * 2**30 * LINK_ACHIEVED, HOSTS_LATENCY_SECONDS)
+    between = {
+        kind: over[kind]
+        if kind == "transfer" or kind not in curves.collectives
+        else _surface(lambda n, size, kind=kind: max(over[kind](n, size), curves.collectives[kind](n, size)))  # type: ignore[misc]
+        for kind in over
+    }
+    return replace(
+        curves,
+        between_hosts=between,
+        link_gib_per_second=gib_per_second,
+        link_source=source,
+        ranks_to_fill_link=ranks_to_fill,
+    )
+
+
+def with_measured_link(curves: MachineCurves, times: Mapping[str, list[tuple[float, float, float]]]) -> MachineCurves:
+    """The curves with what collectives.time_between_hosts measured: (ranks, bytes, seconds) by kind; of a `transfer`,
+    ranks are those of each host that send at once, and bytes all that leaves a host."""
+    transfers = times["transfer"]
+    rates = {ranks: size / seconds for ranks, size, seconds in sorted(transfers)}  # the largest size is the last
+    every = max(rates)
+    between = {
+        kind: Surface(
+            tuple(
+                (ranks, Curve.of((size, seconds) for n, size, seconds in found if n == ranks))
+                for ranks in sorted({n for n, _, _ in found})
+            )
+        )
+        for kind, found in times.items()
+        if kind != "transfer"
+    }
+    between["transfer"] = Surface(((2.0, Curve.of((size, t) for ranks, size, t in transfers if ranks == every)),))
+    return replace(
+        curves,
+        between_hosts=between,
+        link_gib_per_second=rates[every] / 2**30,
+        link_source="measured",
+        ranks_to_fill_link=min(every, max(1.0, rates[every] / rates[1.0])),
+    )
+
+
+def _surface(seconds: Callable[[float, float], float]) -> Surface:
+    return Surface(tuple((ranks, Curve.of((size, seconds(ranks, size)) for size in SIZES)) for ranks in _RANKS))

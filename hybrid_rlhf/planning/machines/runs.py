@@ -1,0 +1,224 @@
+"""What the loop of RL takes beyond its pieces, from short runs of it on one rank and on several.
+
+Passes that are timed one after the other find their weights and activations in the processor's caches, and wait for no
+other rank. In a run roles take turns, and the slowest rank decides. So calibration ends with real runs. Those on one
+rank correct forwards and backwards, with fixed costs per read, update and token. Those on several ranks show how much
+the ranks of a host slow each other down, and what an update takes beyond its collectives.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.planning.costs import Costs
+from hybrid_rlhf.planning.curves import Curve, Kind, MachineCurves
+from hybrid_rlhf.planning.job import JobReader, RLJob, StepLengths
+from hybrid_rlhf.planning.machines.fitting import SCALES, fit
+from hybrid_rlhf.planning.machines.layers import TimedModel
+from hybrid_rlhf.planning.plans import Cluster, StepPlan, flattening
+from hybrid_rlhf.planning.shapes import Shapes
+from hybrid_rlhf.planning.step_time import StepTime, step_time
+from hybrid_rlhf.runtime.world import World
+
+ALL_ROWS = 10**6
+"""Memory lets all rows be decoded at once."""
+_NOTHING = 1e-12
+"""Factor of work that is left out."""
+_SHARED = (1.0, 4.0)
+"""Factors of the work of training on several ranks, at least and at most."""
+
+
+@dataclass(frozen=True)
+class RunSizes:
+    """A run: its model, which is all roles, and prompts per step."""
+
+    model: TimedModel
+    prompts: int
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """Times of a run without ZeRO, all roles on all ranks."""
+
+    config: RLConfig
+    prompt_tokens: float
+    completion_tokens: float
+    """Mean."""
+    seconds: Mapping[str, float]
+    """Median of a step's `scoring`, `training`, and what is in no phase, `other`; of the whole `step`."""
+
+    @property
+    def tokens(self) -> float:
+        """Number of tokens of a rollout."""
+        return self.config.rollout.prompts_per_step * (self.prompt_tokens + self.completion_tokens)
+
+
+RunTimer = Callable[[World, str, RunSizes], RunTimes]
+"""Makes a run in a folder; every rank of a world calls."""
+
+
+def with_runs(curves: MachineCurves, runs: Sequence[tuple[int, RunTimes]]) -> MachineCurves:
+    """The curves, corrected by runs on so many ranks each, of which some must be on one."""
+    shapes = Shapes()
+    predicted = [_Prediction.of(times, ranks, curves, shapes) for ranks, times in runs]
+    curves = _with_loop(curves, [each for each in predicted if each.ranks == 1])
+    several = {each.ranks for each in predicted if each.ranks > 1}
+    by_ranks = {ranks: [each for each in predicted if each.ranks == ranks] for ranks in sorted(several)}
+    if curves.device == "cpu":
+        alone = replace(curves, slowdown=Curve.zero())
+        shared = {ranks: _median(each.ratio(alone, "scoring") for each in some) for ranks, some in by_ranks.items()}
+        curves = replace(curves, slowdown=Curve.of([(1, 1.0), *shared.items()]))
+    training = {ranks: _training_of(curves, some) for ranks, some in by_ranks.items()}
+    curves = replace(
+        curves,
+        update=Curve.of([*curves.update.points, *((ranks, each["update"]) for ranks, each in training.items())]),
+        shared_training=Curve.of([(1, 1.0), *((ranks, each["work"]) for ranks, each in training.items())]),
+    )
+    loop = {ranks: _median(each.loop_ratio(curves) for each in some) for ranks, some in by_ranks.items()}
+    return replace(curves, shared_loop=Curve.of([(1, 1.0), *loop.items()]))
+
+
+def _training_of(curves: MachineCurves, some: Sequence[_Prediction]) -> dict[str, float]:
+    """Factor of the work of training, and seconds per update, of runs on as many ranks."""
+    return _fit_factor(
+        "work",
+        _SHARED,
+        [{"work": each.training_work(curves), "update": each.updates(curves)} for each in some],
+        [each.times.seconds["training"] for each in some],
+        known=[each.training_rest(curves) for each in some],
+    )
+
+
+def _fit_factor(
+    factor: str,
+    bounds: tuple[float, float],
+    terms: Sequence[Mapping[str, float]],
+    seconds: Sequence[float],
+    *,
+    known: Sequence[float],
+) -> dict[str, float]:
+    """Like `fit`, with one cost, a factor of predictions, within bounds: runs of small models may tell little of it,
+    and large models are predicted with it."""
+    low, high = bounds
+    found = min(high, max(low, fit(terms, seconds, known=known)[factor]))
+    others = [{name: size for name, size in each.items() if name != factor} for each in terms]
+    rest = [before + found * each[factor] for before, each in zip(known, terms, strict=True)]
+    return {factor: found, **fit(others, seconds, known=rest)}
+
+
+def _with_loop(curves: MachineCurves, alone: Sequence[_Prediction]) -> MachineCurves:
+    """With what runs on one rank take."""
+    curves = replace(curves, loop=Curve.of((each.times.tokens, each.times.seconds["other"]) for each in alone))
+    reads = _fit_factor(
+        "forward",
+        SCALES,
+        [
+            {"forward": each.seconds(curves, "scoring")}
+            | {call: each.calls(curves, call, "scoring") for call in ("read", "read_token")}
+            for each in alone
+        ],
+        [each.times.seconds["scoring"] for each in alone],
+        known=[0.0] * len(alone),
+    )
+    curves = replace(curves, corrections={**curves.corrections, "forward": reads["forward"]})
+    parts = [each.backward_and_rest(curves) for each in alone]
+    updates = _fit_factor(
+        "backward",
+        SCALES,
+        [
+            {
+                "backward": backward,
+                "update": each.updates(curves),
+                "trained_token": each.calls(curves, "trained_token", "training"),
+            }
+            for each, (backward, _) in zip(alone, parts, strict=True)
+        ],
+        [each.times.seconds["training"] for each in alone],
+        known=[rest for _, rest in parts],
+    )
+    return replace(
+        curves,
+        corrections={**curves.corrections, "backward": updates["backward"]},
+        calls={
+            **curves.calls,
+            "read": reads["read"],
+            "read_token": reads["read_token"],
+            "trained_token": updates["trained_token"],
+        },
+        update=Curve.of([(1, updates["update"])]),
+    )
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    """What curves say of a run."""
+
+    times: RunTimes
+    ranks: int
+    job: RLJob
+    plan: StepPlan
+
+    @classmethod
+    def of(cls, times: RunTimes, ranks: int, curves: MachineCurves, shapes: Shapes) -> _Prediction:
+        """The job of a run, from its config."""
+        lengths = StepLengths(
+            times.prompt_tokens, (round(times.completion_tokens),) * times.config.rollout.prompts_per_step
+        )
+        job = JobReader(torch.device(curves.device), shapes)(times.config, lengths, overrides={})
+        return cls(times, ranks, job, StepPlan(flattening([*job.roles], ranks, zero={})))
+
+    def seconds(self, curves: MachineCurves, phase: str) -> float:
+        """Predicted seconds of a phase."""
+        return self.step(curves).phases[phase]
+
+    def step(self, curves: MachineCurves) -> StepTime:
+        """The whole step."""
+        costs = Costs(self.job, curves, Cluster(self.ranks, self.ranks))
+        return step_time(costs, self.plan, rows_at_once=ALL_ROWS)
+
+    def calls(self, curves: MachineCurves, name: str, phase: str) -> float:
+        """How often a phase makes a call that takes a fixed time."""
+        slow, none = (replace(curves, calls={**curves.calls, name: each}) for each in (1.0, 0.0))
+        return self.seconds(slow, phase) - self.seconds(none, phase)
+
+    def updates(self, curves: MachineCurves) -> float:
+        """Number of updates of all roles in a step."""
+        slow, none = (replace(curves, update=each) for each in (Curve.of([(1, 1.0)]), Curve.zero()))
+        return self.seconds(slow, "training") - self.seconds(none, "training")
+
+    def backward_and_rest(self, curves: MachineCurves) -> tuple[float, float]:
+        """Seconds of backwards in training, and of the rest, without a fixed cost of updates."""
+        curves = replace(curves, update=Curve.zero())
+        rest = self.seconds(_without(curves, "backward"), "training")
+        return self.seconds(curves, "training") - rest, rest
+
+    def ratio(self, curves: MachineCurves, phase: str) -> float:
+        """Measured over predicted."""
+        return self.times.seconds[phase] / self.seconds(curves, phase)
+
+    def training_rest(self, curves: MachineCurves) -> float:
+        """Seconds of training without its passes and a fixed cost of updates."""
+        return self.seconds(_without(_without(replace(curves, update=Curve.zero()), "forward"), "backward"), "training")
+
+    def training_work(self, curves: MachineCurves) -> float:
+        """Seconds of the passes of training."""
+        return self.seconds(replace(curves, update=Curve.zero()), "training") - self.training_rest(curves)
+
+    def loop_ratio(self, curves: MachineCurves) -> float:
+        """What of a step is in no phase, over its prediction; ranks that wait for one another in any phase included."""
+        predicted = self.step(curves)
+        loop = predicted.phases["loop"]
+        return max(1.0, (self.times.seconds["step"] - predicted.step_seconds + loop) / loop)
+
+
+def _without(curves: MachineCurves, kind: Kind) -> MachineCurves:
+    return replace(curves, corrections={**curves.corrections, kind: _NOTHING})
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)

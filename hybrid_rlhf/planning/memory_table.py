@@ -1,0 +1,93 @@
+"""The table of `hybrid-rlhf plan`: memory of each phase of a pipeline, and settings for the steps that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from hybrid_rlhf.configs.pipeline import PlanConfig, has_model, start_of
+from hybrid_rlhf.planning.phase_memory import AnyStep, Device, PhaseMemory, own_device
+from hybrid_rlhf.planning.remedies import PhasePlanner, Remedy, remedies
+from hybrid_rlhf.runtime.hostfile import process_count
+
+_COLUMNS = ("weights", "gradients", "optimizer", "activations", "inference", "cache", "buffers")
+
+
+def table(
+    planner: PhasePlanner[AnyStep],
+    planned: Mapping[str, Sequence[PhaseMemory]],
+    steps: Mapping[str, AnyStep],
+    *,
+    single: bool = False,
+    advised: Mapping[str, Sequence[Remedy]] | None = None,
+) -> tuple[list[str], bool]:
+    """The plan of the steps that would run.
+
+    Args:
+        planner: what planned them.
+        planned: the phases of each step.
+        steps: all steps, resolved, in the order of the pipeline.
+        single: of one step, whose keys stand for themselves.
+        advised: the remedies of steps that do not fit; of other steps they are looked for.
+
+    Returns:
+        the lines of the report, and whether everything fits.
+    """
+    machine = planner.machine
+    host = "" if machine.host_bytes is None else f", {_gib(machine.host_bytes)} of host memory"
+    width = max([18, *(len(phase.title) + 1 for phases in planned.values() for phase in phases)])
+    lines = [
+        f"memory plan in GiB per rank: {machine.ranks} x {machine.device.type} of {_gib(machine.device_bytes)}{host}",
+        f"{'phase':{width}}" + "".join(f"{name:>12}" for name in (*_COLUMNS, "total", "host")) + "  fits",
+    ]
+    good = True
+    for name, phases in planned.items():
+        lines += [_line(phase, width) for phase in phases]
+        if misfits := [phase.title for phase in phases if not phase.fits]:
+            good = False
+            found = (advised or {}).get(name)
+            advice = _advice(
+                remedies(planner, steps[name]) if found is None else found, prefix="" if single else f"{name}."
+            )
+            lines.append(f"  {name} does not fit as configured ({', '.join(misfits)}): {advice}")
+    return lines, good
+
+
+def starts_of(steps: Mapping[str, AnyStep], anew: Collection[str]) -> dict[str, str]:
+    """Folders that steps will write, each with an existing model of the same shape.
+
+    Args:
+        steps: all steps, resolved, in the order of the pipeline.
+        anew: names of those that will train, whatever their folders contain.
+    """
+    starts: dict[str, str] = {}
+    for name, step in steps.items():
+        start = start_of(step)
+        if start is not None and (name in anew or not has_model(step.output_dir)):
+            starts[step.output_dir] = starts.get(start, start)
+    return starts
+
+
+def this_machine(config: PlanConfig) -> Device:
+    """This machine with the ranks that are planned for, or that a run would start."""
+    gpus = torch.cuda.device_count()
+    ranks = config.ranks or process_count(config.launcher)[0] or max(gpus, 1)
+    return own_device(ranks, local=ranks if config.launcher.hostfile is None else max(gpus, 1))
+
+
+def _advice(found: Sequence[Remedy], *, prefix: str) -> str:
+    if not found:
+        return "no known setting suffices, use more ranks or a smaller model"
+    return "it fits with " + ", or with ".join(each.in_words(prefix) for each in found)
+
+
+def _line(phase: PhaseMemory, width: int) -> str:
+    values = [getattr(phase.need, name) for name in _COLUMNS] + [phase.total, phase.need.host]
+    fits = "yes" if phase.fits else "NO"
+    columns = "".join(f"{_gib(value):>12}" for value in values)
+    return f"{phase.title:{width}}{columns}  {fits} {phase.note}".rstrip()
+
+
+def _gib(value: float) -> str:
+    return f"{value / 2**30:.2f}"

@@ -1,0 +1,170 @@
+"""A plan: the placement of the roles, with what else a planner may choose; and the machines that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.placement import RolePlacements, RoleRanks, ZeroStage
+from hybrid_rlhf.configs.sections.training import ZeroConfig
+from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
+from hybrid_rlhf.planning.job import RLJob
+from hybrid_rlhf.planning.remedies import setting
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
+
+LEARNERS = ("actor", "critic")
+SAMPLER = "sampler"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks on hosts: rank r is on host r // ranks_per_host."""
+
+    ranks: int
+    ranks_per_host: int
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return -(-self.ranks // self.ranks_per_host)
+
+    def host_of(self, rank: int) -> int:
+        """The host of a rank."""
+        return rank // self.ranks_per_host
+
+    def hosts_of(self, ranks: tuple[int, ...]) -> int:
+        """On how many hosts ascending ranks are."""
+        return len({rank // self.ranks_per_host for rank in ranks})
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How an RL step runs."""
+
+    placement: Placement
+    policy_lag: int = 0
+    """Steps by which the weights that sample are behind; above 0 only with a separate sampler."""
+    offload_frozen: bool = False
+    """rollout.offload_frozen."""
+    offload_states: bool = False
+    """rollout.offload_states; not with a separate sampler, whose ranks hold no states of the actor."""
+    offload_optimizer: bool = False
+    """zero.offload_optimizer of the learners under ZeRO 1 to 3."""
+    micro_batch_tokens: int | None = None
+    """train.micro_batch_tokens; none: as configured."""
+
+    @classmethod
+    def of(cls, config: RLConfig, placement: Placement) -> StepPlan:
+        """The plan that a config with its resolved placement is; what it leaves out is taken from the config."""
+        rollout, zero = config.rollout, config.actor.zero
+        on_host = zero.offload_optimizer and (config.critic is None or config.critic_zero.offload_optimizer)
+        return cls(placement, rollout.policy_lag, rollout.offload_frozen, rollout.offload_states, on_host)
+
+    @property
+    def roles(self) -> Mapping[str, RolePlacement]:
+        """Ranks and parallelism by role."""
+        return self.placement.roles
+
+    @property
+    def sampling(self) -> RolePlacement:
+        """The ranks that sample: the sampler's, or the actor's."""
+        return self.placement.sampler
+
+    @property
+    def separate(self) -> bool:
+        """True if a sampler has ranks of its own."""
+        return self.placement.separate_sampler
+
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        """Names of the roles that sample."""
+        return (SAMPLER,) + ("actor",) * self.placement.with_actor if self.separate else ("actor",)
+
+    @property
+    def sampling_places(self) -> list[RolePlacement]:
+        """All that sample: these ranks, and with `with_actor` the actor's beside the sampler's."""
+        return [self.roles[name] for name in self.samplers]
+
+    @property
+    def sampling_groups(self) -> list[tuple[int, ...]]:
+        """The tensor-parallel groups that sample; prompt i goes to group i mod their number."""
+        return self.placement.sampling_groups
+
+    def offloads_optimizer(self, role: str, zero: ZeroConfig) -> bool:
+        """True if the optimizer states of a learner are on the host, by the plan or by its own section."""
+        return (self.offload_optimizer or zero.offload_optimizer) and self.roles[role].zero > 0
+
+    def residency(self, job: RLJob) -> dict[str, RoleResidency]:
+        """Where the memory of each role is in each phase."""
+        learners = [job.roles[name] for name in LEARNERS if name in job.roles]
+        rules = replace(
+            ResidencyRules.of(job.config, cuda=job.device.type == "cuda" and not self.policy_lag),
+            offload_frozen=self.offload_frozen,
+            offload_states=self.offload_states,
+            policy_lag=self.policy_lag,
+            optimizers_on_host=[role.name for role in learners if self.offloads_optimizer(role.name, role.zero)],
+        )
+        return rules.roles(self.placement)
+
+    @property
+    def offloads(self) -> bool:
+        """True if it makes room by offloading."""
+        return self.offload_frozen or self.offload_states or self.offload_optimizer
+
+    def placement_setting(self) -> RolePlacements:
+        """The ranks as the key `placement` of the RL config."""
+        roles: dict[str, RoleRanks] = {}
+        for name, role in self.roles.items():
+            if name == SAMPLER or (name != "actor" and role.tensor_parallel > 1):
+                with_actor = name == SAMPLER and self.placement.with_actor
+                roles[name] = RoleRanks(role.ranks, tensor_parallel=role.tensor_parallel, with_actor=with_actor)
+            else:
+                roles[name] = RoleRanks(role.ranks, role.zero)
+        return RolePlacements("separation" if self.separate else "flattening", roles)
+
+    def settings(self, config: RLConfig) -> dict[str, Any]:
+        """What a config must have besides the placement so that it runs as planned: keys whose values differ."""
+        found: dict[str, Any] = {"rollout.tensor_parallel": 1 if self.separate else self.sampling.tensor_parallel}
+        found |= {f"rollout.{key}": getattr(self, key) for key in ("offload_frozen", "offload_states")}
+        if self.policy_lag:
+            found["rollout.async_sampling.policy_lag"] = self.policy_lag
+        if self.micro_batch_tokens is not None:
+            found["train.micro_batch_tokens"] = self.micro_batch_tokens
+        if self.offload_optimizer:
+            sections = {"actor.zero": config.actor.zero}
+            if config.critic is not None and config.critic.zero is not None:
+                sections["critic.zero"] = config.critic.zero
+            for name, section in sections.items():
+                if section.stage == 0:  # the rules of the section want one, though the placement has its own
+                    found[f"{name}.stage"] = max(2, self.roles["actor"].zero)
+                found[f"{name}.offload_optimizer"] = True
+        return {key: value for key, value in found.items() if setting(config, key) != value}
+
+
+def style_of(roles: Mapping[str, tuple[int, ...]], ranks: int) -> str:
+    """The style of a placement by the ranks of its roles.
+
+    flattening: all roles on all ranks. separation: the sampler shares no rank with actor and critic. interleaving:
+    actor and critic on all ranks, others on parts. hybrid: any other.
+    """
+    learning = {rank for name in LEARNERS for rank in roles.get(name, ())}
+    if SAMPLER in roles:
+        return "hybrid" if learning & set(roles[SAMPLER]) else "separation"
+    whole = {name for name, of_role in roles.items() if len(of_role) == ranks}
+    if whole == set(roles):
+        return "flattening"
+    return "interleaving" if whole >= {name for name in LEARNERS if name in roles} else "hybrid"
+
+
+def flattening(names: list[str], ranks: int, *, zero: Mapping[str, ZeroStage], tensor_parallel: int = 1) -> Placement:
+    """All roles on all ranks."""
+    everywhere = tuple(range(ranks))
+    return Placement(
+        {
+            name: RolePlacement(everywhere, zero.get(name, 0), tensor_parallel if name == "actor" else 1)
+            for name in names
+        },
+        "flattening",
+    )

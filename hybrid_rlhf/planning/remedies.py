@@ -1,0 +1,305 @@
+"""Settings with which a step fits into memory.
+
+A remedy is minimal: without any of its settings the step does not fit. Of the minimal ones the fastest is advised, as a
+time model predicts it; without one, that with the fewest settings, in order of increasing cost. Adapters change what is
+learned, so they are advised beside what trains all weights, where that needs host memory or does not exist. Every
+remedy is verified by planning again with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import typing
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.parsing.schema import section_type
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.training import ZeroConfig
+from hybrid_rlhf.planning.phase_memory import AnyStep, Device, PhaseMemory
+
+StepT = TypeVar("StepT", bound=AnyStep, contravariant=True)
+Settings = dict[str, Any]
+"""Dotted keys of a step and their values."""
+_MORE_SETTINGS = 1
+"""How many more settings than the smallest remedy another one may have to be looked at."""
+_UNEVEN = ("zero.stage", "rollout.tensor_parallel")
+"""Changes of which more may need more memory elsewhere: ZeRO-3 copies inference weights, where others use views."""
+_ADAPTERS = "lora"
+
+
+class PhasePlanner(Protocol[StepT]):
+    """Estimates the phases of steps on a machine."""
+
+    @property
+    def machine(self) -> Device:
+        """The machine."""
+
+    def phases(self, config: StepT) -> list[PhaseMemory]:
+        """The phases of a step."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings with which a step fits."""
+
+    settings: Settings
+    host_bytes: float
+    """The most host memory that a rank needs with them; of a CPU 0, as it is the device."""
+    seconds: float | None = None
+    """Seconds of a step with them; none: not predicted."""
+
+    def in_words(self, prefix: str = "") -> str:
+        """As options of the command line, with what they cost."""
+        words = " ".join(f"--{prefix}{key} {str(value).lower()}" for key, value in self.settings.items())
+        costs = [f"{self.host_bytes / 2**30:.1f} GiB of host memory per rank"] if self.host_bytes >= 2**27 else []
+        costs += [] if self.seconds is None else [f"{self.seconds:.1f} s per step"]
+        return f"{words} ({', '.join(costs)})" if costs else words
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What may be changed, from least to most."""
+
+    name: str
+    levels: tuple[Settings, ...]
+    needs: tuple[str, ...] = ()
+    """Changes without which it is not allowed."""
+
+
+def remedies(
+    planner: PhasePlanner[StepT], config: StepT, seconds: Callable[[StepT], float] | None = None
+) -> list[Remedy]:
+    """Minimal settings with which a step fits, the advised ones first; [] if no known settings do.
+
+    Args:
+        planner: of the machine.
+        config: the step.
+        seconds: predicts a step; none: costs are in the order of `_changes`.
+    """
+    search = _RemedySearch(planner, config, seconds)
+    found = search.best(adapters=False)
+    uses_host = found is not None and any("offload" in key for key in found.settings)
+    adapted = search.best(adapters=True) if found is None or uses_host else None
+    return [each for each in (found, adapted) if each is not None]
+
+
+class _RemedySearch(typing.Generic[StepT]):
+    """Plans a step with settings, each once."""
+
+    def __init__(
+        self, planner: PhasePlanner[StepT], config: StepT, seconds: Callable[[StepT], float] | None = None
+    ) -> None:
+        self._planner, self._config, self._seconds = planner, config, seconds
+        self._fitting: dict[tuple[tuple[str, Any], ...], tuple[bool, bool]] = {}
+        known = [replace(each, levels=self._allowed(each)) for each in _changes(config, planner.machine)]
+        self._changes = {each.name: each for each in known if each.levels}
+        self._costs = {name: cost for cost, name in enumerate(self._changes)}
+
+    def best(self, *, adapters: bool) -> Remedy | None:
+        """The advised remedy, with adapters or without; none: there is none."""
+        if adapters and _ADAPTERS not in self._changes:
+            return None
+        base = self._changes[_ADAPTERS].levels[0] if adapters else {}
+        uneven = [[{}, *self._changes[name].levels] for name in _UNEVEN if name in self._changes]
+        even = [name for name in self._changes if name not in (*_UNEVEN, _ADAPTERS)]
+        found: list[Settings] = []
+        for chosen in itertools.product(*uneven):
+            fixed = _merged([base, *chosen])
+            for names in self._minimal(even, fixed):
+                settings = self._weakened(names, fixed)
+                if self._fits(settings) and self._is_minimal(settings) and settings not in found:
+                    found.append(settings)
+        timed = [(self._order(settings), number) for number, settings in enumerate(found)]
+        return self._remedy(found[min(timed)[1]]) if timed else None
+
+    def _minimal(self, even: Sequence[str], fixed: Settings) -> Iterator[tuple[str, ...]]:
+        """Sets of changes that suffice for the device beside fixed ones, at their strongest, and of which none can be
+        left out."""
+
+        def fits(names: Sequence[str]) -> bool:
+            return self._fits(self._strongest(names, fixed), device_alone=True)
+
+        every = self._closed([name for name in even if self._suits(name, fixed)], fixed)
+        if not fits(every):
+            return
+        needed = [name for name in every if not fits(self._closed([other for other in every if other != name], fixed))]
+        optional = [name for name in every if name not in needed]
+        found: list[set[str]] = []
+        for count in range(len(optional) + 1):
+            if found and len(needed) + count > len(found[0]) + _MORE_SETTINGS:
+                return
+            for more in itertools.combinations(optional, count):
+                names = tuple(name for name in every if name in needed or name in more)
+                if self._closed(names, fixed) != names or any(each <= {*names} for each in found):
+                    continue
+                if fits(names):
+                    found.append({*names})
+                    yield names
+
+    def _closed(self, names: Collection[str], fixed: Settings) -> tuple[str, ...]:
+        """The changes without those whose needs are missing."""
+        kept = [name for name in self._changes if name in names]
+        given = {name for name in self._changes if self._changes[name].levels[0].keys() & fixed.keys()}
+        while True:
+            allowed = [name for name in kept if {*self._changes[name].needs} <= {*kept, *given}]
+            if allowed == kept:
+                return tuple(kept)
+            kept = allowed
+
+    def _suits(self, name: str, fixed: Settings) -> bool:
+        """True if the rules allow a change beside fixed ones."""
+        needs = [self._changes[each].levels[0] for each in self._changes[name].needs if each in self._changes]
+        return self._is_valid(_merged([*needs, self._changes[name].levels[-1], fixed]))
+
+    def _strongest(self, names: Collection[str], fixed: Settings) -> Settings:
+        return _merged([fixed, *(self._changes[name].levels[-1] for name in names)])
+
+    def _weakened(self, names: Sequence[str], fixed: Settings) -> Settings:
+        """The settings of changes, each no stronger than the others need it to be."""
+        settings = self._strongest(names, fixed)
+        for name in names:
+            for level in self._changes[name].levels:
+                if self._fits(settings | level):
+                    settings = settings | level
+                    break
+        return settings
+
+    def _is_minimal(self, settings: Settings) -> bool:
+        """True if no change can be left out."""
+        changed = [each for each in self._changes.values() if each.levels[0].keys() <= settings.keys()]
+        return not any(
+            self._fits({key: value for key, value in settings.items() if key not in each.levels[0]}) for each in changed
+        )
+
+    def _order(self, settings: Settings) -> tuple[float, ...]:
+        """The less the better: predicted seconds, or the number of settings and their costs."""
+        used = [each for each in self._changes.values() if each.levels[0].keys() <= settings.keys()]
+        taken = 0.0 if self._seconds is None else self._seconds(with_settings(self._config, settings))
+        levels = [next(n for n, level in enumerate(each.levels) if level.items() <= settings.items()) for each in used]
+        costs = [self._costs[each.name] for each in used]
+        return (taken, float(len(used)), *sorted(costs, reverse=True), *levels)
+
+    def _remedy(self, settings: Settings) -> Remedy:
+        config, machine = with_settings(self._config, settings), self._planner.machine
+        host = 0.0 if machine.device.type == "cpu" else max(each.need.host for each in self._planner.phases(config))
+        return Remedy(settings, host, None if self._seconds is None else self._seconds(config))
+
+    def _allowed(self, change: _Change) -> tuple[Settings, ...]:
+        """The levels that the rules of the other settings allow; those of what a change needs are not looked at."""
+        return change.levels if change.needs else tuple(level for level in change.levels if self._is_valid(level))
+
+    def _is_valid(self, settings: Settings) -> bool:
+        try:
+            with_settings(self._config, settings)
+        except UserError:
+            return False
+        return True
+
+    def _fits(self, settings: Settings, *, device_alone: bool = False) -> bool:
+        """True if a step fits; `device_alone`: whatever it takes of the host, which changes take more of, not less."""
+        key = tuple(sorted(settings.items()))
+        if key not in self._fitting:
+            try:
+                phases = self._planner.phases(with_settings(self._config, settings))
+                on_device = all(phase.total <= phase.machine.device_bytes for phase in phases)
+                self._fitting[key] = on_device, all(phase.fits for phase in phases)
+            except UserError:  # violates a rule together with the other settings
+                self._fitting[key] = False, False
+        return self._fitting[key][0 if device_alone else 1]
+
+
+def with_settings(config: Any, settings: Settings) -> Any:
+    """A config with dotted keys changed; all keys of a section at once, because its rules check them together."""
+    own = {key: value for key, value in settings.items() if "." not in key}
+    for section in {key.partition(".")[0] for key in settings if "." in key}:
+        inner = {key.partition(".")[2]: value for key, value in settings.items() if key.startswith(f"{section}.")}
+        section_class, value = section_type(typing.get_type_hints(type(config))[section]), getattr(config, section)
+        assert section_class is not None
+        own[section] = with_settings(section_class() if value is None else value, inner)
+    return replace(config, **own)
+
+
+def candidates(config: AnyStep, machine: Device) -> Iterator[Settings]:
+    """Settings that may reduce the memory of a step, in order of increasing cost; each is to be applied alone."""
+    changes = {each.name: each for each in _changes(config, machine)}
+    for change in changes.values():
+        base = _merged([changes[name].levels[0] for name in change.needs if name in changes])
+        yield from ({**base, **level} for level in change.levels)
+
+
+def _changes(config: AnyStep, machine: Device) -> Iterator[_Change]:
+    """What may reduce the memory of a step, in order of increasing cost."""
+    checkpointing = _Change("model.gradient_checkpointing", ({"model.gradient_checkpointing": True},))
+    if not config.model.gradient_checkpointing:
+        yield checkpointing
+    if config.train.micro_batch_size is None:
+        tokens = [config.train.micro_batch_tokens // 2**power for power in range(1, 30)]
+        yield _Change("train", tuple({"train.micro_batch_tokens": each} for each in tokens if each >= 512))
+    else:
+        rows = [config.train.micro_batch_size // 2**power for power in range(1, 30)]
+        yield _Change("train", tuple({"train.micro_batch_size": each} for each in rows if each >= 1))
+    if not config.model.activation_offload:
+        needs = () if config.model.gradient_checkpointing else (checkpointing.name,)
+        yield _Change("model.activation_offload", ({"model.activation_offload": True},), needs)
+    yield from _engine_changes(config, machine.ranks)
+    if isinstance(config, RLConfig):
+        most = config.rollout.kv_cache_gib
+        # without a size the cache takes what is left, which on a small device is less than a size that is set
+        limit = machine.device_bytes / 2**30 / 4 if most is None else most
+        sizes = [each for each in (8.0, 4.0, 2.0, 1.0, 0.5) if each < limit]
+        yield _Change("rollout.kv_cache_gib", tuple({"rollout.kv_cache_gib": each} for each in sizes))
+        for key in ("offload_frozen", "offload_states"):
+            if not getattr(config.rollout, key):
+                yield _Change(f"rollout.{key}", ({f"rollout.{key}": True},))
+        sizes_together = group_sizes(machine, above=config.rollout.tensor_parallel)
+        yield _Change("rollout.tensor_parallel", tuple({"rollout.tensor_parallel": each} for each in sizes_together))
+
+
+def group_sizes(machine: Device, *, above: int = 1) -> list[int]:
+    """Sizes of tensor-parallel groups: powers of two that divide the ranks of a host, and its ranks; then whole
+    hosts."""
+    local = machine.ranks_per_host or machine.ranks
+    within = [size for size in {*(2**power for power in range(12)), local} if size <= local and local % size == 0]
+    across = [local * hosts for hosts in range(2, machine.ranks // local + 1) if machine.ranks // local % hosts == 0]
+    return sorted(size for size in {*within, *across} if size > above and machine.ranks % size == 0)
+
+
+def _engine_changes(config: AnyStep, ranks: int) -> Iterator[_Change]:
+    """Changes of the engines that train. A critic follows the actor unless it has settings of its own."""
+    sections: dict[str, tuple[ZeroConfig, LoraConfig | None]]
+    if isinstance(config, RLConfig):
+        sections = {"actor.": (config.actor.zero, config.actor.lora)}
+        if config.critic is not None and (config.critic.zero is not None or config.critic.lora is not None):
+            sections["critic."] = (config.critic_zero, config.critic_lora)
+    else:
+        sections = {"": (config.zero, config.lora)}
+
+    def each(key: str, value: Any) -> Settings:
+        return {section + key: value for section in sections}
+
+    zeros, least = [zero for zero, _ in sections.values()], min(zero.stage for zero, _ in sections.values())
+    # a stage that shards nothing makes offloading possible
+    yield _Change("zero.stage", tuple(each("zero.stage", stage) for stage in (2, 3) if least < stage))
+    if not all(zero.offload_optimizer for zero in zeros):
+        needs = () if least else ("zero.stage",)
+        yield _Change("zero.offload_optimizer", (each("zero.offload_optimizer", True),), needs)
+    if not all(zero.offload_parameters for zero in zeros):
+        needs = () if least == 3 else ("zero.stage",)
+        yield _Change("zero.offload_parameters", (each("zero.offload_parameters", True),), needs)
+    if any(lora is None for _, lora in sections.values()):
+        yield _Change(_ADAPTERS, (each("lora.rank", 16),))
+
+
+def setting(config: Any, key: str) -> Any:
+    """The value of a dotted key; none in a section that is not set."""
+    for name in key.split("."):
+        config = None if config is None else getattr(config, name)
+    return config
+
+
+def _merged(options: Sequence[Settings]) -> Settings:
+    return {key: value for option in options for key, value in option.items()}

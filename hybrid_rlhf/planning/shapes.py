@@ -1,0 +1,346 @@
+"""Numbers of weights and memory of a batch, from a model's config alone.
+
+Measured instead of computed by formula, because which tensors are alive at once differs between families, with adapters
+and with gradient checkpointing. The modules that train are built on torch's meta device, where tensors have a shape and
+no memory; a forward and a backward run on them, and the bytes of live tensors are counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.models.activation_offload import ActivationOffload
+from hybrid_rlhf.models.families import keep_float32_logits
+from hybrid_rlhf.models.lora import base_weight, choose_trained, lora_layers
+from hybrid_rlhf.models.packing import layer_masks, packs, places
+from hybrid_rlhf.models.policy import HeadLogprobs
+from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
+from hybrid_rlhf.models.pretrained.folders import first_line, load_config, reading
+from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf_config
+from hybrid_rlhf.models.pretrained.loading import AUTO_CLASS, Architecture, adapt_config, adapt_model
+from hybrid_rlhf.models.pretrained.sources import EMBEDDED_MODEL, quiet_transformers
+from hybrid_rlhf.models.structure import backbone_of, layer_list
+from hybrid_rlhf.planning.live_bytes import LiveBytes
+from hybrid_rlhf.runtime.files.reading import regular_file, user_path
+
+_LAYERS_RUN = (2, 4)
+"""Numbers of layers that are measured. Layers are alike, so the memory of all of them is extrapolated from these."""
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of weights. Tied weights count once."""
+
+    trained: int
+    frozen: int
+    largest: int
+    """Elements of the largest tensor."""
+    adapted: int
+    """In matrices that have adapters."""
+
+    @property
+    def all(self) -> int:
+        """Weights of the model, adapters included."""
+        return self.trained + self.frozen
+
+
+@dataclass(frozen=True)
+class ForwardMemory:
+    """Bytes that a batch adds to the memory of a model."""
+
+    kept: float
+    """Alive between forward and backward."""
+    peak: float
+    """Maximum at any time, without gradients of weights that are already allocated."""
+    host: float
+    """Activations offloaded to host memory."""
+
+    def extrapolated(self, other: ForwardMemory, steps: float) -> ForwardMemory:
+        """Linear extrapolation from self through other, by `steps` times their distance."""
+        pairs = ((self.kept, other.kept), (self.peak, other.peak), (self.host, other.host))
+        return ForwardMemory(*(b + (b - a) * steps for a, b in pairs))
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Sizes of a micro-batch."""
+
+    rows: int
+    length: int
+    """Tokens per row."""
+    head_tokens: int
+    """Tokens whose log-prob is computed; a scorer computes all."""
+
+
+class ShapedModel:
+    """A model on the meta device."""
+
+    def __init__(
+        self,
+        path: str,
+        architecture: Architecture,
+        *,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        lora: LoraConfig | None,
+        learns: bool,
+    ) -> None:
+        """Read a config and build the model.
+
+        Args:
+            path: folder, hub name, .gguf file or "embedded"; weights are not read.
+            architecture: causal_lm or scorer.
+            config: attention kernel, trust_remote_code, checkpointing and offload of activations.
+            dtype: data type of the weights.
+            lora: adapters of a trained model; none: all of its weights are trained.
+            learns: whether it is trained.
+
+        Raises:
+            UserError: when there is no config that transformers can read.
+        """
+        self.lm = _build(path, architecture, config, dtype, lora, learns=learns)
+        self.config: PreTrainedConfig = self.lm.config
+        self.elements = _count(self.lm, architecture)
+        self._offloads = config.activation_offload
+        self._measured: dict[tuple[BatchShape, bool], ForwardMemory] = {}
+
+    def measure(self, batch: BatchShape, *, backward: bool) -> ForwardMemory:
+        """Memory of a batch: of a forward and a backward, or of a forward alone."""
+        key = (batch, backward)
+        if key not in self._measured:
+            few, many = _LAYERS_RUN
+            layers = len(_layer_list(self.lm))
+            with torch.set_grad_enabled(backward), self._shown_faults():
+                memory = self._run(batch, layers=min(many, layers))
+                if layers > many:
+                    memory = self._run(batch, layers=few).extrapolated(memory, (layers - many) / (many - few))
+            self._measured[key] = memory
+        return self._measured[key]
+
+    @contextlib.contextmanager
+    def _shown_faults(self) -> Iterator[None]:
+        """A forward that needs the values of tensors, or an operation without a shape rule, is the model's own."""
+        try:
+            yield
+        except (NotImplementedError, RuntimeError, ValueError) as fault:
+            name = type(self.lm).__name__
+            raise UserError(
+                f"a memory plan runs the model on shapes alone, {name} fails there ({first_line(fault)}): leave "
+                "out the plan"
+            ) from fault
+
+    def _run(self, batch: BatchShape, *, layers: int) -> ForwardMemory:
+        """Run a batch through the first layers and count live bytes."""
+        lm = self.lm
+        with _first_layers(lm, layers), _shapes_suffice():
+            for parameter in lm.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            counter = LiveBytes("meta")
+            for tensor in (*lm.parameters(), *lm.buffers(), *(p.grad for p in lm.parameters() if p.grad is not None)):
+                counter.count(tensor.detach())
+            before = counter.live
+            with counter:
+                offload = _MetaOffload() if self._offloads else None
+                with offload or contextlib.nullcontext():
+                    total = _forward(lm, batch)
+                kept = counter.live - before
+                if total.requires_grad:
+                    torch.autograd.backward([total])
+        moved = 0 if offload is None else offload.moved_bytes
+        return ForwardMemory(kept=float(kept), peak=float(counter.peak - before), host=float(moved))
+
+
+class _MetaOffload(ActivationOffload):
+    """Offload of tensors on the meta device: keeps shapes."""
+
+    def _to_host(self, tensor: Tensor) -> Any:
+        return tuple(tensor.shape), tensor.dtype
+
+    def _to_device(self, host: Any, device: torch.device) -> Tensor:
+        return torch.empty(host[0], dtype=host[1], device=device)
+
+
+class Shapes:
+    """Cache of shaped models, because a plan needs each several times."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ShapedModel] = {}
+
+    def __call__(
+        self,
+        path: str,
+        architecture: Architecture,
+        *,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        lora: LoraConfig | None,
+        learns: bool,
+    ) -> ShapedModel:
+        """The model on the meta device."""
+        key = repr((path, architecture, config, dtype, lora, learns))
+        if key not in self._models:
+            self._models[key] = ShapedModel(path, architecture, config=config, dtype=dtype, lora=lora, learns=learns)
+        return self._models[key]
+
+
+@functools.cache
+def read_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The Hugging Face config of a folder, a hub model or a .gguf file (from its header).
+
+    Raises:
+        UserError: when there is no config that transformers can read.
+    """
+    source = embedded_gguf() if path == EMBEDDED_MODEL else user_path(path)
+    if source.suffix != ".gguf":
+        return load_config(path, trust_remote_code=trust_remote_code)
+    regular_file(source, "a model file must exist")
+    with quiet_transformers(), reading(f"{path} is no model that transformers knows", "check the path"):
+        return read_gguf_config(source)
+
+
+def _build(
+    path: str,
+    architecture: Architecture,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    lora: LoraConfig | None,
+    *,
+    learns: bool,
+) -> PreTrainedModel:
+    """The model as `load_model` and the engines prepare it, on the meta device."""
+    hf_config = copy.deepcopy(read_config(path, trust_remote_code=config.trust_remote_code))
+    adapt_config(hf_config, architecture)
+    # Flash attention does not run on the meta device; sdpa keeps the same tensors.
+    config = replace(config, attention="sdpa") if config.attention.startswith("flash") else config
+    with quiet_transformers(), torch.device("meta"):
+        lm = AUTO_CLASS[architecture].from_config(
+            hf_config,
+            dtype=dtype,
+            attn_implementation=None if config.attention == "auto" else config.attention,
+            trust_remote_code=config.trust_remote_code,
+        )
+        adapt_model(lm, config)
+        keep_float32_logits(lm, config.head_dtype == "float32")
+        choose_trained(lm, lora, architecture, learns=learns, seed=0)
+    lm.train(learns)
+    return lm  # type: ignore[no-any-return]
+
+
+def _count(lm: PreTrainedModel, architecture: Architecture) -> ParameterCounts:
+    parameters = list(lm.parameters())
+    return ParameterCounts(
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        frozen=sum(p.numel() for p in parameters if not p.requires_grad),
+        largest=max(p.numel() for p in parameters),
+        adapted=sum(base_weight(layer).numel() for _, layer in lora_layers(lm)),
+    )
+
+
+def _layer_list(lm: PreTrainedModel) -> nn.ModuleList:
+    if (layers := layer_list(lm)) is not None:
+        return layers
+    raise UserError(f"a plan needs a model with a list of layers, {type(lm).__name__} has none: leave the plan out")
+
+
+@contextlib.contextmanager
+def _first_layers(lm: PreTrainedModel, count: int) -> Iterator[None]:
+    """Remove all layers but the first ones, and put them back at the end."""
+    layers, config = _layer_list(lm), lm.config.get_text_config()
+    others = list(layers)[count:]
+    del layers[count:]
+    config.num_hidden_layers = count
+    try:
+        yield
+    finally:
+        layers.extend(others)
+        config.num_hidden_layers = len(layers)
+
+
+def _forward(lm: PreTrainedModel, batch: BatchShape) -> Tensor:
+    """The forward of Policy and Scorer: backbone, head, a scalar to differentiate."""
+    shape = (1, batch.rows * batch.length) if packs(lm) else (batch.rows, batch.length)
+    ids = torch.zeros(shape, dtype=torch.long, device="meta")
+    arguments = {}
+    if packs(lm):
+        mask = places([batch.length] * batch.rows, [batch.rows], device=ids.device)
+        arguments = {"position_ids": ids, "attention_mask": layer_masks(lm, mask)}
+    hidden = backbone_of(lm)(input_ids=ids, use_cache=False, **arguments).last_hidden_state.flatten(0, 1)
+    if lm.get_output_embeddings() is None:
+        return lm.score(hidden).float().sum()  # type: ignore[operator, union-attr]
+    wanted = ids.flatten()[: batch.head_tokens]
+    logprobs, _ = HeadLogprobs(lm)(hidden[wanted], wanted, 1.0)
+    return logprobs.sum()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of a module."""
+    original = getattr(owner, name)
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def _shapes_suffice() -> Iterator[None]:
+    """Run models on the meta device, with the memory that they take elsewhere."""
+    with (
+        # packed rows are looked for in position ids, which have no values here
+        _replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        # torch keeps all attention scores here, a fused kernel does not
+        _replaced(
+            functional, "scaled_dot_product_attention", lambda q, k, v, **options: _FusedAttention.apply(q, k, v)
+        ),
+        # torch's shape rule knows bfloat16 alone; before torch 2.9 there is no such product
+        _replaced(functional, "grouped_mm", lambda rows, weight, **_: _GroupedProduct.apply(rows, weight))
+        if hasattr(functional, "grouped_mm")
+        else contextlib.nullcontext(),
+    ):
+        yield
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """[T, K] and [E, K, N] give [T, N], each row with the weight of its group."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows.new_empty(len(rows), weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Sequence[Tensor | None]:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps queries, keys, values, the output and one normaliser per row (arXiv 2205.14135)."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, heads, length, width = *query.shape[:-1], value.shape[-1]
+        if width == query.shape[-1]:
+            mixed = torch.empty_like(query)  # in the layout of the queries
+        else:  # latent attention
+            mixed = query.new_empty(rows, length, heads, width).transpose(1, 2)
+        normaliser = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, mixed, normaliser)
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Sequence[Tensor]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])

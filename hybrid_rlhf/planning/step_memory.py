@@ -1,0 +1,158 @@
+"""Memory of a step by phase, estimated before it starts, without loading weights or starting processes.
+
+Activations are measured on shapes (planning/shapes.py). The states of an engine follow DeepSpeed 0.19's optimizers,
+read from the JSON that the engine would get (engines/ds_config.py). The estimate is an upper bound: all rows have the
+maximum length, and gradients accumulate over micro-batches. A step of RL is planned under its placement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.placement import is_automatic
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig, frozen_zero
+from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
+from hybrid_rlhf.generation.batching.capacity import FREE_SHARE
+from hybrid_rlhf.models.distillation import CHUNK_LOGITS, CHUNK_TOKENS
+from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
+from hybrid_rlhf.planning.engine_memory import FLOAT32, EngineMemory, MemoryUse, engine_memory
+from hybrid_rlhf.planning.job import JobReader, default_lengths
+from hybrid_rlhf.planning.phase_memory import AnyStep, Device, PhaseMemory, RankMemory, micro_batch
+from hybrid_rlhf.planning.placed_memory import MemoryModel
+from hybrid_rlhf.planning.plans import StepPlan
+from hybrid_rlhf.planning.sampling_memory import inference_bytes, sampling_memory
+from hybrid_rlhf.planning.shapes import Shapes
+from hybrid_rlhf.runtime.placement import Placement, placed_roles, resolve_placement
+
+_LITTLE_GIB, _ABUNDANT_GIB = 1e-6, 1e6
+"""Caches that hold one completion, as generation takes at least, and all of them."""
+_GRANULE_GIB = 0.001
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Estimates steps on one machine."""
+
+    machine: Device
+    shapes: Shapes = field(default_factory=Shapes)
+    starts: dict[str, str] = field(default_factory=dict)
+    """Folders that an earlier step will write, each with an existing model of the same shape."""
+
+    def phases(self, config: AnyStep) -> list[PhaseMemory]:
+        """The phases of a step; those of `placement: auto`, whose ranks are not known yet, under flattening.
+
+        Raises:
+            UserError: when a model has no config that transformers can read, a section does not fit it, or the
+                placement does not fit the other settings or the number of ranks.
+        """
+        if not isinstance(config, RLConfig):
+            return list(self._one_engine(config))
+        placement = None if is_automatic(config.placement) else config.placement
+        resolved = resolve_placement(placement, placed_roles(config), ranks=self.machine.ranks)
+        return [each.named(self.machine.ranks) for each in self.memory(config, resolved)]
+
+    def memory(self, config: RLConfig, placement: Placement) -> list[RankMemory]:
+        """The memory of each phase of a step of RL on each rank."""
+        if config.rollout.policy_lag and config.rollout.kv_cache_gib is None:
+            config = self.with_kv_cache(config, placement)
+        lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
+        read = JobReader(self.machine.device, self.shapes, self.starts)
+        job = read(config, lengths, overrides=read_overrides(config.deepspeed_config))
+        machine = self.machine
+        model = MemoryModel(job, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, exact=True)
+        return list(model(StepPlan.of(config, placement)).phases)
+
+    def with_kv_cache(self, config: RLConfig, placement: Placement) -> RLConfig:
+        """The config with a KV cache for sampling beside training: for all completions of a rollout at their maximum
+        length, or the share of the free memory that generation takes where less is free; at least for one completion.
+        """
+
+        def sampling_phases(gib: float) -> list[PhaseMemory]:
+            sized = replace(config, rollout=replace(config.rollout, kv_cache_gib=gib))
+            samples = {rank for group in placement.sampling_groups for rank in group}
+            return [each.phase for each in self.memory(sized, placement) if samples & {*each.ranks}]
+
+        least, most = (sampling_phases(gib) for gib in (_LITTLE_GIB, _ABUNDANT_GIB))
+        one, all_rows = (max(phase.need.cache for phase in phases) for phases in (least, most))
+        free = min(phase.machine.device_bytes - phase.total + phase.need.cache for phase in most)
+        cache = max(one, min(all_rows, FREE_SHARE[self.machine.device.type] * free))
+        gib = math.ceil(cache / 2**30 / _GRANULE_GIB) * _GRANULE_GIB
+        return replace(config, rollout=replace(config.rollout, kv_cache_gib=round(gib, 3)))
+
+    def _one_engine(self, config: SFTConfig | RewardConfig | PreferenceStepConfig) -> Iterator[PhaseMemory]:
+        architecture: Architecture = "scorer" if isinstance(config, RewardConfig) else "causal_lm"
+        engine = self._engine(config, config.model.path, architecture, config.zero, config.optimizer, config.lora)
+        rows = -(-config.train.global_batch_size // self.machine.ranks)
+        sides = 1 if isinstance(config, SFTConfig) else 2
+        batch = micro_batch(config.train, rows, config.data.max_length, sides=sides)
+        name = {SFTConfig: "SFT", RewardConfig: "reward"}.get(type(config), "preference") + " training"
+        base, distillation = engine.held, MemoryUse()
+        if isinstance(config, SFTConfig) and config.distill is not None:
+            base += self._frozen(config, config.distill.teacher)
+            # the gradient of the head is kept until backward; a chunk has logits of two models
+            model = engine.model.config
+            head = 0 if config.lora is not None else model.vocab_size * model.hidden_size
+            distillation = MemoryUse(buffers=FLOAT32 * (head + CHUNK_LOGITS * CHUNK_TOKENS * model.vocab_size))
+            if config.distill.on_policy_fraction:
+                rollout = student_rollout(config, config.distill.sampling)
+                yield self._sampling(rollout, config, engine, base)
+        if isinstance(config, PreferenceStepConfig) and config.reference is not None and config.holds_reference:
+            base += self._frozen(config, config.reference.path or config.model.path)
+        yield PhaseMemory(name, base + distillation + engine.training(batch), self.machine)
+
+    def _frozen(self, config: SFTConfig | PreferenceStepConfig, path: str | None) -> MemoryUse:
+        """The teacher of a distillation, or the reference of a preference run where it is a model of its own."""
+        zero = frozen_zero(config.zero)
+        return self._engine(config, path, "causal_lm", zero, None, None).held
+
+    def _engine(
+        self,
+        config: SFTConfig | RewardConfig | PreferenceStepConfig,
+        path: str | None,
+        architecture: Architecture,
+        zero: ZeroConfig,
+        optimizer: OptimizerConfig | None,
+        lora: LoraConfig | None,
+    ) -> EngineMemory:
+        dtype = training_dtype(config.model, self.machine.device)
+        source = self.starts.get(str(path), str(path))
+        model = self.shapes(
+            source, architecture, config=config.model, dtype=dtype, lora=lora, learns=optimizer is not None
+        )
+        overrides = read_overrides(config.deepspeed_config)
+        json = deepspeed_config(zero=zero, dtype=dtype, optimizer=optimizer, overrides=overrides)
+        return engine_memory(model, json["zero_optimization"], dtype=dtype, ranks=self.machine.ranks)
+
+    def _sampling(
+        self, rollout: RolloutConfig, config: SFTConfig, student: EngineMemory, base: MemoryUse
+    ) -> PhaseMemory:
+        """On-policy distillation's sampling from the student."""
+        machine, zero = self.machine, config.zero
+        dtype = DTYPES.get(rollout.dtype, training_dtype(config.model, machine.device))
+        gathers = zero.stage == 3 and (machine.ranks > 1 or zero.offload_parameters)
+        inference = inference_bytes(
+            student.model, rollout, stage=zero.stage, gathers=gathers, dtype=dtype, device=machine.device
+        )
+        return sampling_memory(
+            student.model, rollout, base, inference, machine, ranks=machine.ranks, dtype=dtype, records_routes=False
+        ).phase
+
+
+def student_rollout(config: SFTConfig, sampling: SamplingParams) -> RolloutConfig:
+    """Sampling of on-policy distillation: one completion per row of an update, where a packed row counts as one."""
+    longest = config.data.max_length
+    new = max(1, min(sampling.max_new_tokens, longest - 1))
+    return RolloutConfig(
+        prompts_per_step=config.train.global_batch_size,
+        max_prompt_tokens=max(1, longest - new),
+        sampling=replace(sampling, max_new_tokens=new),
+    )

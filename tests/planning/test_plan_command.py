@@ -1,0 +1,420 @@
+"""`hybrid-rlhf plan` and `hybrid-rlhf calibrate`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rlhf.cli.machine import plan
+from hybrid_rlhf.cli.main import main
+from hybrid_rlhf.configs.preference import PreferenceStepConfig
+from hybrid_rlhf.configs.reward import RewardConfig
+from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.placement import RolePlacements
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
+from hybrid_rlhf.planning.job import JobReader, default_lengths
+from hybrid_rlhf.planning.machines.stored import load_curves
+from hybrid_rlhf.planning.placed_memory import MemoryModel
+from hybrid_rlhf.planning.plans import StepPlan
+from hybrid_rlhf.planning.shapes import Shapes
+from hybrid_rlhf.planning.step_time import PHASES
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
+from tests.support.placement import machine_file
+from tests.support.tiny import tiny_config
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a config and no weights."""
+    folder = tmp_path_factory.mktemp("shape")
+    tiny_config(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, vocab_size=8192
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def printed(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, int]:
+    """What a line prints, and its exit code."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *words])
+    return capsys.readouterr().out, int(stopped.value.code or 0)
+
+
+def test_a_plan_for_another_machine_needs_a_config_alone(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", shape, "--machine", "h100", "--ranks", "4"]
+    text, code = printed(words, capsys)
+    assert code == 0
+    assert "memory plan in GiB per rank: 4 x cuda of 77.10" in text
+    assert "placement plan in seconds of an RL step: 4 x h100 on 1 host, modelled curves; 256 completions" in text
+    for style in ("flattening", "interleaving", "separation", "hybrid"):
+        assert f"\n{style} " in text
+    assert "is the fastest of" in text and "slower" in text and "best plan: " in text
+    option = shlex.split(text.partition("set it with ")[2].splitlines()[0])
+    given = parse_config(RLConfig, ["--placement", option[1]]).placement
+    assert option[0] == "--rl.placement" and isinstance(given, RolePlacements)
+    assert {"actor", "critic"} <= {*given.roles} and all(role.ranks for role in given.roles.values())
+
+
+def test_json_has_plans_with_phases_memory_and_reasons(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "4", "--hosts", "2"]
+    text, _ = printed([*words, "--completion_tokens", "100", "--json"], capsys)
+    found = json.loads(text)
+    assert {each["step"] for each in found["memory"]} == {"rl"}
+    rl = found["rl"]
+    assert (rl["machine"], rl["source"], rl["ranks"], rl["hosts"]) == ("4090", "modelled", 4, 2)
+    assert rl["mean_completion_tokens"] == pytest.approx(100, rel=0.01)
+    seconds = [each["step_seconds"] for each in rl["plans"] if each["fits"]]
+    assert seconds == sorted(seconds) and len(seconds) >= 2
+    best = rl["plans"][0]
+    assert best["step_seconds"] == pytest.approx(sum(best["phase_seconds"][phase] for phase in PHASES), rel=1e-6)
+    assert {"actor", "critic", "reference", "model"} <= set(best["roles"])
+    assert all(each["bytes"] <= 21.6 * 2**30 for each in best["memory_bytes"]) and best["why"]
+
+
+def test_candidates_are_listed_fastest_first_with_why_each_lost(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", shape, "--machine", "h100", "--ranks", "4", "--candidates", "7"]
+    text, _ = printed(words, capsys)
+    assert len(re.findall(r"^  \{actor: \{ranks: .*: [\d.]+% slower", text, re.MULTILINE)) == 7
+    found = json.loads(printed([*words, "--json"], capsys)[0])["rl"]
+    seconds = [plan["step_seconds"] for plan in found["others"]]
+    assert len(seconds) == 7 and seconds == sorted(seconds) and seconds[0] >= found["plans"][0]["step_seconds"]
+    assert all(plan["why"] for plan in found["others"])
+    known = [plan["roles"] | plan["settings"] for plan in (*found["plans"], *found["others"])]
+    assert all(known.count(each) == 1 for each in known)
+
+
+def test_a_slower_link_is_planned_around(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "a100", "--ranks", "4", "--hosts", "2", "--json"]
+    fast, slow = (
+        json.loads(printed([*words, "--link_gib_per_second", link], capsys)[0])["rl"]["plans"][0]
+        for link in ("100", "0.1")
+    )
+    assert slow["step_seconds"] > fast["step_seconds"]
+
+
+def test_what_does_not_fit_says_where_and_by_how_much(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "1"]
+    long = ["--rl.rollout.max_prompt_tokens", "3000000", "--rl.train.micro_batch_tokens", "6000000"]
+    text, code = printed([*words, *long], capsys)
+    assert code == 1 and "does not fit by ranks, ZeRO, offloading and micro-batches alone: rank 0, " in text
+    assert "rl does not fit as configured (" in text and " of 21.6 GiB" in text
+
+
+def test_the_tables_agree_where_a_setting_that_no_placement_has_makes_room(
+    shape: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Smaller micro-batches by rows, which the planner does not choose: "does not fit" followed "it fits with"."""
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "1"]
+    rows = ["--rl.train.micro_batch_size", "64", "--rl.model.gradient_checkpointing", "false"]
+    text, code = printed([*words, *rows], capsys)
+    assert code == 1 and "it fits with --rl.train.micro_batch_size 32" in text
+    assert "the plans below have --rl.train.micro_batch_size 32, without which none fits" in text
+    below = text.partition("without which none fits")[2]
+    assert "\nflattening " in below and "does not fit" not in below
+    again, code = printed([*words, *rows[2:], *set_with(text)], capsys)
+    assert code == 0 and row_of(again, "configured") == row_of(text, "flattening")
+
+
+def set_with(text: str) -> list[str]:
+    """The options that set the best plan."""
+    return shlex.split(text.partition("set it with ")[2].splitlines()[0])
+
+
+def row_of(text: str, name: str) -> list[str]:
+    """Seconds of a plan: of the step, and of each phase."""
+    line = next(line for line in text.splitlines() if re.match(rf"{name} +[\d.]+ ", line))
+    return line.split()[1 : 2 + len(PHASES)]
+
+
+def test_the_lines_that_are_printed_give_what_they_promise(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line of the best plan lacked rollout.tensor_parallel, offloading and micro-batches."""
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "2"]
+    rows = ["--rl.train.micro_batch_tokens", "65536", "--rl.algorithm.mini_batches", "1"]
+    text, code = printed([*words, *rows], capsys)
+    best = re.search(r"^best plan: (\w+)", text, re.MULTILINE)
+    assert code == 1 and best is not None
+    given = {key: value for key, value in zip(rows[::2], rows[1::2], strict=True)}
+    pasted = set_with(text)
+    given |= dict(zip(pasted[::2], pasted[1::2], strict=True))
+    assert "--rl.train.micro_batch_tokens" in pasted
+    again, code = printed([*words, *(word for pair in given.items() for word in pair)], capsys)
+    assert code == 0 and row_of(again, "configured") == row_of(text, best[1])
+    remedy = re.search(r"it fits with (--[^(,\n]*)", text)
+    assert remedy is not None
+    pasted = shlex.split(remedy[1])
+    given = {**dict(zip(rows[::2], rows[1::2], strict=True)), **dict(zip(pasted[::2], pasted[1::2], strict=True))}
+    again, code = printed([*words, *(word for pair in given.items() for word in pair)], capsys)
+    assert code == 0 and "does not fit as configured" not in again
+
+
+PLACEMENTS = {
+    "null": "flattening",
+    "separation": "separation",
+    "{sampler: {ranks: 3, tensor_parallel: 1}, actor: {ranks: 0-2}}": "hybrid",
+    "{style: separation, critic_copy: {tensor_parallel: 1}}": "separation",
+}
+
+
+@pytest.mark.parametrize("given", PLACEMENTS)
+def test_the_configured_placement_is_the_first_row(given: str, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "h100", "--ranks", "4", "--rl.placement", given]
+    text, code = printed(words, capsys)
+    lines = text.splitlines()
+    row = next(place for place, line in enumerate(lines) if line.startswith("plan  ")) + 1
+    assert code == 0 and lines[row].startswith("configured ") and lines[row + 1].startswith(f"  {PLACEMENTS[given]}: ")
+    found = json.loads(printed([*words, "--json"], capsys)[0])
+    own = found["rl"]["configured"]
+    assert own["style"] == PLACEMENTS[given] and own["fits"] and own["why"] in lines[row + 1]
+    assert ("step_seconds" in own) == ("critic_copy" not in given), "its time is not predicted"
+    ranks = {each["ranks"] for each in found["memory"]}
+    apart = {"0-2", "3"} if "0-2" in given else {"0-1", "2-3"}
+    assert ranks == ({None} if given == "null" else apart), "the memory is that of the placement, not of flattening"
+    peaks = [max(each["total"] for each in found["memory"]), max(each["bytes"] for each in own["memory_bytes"])]
+    assert peaks[0] == pytest.approx(peaks[1])
+
+
+def test_the_planners_placement_decides_whether_a_plan_fits(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flattening with the configured micro-batches does not fit; the best plan does."""
+    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "2"]
+    rows = ["--rl.train.micro_batch_tokens", "65536", "--rl.algorithm.mini_batches", "1"]
+    text, code = printed([*words, *rows], capsys)
+    assert code == 1 and "  flattening: does not fit as configured: rank 0, actor training, " in text
+    assert re.search(r"rl does not fit as configured \(.*actor training.*\): it fits with --rl", text)
+    best = re.search(r"rl also fits under the best plan below, (\w+)", text)
+    assert best is not None and f"best plan: {best[1]}" in text
+    auto, code = printed([*words, *rows, "--rl.placement", "auto", "--json"], capsys)
+    found = json.loads(auto)
+    assert code == 0 and found["fits"] and found["rl"]["configured"] is None
+    of_best = [each["bytes"] for each in found["rl"]["plans"][0]["memory_bytes"]]
+    assert [each["total"] for each in found["memory"]] == of_best
+
+
+WRONG = {
+    "{reward: {ranks: 4}}": "placement.model.ranks must be below the number of ranks, 4, got 4",
+    "{sampler: {ranks: 2-3}, actor: {ranks: 0-2}}": "placement.sampler has ranks of its own, got 2 of the actor's too",
+    "{reward: {ranks: 0-2, tensor_parallel: 2}}": "must divide the 3 ranks of the model, got 2: use one of 1, 3",
+    "{reward: {ranks: 0, tensor_parallel: 2}}": "must divide the 1 rank of the model, got 2: use 1, or more ranks",
+    "{sampler: {ranks: 0-3}}": "placement.actor needs ranks",
+}
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_a_wrong_placement_is_one_line_of_a_plan(given: str, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    step = ["--base_model", shape, "--rl.placement", given, "--steps"]
+    lines = [["plan", *step, "rl", "--machine", "h100", "--ranks", "4"]]
+    lines += [["train", *step, "reward,rl", "--launcher.num_processes", "4", "--output_dir", f"{shape}/none"]]
+    for line in lines[: 1 if "ranks: 4" in given else 2]:  # the launcher's check names its ranks
+        with pytest.raises(SystemExit) as stopped:
+            main(line)
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+        assert WRONG[given] in error
+    assert not Path(shape, "none").exists(), "no rank has started"
+
+
+def test_smaller_micro_batches_make_room(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--steps rl --machine 4090 --ranks 1 --json --rl.train.micro_batch_tokens".split()
+    found = {}
+    for tokens in ("65536", "16384"):
+        text, _ = printed(["--base_model", shape, *words, tokens], capsys)
+        found[tokens] = json.loads(text)["rl"]["plans"][0]
+    assert found["65536"]["fits"], found["65536"]["why"]
+    assert found["65536"]["settings"]["train.micro_batch_tokens"] in (16384, 32768)
+    assert found["16384"]["settings"].get("train.micro_batch_tokens", 16384) >= 16384
+
+
+def test_larger_micro_batches_are_planned_where_they_are_faster(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Small products are slow; a number of rows is kept."""
+    words, best = ["--base_model", shape, *"--steps rl --machine h100 --ranks 4 --json".split()], {}
+    for given in ("tokens 4096", "tokens 16384", "size 4"):
+        key, value = given.split()
+        text, _ = printed([*words, f"--rl.train.micro_batch_{key}", value], capsys)
+        best[given] = json.loads(text)["rl"]["plans"][0]
+    assert best["tokens 4096"]["settings"]["train.micro_batch_tokens"] in (8192, 16384)
+    assert "train.micro_batch_tokens" not in best["size 4"]["settings"]
+    assert best["tokens 4096"]["step_seconds"] <= 1.01 * best["tokens 16384"]["step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"), [("sft", SFTConfig), ("reward", RewardConfig), ("preference", PreferenceStepConfig)]
+)
+def test_one_step_is_planned_by_its_own_line(
+    step: str, kind: type, shape: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The same numbers as the step has in the pipeline."""
+    machine = ["--machine", "4090", "--ranks", "2", "--json"]
+    own = ["--data.max_length", "300", "--zero.stage", "2", "--model.path", shape]
+    text, code = printed([step, *own, *machine], capsys)
+    inside = ["--base_model", shape, *(f"--{step}.{word[2:]}" if word.startswith("--") else word for word in own)]
+    whole, _ = printed([*inside, "--steps", step, *machine], capsys)
+    assert code == 0 and json.loads(text)["rl"] is None
+    assert json.loads(text)["memory"] == json.loads(whole)["memory"] != []
+    file = tmp_path / "step.yaml"
+    save_config(parse_config(kind, own), file)
+    guessed, _ = printed(["--config", str(file), *machine], capsys)
+    assert json.loads(guessed) == json.loads(text), "the keys of a whole file say which step it is"
+
+
+def test_a_section_of_the_launcher_is_an_option_of_the_plan(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["sft", "--model.path", shape, "--zero.stage", "2", "--json"]
+    section, _ = printed([*own, "--launcher", "{num_processes: 2}"], capsys)
+    key, _ = printed([*own, "--launcher.num_processes", "2"], capsys)
+    assert json.loads(section) == json.loads(key) != json.loads(printed(own, capsys)[0])
+
+
+def test_a_step_that_does_not_fit_is_advised_in_its_own_keys(
+    shape: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text, code = printed(["sft", "--model.path", shape, "--machine", machine_file(tmp_path, device_gib=3.5)], capsys)
+    assert (
+        code == 1 and "sft does not fit as configured (SFT training): it fits with --" in text and "--sft." not in text
+    )
+
+
+def test_a_file_of_several_steps_needs_the_name_of_one(
+    shape: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "step.yaml"
+    file.write_text(f"model: {{path: {shape}}}\n")
+    with pytest.raises(SystemExit) as stopped:
+        plan.main(["--config", str(file)])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and f"hybrid-rlhf plan sft --config {file}" in error and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        plan.main(["reward", "--optimizer.lr", "1e-5"])
+    assert "a plan of reward needs a model" in capsys.readouterr().err
+
+
+def test_without_curves_the_memory_is_planned_alone(
+    shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("hybrid_rlhf.runtime.files.reading.CACHE", str(tmp_path))
+    text, code = printed(["--base_model", shape], capsys)
+    assert code == 0 and "actor training" in text
+    assert text.splitlines()[-1].startswith("times are not predicted: run hybrid-rlhf calibrate first")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--machine h1000", "--machine must be this (the local machine), b200, h200, h100, "),
+        ("--machine h100 --ranks 3 --hosts 2", "ranks must divide into equal hosts, got 3 ranks and 2 hosts"),
+        ("--machine nosuch.yaml", "--machine must name a data sheet, nosuch.yaml does not exist"),
+        ("--ranks 0", "ranks must be 1 or more, got 0"),
+    ],
+)
+def test_a_wrong_line_is_one_line(words: str, message: str, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        plan.main(["--base_model", shape, *words.split()])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
+
+
+def test_a_separate_sampler_holds_inference_weights_and_no_states(shape: str) -> None:
+    gib = 2.0**30
+    config = RLConfig(
+        model=ModelConfig(path=shape),
+        reward=RewardSumConfig(components=[shape]),
+        rollout=RolloutConfig(kv_cache_gib=1.0),
+    )
+    lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
+    job = JobReader(torch.device("cuda"), Shapes())(config, lengths, overrides={})
+    roles = {name: RolePlacement((0, 1), 2) for name in ("actor", "critic")}
+    roles |= {"reference": RolePlacement((2,)), "model": RolePlacement((2, 3), tensor_parallel=2)}
+    roles["sampler"] = RolePlacement((2, 3), tensor_parallel=2)
+    found = MemoryModel(job, device_bytes=80 * gib)(StepPlan(Placement(roles, "separation")))
+    by_rank: dict[int, dict[str, Any]] = {}
+    for each in found.phases:
+        for rank in each.ranks:
+            by_rank.setdefault(rank, {})[each.phase.name] = each.phase.need
+    assert set(by_rank[0]) == {"scoring", "actor training", "critic training"}
+    assert set(by_rank[2]) == set(by_rank[3]) == {"generation", "scoring"}
+    halves = (job.actor.sizes.parameters + job.roles["model"].sizes.parameters) * 2 / 2
+    assert by_rank[3]["generation"].inference == pytest.approx(halves, rel=0.01), "of sampler and reward model"
+    assert by_rank[3]["generation"].weights == 0 < by_rank[2]["generation"].weights
+    assert by_rank[2]["scoring"].inference == by_rank[2]["generation"].inference, "they stay for the next rollout"
+    assert by_rank[2]["generation"].optimizer == 0 < by_rank[0]["actor training"].optimizer
+    ahead = MemoryModel(job, device_bytes=80 * gib)(StepPlan(Placement(roles, "separation"), policy_lag=1))
+    waiting = {each.phase.name: each.phase.need for each in ahead.phases if 0 in each.ranks}
+    sent = {name: by_rank[0][name].buffers - need.buffers for name, need in waiting.items()}
+    assert sent["actor training"] == 0 < sent["critic training"] == 2 * BUCKET_ELEMENTS * 2, "weights travel meanwhile"
+    with_copy = Placement({**roles, "critic_copy": RolePlacement((2, 3), tensor_parallel=2)}, "separation")
+    copied = [each for each in MemoryModel(job, device_bytes=80 * gib)(StepPlan(with_copy)).phases if 3 in each.ranks]
+    halves += job.roles["critic"].sizes.parameters * 2 / 2
+    assert [each.phase.name for each in copied] == ["generation", "scoring"]
+    assert all(each.phase.need.inference == pytest.approx(halves, rel=0.01) for each in copied)
+
+
+def test_training_ranks_that_sample_need_the_memory_of_both(shape: str) -> None:
+    gib = 2.0**30
+    config = RLConfig(
+        model=ModelConfig(path=shape),
+        reward=RewardSumConfig(components=[shape]),
+        rollout=RolloutConfig(kv_cache_gib=1.0),
+    )
+    lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
+    job = JobReader(torch.device("cuda"), Shapes())(config, lengths, overrides={})
+    roles = {name: RolePlacement((0, 1), 3) for name in ("actor", "critic")} | {"sampler": RolePlacement((2, 3))}
+    roles |= {name: RolePlacement((2,)) for name in ("reference", "model")}
+    plans = [StepPlan(Placement(roles, "separation", joins)) for joins in (False, True)]
+    apart, joint = (
+        {
+            (each.ranks, each.phase.name): each.phase.need
+            for each in MemoryModel(job, device_bytes=80 * gib)(plan).phases
+        }
+        for plan in plans
+    )
+    assert {*joint} - {*apart} == {((0, 1), "generation")}
+    both, training = joint[(0, 1), "generation"], joint[(0, 1), "actor training"]
+    assert both.inference == pytest.approx(2 * job.actor.sizes.parameters, rel=1e-4)
+    assert apart[(3,), "generation"].cache > both.cache == joint[(3,), "generation"].cache > 0 == training.cache
+    assert both.optimizer == training.optimizer > 0 == training.inference, "they are freed after each rollout"
+
+
+@pytest.mark.slow
+def test_calibrate_measures_once_and_plan_reads_it(
+    shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("hybrid_rlhf.runtime.files.reading.CACHE", str(tmp_path))
+    words = ["calibrate", "--quick", "true", "--ranks", "2"]
+    main(words)
+    assert "measured in" in capsys.readouterr().out
+    curves = load_curves()
+    assert curves is not None and curves.source == "measured" and curves.ranks_per_host == 2
+    assert curves.collective("all_reduce", ranks=2, size_bytes=2**18, hosts=1) > 1e-6
+    assert curves.products["float32"](64**2, 64) > 1e-7 and curves.attention(1e6) > 1e-7
+    # differences of times, which other work on the machine may hide
+    assert 1e-4 < curves.loop(1000) < 10
+    assert curves.layer(4096) > 0 and curves.decode_step(2) > 0 and min(curves.calls.values()) >= 0
+    main(words)
+    assert "this machine is measured" in capsys.readouterr().out
+    text, _ = printed(["--base_model", shape, "--steps", "rl", "--ranks", "2"], capsys)
+    assert "2 x this CPU on 1 host, measured curves" in text
+
+
+def test_calibrate_measures_again_what_is_older(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from hybrid_rlhf.planning.machines import stored
+    from tests.support.placement import machine
+
+    path = stored.save_curves(machine(), 2, str(tmp_path))
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "key": {**content["key"], "torch": "1.0"}}))
+    monkeypatch.setattr(
+        "hybrid_rlhf.planning.machines.calibration.calibrate", lambda ranks, **given: machine(bandwidth=2e9)
+    )
+    main(["calibrate", "--ranks", "2", "--cache_dir", str(tmp_path)])
+    assert "differs in torch (1.0 instead of" in capsys.readouterr().out
+    assert stored.read_curves(path) == machine(bandwidth=2e9)

@@ -1,0 +1,128 @@
+"""Remedies on a machine whose memory and times are sums of what settings take, against all combinations of settings."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from hybrid_rlhf.configs.algorithms import GRPOConfig
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.configs.sections.training import LoopConfig
+from hybrid_rlhf.planning.engine_memory import MemoryUse
+from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
+from hybrid_rlhf.planning.remedies import Settings, group_sizes, remedies, with_settings
+
+GIB = 2.0**30
+CONFIG = RLConfig(
+    algorithm=GRPOConfig(),
+    model=ModelConfig(path="none"),
+    reward=RewardSumConfig(components=["reward"]),
+    rollout=RolloutConfig(sampling=SamplingParams(n=4), kv_cache_gib=0.5),
+    train=LoopConfig(micro_batch_tokens=512),
+)
+
+
+@dataclass
+class SummedPlanner:
+    """Generation and training of a model of 70 GiB on 16 ranks of two hosts."""
+
+    machine: Device
+
+    def phases(self, config: RLConfig) -> list[PhaseMemory]:
+        """By rule, like the memory plan's."""
+        zero, lora = config.actor.zero, config.actor.lora is not None
+        weights = 0.0 if zero.offload_parameters else 70.0 / (16 if zero.stage == 3 else 1)
+        optimizer = 0.0 if zero.offload_optimizer or lora else 210.0 / (16 if zero.stage else 1)
+        host = (210.0 / 16 if zero.offload_optimizer and not lora else 0.0) + 70.0 / 16 * zero.offload_parameters
+        kept = 0.0 if config.rollout.offload_states else optimizer
+        # ZeRO-3 copies inference weights, where other stages use views
+        together = config.rollout.tensor_parallel
+        inference = 70.0 / together if zero.stage == 3 or together > 1 else 0.0
+        passing = 4.0 if config.model.gradient_checkpointing else 30.0
+        passing -= 2.0 * config.model.activation_offload
+        found = {"generation": weights + kept + inference, "actor training": weights + optimizer + passing}
+        return [PhaseMemory(n, MemoryUse(weights=v * GIB, host=host * GIB), self.machine) for n, v in found.items()]
+
+
+def seconds(config: RLConfig) -> float:
+    """Of a step: tensor parallelism is fastest within a host, at four ranks."""
+    together, zero = config.rollout.tensor_parallel, config.actor.zero
+    sampling = {1: 30.0, 2: 22.0, 4: 20.0, 8: 21.0, 16: 50.0}[together]
+    found = sampling + 10 + 3 * config.model.gradient_checkpointing + 4 * config.model.activation_offload
+    found += {0: 0, 1: 0, 2: 1, 3: 4}[zero.stage] + 6 * zero.offload_optimizer + 9 * zero.offload_parameters
+    return found + 2 * config.rollout.offload_states - 5 * (config.actor.lora is not None)
+
+
+def planner(device_gib: float, host_gib: float | None = None) -> SummedPlanner:
+    host = None if host_gib is None else host_gib * GIB
+    return SummedPlanner(Device(torch.device("cuda"), 16, device_gib * GIB, host, ranks_per_host=8))
+
+
+def every_minimal(found: SummedPlanner) -> list[Settings]:
+    """By brute force, without adapters."""
+    choices = {
+        "model.gradient_checkpointing": (None, True),
+        "model.activation_offload": (None, True),
+        "actor.zero.stage": (None, 2, 3),
+        "actor.zero.offload_optimizer": (None, True),
+        "actor.zero.offload_parameters": (None, True),
+        "rollout.offload_states": (None, True),
+        "rollout.tensor_parallel": (None, 2, 4, 8, 16),
+    }
+
+    def fits(settings: Settings) -> bool:
+        try:
+            return all(phase.fits for phase in found.phases(with_settings(CONFIG, settings)))
+        except UserError:
+            return False
+
+    every = [
+        {key: value for key, value in zip(choices, values, strict=True) if value is not None}
+        for values in itertools.product(*choices.values())
+    ]
+    return [
+        settings
+        for settings in every
+        if fits(settings) and not any(fits({k: v for k, v in settings.items() if k != key}) for key in settings)
+    ]
+
+
+@pytest.mark.parametrize("device_gib", [309.0, 200.0, 105.0, 60.0, 40.0, 30.0, 25.0, 20.0, 14.0])
+def test_the_remedy_is_the_fastest_of_the_minimal_ones(device_gib: float) -> None:
+    """Settings were dropped cheapest first, which left some that nothing needed, and tensor parallelism over all ranks
+    was the only one offered."""
+    machine = planner(device_gib)
+    fastest = min(seconds(with_settings(CONFIG, settings)) for settings in every_minimal(machine))
+    found = remedies(machine, CONFIG, seconds)[0]
+    assert found.settings in every_minimal(machine)
+    assert found.seconds == fastest == seconds(with_settings(CONFIG, found.settings))
+
+
+def test_adapters_are_advised_beside_what_needs_host_memory() -> None:
+    full, adapted = remedies(planner(14.0), CONFIG, seconds)
+    assert full.settings["actor.zero.offload_optimizer"] and full.host_bytes == pytest.approx(210 / 16 * GIB)
+    words = full.in_words("rl.")
+    assert "GiB of host memory per rank" in words and "--rl.actor.zero.offload_optimizer true" in words
+    assert adapted.settings["actor.lora.rank"] == 16 and adapted.host_bytes == 0 and "host" not in adapted.in_words()
+    assert [each.settings for each in remedies(planner(14.0, host_gib=4.0), CONFIG, seconds)] == [adapted.settings]
+    assert len(remedies(planner(309.0), CONFIG, seconds)) == 1
+
+
+def test_without_a_time_model_few_and_cheap_settings_are_preferred() -> None:
+    assert remedies(planner(309.0), CONFIG)[0].settings == {"model.gradient_checkpointing": True}
+    assert remedies(planner(1.0), CONFIG) == []
+
+
+def test_groups_fill_a_host_before_they_cross_hosts() -> None:
+    machine = planner(1.0).machine
+    assert group_sizes(machine) == [2, 4, 8, 16]
+    assert group_sizes(replace(machine, ranks=128), above=2) == [4, 8, 16, 32, 64, 128]
+    assert group_sizes(replace(machine, ranks=12, ranks_per_host=6)) == [2, 6, 12]
+    assert group_sizes(replace(machine, ranks=1, ranks_per_host=None)) == []

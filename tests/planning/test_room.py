@@ -1,0 +1,149 @@
+"""A placement that does not fit is refused before models are loaded, with what would fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device, RankMemory
+from hybrid_rlhf.planning.remedies import with_settings
+from hybrid_rlhf.planning.room import misfit, require_room
+from hybrid_rlhf.planning.step_memory import Planner
+from hybrid_rlhf.rl.roles.placing import log_placement
+from hybrid_rlhf.runtime.command_line import parse_config
+from hybrid_rlhf.runtime.placement import READS_ACTOR, Placement, placed_roles, resolve_placement
+from hybrid_rlhf.runtime.world import World
+
+GPU = torch.device("cuda", 0)
+PLENTY = 2.0**50
+
+
+def config_of(model: Path, placement: str | None, *more: str) -> RLConfig:
+    line = (
+        f"--model.path {model} --reward.components {model} --rollout.max_prompt_tokens 32 --rollout.kv_cache_gib 0.01"
+    )
+    sizes = "--rollout.prompts_per_step 16 --rollout.sampling.max_new_tokens 32 --train.micro_batch_tokens 4096"
+    return parse_config(
+        RLConfig, [*line.split(), *sizes.split(), *(("--placement", placement) if placement else ()), *more]
+    )
+
+
+def placed(config: RLConfig, ranks: int) -> Placement:
+    return resolve_placement(config.placement, placed_roles(config), ranks=ranks)
+
+
+def needed(config: RLConfig, ranks: int) -> dict[str, float]:
+    """The most that each rank needs, had memory no end."""
+    found: dict[str, float] = {}
+    planner = Planner(Device(GPU, ranks, PLENTY))
+    for each in planner.memory(config, placed(config, ranks)):
+        for rank in each.ranks:
+            found[str(rank)] = max(found.get(str(rank), 0.0), each.phase.total)
+    return found
+
+
+@pytest.mark.parametrize(
+    "placement", ["interleaving", "{sampler: {ranks: 1}, actor: {ranks: 0}}", "{reference: {tensor_parallel: 2}}"]
+)
+def test_one_line_says_where_it_does_not_fit_and_by_how_much(placement: str, model_folder: Path) -> None:
+    config = config_of(model_folder, placement)
+    most = needed(config, 2)
+    rank = max(most, key=lambda name: most[name])
+    assert misfit(config, placed(config, 2), Device(GPU, 2, most[rank])) is None
+    fault = misfit(config, placed(config, 2), Device(GPU, 2, 0.9 * most[rank]))
+    assert fault is not None and "\n" not in fault
+    rule, _, advice = fault.partition(" more than its GPU has: ")
+    assert rule.startswith(f"placement {placed(config, 2).style} must fit into memory, ") and advice
+    found = re.search(r" on ranks? ([\d-]+) needs ([\d.]+) GiB, ([\d.]+)$", rule)
+    assert found is not None and rank in found[1]
+    assert float(found[2]) == pytest.approx(most[rank] / 2**30, abs=0.01)
+    assert float(found[3]) == pytest.approx(0.1 * most[rank] / 2**30, abs=0.01)
+
+
+def test_the_settings_of_the_advice_fit(model_folder: Path) -> None:
+    # the room for CUDA graphs is larger than all else of a tiny model, and no setting of the advice changes it
+    config = config_of(model_folder, "interleaving", "--rollout.cuda_graphs", "false")
+    machine = Device(GPU, 2, 0.95 * max(needed(config, 2).values()))
+    fault = misfit(config, placed(config, 2), machine)
+    assert fault is not None and ": set --" in fault
+    words = fault.partition(": set ")[2].split()
+    settings = {
+        key.removeprefix("--"): yaml.safe_load(value) for key, value in zip(words[::2], words[1::2], strict=True)
+    }
+    changed = with_settings(config, settings)
+    assert misfit(changed, placed(changed, 2), machine) is None
+
+
+def test_what_nothing_makes_fit_needs_another_machine(model_folder: Path) -> None:
+    config = config_of(model_folder, "interleaving")
+    fault = misfit(config, placed(config, 2), Device(GPU, 2, 1e4))
+    assert fault is not None and fault.endswith("use more ranks, or a smaller model")
+
+
+def test_tensor_parallelism_of_a_frozen_role_takes_its_part_of_the_memory(model_folder: Path) -> None:
+    whole = needed(config_of(model_folder, "{critic: {ranks: 0}, actor: {ranks: 0}, reward: {ranks: 1}}"), 2)
+    split = needed(config_of(model_folder, "{critic: {ranks: 0}, actor: {ranks: 0}, reward: {tensor_parallel: 2}}"), 2)
+    assert split["1"] < whole["1"] and split["0"] > whole["0"]
+
+
+def test_ranks_of_roles_are_logged_where_there_are_several(model_folder: Path, log_lines: list[str]) -> None:
+    plain, lora = config_of(model_folder, None), config_of(model_folder, None, "--actor.lora.rank", "4")
+    one, two = (World(0, ranks, 0, ranks, torch.device("cpu")) for ranks in (1, 2))
+    log_placement(plain, placed(plain, 1), one)
+    assert not log_lines
+    log_placement(plain, placed(plain, 2), two)
+    assert log_lines[0] == "placement: flattening" and any("  reward: model  0-1 " in line for line in log_lines)
+    assert any(line.startswith("  reference ") for line in log_lines) and READS_ACTOR not in log_lines
+    log_lines.clear()
+    log_placement(lora, placed(lora, 2), two)
+    assert READS_ACTOR in log_lines and not any(line.startswith("  reference ") for line in log_lines)
+
+
+def test_a_named_placement_is_refused_at_start_and_a_run_without_one_is_warned(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    named, plain = config_of(model_folder, "flattening"), config_of(model_folder, None)
+    total = [PLENTY]
+    properties: Any = lambda device: SimpleNamespace(total_memory=total[0])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    gpu, cpu = (World(0, 1, 0, 1, torch.device(kind)) for kind in ("cuda", "cpu"))
+    require_room(named, placed(named, 1), gpu)
+    total[0] = 0.9 * max(needed(named, 1).values()) + GPU_RESERVE_GIB * 2**30
+    with pytest.raises(UserError, match="placement flattening must fit into memory"):
+        require_room(named, placed(named, 1), gpu)
+    require_room(named, placed(named, 1), cpu)
+    assert not log_lines
+    require_room(plain, placed(plain, 1), gpu)
+    assert any("must fit into memory" in line for line in log_lines)
+
+
+@pytest.mark.parametrize("placement", [None, "separation"])
+def test_the_cache_of_sampling_beside_training_is_what_the_plan_leaves(
+    placement: str | None, model_folder: Path
+) -> None:
+    """Without a size, a cache of what is free when sampling starts would take the memory of training."""
+    config = config_of(model_folder, placement, "--rollout.async_sampling.policy_lag", "1")
+    config = replace(config, rollout=replace(config.rollout, kv_cache_gib=None, prompts_per_step=4096))
+    where = placed(config, 2)
+
+    def sized(device_bytes: float) -> tuple[float, list[RankMemory]]:
+        planner = Planner(Device(GPU, 2, device_bytes))
+        found = planner.with_kv_cache(config, where).rollout.kv_cache_gib
+        assert found is not None
+        return found, planner.memory(config, where)
+
+    whole, memory = sized(PLENTY)
+    assert not any(each.phase.note for each in memory), "room for all completions at full length"
+    most = max(each.phase.total for each in memory)
+    little, memory = sized(most - 0.4 * whole * 2**30)
+    assert 0 < little < whole and all(each.phase.fits for each in memory)

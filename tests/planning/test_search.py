@@ -1,0 +1,229 @@
+"""The search against brute force, and what must hold of any prediction."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
+from hybrid_rlhf.planning.candidates import (
+    Layout,
+    Options,
+    joinings,
+    lags,
+    layouts,
+    offloads,
+    plan_of,
+    shardings,
+    tensor_parallels,
+)
+from hybrid_rlhf.planning.costs import Costs
+from hybrid_rlhf.planning.curves import MachineCurves
+from hybrid_rlhf.planning.job import RLJob, StepLengths
+from hybrid_rlhf.planning.plans import SAMPLER, Cluster
+from hybrid_rlhf.planning.search import Search
+from hybrid_rlhf.runtime.placement import PlacedRoles, resolve_placement
+from tests.support.placement import FlatMemory, machine, placed_at, small_job
+
+LONG_TAIL = StepLengths(32.0, (*(8,) * 15, 512))
+THREE = {"actor": 4.0, "critic": 4.0, "reward": 4.0}
+CASES: dict[str, dict[str, Any]] = {
+    "1 rank": {"ranks": 1},
+    "2 ranks, slow link": {"ranks": 2, "curves": {"bandwidth": 1e7}},
+    "2 ranks, lag 1, long tail": {"ranks": 2, "job": {"lag": 1, "lengths": LONG_TAIL}},
+    "3 ranks, little memory": {"ranks": 3, "device_bytes": 1.2e8, "job": {"roles": THREE}},
+    "3 ranks, heavy reward": {"ranks": 3, "job": {"roles": {**THREE, "reward": 40.0}}},
+    "4 ranks on 2 hosts": {"ranks": 4, "per_host": 2, "curves": {"bandwidth": 1e8}, "job": {"roles": THREE}},
+    "3 ranks of a cpu": {"ranks": 3, "curves": {"device": "cpu"}, "job": {"roles": THREE}},
+    "5 ranks without a critic": {"ranks": 5, "job": {"roles": {"actor": 4.0, "reward": 8.0}}},
+    "6 ranks, two roles": {"ranks": 6, "job": {"roles": {"actor": 8.0, "critic": 4.0}}},
+}
+
+
+def search_of(
+    *,
+    ranks: int,
+    per_host: int = 8,
+    curves: dict[str, Any] | None = None,
+    job: dict[str, Any] | None = None,
+    device_bytes: float = 1e18,
+    keep: int = 1,
+) -> Search:
+    found = small_job(**(job or {}))
+    memory: Any = FlatMemory(found, device_bytes)
+    return Search(Costs(found, machine(**(curves or {})), Cluster(ranks, per_host)), memory, keep=keep)
+
+
+def all_options(job: RLJob, layout: Layout, cluster: Cluster) -> Iterator[Options]:
+    """Every choice for a layout."""
+    each = [[(name, way) for way in shardings(job, cluster, name, ranks)] for name, ranks in layout.ranks]
+    for shared, together, lag, offload in itertools.product(
+        itertools.product(*each), tensor_parallels(job, layout, cluster), lags(job, layout), offloads(job, layout)
+    ):
+        options = Options(tuple(shared), together, lag, *offload)
+        for joins in joinings(layout, cluster, options):
+            yield replace(options, with_actor=joins)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_best_plan_is_that_of_brute_force(name: str) -> None:
+    search, brute = search_of(**CASES[name]), search_of(**CASES[name])
+    job, cluster = brute.costs.job, brute.costs.cluster
+    every = [
+        plan_of(layout, options) for layout in layouts(job, cluster) for options in all_options(job, layout, cluster)
+    ]
+    best = {style: math.inf for style in ("flattening", "interleaving", "separation", "hybrid")}
+    for plan in every:
+        style = plan.placement.style
+        best[style] = min(best[style], brute.evaluate(plan).seconds)
+    found = {each.plan.placement.style: each.seconds for each in search.run().ranked}
+    assert found == pytest.approx({style: seconds for style, seconds in best.items() if style in found})
+    assert min(best.values()) == min(found.values()) < math.inf
+
+
+def test_brute_force_tries_each_plan_once_and_every_kind() -> None:
+    job, cluster = small_job(), Cluster(3, 8)
+    found = list(layouts(job, cluster))
+    assert len(found) == len(set(found))
+    ranks = [dict(layout.ranks) for layout in found]
+    assert {"actor": (0, 1, 2), "critic": (0, 1, 2), "reference": (0, 1), "reward": (2,)} in ranks
+    assert {"actor": (0, 1), "critic": (0, 1), "reference": (2,), "reward": (2,), SAMPLER: (2,)} in ranks
+    assert all(not set(each.get(SAMPLER, ())) & set(each["actor"]) for each in ranks)
+
+
+@pytest.mark.parametrize("ranks", [4, 24])
+def test_no_plan_that_does_not_fit_is_chosen(ranks: int) -> None:
+    """With memory for all of it, for some plans, and for none."""
+    job = {"roles": THREE}
+    roomy, tight = search_of(ranks=ranks, job=job).run(), search_of(ranks=ranks, job=job, device_bytes=3e7).run()
+    assert roomy.best is not None and tight.best is not None
+    assert tight.best.memory.misfit is None and tight.best.memory.peak_bytes <= 3e7
+    assert roomy.best.memory.peak_bytes > 3e7 and roomy.best.seconds < tight.best.seconds
+    none = search_of(ranks=ranks, job=job, device_bytes=1e6).run()
+    assert none.best is None and all(each.memory.misfit is not None for each in none.ranked)
+
+
+@pytest.mark.parametrize("name", ["2 ranks, slow link", "3 ranks, heavy reward", "4 ranks on 2 hosts"])
+def test_as_many_plans_are_found_as_are_wanted(name: str) -> None:
+    search, brute = search_of(**CASES[name], keep=12), search_of(**CASES[name])
+    job, cluster = brute.costs.job, brute.costs.cluster
+    every = {
+        brute.evaluate(plan_of(layout, options)).seconds
+        for layout in layouts(job, cluster)
+        for options in all_options(job, layout, cluster)
+    }
+    found = [each.seconds for each in search.run().fastest[:12]]
+    assert len(found) == 12 and found == sorted(found) and found[0] == pytest.approx(min(every))
+    assert all(min(abs(seconds / other - 1) for other in every) < 1e-9 for seconds in found)
+
+
+def test_few_plans_of_many_ranks_are_evaluated() -> None:
+    """Of more than ten thousand layouts with some hundred options each."""
+    result = search_of(ranks=64, curves={"bandwidth": 1e8}).run()
+    assert result.best is not None and result.evaluated <= 100
+
+
+STYLES = {
+    "flattening": dict.fromkeys(("actor", "critic", "reference", "reward"), (0, 1, 2, 3)),
+    "interleaving": {"actor": (0, 1, 2, 3), "critic": (0, 1, 2, 3), "reference": (0, 1), "reward": (2, 3)},
+    "separation": {"actor": (0, 1), "critic": (0, 1), "reference": (2,), "reward": (3,), SAMPLER: (2, 3)},
+}
+
+
+def seconds(style: str, curves: MachineCurves, *, zero: int = 3, job: RLJob | None = None, per_host: int = 8) -> float:
+    found = job or small_job()
+    memory: Any = FlatMemory(found)
+    search = Search(Costs(found, curves, Cluster(4, per_host)), memory)
+    return search.evaluate(placed_at(STYLES[style], world=4, zero=zero)).seconds
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_better_machines_and_shorter_completions_are_never_slower(style: str, zero: int) -> None:
+    at = {bandwidth: seconds(style, machine(bandwidth=bandwidth), zero=zero) for bandwidth in (1e7, 1e8, 1e9, 1e10)}
+    assert list(at.values()) == sorted(at.values(), reverse=True) and at[1e7] > at[1e10]
+    assert seconds(style, machine(latency=1e-6), zero=zero) < seconds(style, machine(latency=1e-4), zero=zero)
+    across = seconds(style, machine(), zero=zero, per_host=1)
+    assert seconds(style, machine(), zero=zero) < across, "a group on one host is faster than one on several"
+    shorter = small_job(lengths=StepLengths(32.0, tuple(max(1, n // 2) for n in small_job().lengths.completions)))
+    assert seconds(style, machine(), zero=zero, job=shorter) < seconds(style, machine(), zero=zero)
+
+
+def test_hiding_gathers_behind_compute_is_never_slower() -> None:
+    taken = [seconds("flattening", machine(overlap=overlap, bandwidth=1e8)) for overlap in (0.0, 0.5, 1.0)]
+    assert taken == sorted(taken, reverse=True) and taken[0] > taken[2]
+
+
+def test_training_ranks_that_sample_too_take_a_part_and_build_weights_of_their_own() -> None:
+    job = small_job()
+    costs = Costs(job, machine(), Cluster(4, 8))
+    apart = placed_at(STYLES["separation"], world=4, zero=3)
+    joint = replace(apart, placement=replace(apart.placement, with_actor=True))
+    shares = [costs.sampling(plan, rows_at_once=99) for plan in (apart, joint)]
+    assert [len(groups) for groups in shares] == [2, 4]
+    assert max(work.seconds for work in shares[1]) < max(work.seconds for work in shares[0])
+    alone = costs.weight_sync(placed_at({**STYLES["separation"], SAMPLER: (0, 1)}, world=4, zero=3))
+    whole = {name: ranks for name, ranks in STYLES["separation"].items() if name != SAMPLER}
+    own = costs.weight_sync(placed_at(whole, world=4, zero=3))
+    assert costs.weight_sync(joint).seconds == pytest.approx(costs.weight_sync(apart).seconds + own.seconds)
+    assert own.wire > 0 < alone.wire, "the actor's ranks gather ZeRO-3's parts, a sampler is sent them"
+
+
+def test_a_search_lets_training_ranks_sample_where_that_is_faster() -> None:
+    search = search_of(ranks=4, job={"lengths": StepLengths(32.0, (400,) * 16)})
+    found = {each.plan.placement.style: each.plan for each in search.run(["separation"]).ranked}["separation"]
+    assert found.placement.with_actor
+    placed = PlacedRoles(dict.fromkeys(("actor", "critic", "reference", "reward"), 0))
+    again = resolve_placement(found.placement_setting(), placed, ranks=4)
+    assert again.with_actor and again.sampling_groups == found.sampling_groups
+    lagging = search_of(ranks=4, job={"lag": 1}).run(["separation"]).ranked[0].plan
+    assert not lagging.placement.with_actor
+
+
+def test_the_planner_plans_what_programs_can_ask() -> None:
+    job, cluster = small_job(), Cluster(4, 8)
+    config = replace(job.config, environment=EnvironmentConfig(program="m:f"))
+    sizes = {
+        name: {size for layout in layouts(each, cluster) for size in tensor_parallels(each, layout, cluster)}
+        for name, each in (("none", job), ("program", replace(job, config=config)))
+    }
+    assert sizes == {"none": {1, 2, 4}, "program": {1}}
+
+
+def test_corrections_scale_their_kind_of_work_alone() -> None:
+    curves, job = machine(), small_job()
+    plan = placed_at(STYLES["flattening"], world=4, zero=3)
+    plain = Costs(job, curves, Cluster(4, 8))
+    doubled = Costs(job, curves.corrected({"decode": 2.0}), Cluster(4, 8))
+    assert doubled.read(job.actor, plan) == plain.read(job.actor, plan)
+    more = doubled.sampling(plan, rows_at_once=99)[0].compute / plain.sampling(plan, rows_at_once=99)[0].compute
+    assert 1.5 < more < 2.0  # the prefill is not corrected
+
+
+def test_zero_stages_communicate_as_they_should() -> None:
+    """ZeRO-3 gathers weights in every pass, 2 reduces after every backward, 0 and 1 once per update."""
+    job = small_job(prompts=64)
+    costs = Costs(job, machine(latency=0.0, calls={}), Cluster(4, 8))
+    size = job.dtype.itemsize * job.actor.sizes.parameters / 1e9
+    assert size > 0.001
+    batches = math.ceil(8 / (1024 // job.lengths.mean_row))
+    passes = {0: 1, 1: 2, 2: batches + 1, 3: batches * (1 + 1 + 1)}
+    for zero, times in passes.items():
+        work = costs.updates(job.actor, placed_at(STYLES["flattening"], world=4, zero=zero))
+        assert work.wire == pytest.approx(2 * times * size, rel=0.02), zero
+
+
+def test_offloading_costs_time_and_saves_memory() -> None:
+    job = small_job()
+    costs, memory = Costs(job, machine(), Cluster(4, 8)), FlatMemory(job)
+    plan = placed_at(STYLES["flattening"], world=4, zero=2)
+    for key in ("offload_frozen", "offload_optimizer"):
+        other = replace(plan, **{key: True})
+        assert memory(other).peak_bytes < memory(plan).peak_bytes
+        search = Search(costs, memory)  # type: ignore[arg-type]
+        assert search.evaluate(other).seconds > search.evaluate(plan).seconds
