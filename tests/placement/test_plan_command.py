@@ -325,7 +325,7 @@ def test_without_curves_the_memory_is_planned_alone(
         ("--machine h100 --ranks 3 --hosts 2", "ranks must divide into equal hosts, got 3 ranks and 2 hosts"),
         ("--machine nosuch.yaml", "--machine must name a data sheet, nosuch.yaml does not exist"),
         ("--machine h100 --plan_device_gib 3", "has memory of its own, got plan_device_gib 3.0"),
-        ("--ranks 0", "ranks must be above 0, got 0"),
+        ("--ranks 0", "ranks must be 1 or more, got 0"),
     ],
 )
 def test_a_wrong_line_is_one_line(words: str, message: str, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
