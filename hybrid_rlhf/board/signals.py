@@ -23,14 +23,17 @@ EQUAL_GROUPS = 0.5
 """Fraction of the groups with equal scores, which give no gradient, so that half of the rollout is lost. A single step
 is noise: with eight groups, half of them are occasionally equal by chance."""
 REPEATED_NOW = 0.2
+"""Fraction of repeated 4-grams; in human text it is about a twentieth."""
 REPEATED_MORE = 0.1
-"""Fraction of repeated 4-grams, and its growth; in human text it is about a twentieth."""
+"""Growth of this fraction since the first step."""
 SAME_NOW = 0.5
+"""Fraction of a step's completions with the same text, over all prompts."""
 SAME_MORE = 0.25
-"""Fraction of a step's completions with the same text, over all prompts, and its growth."""
+"""Growth of this fraction since the first step."""
 COPIED_NOW = 0.5
+"""Fraction of a completion's word pairs that are in its prompt."""
 COPIED_MORE = 0.25
-"""Fraction of a completion's word pairs that are in its prompt, and its growth."""
+"""Growth of this fraction since the first step."""
 _GRAM = 4
 _PAIR = 2
 _FEWEST_PROMPTS = 4

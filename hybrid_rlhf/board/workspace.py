@@ -36,8 +36,9 @@ from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 _MOST_OPEN = 16
 """Number of runs whose curves and samples are kept in memory."""
 _SIGNAL_STEPS = 12
+"""Number of steps whose samples are examined."""
 _SIGNAL_TEXTS = 64
-"""Number of steps whose samples are examined, and of completions of a step that are read."""
+"""Number of completions of a step that are read."""
 OpenT = TypeVar("OpenT")
 
 

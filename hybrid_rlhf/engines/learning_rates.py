@@ -16,8 +16,9 @@ RATES: dict[Learning, float] = {"sft": 2e-5, "reward": 1e-5, "preference": 1e-6,
 RATES_WIDTH = 4096
 """Hidden size of 7B and 8B models."""
 LORA_FACTOR = 10
+"""Factor of the rate for adapters of any rank, up to LORA_ALPHA (LoRA Without Regret, 2025)."""
 LORA_ALPHA = 32
-"""Factor of the rate for adapters, up to this alpha and for any rank (LoRA Without Regret, 2025)."""
+"""Largest alpha to which LORA_FACTOR applies."""
 
 
 def derived_rate(learning: Learning, *, width: int, lora: LoraConfig | None) -> tuple[float, str]:

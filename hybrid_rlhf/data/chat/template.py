@@ -50,8 +50,9 @@ _THINKING_OFF = " (thinking is off)"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _PROBE = "q7saidq7"
+"""Content that no template contains."""
 _ROLE_PROBE = "q7toldq7"
-"""Strings that no template contains."""
+"""Another one."""
 _USER: Message = {"role": "user", "content": "q7askedq7"}
 _ASSISTANT: Message = {"role": "assistant", "content": _PROBE}
 _CALL_ID = "q7callid7"

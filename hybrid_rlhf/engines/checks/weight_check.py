@@ -32,14 +32,15 @@ from hybrid_rlhf.models.structure import layer_list
 from hybrid_rlhf.runtime.world import World
 
 _FLOAT32_LAYER_TOLERANCE = 1e-3
+"""Relative difference of a layer's output in float32 above which the layer is named as wrong."""
 _LOW_PRECISION_LAYER_TOLERANCE = 0.05
-"""Relative difference of a layer's output above which the layer is named as wrong."""
+"""The same in bfloat16 and float16."""
 _QUANTISED_TOLERANCE = 0.5
 """Allowed mean difference of log-probs with quantised products, in nats. SmolLM2-135M in int8 differs by 0.2."""
 _PRODUCT_TOLERANCE = 0.1
+"""Allowed relative difference of a quantised product from the exact one (int8 differs by 0.01, fp8 by 0.04)."""
 _QUANTISED_LAYER_TOLERANCE = 0.2
-"""Allowed relative difference of a quantised product from the exact one (int8 differs by 0.01, fp8 by 0.04), and of a
-layer's output with such products."""
+"""Allowed relative difference of a layer's output with quantised products."""
 _LEAST_SAME_EXPERTS = 0.5
 """Minimum fraction of a mixture's chosen experts on which both routers agree; rounding changes a few percent."""
 

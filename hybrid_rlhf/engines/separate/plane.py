@@ -139,8 +139,9 @@ class WeightPlane:
         self.decoder: Decoder | None = None
         """Decoder of the weights that arrived last."""
         self.version = -1
+        """Number of optimizer updates of the weights at the last exchange."""
         self.syncs = 0
-        """Number of optimizer updates of the weights at the last exchange, and number of transfers so far."""
+        """Number of transfers so far."""
         self.sent_bytes = 0
         """Bytes that this rank sent in the last transfer."""
         self._held_version = -1

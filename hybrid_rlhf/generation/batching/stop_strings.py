@@ -22,8 +22,9 @@ _CHANGED_TOKENS = 3
 """Number of last tokens whose text the last one may change."""
 _PART = "\N{REPLACEMENT CHARACTER}"
 _COMPLETES = 1
+"""Flag of a token that may complete a stop string."""
 _CHANGES = 2
-"""Flags of a token: it may complete a stop string; together with later tokens, it may change earlier text."""
+"""Flag of a token that, together with later tokens, may change earlier text."""
 
 
 class StopStrings:

@@ -31,8 +31,9 @@ _TILE_BYTES = 16 * 2**10
 PROGRAMS = 256
 """Number of programs that fill a large GPU."""
 _SHORT_SPAN = 2 * _MOST_KEYS
+"""Minimum number of keys per part if rows alone do not fill the GPU."""
 _LONG_SPAN = 8 * _MOST_KEYS
-"""Minimum number of keys per part if rows alone do not fill the GPU, and if they do."""
+"""Minimum number of keys per part if rows alone fill the GPU."""
 _MOST_SPLITS = 32
 _PROGRAMS_AT_ONCE = 2
 """Number of programs that run at once on a multiprocessor, limited by the shared memory of their tiles."""

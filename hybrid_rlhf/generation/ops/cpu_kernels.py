@@ -34,13 +34,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 _TILE_OUTPUTS = 48
+"""Number of outputs of a float32 product that are computed together."""
 _INT8_OUTPUTS = 32
-"""Number of outputs of a product that are computed together, in float32 and in int8."""
+"""Number of outputs of an int8 product that are computed together."""
 _MOST_TOKENS = 1 << 21
 """Largest vocabulary whose weights sampling can sum as integers."""
+# Error codes of the library; 0: no error.
 _NO_MEMORY = 1
 _OUTSIDE = 2
-"""Error codes of the library; 0: no error."""
 _STRUCTS = {
     name: struct.Struct(f"@{fields}")
     for name, fields in (

@@ -22,17 +22,19 @@ from hybrid_rlhf.generation.ops.triton_language import tl, triton
 _OUTPUTS = 64
 """Number of weight rows per tile; if gated, half of them are gates."""
 _STEP_BYTES = 128
+"""Bytes of a weight row that are multiplied at once."""
 _STAGES = 4
-"""Bytes of a weight row that are multiplied at once, and number of pipeline stages of tiles in shared memory."""
+"""Number of pipeline stages of tiles in shared memory."""
 CLAMPED = -1
 """Activation number of the clamped SwiGLU of gpt-oss."""
 _FEWEST_ROWS = 16
+"""Minimum number of rows per tile, as tensor cores require."""
 _MOST_ROWS = 64
-"""Minimum number of rows per tile, as tensor cores require, and maximum."""
+"""Maximum number of rows per tile."""
 _COMPARED = 8192
+"""Rows times choices that are compared at once to find an expert's choices."""
 _FEWEST_SCANNED = 128
-"""Rows times choices that are compared at once to find an expert's choices; and the minimum number of choices, so that
-few variants of kernels are compiled."""
+"""Minimum number of choices that are compared at once, so that few variants of kernels are compiled."""
 _SUMMED = 1024
 """Number of elements of a row that a program sums."""
 

@@ -14,20 +14,24 @@ from statistics import correlation, fmean
 from hybrid_rlhf.loop.advice.curves import Curves
 
 _START = 5
+"""Number of values to compare at the start of a curve."""
 _RECENT = 5
+"""Number of values to compare at the end of a curve."""
 _LEAST = 15
-"""Number of values to compare at the start and at the end of a curve, and smallest number that it must have."""
+"""Smallest number of values of a curve that is compared."""
 _STILL_ROLLOUTS = 10
+"""Number of rollouts after which a policy should have moved."""
 _STILL_NATS = 0.1
-"""Number of rollouts after which a policy should have moved, and the KL of one that has not: by Pinsker's inequality a
-tenth of a nat moves the mean of scores in [0, 1] by at most 0.22."""
+"""KL of a policy that has not moved: by Pinsker's inequality a tenth of a nat moves the mean of scores in [0, 1] by at
+most 0.22."""
 _TREND = 20
+"""Number of rollouts for a trend: fewer are noisy, as prompts differ, more hide recent changes."""
 _CLEAR_TREND = 0.6
-"""Number of rollouts for a trend: fewer are noisy, as prompts differ, more hide recent changes; and the correlation of
-value and step in a clear trend, which one in 200 windows of independent values reaches by chance."""
+"""Correlation of value and step in a clear trend, which one in 200 windows of independent values reaches by chance."""
 _CRITIC_UPDATES = 50
+"""Number of updates after which a critic should explain some variance."""
 _CRITIC_WINDOW = 10
-"""Number of updates after which a critic should explain some variance, and of rollouts in which it must not."""
+"""Number of rollouts in a row in which an idle critic explains nothing."""
 
 
 def kl_explosion(curves: Curves) -> str | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+# Size of the plotting area, in the units of the view box.
 WIDTH = 300
 HEIGHT = 96
-"""Size of the plotting area, in the units of the view box."""
 _MAX_POINTS = 300
 _MAIN = (
     "objective/scores",

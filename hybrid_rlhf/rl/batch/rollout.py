@@ -100,9 +100,9 @@ class RouterAgreement:
         return {ROUTER_AGREEMENT: used / recorded} if recorded else {}
 
 
+# Prefixes of the names of their tensors.
 _ROUTES = "routes."
 _COMPONENTS = "components."
-"""Prefixes of the names of their tensors."""
 
 
 class SampledTokens(NamedTuple):

@@ -20,10 +20,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
+# Names of the tensors of factors.
 FREQUENCIES = "rope_freqs.weight"
 LONG = "rope_factors_long.weight"
 SHORT = "rope_factors_short.weight"
-"""Names of the tensors of factors."""
 _TYPE = "rope.scaling.type"
 _FACTOR = "rope.scaling.factor"
 _CONTEXT = "rope.scaling.original_context_length"

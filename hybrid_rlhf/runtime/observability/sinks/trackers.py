@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState, MetricsSink, TrackedRun
 
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "stalled": "FAILED"}
+# Limits of MLflow's server.
 _MLFLOW_LONGEST_PARAM = 6000
 _MLFLOW_PARAMS_PER_CALL = 100
-"""Limits of MLflow's server."""
 _STEP = "step"
 _LOGIN_SECONDS = 1.0
 
