@@ -61,8 +61,8 @@ class Preferences:
         """Take the folder of the file."""
         self.file = folder / PREFERENCES_FILE
         self._open: OrderedDict[str, ShownPair] = OrderedDict()
-        self._random = random.Random(secrets.randbits(64))
-        self._lock = threading.Lock()  # nosec B311
+        self._random = random.Random(secrets.randbits(64))  # nosec B311
+        self._lock = threading.Lock()
 
     def next(self, sources: Sequence[Samples]) -> dict[str, Any]:
         """A pair to judge, of one run or of two runs; without a pair if no prompt has two completions."""
