@@ -15,9 +15,8 @@ test: $(VENV)/.test
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Whole runs from a browser or a terminal, and kernels compiled for a GPU.
-slow: $(VENV)/.test
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile \
-		-m "slow and not gpu and not faults and not wheel" $(ARGS)
+slow: override ARGS := -m "slow and not gpu and not faults and not wheel" $(ARGS)
+slow: test
 
 # Checks every model type of transformers' causal-LM mapping, in minutes, and writes docs/models.md.
 families: $(VENV)/.test

@@ -30,10 +30,13 @@ from torch.nn import functional
 from benchmarks import ppo_step
 from benchmarks.generation import DTYPE, decoder_of, ending_at, load, make_work
 from hybrid_rlhf.functional import products
-from hybrid_rlhf.generation import GenerationEngine, SamplingParams, sampler
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.native import NativeBackend
+from hybrid_rlhf.generation.batching import sampler
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.model import attention, cpu_kernels, layers
+from hybrid_rlhf.generation.model import attention, layers
+from hybrid_rlhf.generation.ops import cpu_kernels
+from hybrid_rlhf.generation.ops.rows import ACTIVATIONS, rotated
 from hybrid_rlhf.models import fused_layers
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.runtime.world import solo_world
@@ -55,14 +58,14 @@ def torch_add_norm(x: Tensor, delta: Tensor, *rest: Any, **how: Any) -> tuple[Te
 def torch_gated(both: Tensor, activation: Any) -> Tensor:
     """As the decoder without kernels."""
     gate, up = both.chunk(2, dim=-1)
-    return layers.ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def torch_rotate_and_write(qkv: Tensor, table: Any, places: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """As attention without kernels."""
     qk, new_values = qkv.tensor_split([qkv.shape[1] - keys.shape[2]], dim=1)
     if table is not None:
-        qk = layers.rotate(qk, *table)
+        qk = rotated(qk, *table)
     for store, new in ((keys, qk[:, -keys.shape[2] :]), (values, new_values)):
         store.view(-1, *new.shape[1:]).index_copy_(0, places, new)
     return qk[:, : -keys.shape[2]]
@@ -160,7 +163,7 @@ def generation(options: argparse.Namespace) -> dict[str, list[tuple[float, float
             steps = {}
             for name, (decoder, engine) in engines.items():
                 engine.backend.sync_weights(decoder)  # forgets cached prefixes
-                steps[name] = engine._run(engine.requests(work.prompts, params))
+                steps[name] = engine._run(engine.maker.requests(work.prompts, params))
             turn_times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
             names = list(engines)
             while steps:

@@ -31,7 +31,7 @@ import torch
 
 from benchmarks import gpu_kernels, gpu_steps
 from benchmarks.gpu_record import ON_GPU, Record
-from benchmarks.results import RESULTS, names, read
+from benchmarks.results import RESULTS, find
 
 PART_SECONDS = 540
 ROOT = Path(__file__).parents[1]
@@ -163,8 +163,8 @@ def versions() -> dict[str, str]:
 
 def write_report(folder: Path, page: Path) -> None:
     """The page from the figures that gpu.zip in a folder has."""
-    known = names("gpu", folder)
-    records = {part: json.loads(read("gpu", f"{part}.json", folder)) for part in PARTS if f"{part}.json" in known}
+    texts = {part: find("gpu", f"{part}.json", folder) for part in PARTS}
+    records = {part: json.loads(text) for part, text in texts.items() if text is not None}
     if not records:
         return
     archive = os.path.relpath(folder / "gpu.zip", page.parent)

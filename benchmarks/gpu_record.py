@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.results import names, read, write
+from benchmarks.results import find, write
 from hybrid_rlhf.runtime.world import default_device
 
 DEVICE = default_device()
@@ -28,8 +28,9 @@ class Record:
         self._member = f"{part}.json"
         self._folder = folder
         self.content: dict[str, Any] = {"done": False, "figures": {}}
-        if self._member in names("gpu", folder):
-            self.content = json.loads(read("gpu", self._member, folder))
+        known = find("gpu", self._member, folder)
+        if known is not None:
+            self.content = json.loads(known)
 
     @property
     def figures(self) -> dict[str, Any]:

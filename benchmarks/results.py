@@ -32,23 +32,30 @@ def read(page: str, name: str, folder: Path = RESULTS) -> str:
         return archive.read(name).decode()
 
 
+def find(page: str, name: str, folder: Path = RESULTS) -> str | None:
+    """Text of a member; None if there is no such member."""
+    return read(page, name, folder) if name in names(page, folder) else None
+
+
 def write(page: str, name: str, text: str, folder: Path = RESULTS) -> None:
     """Add or replace a member; the archive is whole at any time."""
-    members = {member: read(page, member, folder) for member in names(page, folder)}
+    file = folder / f"{page}.zip"
+    members: dict[str, str | bytes] = {}
+    if file.exists():
+        with zipfile.ZipFile(file) as archive:
+            members = {member: archive.read(member) for member in archive.namelist()}
     members[name] = text
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         for member in sorted(members):
             archive.writestr(zipfile.ZipInfo(member), members[member], zipfile.ZIP_DEFLATED, 9)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / f"{page}.zip", content.getvalue())
+    write_whole(file, content.getvalue())
 
 
 def read_csv(page: str, name: str, folder: Path = RESULTS) -> list[dict[str, str]]:
     """Rows of a CSV member; none if there is no such member."""
-    if name not in names(page, folder):
-        return []
-    return list(csv.DictReader(io.StringIO(read(page, name, folder))))
+    return list(csv.DictReader(io.StringIO(find(page, name, folder) or "")))
 
 
 def write_csv(page: str, name: str, rows: Sequence[Mapping[str, Any]], folder: Path = RESULTS) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.placement.emulate import shown_placement
 from benchmarks.placement.page import write_section
-from benchmarks.results import RESULTS, names, read, write
+from benchmarks.results import RESULTS, find, write
 
 TRIALS = "placement_trials.jsonl"
 EXHAUSTIVE = {kind: f"placement_exhaustive_{kind}.jsonl" for kind in ("emulated", "measured")}
@@ -40,8 +40,7 @@ resumes (raw: `placement_exhaustive_*.jsonl`).
 
 def read_records(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
     """The records of a member of placement.zip; none if it does not exist."""
-    text = read("placement", name, folder) if name in names("placement", folder) else ""
-    return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(line) for line in (find("placement", name, folder) or "").splitlines()]
 
 
 def add_record(name: str, record: dict[str, Any], folder: Path) -> None:

@@ -27,7 +27,8 @@ Load = Callable[[InferenceConfig], "tuple[GenerationEngine, PreTrainedTokenizerB
 Score = Callable[[list[dict[str, Any]], str], float]
 Messages = list[dict[str, Any]]
 _MOST_MODELS = 2
-_ROWS, _MOST_TOKENS = 4, 4096
+_ROWS = 4
+_MOST_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,8 @@ async def _answer(
     def decode(ids: list[int]) -> str:
         return str(model.tokenizer.decode(ids, skip_special_tokens=True))
 
-    text, stream = "", TextStream(decode, sampling.stop, drops_space=model.tokenizer.chat_template is None)
+    text = ""
+    stream = TextStream(decode, sampling.stop, drops_space=model.tokenizer.chat_template is None)
     try:
         ended = False
         while not ended:

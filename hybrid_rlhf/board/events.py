@@ -92,7 +92,10 @@ class Watcher:
             is_alive: returns true while a process that the board started for a run is alive, which may be a moment
                 longer than its lock is held.
         """
-        self._folders, self._hub, self._index_on, self._is_alive = folders, hub, index_on, is_alive
+        self._folders = folders
+        self._hub = hub
+        self._index_on = index_on
+        self._is_alive = is_alive
         self._sizes: dict[str, tuple[int, int]] = {}
         self._states: dict[str, tuple[bool, ...]] = {}
         self._ended = threading.Event()

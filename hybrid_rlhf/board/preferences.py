@@ -61,7 +61,8 @@ class Preferences:
         """Take the folder of the file."""
         self.file = folder / PREFERENCES_FILE
         self._open: OrderedDict[str, ShownPair] = OrderedDict()
-        self._random, self._lock = random.Random(secrets.randbits(64)), threading.Lock()  # nosec B311
+        self._random = random.Random(secrets.randbits(64))  # nosec B311
+        self._lock = threading.Lock()
 
     def next(self, sources: Sequence[Samples]) -> dict[str, Any]:
         """A pair to judge, of one run or of two runs; without a pair if no prompt has two completions."""
@@ -165,7 +166,8 @@ class Preferences:
 
     def _draw(self, sources: Sequence[Samples], key: str) -> ShownPair:
         """Two random completions of a prompt, in random order; one from each source if there are two."""
-        sides, messages = list[ShownCompletion](), list[dict[str, Any]]()
+        sides = list[ShownCompletion]()
+        messages = list[dict[str, Any]]()
         for source in sources:
             with source.index.view() as view:
                 picked = self._random.sample(view.rows_of_prompt(key).tolist(), 3 - len(sources))

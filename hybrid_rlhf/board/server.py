@@ -26,7 +26,8 @@ class BoardServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, hub: EventHub, report: Callable[[], None]) -> None:
         super().__init__(config)
-        self._hub, self._report = hub, report
+        self._hub = hub
+        self._report = report
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen, and report it."""

@@ -22,13 +22,20 @@ Floats = NDArray[np.float64]
 EQUAL_GROUPS = 0.5
 """Fraction of the groups with equal scores, which give no gradient, so that half of the rollout is lost. A single step
 is noise: with eight groups, half of them are occasionally equal by chance."""
-REPEATED_NOW, REPEATED_MORE = 0.2, 0.1
-"""Fraction of repeated 4-grams, and its growth; in human text it is about a twentieth."""
-SAME_NOW, SAME_MORE = 0.5, 0.25
-"""Fraction of a step's completions with the same text, over all prompts, and its growth."""
-COPIED_NOW, COPIED_MORE = 0.5, 0.25
-"""Fraction of a completion's word pairs that are in its prompt, and its growth."""
-_GRAM, _PAIR = 4, 2
+REPEATED_NOW = 0.2
+"""Fraction of repeated 4-grams; in human text it is about a twentieth."""
+REPEATED_MORE = 0.1
+"""Growth of this fraction since the first step."""
+SAME_NOW = 0.5
+"""Fraction of a step's completions with the same text, over all prompts."""
+SAME_MORE = 0.25
+"""Growth of this fraction since the first step."""
+COPIED_NOW = 0.5
+"""Fraction of a completion's word pairs that are in its prompt."""
+COPIED_MORE = 0.25
+"""Growth of this fraction since the first step."""
+_GRAM = 4
+_PAIR = 2
 _FEWEST_PROMPTS = 4
 _MOST_LOOKS = 200
 """Number of steps at which a run is examined."""
@@ -87,7 +94,8 @@ def find_signals(lines: Sequence[Mapping[str, float]], sampled: Sequence[Sampled
 
 def _in_metrics(lines: Sequence[Mapping[str, float]]) -> Iterator[Signal]:
     """Findings of the advice rules at several steps, which see only earlier lines."""
-    curves, looks = Curves(), set(np.linspace(0, len(lines) - 1, min(len(lines), _MOST_LOOKS)).astype(int).tolist())
+    curves = Curves()
+    looks = set(np.linspace(0, len(lines) - 1, min(len(lines), _MOST_LOOKS)).astype(int).tolist())
     for place, line in enumerate(lines):
         curves.add(int(line["step"]), line)
         for rule in RULES if place in looks else ():
@@ -136,7 +144,8 @@ def repeated_phrases(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
     if len(with_texts) < 2:
         return
     first, last = with_texts[0], with_texts[-1]
-    before, shares = float(np.mean([*map(repeated_part, first.texts)])), [*map(repeated_part, last.texts)]
+    before = float(np.mean([*map(repeated_part, first.texts)]))
+    shares = [*map(repeated_part, last.texts)]
     now = float(np.mean(shares))
     if now >= REPEATED_NOW and now - before >= REPEATED_MORE:
         worst = np.argsort(shares)[::-1]
@@ -180,7 +189,8 @@ def copied_prompts(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
     if len(with_texts) < 2:
         return
     first, last = with_texts[0], with_texts[-1]
-    before, parts = (float(np.mean(_copied_parts(first))), _copied_parts(last))
+    before = float(np.mean(_copied_parts(first)))
+    parts = _copied_parts(last)
     now = float(np.mean(parts))
     if now >= COPIED_NOW and now - before >= COPIED_MORE:
         worst = np.argsort(parts)[::-1]
@@ -206,7 +216,8 @@ def repeated_part(text: str) -> float:
 
 def copied_part(text: str, prompt: str) -> float:
     """Fraction of a text's word pairs that occur in its prompt."""
-    pairs, prompt_pairs = _grams(text, _PAIR), set(_grams(prompt, _PAIR))
+    pairs = _grams(text, _PAIR)
+    prompt_pairs = set(_grams(prompt, _PAIR))
     return sum(pair in prompt_pairs for pair in pairs) / len(pairs) if pairs else 0.0
 
 

@@ -35,8 +35,10 @@ from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 
 _MOST_OPEN = 16
 """Number of runs whose curves and samples are kept in memory."""
-_SIGNAL_STEPS, _SIGNAL_TEXTS = 12, 64
-"""Number of steps whose samples are examined, and of completions of a step that are read."""
+_SIGNAL_STEPS = 12
+"""Number of steps whose samples are examined."""
+_SIGNAL_TEXTS = 64
+"""Number of completions of a step that are read."""
 OpenT = TypeVar("OpenT")
 
 
@@ -50,8 +52,11 @@ class BoardWorkspace:
             UserError: if a folder is missing.
         """
         self.folders = RunFolders([Path(folder) for folder in config.folders])
-        self.summaries, self.hub = RunSummaries(), EventHub()
-        self.jobs, self.estimates, self.chats = Jobs(self.hub), Estimates(), Chats(load)
+        self.summaries = RunSummaries()
+        self.hub = EventHub()
+        self.jobs = Jobs(self.hub)
+        self.estimates = Estimates()
+        self.chats = Chats(load)
         self.training = Training(self.folders, self.summaries)
         self.presets = Presets(self.folders, self.summaries)
         self.models = SavedModels(self.folders, self.summaries, config.models)
@@ -103,7 +108,8 @@ class BoardWorkspace:
             return self._plans[run.id]
 
     def _plan(self, run: RunFolder) -> None:
-        summary, (config, _) = self.summaries.summary(run), self.summaries.config(run)
+        summary = self.summaries.summary(run)
+        (config, _) = self.summaries.config(run)
         if summary["command"] is None or summary["model"] is None:
             return
         with contextlib.suppress(UserError):  # a model that is no longer here

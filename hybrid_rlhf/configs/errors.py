@@ -4,7 +4,8 @@ Any module may raise it, and every command turns it into one line on stderr and 
 the value received and the fix. Any other exception is a bug of this project.
 """
 
-_LONGEST, _SHOWN = 1000, 400
+_LONGEST = 1000
+_SHOWN = 400
 
 
 class UserError(Exception):

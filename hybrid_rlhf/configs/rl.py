@@ -173,7 +173,8 @@ class RLConfig(StepConfig):
             self.algorithm.needs_critic or self.critic is None,
             f"algorithm {name} has no critic, got the section critic: leave it out",
         )
-        least, n = self.algorithm.fewest_completions, self.rollout.sampling.n
+        least = self.algorithm.fewest_completions
+        n = self.rollout.sampling.n
         require(
             n >= least,
             f"algorithm {name} compares completions of one prompt, got rollout.sampling.n {n}: give {least} or more",
@@ -263,12 +264,14 @@ class RLConfig(StepConfig):
             values: known values by dotted key.
             settled: keys that are set.
         """
-        prompts, n = whole_number(values["rollout.prompts_per_step"]), whole_number(values["rollout.sampling.n"])
+        prompts = whole_number(values["rollout.prompts_per_step"])
+        n = whole_number(values["rollout.sampling.n"])
         defaults = {}
         if n > 1 and "rollout.prompts_per_step" not in settled:
             prompts = defaults["rollout.prompts_per_step"] = max(_FEWEST_PROMPTS, prompts // n)
         if "algorithm.mini_batches" not in settled:
-            rows, most = prompts * n, whole_number(values["algorithm.mini_batches"])
+            rows = prompts * n
+            most = whole_number(values["algorithm.mini_batches"])
             unit = whole_number(values["train.micro_batch_size"]) or 1
             divisors = [count for count in range(1, most + 1) if rows and rows % (count * unit) == 0]
             defaults["algorithm.mini_batches"] = max(divisors, default=1)
@@ -276,7 +279,8 @@ class RLConfig(StepConfig):
 
     def _check_program(self, name: str, environment: EnvironmentConfig) -> None:
         """Check the rules for programs, inside and outside of the run."""
-        rollout, endpoint = self.rollout, self.rollout.endpoint
+        rollout = self.rollout
+        endpoint = self.rollout.endpoint
         require(
             environment.program is not None or endpoint is not None,
             f"environment.path must be module:Class or path/to/file.py:Class, got {environment.path}: give the class, "

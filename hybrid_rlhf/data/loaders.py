@@ -110,7 +110,10 @@ class GlobalBatchSampler:
     ) -> None:
         if drop_last:
             require_batch(rows, global_batch_size, size_key)
-        self._rows, self._size, self._seed, self._shuffle = rows, global_batch_size, seed, shuffle
+        self._rows = rows
+        self._size = global_batch_size
+        self._seed = seed
+        self._shuffle = shuffle
         self.steps_per_epoch = rows // global_batch_size if drop_last else -(-rows // global_batch_size)
         self.epoch = 0
         self.position = 0
@@ -126,11 +129,13 @@ class GlobalBatchSampler:
                 start = self.position * self._size
                 self.position += 1
                 yield order[start : start + self._size].tolist()
-            self.epoch, self.position = self.epoch + 1, 0
+            self.epoch = self.epoch + 1
+            self.position = 0
 
     def upcoming(self, batches: int) -> list[int]:
         """The distinct rows of the next `batches` batches, in the order of their first use."""
-        lookahead, upcoming = copy(self), dict[int, None]()
+        lookahead = copy(self)
+        upcoming = dict[int, None]()
         for rows in islice(lookahead.iterate(), batches):
             upcoming |= dict.fromkeys(rows)
             if len(upcoming) == self._rows:
@@ -143,14 +148,17 @@ class GlobalBatchSampler:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Restore the position from a checkpoint."""
-        self.epoch, self.position = state["epoch"], state["position"]
+        self.epoch = state["epoch"]
+        self.position = state["position"]
 
 
 class RowStream:
     """The row indices of a data set, in a new seeded order in each epoch, taken in any number at a time."""
 
     def __init__(self, rows: int, *, epochs: int, seed: int) -> None:
-        self._rows, self._seed, self._all = rows, seed, rows * epochs
+        self._rows = rows
+        self._seed = seed
+        self._all = rows * epochs
         self._order: tuple[int, list[int]] = (-1, [])
         self.taken = 0
         """Number of rows taken so far, over all epochs."""
@@ -218,8 +226,11 @@ class BatchLoader:
         self._dataset = dataset
         columns = ["padded_tokens"] * micro_batches.padded + ["tokens", "length"]
         self._lengths = column_array(dataset, next(name for name in columns if name in dataset.column_names)).tolist()
-        self._rank, self._ranks, self._micro_batches = world_rank, world_size, micro_batches
-        self._global_batch_size, self._size_key = global_batch_size, size_key
+        self._rank = world_rank
+        self._ranks = world_size
+        self._micro_batches = micro_batches
+        self._global_batch_size = global_batch_size
+        self._size_key = size_key
         self.batches = GlobalBatchSampler(
             len(dataset),
             global_batch_size=global_batch_size,
@@ -237,7 +248,9 @@ class BatchLoader:
     def few_updates_text(self) -> str:
         """A warning that an epoch has fewer updates than most data sets need, with the batch size that gives more;
         empty if it has enough."""
-        steps, rows, size = self.steps_per_epoch, len(self._lengths), self._global_batch_size
+        steps = self.steps_per_epoch
+        rows = len(self._lengths)
+        size = self._global_batch_size
         if steps >= FEW_UPDATES or size == 1:
             return ""
         smaller = max(1, rows // FEW_UPDATES)

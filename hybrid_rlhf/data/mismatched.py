@@ -26,20 +26,25 @@ def with_mismatched_completions(rows: Dataset, *, max_length: int) -> AugmentedR
 
     def add(index: int, row: Mapping[str, Any]) -> Mapping[str, Any]:
         following = rows[(index + 1) % len(rows)]
-        begin, count = row["masks"][0].index(True), len(following["responses"])
-        responses, masks = list(row["responses"]), list(row["masks"])
+        begin = row["masks"][0].index(True)
+        count = len(following["responses"])
+        responses = list(row["responses"])
+        masks = list(row["masks"])
         for number in range(len(row["responses"])):
             mismatched = (index + number) % count
             end = following["masks"][mismatched].index(True)
-            completion, mask = following["responses"][mismatched][end:], following["masks"][mismatched][end:]
-            completion, mask = completion[: max_length - 1], mask[: max_length - 1]
+            completion = following["responses"][mismatched][end:]
+            mask = following["masks"][mismatched][end:]
+            completion = completion[: max_length - 1]
+            mask = mask[: max_length - 1]
             prompt = row["responses"][0][:begin][max(0, begin + len(completion) - max_length) :]
             responses.append(prompt + completion)
             masks.append([False] * len(prompt) + mask)
         return {"responses": responses, "masks": masks}
 
     # Upper bound of the tokens with the mismatched completions, for the size of micro-batches.
-    lengths, counts = list(rows["length"]), [len(labels) for labels in rows["labels"]]
+    lengths = list(rows["length"])
+    counts = [len(labels) for labels in rows["labels"]]
     added_tokens = [
         count * min(max_length, length + following)
         for count, length, following in zip(counts, lengths, lengths[1:] + lengths[:1], strict=True)

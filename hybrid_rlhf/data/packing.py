@@ -41,7 +41,8 @@ def best_fit(lengths: Sequence[int], *, capacity: int, seed: int) -> list[list[i
         length = lengths[item]
         place = bisect_left(rooms, length)
         if place == len(rooms):
-            number, room = len(bins), capacity
+            number = len(bins)
+            room = capacity
             bins.append([])
         else:
             room = rooms[place]
@@ -62,7 +63,9 @@ class PackedRows:
 
     def __init__(self, rows: RowSequence, bins: Sequence[Sequence[int]], *, capacity: int) -> None:
         """Take the rows and the indices in each bin; reads only the column `length`."""
-        self._rows, self._bins, self._capacity = rows, bins, capacity
+        self._rows = rows
+        self._bins = bins
+        self._capacity = capacity
         self._lengths = column_array(rows, "length").tolist()
 
     @property

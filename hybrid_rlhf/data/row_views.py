@@ -34,7 +34,8 @@ class RowSubset:
     """Some rows of a data set, in the order of their indices."""
 
     def __init__(self, rows: RowSequence, indices: Sequence[int]) -> None:
-        self._rows, self._indices = rows, indices
+        self._rows = rows
+        self._indices = indices
 
     @property
     def column_names(self) -> list[str]:
@@ -64,7 +65,9 @@ class AugmentedRows:
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         """Take the data set, the function, and complete columns that replace stored ones."""
-        self._rows, self._add, self._columns = rows, add, columns or {}
+        self._rows = rows
+        self._add = add
+        self._columns = columns or {}
         self._names = list(rows.column_names)
 
     @property

@@ -128,7 +128,8 @@ def load_reward_data(
 
 
 def _reward_encoding(preference: RewardObjectiveConfig) -> RowEncoding:
-    heads, separator = preference.heads, preference.step_separator
+    heads = preference.heads
+    separator = preference.step_separator
     encodings: dict[str, tuple[str, Encode]] = {
         "binary": ("labelled", encode_labelled_row),
         "steps": (
@@ -188,7 +189,8 @@ def _load(
 ) -> TokenizedData:
     config.require_sources()
     parts = [_tokenize(encoding, source, config, tokenizer, limit, world) for source in config.sources]
-    train, held_out = [], []
+    train = []
+    held_out = []
     for part in parts:
         source_rows = column_array(part, "source_row")
         mine, evaluated_rows = _split_rows(int(source_rows[-1]) + 1, config, encoding.step_index, seed)
@@ -199,7 +201,8 @@ def _load(
         parts = parts + held_out
     evaluated = datasets.concatenate_datasets([_usable(part) for part in held_out])
     evaluated = evaluated.select(range(min(len(evaluated), config.max_eval_rows)))
-    blend, sources = _blend(train, config.sources, seed), [*config.sources, *config.eval_sources]
+    blend = _blend(train, config.sources, seed)
+    sources = [*config.sources, *config.eval_sources]
     return _report(encoding, blend, evaluated, parts, limit, config, world, sources=sources)
 
 

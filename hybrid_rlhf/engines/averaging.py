@@ -23,7 +23,8 @@ class WeightAverage:
     def __init__(self, module: nn.Module, *, decay: float) -> None:
         self._decay = decay
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self._names, self._parameters = list(trained), list(trained.values())
+        self._names = list(trained)
+        self._parameters = list(trained.values())
         self._averages = [
             local_values(parameter).detach().to("cpu", torch.float32, copy=True) for parameter in self._parameters
         ]

@@ -188,7 +188,8 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
         engine, *_ = deepspeed.initialize(model=module, config=config)
         module.eval()
         return engine, EngineOptions(offload_weights=spec.offload_weights)
-    section, total = spec.optimizer, spec.total_updates
+    section = spec.optimizer
+    total = spec.total_updates
     lr = _learning_rate(spec, lm, section, is_main=world.is_main)
     head = (lm.score, _head_lr(spec, lm, lr, fresh=fresh_head)) if spec.role == "critic" else None
     optimizer = _adamw(module, section, lr, head=head)

@@ -126,7 +126,8 @@ def optimizer_slice(engine: DeepSpeedEngine, parameter: nn.Parameter) -> Optimiz
         if mapping is None:
             return None
         name = "single_partition_of_fp32_groups" if engine.zero_optimization_stage() else _BF16_MASTER_PARTITIONS
-        flat, here = getattr(optimizer, name)[mapping.param_group_index], mapping.hp_fragment_address
+        flat = getattr(optimizer, name)[mapping.param_group_index]
+        here = mapping.hp_fragment_address
         return OptimizerSlice(flat, here.start, mapping.lp_fragment_address.start, here.numel)
     return OptimizerSlice(_master_weight(optimizer, parameter), 0, 0, parameter.numel())
 
@@ -261,13 +262,16 @@ def engine_ranks(world: World) -> Iterator[None]:
     if len(world.ranks) in (0, dist.get_world_size()):
         yield
         return
-    clone, size = groups._WORLD_GROUP, os.environ["WORLD_SIZE"]
+    clone = groups._WORLD_GROUP
+    size = os.environ["WORLD_SIZE"]
     with world.as_default():
-        groups._WORLD_GROUP, os.environ["WORLD_SIZE"] = world.group, str(world.size)
+        groups._WORLD_GROUP = world.group
+        os.environ["WORLD_SIZE"] = str(world.size)
         try:
             yield
         finally:
-            groups._WORLD_GROUP, os.environ["WORLD_SIZE"] = clone, size
+            groups._WORLD_GROUP = clone
+            os.environ["WORLD_SIZE"] = size
 
 
 def free_weights(module: nn.Module) -> None:

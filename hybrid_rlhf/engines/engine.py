@@ -242,6 +242,7 @@ class AbsentEngine:
         self.role: Role = role
         self.world = world
         self.facts = facts
-        self.parameters, self.packs = facts.parameters, facts.packs
+        self.parameters = facts.parameters
+        self.packs = facts.packs
         self.weight_version = 0
         """Number of optimizer updates of the weights at the last synchronization."""

@@ -350,7 +350,8 @@ class AbsentActor(AbsentEngine):
         self.generation_world = world.split(tensor_parallel)
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
-        self.max_logprob_diff, self.rounds_otherwise = facts.max_logprob_diff, facts.rounds_otherwise
+        self.max_logprob_diff = facts.max_logprob_diff
+        self.rounds_otherwise = facts.rounds_otherwise
 
     @property
     def device(self) -> torch.device:

@@ -15,8 +15,10 @@ RATES: dict[Learning, float] = {"sft": 2e-5, "reward": 1e-5, "preference": 1e-6,
 """Peak learning rates of a model of width RATES_WIDTH, if all weights are trained."""
 RATES_WIDTH = 4096
 """Hidden size of 7B and 8B models."""
-LORA_FACTOR, LORA_ALPHA = 10, 32
-"""Factor of the rate for adapters, up to this alpha and for any rank (LoRA Without Regret, 2025)."""
+LORA_FACTOR = 10
+"""Factor of the rate for adapters of any rank, up to LORA_ALPHA (LoRA Without Regret, 2025)."""
+LORA_ALPHA = 32
+"""Largest alpha to which LORA_FACTOR applies."""
 
 
 def derived_rate(learning: Learning, *, width: int, lora: LoraConfig | None) -> tuple[float, str]:
@@ -31,7 +33,8 @@ def derived_rate(learning: Learning, *, width: int, lora: LoraConfig | None) -> 
         width: hidden size.
         lora: adapters; none: all weights are trained.
     """
-    rate, source = RATES[learning] * RATES_WIDTH / width, f"width {width}"
+    rate = RATES[learning] * RATES_WIDTH / width
+    source = f"width {width}"
     if lora is not None:
         rate *= LORA_FACTOR * LORA_ALPHA / max(lora.alpha, LORA_ALPHA)
         source += f" and adapters of alpha {lora.alpha:g}"

@@ -94,7 +94,9 @@ def full_weights(lm: nn.Module, *, bucket_elements: int) -> Iterator[GatheredWei
         if number == len(weights) or elements + full_elements(weights[number][1]) > bucket_elements:
             with gathered(parts):
                 yield from bucket
-            bucket, parts, elements = [], [], 0
+            bucket = []
+            parts = []
+            elements = 0
 
 
 def full_tensors(lm: nn.Module, world: World) -> Iterator[tuple[str, Tensor | None]]:

@@ -70,7 +70,8 @@ def gae(rewards: Tensor, *, values: Tensor, mask: Tensor, gamma: float, lam: flo
         advantages and returns = advantages + values, [B, T] in float32 or better, 0 outside the mask.
     """
     counts = mask.bool()
-    rewards, values = keep(rewards, mask), keep(values, mask)
+    rewards = keep(rewards, mask)
+    values = keep(values, mask)
     advantages = torch.zeros_like(rewards + values)
     next_value = next_advantage = advantages.new_zeros(len(advantages))
     for t in reversed(range(values.shape[1])):

@@ -193,7 +193,8 @@ def _add_gradients(grads: list[Tensor | None], grad: Tensor, hidden: Tensor, wei
     """Add the gradients of a chunk, from the gradient of its logits [n, rows]; products use the dtype of the
     weights."""
     of_hidden, of_weight, of_bias = grads
-    low, rows = grad.to(hidden.dtype), grad.shape[1]
+    low = grad.to(hidden.dtype)
+    rows = grad.shape[1]
     if of_hidden is not None:
         of_hidden[part] = low @ weight[:rows]
     if of_weight is not None:

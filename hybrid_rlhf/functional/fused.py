@@ -52,7 +52,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
-        rows, grad_rows = x.flatten(0, -2), grad.flatten(0, -2)
+        rows = x.flatten(0, -2)
+        grad_rows = grad.flatten(0, -2)
         both = rows * grad_rows
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
@@ -83,7 +84,8 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x: Tensor, cos: Tensor, of_first: Tensor, of_second: Tensor) -> Tensor:
     """x cos, plus each half of x times a factor, added to the other half."""
     out = torch.mul(x, cos, out=torch.empty_like(x))
-    (x_first, x_second), (first, second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    (x_first, x_second) = x.chunk(2, dim=-1)
+    (first, second) = out.chunk(2, dim=-1)
     first.addcmul_(x_second, of_first)
     second.addcmul_(x_first, of_second)
     return out

@@ -88,7 +88,8 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(labels), dtype=dtype, device=hidden.device)
-        entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs)
+        normaliser = torch.empty_like(logprobs)
         memory = _ChunkMemory(hidden, weight, chunk_tokens, float32_logits)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)

@@ -193,7 +193,9 @@ def ppo_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, mask:
         the loss, with stats: clipfrac, tokens where the clipped error is larger; squared_error, (returns - values)^2
             without clip.
     """
-    values, old_values, returns = keep(values, mask), keep(old_values, mask), keep(returns, mask)
+    values = keep(values, mask)
+    old_values = keep(old_values, mask)
+    returns = keep(returns, mask)
     error = (values - returns).square()
     worst = error
     if clip:

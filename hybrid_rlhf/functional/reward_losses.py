@@ -59,7 +59,8 @@ def labelled_reward_loss(scores: Tensor, *, labels: Tensor) -> LossSum:
         raise ValueError(f"labels must have the shape of scores, got {tuple(labels.shape)} for {tuple(scores.shape)}")
     scores = at_least_float32(scores)
     losses = -labels * logsigmoid(scores) - (1 - labels) * logsigmoid(-scores)
-    good, values = labels >= 0.5, scores.detach()
+    good = labels >= 0.5
+    values = scores.detach()
     stats = {
         "accuracy": ((values > 0) == good).float().sum(),
         "good": good.float().sum(),

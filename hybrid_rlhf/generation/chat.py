@@ -35,7 +35,9 @@ class ChatSession:
             encode: turns messages into the token ids of a prompt.
             system: the system prompt; none: that of the chat template.
         """
-        self._engine, self._tokenizer, self._encode = engine, tokenizer, encode
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._encode = encode
         self.system = system
         self.messages: list[dict[str, str]] = []
 
@@ -78,7 +80,8 @@ class ChatSession:
             raise
 
     def _reply(self, sampling: SamplingParams) -> Generator[str, None, None]:
-        prompt, limit = self._encode(self.transcript()), self._engine.max_positions
+        prompt = self._encode(self.transcript())
+        limit = self._engine.max_positions
         if limit is not None and len(prompt) >= limit:
             raise UserError(
                 f"the model has {limit} positions, the conversation has {len(prompt)} tokens: write less, or /clear"

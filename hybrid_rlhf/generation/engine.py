@@ -66,7 +66,8 @@ class GenerationEngine:
         """
         self._backend: GenerationBackend | None = backend
         self.weight_version = weight_version
-        self._shared, self._keeps_backend = shared, keeps_backend
+        self._shared = shared
+        self._keeps_backend = keeps_backend
         self.maker = RequestMaker(
             backend.max_positions,
             backend.trained_positions,
@@ -76,7 +77,8 @@ class GenerationEngine:
             tuple(adapters),
         )
         """Turns prompts into requests."""
-        self._work_before, self._work = backend.work, DecodeWork()
+        self._work_before = backend.work
+        self._work = DecodeWork()
 
     @classmethod
     def from_model(
@@ -166,7 +168,8 @@ class GenerationEngine:
         device = torch.device(device)
         world = solo_world(device)
         if group is not None:
-            rank, size = dist.get_rank(group), dist.get_world_size(group)
+            rank = dist.get_rank(group)
+            size = dist.get_world_size(group)
             world = World(rank, size, rank, size, device, group)
         resolved = resolve_model(path, world=world)
         config = ModelConfig(path=path, trust_remote_code=trust_remote_code)
@@ -315,7 +318,8 @@ class GenerationEngine:
     def close(self) -> None:
         """Release weights, cache and CUDA graphs. A `generate` that runs in another thread raises RuntimeError."""
         self._work = self.work
-        backend, self._backend = self._backend, None
+        backend = self._backend
+        self._backend = None
         if backend is not None and not self._keeps_backend:
             backend.close()
 

@@ -89,7 +89,8 @@ class OpenBatch:
         self._backend = backend
         self._maker = maker
         limit = maker.max_positions
-        self.rows, self.max_tokens = rows, max_tokens if limit is None else min(max_tokens, limit)
+        self.rows = rows
+        self.max_tokens = max_tokens if limit is None else min(max_tokens, limit)
         self._memory_share = memory_share
         self._arrivals = Arrivals(rows=rows, max_tokens=self.max_tokens, memory_share=memory_share)
         self._lock = threading.Lock()
@@ -156,7 +157,8 @@ class OpenBatch:
         requests = self._maker.requests(prompts, params_of_prompts)
         number = self._maker.adapter_number(adapter)
         for request in requests:
-            request.top_logprobs, request.adapter = top_logprobs, number
+            request.top_logprobs = top_logprobs
+            request.adapter = number
         samples = params_of_prompts[0].n if params_of_prompts else 1
         places = [(request.prompt_index, place % samples) for place, request in enumerate(requests)]
         submission = Submission(dict(zip(requests, places, strict=True)), deliver)
@@ -190,7 +192,8 @@ class OpenBatch:
     def cancel(self, submission: Submission) -> None:
         """End the requests of a submission at the next step; nothing is delivered for them afterwards."""
         with self._lock:
-            unfinished, submission.samples = list(submission.samples), {}
+            unfinished = list(submission.samples)
+            submission.samples = {}
             for request in unfinished:
                 self._owners.pop(request, None)
         self._arrivals.cancel(unfinished)
@@ -265,7 +268,8 @@ class OpenBatch:
                 owner = self._owners.get(request)
                 if owner is None:
                     continue
-                self._has_progress, request.delivered = True, len(request.token_ids)
+                self._has_progress = True
+                request.delivered = len(request.token_ids)
                 place = owner.samples[request]
                 ended = request.finish_reason
                 logprobs = request.logprobs[-1], request.sampling_logprobs[-1]

@@ -35,7 +35,8 @@ class InferencePolicy:
 
     def __init__(self, decoder: Decoder, adapter: int = 0) -> None:
         """Args: the decoder, and the number of the adapter for all tokens; 0: none."""
-        self._decoder, self._adapter = decoder, adapter
+        self._decoder = decoder
+        self._adapter = adapter
 
     @torch.no_grad()
     def __call__(
@@ -44,7 +45,8 @@ class InferencePolicy:
         """Return log-probs and entropies [B, T] of the tokens in `token_mask`, as Policy."""
         real = attention_mask.bool()
         places, wanted = places_before(real, token_mask)
-        states, labels = whole_hidden(self._decoder, input_ids, real, self._adapter)[places], input_ids[wanted]
+        states = whole_hidden(self._decoder, input_ids, real, self._adapter)[places]
+        labels = input_ids[wanted]
         results = torch.zeros(2, len(labels), dtype=torch.float32, device=labels.device)
         for start in range(0, len(labels), HEAD_CHUNK_TOKENS):
             part = slice(start, start + HEAD_CHUNK_TOKENS)
@@ -69,7 +71,8 @@ class InferenceScorer:
 
 def whole_hidden(decoder: Decoder, input_ids: Tensor, real: Tensor, adapter: int = 0) -> Tensor:
     """Return the last hidden states [N, H] of the real tokens of [B, T], row by row, before the final norm."""
-    device, layout = input_ids.device, CacheLayout.of_one_pass(decoder.architecture, decoder.split)
+    device = input_ids.device
+    layout = CacheLayout.of_one_pass(decoder.architecture, decoder.split)
     lengths = [length for length in real.sum(dim=1).tolist() if length]
     blocks = [blocks_of(length) for length in lengths]
     pages = torch.zeros(1, len(lengths), max(blocks), dtype=torch.int32)

@@ -65,7 +65,8 @@ def plan_rollout(
     Raises:
         UserError: when the sizes do not divide; names the nearest rollout.prompts_per_step that does.
     """
-    size, rows = micro_batches.rows, prompts_per_step * completions_per_prompt
+    size = micro_batches.rows
+    rows = prompts_per_step * completions_per_prompt
     unit = mini_batches if size is None else mini_batches * ranks * size
     if rows % unit:
         parts = f"{mini_batches} mini-batches"
@@ -81,5 +82,6 @@ def plan_rollout(
 
 def nearest(value: int, unit: int) -> str:
     """The multiples of unit around a value, as the end of an error."""
-    below, above = value // unit * unit, (value // unit + 1) * unit
+    below = value // unit * unit
+    above = (value // unit + 1) * unit
     return f"the nearest are {below} and {above}" if below else f"the nearest is {above}"

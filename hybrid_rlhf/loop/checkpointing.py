@@ -49,7 +49,9 @@ class CheckpointManager:
         average: WeightAverage | None = None,
     ) -> None:
         """Take the run, the checkpoint settings, the engines by role, and the moving average of the actor's weights."""
-        self._run, self._world, self._config = run, run.world, config
+        self._run = run
+        self._world = run.world
+        self._config = config
         self._states = {
             role: state_of(engine, average if role == "actor" else None) for role, engine in engines.items()
         }
@@ -77,7 +79,8 @@ class CheckpointManager:
             states = {role: state for role, state in states.items() if role != "reference"}
         loop = load_checkpoint(checkpoint, states=states, world=self._world)
         if self._world.is_main:
-            ranks, before = self._world.size, manifest["world_size"]
+            ranks = self._world.size
+            before = manifest["world_size"]
             change_of_ranks = f" on {ranks} ranks instead of {before}" if ranks != before else ""
             logger.info("resumes from %s%s", checkpoint, change_of_ranks)
             if changed := changed_keys(type(self._run.config), manifest["config"], read_config(self._run.config)):
@@ -142,7 +145,8 @@ class CheckpointManager:
         self._run.flush()
         self._writer.save(state, figures=metrics, config=read_config(self._run.checkpoint_config))
         # Every rank receives the signal: one that arrives in the meantime requests no second checkpoint.
-        self._handled_saves, self._saved_at = self._interrupts.saves, time.monotonic()
+        self._handled_saves = self._interrupts.saves
+        self._saved_at = time.monotonic()
         self._run.watchdog.beat(phase)
 
     def _stop_if(self, requests: _Requests, state: LoopState) -> None:

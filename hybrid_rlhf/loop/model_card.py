@@ -41,7 +41,8 @@ def model_card(run: Run, name: str, *, generates: bool) -> str:
         name: the model's subfolder in the run folder; "" is the run folder itself.
         generates: true for a causal LM, false for a model that gives scores.
     """
-    config, role = run.config, name.partition("_")[0]
+    config = run.config
+    role = name.partition("_")[0]
     method, tag = _method(config)
     parent = read_card_metadata(Path(str(config.model.path))) if config.model.path else {}
     base = _hub_model(str(config.model.path)) or parent.get("base_model")

@@ -60,7 +60,8 @@ class SkippedUpdates:
 
     def __init__(self, run: Run, *, limit: int) -> None:
         """Take the run, and the number of skipped steps in a row that stops it; 0: no limit."""
-        self._run, self._limit = run, limit
+        self._run = run
+        self._limit = limit
         self._total = self._in_a_row = 0
 
     def keep(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
@@ -87,7 +88,8 @@ class SkippedUpdates:
         self._in_a_row = self._in_a_row + 1 if what else 0
         self._total += bool(what)
         if what:
-            names, folder = " and ".join(what), self._run.folder / FOLDER
+            names = " and ".join(what)
+            folder = self._run.folder / FOLDER
             if self._run.world.is_main:
                 logger.warning("step %d is skipped, %s not finite; its rows are in %s", step, names, folder)
         if self._limit and self._in_a_row >= self._limit:
@@ -104,4 +106,5 @@ class SkippedUpdates:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Restore the state of a checkpoint."""
-        self._total, self._in_a_row = state["total"], state["in_a_row"]
+        self._total = state["total"]
+        self._in_a_row = state["in_a_row"]

@@ -37,8 +37,13 @@ class Trainer(ABC):
         shown_metrics: tuple[str, ...],
     ) -> None:
         """Take the name, length, config and run, and the prefixes of the metrics shown on the console."""
-        self.name, self.total_steps, self._config, self._run = name, total_steps, config, run
-        self._checkpoints, self._world, self._shown_metrics = checkpoints, run.world, shown_metrics
+        self.name = name
+        self.total_steps = total_steps
+        self._config = config
+        self._run = run
+        self._checkpoints = checkpoints
+        self._world = run.world
+        self._shown_metrics = shown_metrics
         self._advisor = Advisor()
 
     @abstractmethod
@@ -68,7 +73,8 @@ class Trainer(ABC):
 
     def train(self) -> None:
         """Run all remaining steps."""
-        run, done = self._run, self.resume()
+        run = self._run
+        done = self.resume()
         run.open_metrics(done)
         self._read_history()
         if done is None:

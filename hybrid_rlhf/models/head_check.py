@@ -84,7 +84,8 @@ def require_own_logits(lm: PreTrainedModel) -> None:
     Raises:
         UserError: when log-probs differ by more than the tolerance, or the model has no backbone below a head.
     """
-    name, report = type(lm).__name__, "use another model, and report this one"
+    name = type(lm).__name__
+    report = "use another model, and report this one"
     if backbone_of(lm) is lm:
         raise UserError(f"log-probs need the hidden states below the head, {name} has no backbone: {report}")
     tokens = probe_tokens(lm.config.get_text_config().vocab_size)

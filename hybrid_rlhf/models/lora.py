@@ -253,9 +253,12 @@ class Adapter:
             places: [E] indices in the flattened weight.
             shape: shape of the weight.
         """
-        expert, row, column = torch.zeros_like(places), places // shape[-1], places % shape[-1]
+        expert = torch.zeros_like(places)
+        row = places // shape[-1]
+        column = places % shape[-1]
         if self.experts > 1:
-            expert, row = row // shape[-2], row % shape[-2]
+            expert = row // shape[-2]
+            row = row % shape[-2]
         out, inner = (column, row) if self.transposed or self.inputs_first else (row, column)
         left = b.reshape(len(b), -1, self.experts)[out, :, expert].float()
         right = a.reshape(self.experts, -1, a.shape[-1])[expert, :, inner].float()

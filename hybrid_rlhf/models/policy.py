@@ -45,7 +45,8 @@ class HeadLogprobs(nn.Module):
 
     def forward(self, hidden: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropy [N] float32 of labels [N] after hidden states [N, H]."""
-        softcap, scale = self.convention.softcap, self.convention.scale
+        softcap = self.convention.softcap
+        scale = self.convention.scale
         states, bias = (hidden, self.bias) if softcap is None else self.scaled(hidden)
         return logprobs_from_hidden(
             states,
@@ -229,11 +230,13 @@ def backbone_hidden(
     if packs(lm):
         packed = pack(lm, input_ids, real)
         options |= packed.arguments
-        in_order, routes = packed.unpacked, None if routes is None else packed.packed(routes[real])
+        in_order = packed.unpacked
+        routes = None if routes is None else packed.packed(routes[real])
     else:
         # real tokens first: Llama 4 scales queries by their index in the row
         order = (~real).to(torch.int8).argsort(dim=1, stable=True)
-        input_ids, real = input_ids.gather(1, order), real.gather(1, order)
+        input_ids = input_ids.gather(1, order)
+        real = real.gather(1, order)
         if "position_ids" in inspect.signature(backbone.forward).parameters:  # families with ALiBi have none
             options["position_ids"] = position_ids(real)
         options |= {"input_ids": input_ids, "attention_mask": real.long()}

@@ -155,7 +155,9 @@ def rl_session(
         updates = steps * config.algorithm.epochs * config.algorithm.mini_batches
         roles = build_roles(config, run, placement, actor_path, tokenizer, updates=updates)
         roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]))
-        actor, average, ptx_batches = roles.actor, None, None
+        actor = roles.actor
+        average = None
+        ptx_batches = None
         if isinstance(actor, ModelEngine):
             average = WeightAverage(actor.module, decay=config.actor.ema_decay) if config.actor.ema_decay else None
             ptx_batches = ptx and PtxBatches(
@@ -230,7 +232,8 @@ def total_steps(config: RLConfig, stream: RowStream) -> int:
 def few_updates_text(config: RLConfig, prompts: int) -> str:
     """A warning that an epoch has fewer updates than most data sets need, with the rollout size that gives more; empty
     if it has enough."""
-    size, per_rollout = config.rollout.prompts_per_step, config.algorithm.epochs * config.algorithm.mini_batches
+    size = config.rollout.prompts_per_step
+    per_rollout = config.algorithm.epochs * config.algorithm.mini_batches
     updates = prompts // size * per_rollout
     smaller = max(1, prompts // -(-FEW_UPDATES // per_rollout))
     if updates >= FEW_UPDATES or smaller >= size:
@@ -293,7 +296,9 @@ def _log_correction(config: RLConfig) -> None:
 
 def _log_updates(config: RLConfig, *, completions: int) -> None:
     """Log the number of updates per rollout, and warn if the clip of ratios can never act."""
-    epochs, parts, usual = config.algorithm.epochs, config.algorithm.mini_batches, type(config.algorithm).mini_batches
+    epochs = config.algorithm.epochs
+    parts = config.algorithm.mini_batches
+    usual = type(config.algorithm).mini_batches
     uneven = not config.algorithm.single_update and parts < usual and completions % usual > 0
     fewer = f"; {completions} do not divide into {usual}" if uneven else ""
     logger.info(

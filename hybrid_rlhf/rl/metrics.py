@@ -19,10 +19,14 @@ from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
 def rollout_metrics(batch: Batch) -> dict[str, float]:
     """Metrics of a rollout under TRL's names; KL and entropy are sums over a completion, in nats."""
     rollout = batch.rollout
-    mask, old_logprobs, scores = rollout.response_mask, rollout.old_logprobs, rollout.penalized_scores
+    mask = rollout.response_mask
+    old_logprobs = rollout.old_logprobs
+    scores = rollout.penalized_scores
     assert old_logprobs is not None
     difference = torch.where(mask, (rollout.sampled_logprobs - old_logprobs).abs(), 0.0)
-    kl, explained, clipped = rollout.kl, batch.explained_variance, batch.clipped
+    kl = rollout.kl
+    explained = batch.explained_variance
+    clipped = batch.clipped
     return {
         **({} if kl is None else {"objective/kl": float(kl.mean())}),
         **({} if explained is None else {"val/explained_variance": explained}),
@@ -45,7 +49,8 @@ def episode_metrics(rollout: Rollout) -> dict[str, float]:
         return {}
     mask = rollout.response_mask
     begins = mask[:, 1:] & ~mask[:, :-1]  # the template has at least one token between two turns
-    turns, rewards = begins.sum(dim=1).float(), rollout.turn_rewards.sum(dim=1)
+    turns = begins.sum(dim=1).float()
+    rewards = rollout.turn_rewards.sum(dim=1)
     whole = {"environment/truncated": float((~rollout.stopped).float().mean())}
     if rollout.samples is None:
         return {**whole, "environment/turns": float(turns.mean()), "environment/reward": float(rewards.mean())}
@@ -73,7 +78,8 @@ def _equal_groups(rollout: Rollout, scores: Tensor) -> dict[str, float]:
 
 def evaluation_metrics(rollout: Rollout, *, prefix: str) -> dict[str, float]:
     """Metrics of completions of held-out prompts; KL and length per completion."""
-    scores, kl = rollout.penalized_scores, rollout.kl
+    scores = rollout.penalized_scores
+    kl = rollout.kl
     return {
         f"{prefix}/scores": float(scores.mean()),
         f"{prefix}/scores_std": spread(scores),
@@ -104,7 +110,8 @@ def speed_metrics(
         hidden: seconds of generation during the training of earlier steps.
     """
     generation = seconds.get("generation", 0.0) + hidden  # 0 if a checkpoint had the completions
-    device, parts = roles.world.device, {name: taken for name, taken in seconds.items() if name != "step"}
+    device = roles.world.device
+    parts = {name: taken for name, taken in seconds.items() if name != "step"}
     generating = (
         {}
         if not generation

@@ -26,7 +26,8 @@ from hybrid_rlhf.runtime.observability.samples import SampleLog
 from hybrid_rlhf.runtime.observability.token_log import TokenLog
 
 logger = logging.getLogger(LOGGER_NAME)
-_PARTIAL_STEP, _LAST_LOGPROBS = "partial_step.", "last_logprobs."
+_PARTIAL_STEP = "partial_step."
+_LAST_LOGPROBS = "last_logprobs."
 _SHOWN_METRICS = (
     "objective/scores",
     "objective/kl",
@@ -46,8 +47,11 @@ class RLTrainer(Trainer):
 
     def __init__(self, session: RLSession) -> None:
         """Take the parts, data and settings of a session."""
-        config, run, parts = session.config, session.run, session.parts
-        roles, sampler = parts.roles, parts.roles.sampler
+        config = session.config
+        run = session.run
+        parts = session.parts
+        roles = parts.roles
+        sampler = parts.roles.sampler
         changing = dict(roles.learners)
         if config.reference.refresh_every and isinstance(roles.reference, ModelEngine | AbsentEngine):
             changing["reference"] = roles.reference
@@ -59,11 +63,17 @@ class RLTrainer(Trainer):
             checkpoints=CheckpointManager(run, config.train, changing, parts.updater.average),
             shown_metrics=_SHOWN_METRICS,
         )
-        self._session, self._rl = session, config
-        self._parts, self._roles, self._scorer, self._updater = parts, roles, parts.scorer, parts.updater
-        self._collector, self._ahead = session.collector, session.collector.ahead
+        self._session = session
+        self._rl = config
+        self._parts = parts
+        self._roles = roles
+        self._scorer = parts.scorer
+        self._updater = parts.updater
+        self._collector = session.collector
+        self._ahead = session.collector.ahead
         self._max_logprob_diff = run.world.broadcast_object(sampler.max_logprob_diff, source=sampler.world.members[0])
-        self._kl, self._texts = KLController(config.algorithm.kl), SampleTexts(session.prompts, session.tokenizer)
+        self._kl = KLController(config.algorithm.kl)
+        self._texts = SampleTexts(session.prompts, session.tokenizer)
         self._skipped = SkippedUpdates(run, limit=config.faults.max_skipped_steps)
         self._samples = SampleLog(run.folder, every=config.logging.samples_every, enabled=run.world.is_main)
         self._tokens = TokenLog(
@@ -77,12 +87,17 @@ class RLTrainer(Trainer):
 
     def step(self, step: int) -> dict[str, float]:
         """Sample, score, estimate, update."""
-        config, kl_coef, start = self._rl, self._kl.kl_coef, self._start_timers()
+        config = self._rl
+        kl_coef = self._kl.kl_coef
+        start = self._start_timers()
         try:
             if self._interrupted is not None:
-                (batch, progress), start, self._interrupted = self._interrupted, None, None
+                (batch, progress) = self._interrupted
+                start = None
+                self._interrupted = None
             else:
-                batch, progress = self.batch(step), None
+                batch = self.batch(step)
+                progress = None
         except NothingToLearn as error:
             return self._without_update(step, error)
         except NonFiniteError as error:
@@ -151,7 +166,8 @@ class RLTrainer(Trainer):
 
     def _require_own_samples(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise UserError if current weights sampled tokens with other log-probs than training gives them."""
-        diff, limit = metrics["rollout/logprob_abs_diff_mean"], self._max_logprob_diff
+        diff = metrics["rollout/logprob_abs_diff_mean"]
+        limit = self._max_logprob_diff
         require(
             diff <= limit or bool(metrics.get("rollout/stale_updates")),
             f"sampler and training must agree to {limit:.3g} nats per token in the mean, they differ by {diff:.3g} in "
@@ -176,7 +192,8 @@ class RLTrainer(Trainer):
         if start is None:
             return {}
         seconds["step"] = time.perf_counter() - start
-        sampled, hidden = self._collector.sampled, self._ahead.hidden_seconds
+        sampled = self._collector.sampled
+        hidden = self._ahead.hidden_seconds
         metrics = speed_metrics(self._roles, sampled, report.trained_tokens, seconds, work=cost.work, hidden=hidden)
         return metrics | self._session.placement_metrics(seconds, sampled)
 
@@ -257,7 +274,8 @@ class RLTrainer(Trainer):
         return None if state is None else state.step
 
     def _restore(self, state: LoopState) -> None:
-        content, mine = state.content, self._rl.algorithm.name
+        content = state.content
+        mine = self._rl.algorithm.name
         before = content["algorithm"].get("name", mine)
         require(
             before == mine,
@@ -278,7 +296,8 @@ class RLTrainer(Trainer):
         if self._updater.ptx is not None and "ptx" in content:
             self._updater.ptx.load_state_dict(content["ptx"])
         if state.update is not None:
-            stored, tensors = content["partial_step"], without_prefix(_PARTIAL_STEP, state.tensors)
+            stored = content["partial_step"]
+            tensors = without_prefix(_PARTIAL_STEP, state.tensors)
             progress = Progress(self._world.device)
             progress.load_state_dict(stored["progress"], self._roles)
             progress.last = LastLogprobs.from_tensors(without_prefix(_LAST_LOGPROBS, state.tensors), self._world)

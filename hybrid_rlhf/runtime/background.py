@@ -25,7 +25,8 @@ class BackgroundCall(Generic[T]):
     """Starts a call immediately; `result` waits for it."""
 
     def __init__(self, call: Callable[[], T], *, device: torch.device) -> None:
-        self._call, self._device = call, device
+        self._call = call
+        self._device = device
         self._error: BaseException | None = None
         self._start = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -109,7 +110,8 @@ class BackgroundQueue(Generic[T]):
             on_error: called in the thread with the first error of `handle`; later items are discarded.
             limit: number of items that may wait; further ones are discarded.
         """
-        self._handle, self._on_error = handle, on_error
+        self._handle = handle
+        self._on_error = on_error
         self._items: queue.Queue[T | None] = queue.Queue(limit)
         self._discarded = 0
         self._is_broken = False
@@ -132,7 +134,8 @@ class BackgroundQueue(Generic[T]):
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._is_broken:
             return 0
-        left, self._is_broken = self._items.qsize() if self._thread.is_alive() else 0, True
+        left = self._items.qsize() if self._thread.is_alive() else 0
+        self._is_broken = True
         return self._discarded + left
 
     def _run(self) -> None:

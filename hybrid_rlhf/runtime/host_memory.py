@@ -14,8 +14,10 @@ import sys
 
 MALLOC_ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
 """Lets small remainders merge with their neighbours; glibc reads it only when a process starts."""
-_M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_MAX = 1, -1, -4
-"""Constants of malloc.h."""
+# Constants of malloc.h.
+_M_MXFAST = 1
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> None:

@@ -25,7 +25,8 @@ from packaging.requirements import Requirement
 from hybrid_rlhf.runtime.world import World, default_device, solo_world
 
 PACKAGE = "hybrid_rlhf"
-_DRIVER, _DEVICES = Path("/proc/driver/nvidia/version"), Path("/dev")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_DEVICES = Path("/dev")
 _LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}
 """For each major version of CUDA, the oldest driver on which its builds run (NVIDIA's table of minor version
 compatibility)."""
@@ -87,12 +88,11 @@ def inspect_installation() -> Installation:
     faults: list[Fault] = []
     try:
         this_package = distribution(PACKAGE)
-        packages, extras = (
-            required_packages(this_package.requires or []),
-            this_package.metadata.get_all("Provides-Extra") or [],
-        )
+        packages = required_packages(this_package.requires or [])
+        extras = this_package.metadata.get_all("Provides-Extra") or []
     except PackageNotFoundError:
-        packages, extras = [], []
+        packages = []
+        extras = []
         problem = f"{PACKAGE} runs from a folder and is not installed: its requirements are not checked"
         faults.append(Fault(problem, "pip install --editable . in that folder"))
     faults += [fault for package in packages if (fault := package.fault()) is not None]
@@ -185,7 +185,8 @@ def device_line(world: World) -> tuple[str, list[Fault]]:
 
 def missing_gpu() -> Fault | None:
     """Why torch finds no GPU on a machine with an NVIDIA device; None if there is none, or torch finds it."""
-    nodes, driver = any(_DEVICES.glob("nvidia[0-9]*")), cuda_versions().get("driver")
+    nodes = any(_DEVICES.glob("nvidia[0-9]*"))
+    driver = cuda_versions().get("driver")
     if torch.cuda.is_available() or not (nodes or driver or shutil.which("nvidia-smi")):
         return None
     if torch.version.cuda is None:
@@ -217,7 +218,8 @@ def _triton_faults() -> list[Fault]:
     """What Triton lacks to compile kernels for the GPU: it builds a Python extension in C."""
     if not torch.cuda.is_available():
         return []
-    faults, header = [], Path(sysconfig.get_paths()["include"]) / "Python.h"
+    faults = []
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
         faults.append(Fault("Triton needs a C compiler, PATH has none", "apt-get install gcc, or set CC"))
     if not header.is_file():

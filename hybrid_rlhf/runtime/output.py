@@ -32,7 +32,9 @@ def json_output() -> Iterator[None]:
     mistake, which is raised.
     """
     global _documents, _has_result
-    outer, _documents, _has_result = (_documents, _has_result), sys.stdout, False
+    outer = (_documents, _has_result)
+    _documents = sys.stdout
+    _has_result = False
     try:
         with contextlib.redirect_stdout(sys.stderr):
             try:

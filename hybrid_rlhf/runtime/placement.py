@@ -312,11 +312,13 @@ def _check_keys(role_settings: Mapping[str, RoleRanks], placed: PlacedRoles) -> 
 
 
 def _check(placement: Placement, placed: PlacedRoles) -> None:
-    sampler, actor = placement.sampler, placement["actor"]
+    sampler = placement.sampler
+    actor = placement["actor"]
     if placement.with_actor:
         _check_with_actor(placement, placed)
     for name, role in placement.roles.items():
-        count, who = len(role.ranks), "sampler" if role is sampler else name
+        count = len(role.ranks)
+        who = "sampler" if role is sampler else name
         known = [str(size) for size in range(1, count + 1) if count % size == 0]
         require(
             count % role.tensor_parallel == 0,
@@ -363,7 +365,8 @@ def _ranks_in_words(count: int) -> str:
 
 
 def _check_with_actor(placement: Placement, placed: PlacedRoles) -> None:
-    together, trains = placement.sampler.tensor_parallel, len(placement["actor"].ranks)
+    together = placement.sampler.tensor_parallel
+    trains = len(placement["actor"].ranks)
     require(
         placement.separate_sampler,
         "placement.sampler.with_actor shares rollouts between the actor's ranks and a sampler's, got no ranks of its "

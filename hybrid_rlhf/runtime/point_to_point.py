@@ -43,4 +43,5 @@ class Exchange:
         """
         for work in self._works:
             work.wait()
-        self._works, self._tensors = [], []
+        self._works = []
+        self._tensors = []

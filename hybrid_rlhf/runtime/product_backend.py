@@ -101,7 +101,8 @@ def measure() -> dict[Backend, float]:
         for tokens, inputs, outputs in _SHAPES
     ]
     fastest: dict[tuple[Backend, int], float] = {}
-    before, start = backend(), time.perf_counter()
+    before = backend()
+    start = time.perf_counter()
     try:
         for number in range(_ROUNDS):
             if number > 1 and time.perf_counter() - start > _LIMIT_SECONDS:

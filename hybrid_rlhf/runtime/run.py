@@ -122,7 +122,8 @@ class Run:
             )
 
     def _tracked(self) -> TrackedRun:
-        section, folder = self.config.logging, self.folder.resolve()
+        section = self.config.logging
+        folder = self.folder.resolve()
         name = section.run_name or f"{folder.parent.name}-{folder.name}"
         return TrackedRun(self.folder, section.project, name, read_config(self.config))
 
@@ -267,7 +268,8 @@ def _check_logging(config: StepConfig, world: World) -> Alerts | None:
     Raises:
         UserError: on every rank.
     """
-    alerts, section = None, config.logging
+    alerts = None
+    section = config.logging
     with shared_user_errors(world):
         if world.is_main:
             require_installed(SINKS, section.sinks)

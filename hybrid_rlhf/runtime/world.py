@@ -179,7 +179,8 @@ class World:
         if self.group is whole:
             yield
             return
-        outer, _inside.world = getattr(_inside, "world", None), self
+        outer = getattr(_inside, "world", None)
+        _inside.world = self
         distributed_c10d._update_default_pg(self.group)
         try:
             yield
@@ -261,7 +262,8 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
     """
     if "RANK" not in os.environ:
         os.environ.update(_SOLO_ENVIRONMENT, MASTER_PORT=str(_free_port()), HYBRID_RLHF_SOLO=str(os.getpid()))
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", size)))
     if torch.cuda.is_available():

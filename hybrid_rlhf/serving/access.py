@@ -43,7 +43,8 @@ class AccessRules:
 
     def origin_refusal(self, headers: Headers) -> Refusal | None:
         """Why the Origin is refused; None without an Origin, or if it is the server's or an allowed one."""
-        origin, host = headers.get("origin"), headers.get("host")
+        origin = headers.get("origin")
+        host = headers.get("host")
         if origin is None or origin in {*self._origins, f"http://{host}", f"https://{host}"}:
             return None
         return Refusal(

@@ -37,8 +37,11 @@ class Admission:
     def __init__(
         self, app: ASGIApp, metrics: ServerMetrics, api_key: str | None, rules: AccessRules, activity: Activity
     ) -> None:
-        self._app, self._metrics, self._api_key = app, metrics, api_key
-        self._rules, self._activity = rules, activity
+        self._app = app
+        self._metrics = metrics
+        self._api_key = api_key
+        self._rules = rules
+        self._activity = activity
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -71,7 +74,8 @@ class Admission:
         With a key, any Host is accepted: a page of another site does not have the key, and a proxy or a container has
         names that this machine does not know.
         """
-        rules, is_open = self._rules, scope["path"] in _OPEN_PATHS
+        rules = self._rules
+        is_open = scope["path"] in _OPEN_PATHS
         refused = rules.origin_refusal(headers) or (rules.host_refusal(headers) if self._api_key is None else None)
         if refused is not None:
             return error_response(*refused, "invalid_request_error")

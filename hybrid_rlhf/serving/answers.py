@@ -45,7 +45,10 @@ class Answer:
         self, body: GenerationBody, job: Job, tokenizer: PreTrainedTokenizerBase, token_text: TokenText
     ) -> None:
         """Take the request, its prompts and sampling, the tokenizer of the text, and the text of single tokens."""
-        self._body, self._job, self._tokenizer, self._token_text = body, job, tokenizer, token_text
+        self._body = body
+        self._job = job
+        self._tokenizer = tokenizer
+        self._token_text = token_text
         self._most_calls = 1 if isinstance(body, ChatBody) and body.parallel_tool_calls is False else None
         self._is_chat = isinstance(body, ChatBody)
         # Like completion_text in data/chat/conversation.py: without a template, a space follows the role's name.
@@ -92,7 +95,8 @@ class Answer:
 
     async def events(self, stream: TokenStream) -> AsyncIterator[str]:
         """Server-sent events; the last one is `[DONE]`."""
-        options, wants_tokens = self._body.stream_options, self._body.wants_logprobs or self._body.return_token_ids
+        options = self._body.stream_options
+        wants_tokens = self._body.wants_logprobs or self._body.return_token_ids
         usage = {"usage": None} if options is not None and options.include_usage else {}
         head = {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
         if self._is_chat:
@@ -104,7 +108,8 @@ class Answer:
         try:
             async for tokens in stream.steps():
                 for token in tokens:
-                    index, (text, calls) = self._index(token), self._add([token])
+                    index = self._index(token)
+                    (text, calls) = self._add([token])
                     if text or token.finish_reason or wants_tokens:
                         choices = [self._choice(index, AnswerPart(text, [token], calls), streamed=True)]
                         yield _event({**head, "choices": choices, **usage})
@@ -165,7 +170,9 @@ class Answer:
         return {"token": known.text(token), "logprob": logprob, "bytes": list(known.content(token))}
 
     def _text_logprobs(self, index: int, piece: AnswerPart) -> dict[str, Any]:
-        known, texts, offsets = self._token_text, list[str](), list[int]()
+        known = self._token_text
+        texts = list[str]()
+        offsets = list[int]()
         for token in piece.tokens:
             texts.append(known.label(token.token_id))
             offsets.append(self._offsets[index])
@@ -184,7 +191,8 @@ class Answer:
         return logprobs
 
     def _usage(self) -> dict[str, int]:
-        prompt, completion = sum(map(len, self._job.prompts)), self._completion_tokens
+        prompt = sum(map(len, self._job.prompts))
+        completion = self._completion_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _decode(self, ids: list[int]) -> str:

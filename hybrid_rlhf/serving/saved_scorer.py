@@ -57,7 +57,9 @@ class SavedScorer:
         require_scorer(config, name)
         settings = ModelConfig(path=path, trust_remote_code=trust_remote_code)
         lm, _ = load_model(path, "scorer", config=settings, dtype=dtype, heads=None)
-        self.name, self.tokenizer, self.device = name, tokenizer, device
+        self.name = name
+        self.tokenizer = tokenizer
+        self.device = device
         self.heads = stored_heads(config)
         """Names of its scores; empty for a single score."""
         self.model = Scorer(lm.to(device).eval())  # type: ignore[arg-type]

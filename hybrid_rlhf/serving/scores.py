@@ -29,8 +29,10 @@ class ScoreService:
             max_queue: largest number of waiting requests.
             name: name of the model in requests; None: the model's name.
         """
-        self.name, self._scorer = name or scorer.name, scorer
-        self._max_queue, self._unfinished = max_queue, 0
+        self.name = name or scorer.name
+        self._scorer = scorer
+        self._max_queue = max_queue
+        self._unfinished = 0
         self.closed = False
         """True if requests end without their scores, as the server stops."""
 
@@ -63,7 +65,8 @@ class ScoreService:
             self._unfinished -= 1
 
     async def _scored(self, body: ScoreBody, call: Callable[[Callable[[], Tensor]], Future[Tensor]]) -> dict[str, Any]:
-        heads, rows = self._scorer.heads, await asyncio.to_thread(self._rows, body)
+        heads = self._scorer.heads
+        rows = await asyncio.to_thread(self._rows, body)
         shown: list[dict[str, Any]] = [{} for _ in rows]
         left = threading.Event()
         try:

@@ -76,8 +76,11 @@ class StoppingServer(uvicorn.Server):
             close: ends the requests that still run.
         """
         super().__init__(config)
-        self._activity, self._seconds = activity, seconds
-        self._failed, self._started, self._close = failed, started, close
+        self._activity = activity
+        self._seconds = seconds
+        self._failed = failed
+        self._started = started
+        self._close = close
         self._end: float | None = None
         """Time at which running requests are ended."""
 
@@ -94,7 +97,8 @@ class StoppingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Return True to exit; called ten times per second."""
         if self._failed():
-            self._activity.stops, self._end = True, time.monotonic()
+            self._activity.stops = True
+            self._end = time.monotonic()
         if self._end is not None and (not self._activity.requests or time.monotonic() >= self._end):
             await asyncio.to_thread(self._close)
             last = time.monotonic() + _LAST_SECONDS
@@ -133,7 +137,8 @@ def serve(
             f"KV cache of {batch.kv_cache_bytes / 2**30:.2f} GiB for up to {batch.rows} completions of up to "
             f"{batch.max_tokens} tokens"
         )
-    created, activity = int(time.time()), Activity()
+    created = int(time.time())
+    activity = Activity()
     access = Access(config.host, api_key, config.cors_origins)
     if service is not None:
         app = build_app(service, access, created=created, activity=activity, scores=served.scores)

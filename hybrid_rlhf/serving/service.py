@@ -105,7 +105,10 @@ class TokenStream:
     def __init__(
         self, batch: OpenBatch, job: Job, metrics: ServerMetrics, deliveries: _Deliveries, *, whole: bool
     ) -> None:
-        self._batch, self._job, self._metrics, self._start = batch, job, metrics, time.perf_counter()
+        self._batch = batch
+        self._job = job
+        self._metrics = metrics
+        self._start = time.perf_counter()
         self._steps: asyncio.Queue[list[StreamedToken]] = asyncio.Queue()
         self._kept: list[StreamedToken] = []
         """Tokens of a whole answer, until a completion ends: they are not needed earlier."""
@@ -123,7 +126,8 @@ class TokenStream:
                 self._kept += tokens
                 if all(token.finish_reason is None for token in tokens):
                     return
-                tokens, self._kept = self._kept, []
+                tokens = self._kept
+                self._kept = []
             deliveries.add(loop, self._steps, tokens)
 
         seeded = [replace(job.sampling, seed=seed) for seed in job.seeds]
@@ -191,13 +195,17 @@ class Service:
             adapters: names of adapters that requests may give in place of the model's.
             adapter: adapter of all completions; None: the model itself.
         """
-        self.batch, self.tokenizer, self.name = batch, tokenizer, name
-        self.metrics, self._adapter = ServerMetrics(batch) if metrics is None else metrics, adapter
+        self.batch = batch
+        self.tokenizer = tokenizer
+        self.name = name
+        self.metrics = ServerMetrics(batch) if metrics is None else metrics
+        self._adapter = adapter
         self._deliveries = _Deliveries()
         shared: dict[str, Any] = {"sampling": sampling, "max_queue": max_queue, "metrics": self.metrics}
         self.adapters = {name: Service(batch, tokenizer, name=name, adapter=name, **shared) for name in adapters}
         """Services of the adapters."""
-        self.defaults, self.max_queue = sampling, max_queue
+        self.defaults = sampling
+        self.max_queue = max_queue
         self._most_characters = batch.max_tokens * longest_token(tokenizer)
 
     @cached_property

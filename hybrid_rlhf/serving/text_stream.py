@@ -31,7 +31,9 @@ class TextStream:
             stop: strings that end the text and are not part of it.
             drops_space: true to drop a space at the beginning of the text.
         """
-        self._decode, self._stop, self._drops_space = decode, tuple(stop), drops_space
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._drops_space = drops_space
         self._tokens: list[int] = []
         """Tokens of the last piece, and those after it."""
         self._shown = 0
@@ -42,13 +44,15 @@ class TextStream:
     def add(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> str:
         """The text that further tokens complete. The last token comes alone and returns the rest of the text."""
         self._tokens += tokens
-        before, through = self._decode(self._tokens[: self._shown]), self._decode(self._tokens)
+        before = self._decode(self._tokens[: self._shown])
+        through = self._decode(self._tokens)
         if finish_reason is None and (len(through) <= len(before) or through.endswith(_INCOMPLETE)):
             return ""
         self._tokens, self._shown = self._tokens[self._shown :], len(self._tokens) - self._shown
         text = through[len(before) :]
         if self._drops_space and text:
-            text, self._drops_space = text.removeprefix(" "), False
+            text = text.removeprefix(" ")
+            self._drops_space = False
         text = self._held + text
         end = len(text) - self._possible_stop(text)
         if finish_reason is not None:
@@ -69,8 +73,10 @@ class ReplyStream:
 
     def __init__(self, text: TextStream, names: Collection[str]) -> None:
         """Take the text of the tokens, and the functions that may be called."""
-        self._text, self._names = text, names
-        self._whole, self._shown = "", 0
+        self._text = text
+        self._names = names
+        self._whole = ""
+        self._shown = 0
 
     def add(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> tuple[str, Sequence[ToolCall]]:
         """Text and calls that further tokens complete. The last token comes alone and returns the rest."""

@@ -75,7 +75,8 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def characters(value: Any) -> int:
     """Number of characters of all texts in a JSON value."""
-    count, waiting = 0, [value]
+    count = 0
+    waiting = [value]
     while waiting:  # without recursion, as a client may nest values arbitrarily deep
         item = waiting.pop()
         if isinstance(item, dict):

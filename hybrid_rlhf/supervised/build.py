@@ -94,7 +94,8 @@ def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
         role: Role = "actor"
         objective: Objective[Any] = SFTObjective(pad_token_id=pad_token(tokenizer), device=run.world.device)
         if distill is not None and teacher_path is not None:
-            role, train = "student", with_row_numbers(train, distill, max_length=config.data.max_length)
+            role = "student"
+            train = with_row_numbers(train, distill, max_length=config.data.max_length)
             teacher = build_frozen_engine(config, run, "teacher", teacher_path)
             objective = DistillObjective(
                 distill, teacher, tokenizer, seed=config.seed, max_length=config.data.max_length

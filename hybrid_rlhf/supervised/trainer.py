@@ -88,7 +88,8 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
         config: TrainConfig,
         run: Run,
     ) -> None:
-        self._objective, self._engine = objective, engine
+        self._objective = objective
+        self._engine = engine
         self._padded = not (engine.packs and objective.packs)
         self._plan = replace(plan, micro_batches=replace(plan.micro_batches, padded=self._padded))
         self._loader = train_loader(train, self._plan, run)
@@ -127,7 +128,8 @@ class SupervisedTrainer(Trainer, Generic[BatchT]):
         return LoopState(step, {"loader": self._loader.state_dict(), "skipped": self._skipped.state_dict()})
 
     def _update(self, step: int, micro_batches: Sequence[Sequence[Mapping[str, Any] | None]]) -> dict[str, float]:
-        objective, world = self._objective, self._world
+        objective = self._objective
+        world = self._world
         sums = RunningSums(world.device)
         with self._run.timers("training"):
             collated = [objective.collate(rows) for rows in micro_batches]

@@ -49,7 +49,7 @@ def test_an_example_runs(file: Path, model_folder: Path, tmp_path: Path) -> None
     assert list(tmp_path.rglob("model.safetensors"))
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_loop_of_ones_own_trains_and_evaluates_on_two_ranks(model_folder: Path, tmp_path: Path) -> None:
     file = ROOT / "examples" / "custom_loop.py"
     imported = [node.module for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]

@@ -53,7 +53,7 @@ def test_all_parts_run_and_are_recorded(tmp_path: Path) -> None:
     assert run(tmp_path).stdout.count("done already") == len(PARTS)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_an_interrupted_part_resumes_after_its_last_figure(tmp_path: Path) -> None:
     cut = {"done": False, "figures": {"SDPA, cuDNN off": {"kept": 1}}, "failure": "cut"}
     results.write("gpu", "attention.json", json.dumps(cut), tmp_path)
@@ -64,7 +64,7 @@ def test_an_interrupted_part_resumes_after_its_last_figure(tmp_path: Path) -> No
     assert record["done"] and "failure" not in record
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_part_without_time_is_left_to_the_next_call(tmp_path: Path) -> None:
     done = run(tmp_path, "--minutes", "0.1", "--part", "kernels")
     assert "no time left" in done.stdout and results.names("gpu", tmp_path) == []

@@ -10,7 +10,7 @@ from benchmarks.hacking import report, run
 from benchmarks.hacking_tasks import HACKABLE, write_files
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_policy_that_stuffs_a_keyword_is_flagged(tmp_path: Path) -> None:
     write_files(tmp_path)
     (task,) = (task for task in HACKABLE if task.name == "keyword")

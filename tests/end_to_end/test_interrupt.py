@@ -45,7 +45,7 @@ def interrupted(line: list[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.faults)])
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_pipeline_saves_and_resumes(processes: int, model_folder: Path, tmp_path: Path) -> None:
     rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     line = [*pipeline_line(output, model_folder, rows), "--steps", "sft"]

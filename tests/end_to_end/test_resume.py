@@ -50,7 +50,7 @@ def test_a_pipeline_that_receives_sigterm_saves_and_resumes(processes: int, mode
     assert (output / "step1_sft" / "finished.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_finished_model_is_a_warm_start(model_folder: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl")
     first, second = tmp_path / "first", tmp_path / "second"
@@ -80,7 +80,7 @@ def test_a_run_from_another_runs_checkpoint_is_killed_before_its_first_and_resum
     assert found.pop("metrics") == [told for told in want.pop("metrics") if told["step"] > 2] and found == want
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_wrong_batch_size_is_corrected_in_place(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

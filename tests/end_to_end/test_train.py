@@ -112,6 +112,7 @@ def test_finished_steps_are_skipped_and_changed_ones_refused(finished: tuple[Pat
     assert (output / "step1_sft" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_json_is_all_that_is_on_standard_output(finished: tuple[Path, list[str], str], tmp_path: Path) -> None:
     output, line, _ = finished
     line = ["-m", "hybrid_rlhf", "train", *line[1:], "--json"]
@@ -186,6 +187,7 @@ def test_a_function_and_a_model_make_a_reward(
     ],
     ids=["torchrun", "deepspeed", "deepspeed-local-rank"],
 )
+@pytest.mark.slow
 def test_a_step_runs_under_both_launchers(
     start: list[str], model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
@@ -197,6 +199,7 @@ def test_a_step_runs_under_both_launchers(
     assert (tmp_path / "out" / "finished.json").exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_stops_the_others_and_is_named(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
     line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     line += sft_line(tmp_path / "out", model_folder, pair_rows, "--train.epochs", "5000")

@@ -82,9 +82,9 @@ def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (1, [(3, 1, 0), (3, 1, 4)]),
+        pytest.param(1, [(3, 1, 0), (3, 1, 4)], marks=pytest.mark.faults),
         (2, [(stage, split, 4 * ((stage + split) % 2)) for stage, split in product(range(4), (1, 2))]),
-        (4, [(1, 4, 0), (2, 2, 4), (3, 2, 0), (3, 4, 4)]),
+        pytest.param(4, [(1, 4, 0), (2, 2, 4), (3, 2, 0), (3, 4, 4)], marks=pytest.mark.slow),
     ],
     ids=["1 rank", "2 ranks", "4 ranks"],
 )
@@ -204,7 +204,8 @@ def in_place(world: World, path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "variety",
     [
-        *("llama", "gemma4 with experts"),
+        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("gemma4 with experts", marks=pytest.mark.faults),
         *(pytest.param(name, marks=pytest.mark.faults) for name in ("gemma2", "falcon_h1", "deepseek_v3")),
     ],
 )
@@ -352,7 +353,7 @@ def parallel(world: World, folder: Path, names: list[str]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.faults) for ranks in (3, 4))])
 def test_families_split_over_ranks_sample_what_one_process_does(ranks: int, tmp_path: Path) -> None:
     names = ["llama with biases", "gemma2", "phi3", "opt 350m", "gpt2", "pythia", "bloom", "falcon 7b", "falcon 40b"]
     if ranks == 2:

@@ -225,9 +225,8 @@ def test_the_plan_has_the_tables_of_a_workspace_and_the_parts_of_split_attention
             capacity_tokens=held.capacity_tokens,
         )
         assert 4 * row == sum(table.nbytes for table in tables)
-    kernels = importlib.import_module("hybrid_rlhf.generation.ops.attention")
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(kernels, "splits_of", lambda *given: asked.append(given) or (8, 128))
+    monkeypatch.setattr(capacity, "splits_of", lambda *given: asked.append(given) or (8, 128))
     found = capacity.split_bytes(generation.backend.decoder, rows=10, capacity_tokens=1024)
     assert found == 4 * 8 * (8 + 2) * 4 and asked == [(20, 1024)]  # 4 heads of 8 dimensions, 2 KV heads, float32
 

@@ -112,9 +112,10 @@ def test_the_module_ends_where_a_table_of_positions_does() -> None:
 
 
 def test_a_stop_string_before_the_shortest_length_ends_nothing() -> None:
-    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=(), tokenizer=tiny_tokenizer())
+    tokenizer = tiny_tokenizer()
+    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=(), tokenizer=tokenizer)
     (free,) = engine.generate([SHORT_PROMPTS[0]], SHORT_GREEDY)[0]
-    text = [engine._tokenizer.decode([token]) for token in free.token_ids]  # type: ignore[union-attr]
+    text = [tokenizer.decode([token]) for token in free.token_ids]
     early = next(n for n in range(1, 9) if text.count(text[n]) == 1)
     held = replace(SHORT_GREEDY, stop=(text[early],))
     assert engine.generate([SHORT_PROMPTS[0]], held)[0][0].token_ids == free.token_ids[: early + 1]

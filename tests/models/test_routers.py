@@ -188,5 +188,5 @@ def test_forwards_without_gradient_have_no_router_losses() -> None:
 
 
 def test_coefficients_may_not_be_negative() -> None:
-    with pytest.raises(UserError, match="model.router_aux_loss_coef must be 0"):
+    with pytest.raises(UserError, match="router_aux_loss_coef must be 0"):
         ModelConfig(router_aux_loss_coef=-1.0)

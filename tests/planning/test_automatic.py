@@ -13,7 +13,7 @@ import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import RolePlacements
+from hybrid_rlhf.configs.sections.placement import RolePlacements, read_placement
 from hybrid_rlhf.planning.automatic import MeasuredStep, PlacementWatch, _PlanRequest, choose_placement
 from hybrid_rlhf.planning.job import StepLengths, measured_lengths
 from hybrid_rlhf.planning.machines.stored import save_curves
@@ -117,7 +117,7 @@ def test_the_log_has_the_command_that_resumes_under_a_faster_placement(
     resumed = parse_config(RLConfig, [*config_line(model_folder, tmp_path, SHORT), *words[2:]])
     assert words[:4] == ["--config", f"{config.output_dir}/config.yaml", "--resume", "auto"]
     assert watch.answer.best is not None and resumed.resume == "auto"
-    assert resumed.placement == watch.answer.best.plan.placement_setting()
+    assert resumed.placement == read_placement(watch.answer.best.plan.placement_setting())
     assert len(watch.answer.best.plan.sampling.ranks) == 2
 
 

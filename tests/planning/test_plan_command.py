@@ -94,6 +94,7 @@ def test_candidates_are_listed_fastest_first_with_why_each_lost(shape: str, caps
     assert all(known.count(each) == 1 for each in known)
 
 
+@pytest.mark.faults
 def test_a_slower_link_is_planned_around(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--base_model", shape, "--steps", "rl", "--machine", "a100", "--ranks", "4", "--hosts", "2", "--json"]
     fast, slow = (
@@ -111,6 +112,7 @@ def test_what_does_not_fit_says_where_and_by_how_much(shape: str, capsys: pytest
     assert "rl does not fit as configured (" in text and " of 21.6 GiB" in text
 
 
+@pytest.mark.faults
 def test_the_tables_agree_where_a_setting_that_no_placement_has_makes_room(
     shape: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +139,7 @@ def row_of(text: str, name: str) -> list[str]:
     return line.split()[1 : 2 + len(PHASES)]
 
 
+@pytest.mark.faults
 def test_the_lines_that_are_printed_give_what_they_promise(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The line of the best plan lacked rollout.tensor_parallel, offloading and micro-batches."""
     words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "2"]
@@ -167,6 +170,7 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize("given", PLACEMENTS)
+@pytest.mark.faults
 def test_the_configured_placement_is_the_first_row(given: str, shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--base_model", shape, "--steps", "rl", "--machine", "h100", "--ranks", "4", "--rl.placement", given]
     text, code = printed(words, capsys)
@@ -184,6 +188,7 @@ def test_the_configured_placement_is_the_first_row(given: str, shape: str, capsy
     assert peaks[0] == pytest.approx(peaks[1])
 
 
+@pytest.mark.faults
 def test_the_planners_placement_decides_whether_a_plan_fits(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Flattening with the configured micro-batches does not fit; the best plan does."""
     words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "2"]
@@ -223,6 +228,7 @@ def test_a_wrong_placement_is_one_line_of_a_plan(given: str, shape: str, capsys:
     assert not Path(shape, "none").exists(), "no rank has started"
 
 
+@pytest.mark.faults
 def test_smaller_micro_batches_make_room(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--steps rl --machine 4090 --ranks 1 --json --rl.train.micro_batch_tokens".split()
     found = {}
@@ -234,6 +240,7 @@ def test_smaller_micro_batches_make_room(shape: str, capsys: pytest.CaptureFixtu
     assert found["16384"]["settings"].get("train.micro_batch_tokens", 16384) >= 16384
 
 
+@pytest.mark.faults
 def test_larger_micro_batches_are_planned_where_they_are_faster(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Small products are slow; a number of rows is kept."""
     words, best = ["--base_model", shape, *"--steps rl --machine h100 --ranks 4 --json".split()], {}

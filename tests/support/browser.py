@@ -44,7 +44,7 @@ def browser_context() -> Iterator[Any]:
         context = playwright.chromium.launch_persistent_context(
             profile, executable_path=CHROMIUM, headless=True, args=_WORDS.split(), viewport=DESKTOP
         )
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(30_000)
         yield context
         context.close()
 

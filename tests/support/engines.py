@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -110,9 +111,9 @@ def route_to_expert_0(decoder: Decoder, tokens: int) -> None:
     assert experts is not None
     route = experts.route
 
-    def recorded(x: Tensor) -> tuple[Tensor, Tensor]:
+    def recorded(x: Tensor, kernels: ModuleType | None) -> tuple[Tensor, Tensor]:
         inputs.append(x)
-        return route(x)
+        return route(x, kernels)
 
     vars(experts)["route"] = recorded
     probe_logits(decoder, probe_tokens(decoder.architecture.vocab_size))

@@ -33,7 +33,6 @@ FORKSERVER.set_forkserver_preload(
         "deepspeed.module_inject.auto_ep_config",
         "setuptools",
         "distutils.ccompiler",  # after setuptools, which provides it
-        "docstring_parser",
         "hypothesis",
         "pytest",
     ]

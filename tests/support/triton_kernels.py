@@ -69,9 +69,9 @@ from triton.compiler import ASTSource
 from hybrid_rlhf.generation.ops import attention as heads, norms, rows, sampling
 
 TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
-POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logprobs sampling_logprobs parts found",
+POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logprobs sampling_logprobs parts candidates",
             "*i64": "positions places integers tokens table units block_units",
-            "*i32": "pages tiles lasts found_tokens", "*fp64": "floats", "*u8": "seen"}
+            "*i32": "pages tiles lasts candidate_tokens", "*fp64": "floats", "*u8": "seen"}
 NUMBERS = {"fp32": "scale cap eps", "i32": "window rows heads kv_heads stride row_pages bias_keys width vocabulary "
            "integer_columns inner outer_stride inner_stride row_stride "
            "float_columns blocks head_stride"}

@@ -28,7 +28,8 @@ class Estimates:
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._newest: object = None
 

@@ -70,7 +70,8 @@ def form_fields(command: str, algorithm: str | None) -> list[dict[str, Any]]:
             advanced = section.advanced or not section.is_on
             fields.append(_field(section.name, "section", section.is_on, " ".join(about.split()), advanced=advanced))
         if section.variants:
-            default, about = unnamed[section.name], field_docs(section.kind).get("name", "")
+            default = unnamed[section.name]
+            about = field_docs(section.kind).get("name", "")
             fields.append(_field(f"{section.name}.name", "choice", default, about, choices=list(section.variants)))
         fields += [_key_field(key, section, chosen) for key in section.keys.values()]
     first = {key: place for place, key in enumerate(_REQUIRED)}

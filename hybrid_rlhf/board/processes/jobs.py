@@ -105,9 +105,11 @@ class Jobs:
             job.result = self._result(job)
             job.state = "done"
         except UserError as error:
-            job.state, job.error = "failed", str(error)
+            job.state = "failed"
+            job.error = str(error)
         except Exception as error:
-            job.state, job.error = "failed", f"{job.name} could not be run ({type(error).__name__}: {error})"
+            job.state = "failed"
+            job.error = f"{job.name} could not be run ({type(error).__name__}: {error})"
             raise
         finally:
             job.ended.set_result(None)

@@ -35,7 +35,8 @@ class Presets:
 
     def __init__(self, folders: RunFolders, summaries: RunSummaries) -> None:
         """Take the runs."""
-        self._folders, self._summaries = folders, summaries
+        self._folders = folders
+        self._summaries = summaries
 
     def all(self) -> list[dict[str, Any]]:
         """GET /api/presets: recipes, then runs, the latest first."""

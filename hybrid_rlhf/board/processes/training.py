@@ -38,7 +38,8 @@ class Training:
 
     def __init__(self, folders: RunFolders, summaries: RunSummaries) -> None:
         """Take the board's folders and the states of runs."""
-        self._folders, self._summaries = folders, summaries
+        self._folders = folders
+        self._summaries = summaries
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
         summaries.is_starting = self.is_alive

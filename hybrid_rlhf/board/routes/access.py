@@ -36,7 +36,8 @@ class BoardAccess:
 
     def __init__(self, app: ASGIApp, host: str, token: str | None) -> None:
         """Take the application, the configured host, and the token; None admits everyone who reaches the board."""
-        self._app, self._token = app, token
+        self._app = app
+        self._token = token
         self._rules = AccessRules(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -44,7 +44,8 @@ class BranchBody(SampleBody):
 def routes(workspace: BoardWorkspace) -> APIRouter:
     """The routes of this subject."""
     router = APIRouter(prefix="/api")
-    folders, jobs = workspace.folders, workspace.jobs
+    folders = workspace.folders
+    jobs = workspace.jobs
 
     def settings(run: RunFolder, body: SampleBody, **more: Any) -> dict[str, Any]:
         workspace.samples(run).line(body.step, body.index)  # raises for an unknown sample

@@ -46,7 +46,8 @@ class RewardTrainingBody(BaseModel):
 def routes(workspace: BoardWorkspace) -> APIRouter:
     """The routes of this subject."""
     router = APIRouter(prefix="/api/preferences")
-    preferences, folders = workspace.preferences, workspace.folders
+    preferences = workspace.preferences
+    folders = workspace.folders
 
     @router.get("/next")
     def following(query: Annotated[PairQuery, Query()]) -> Response:

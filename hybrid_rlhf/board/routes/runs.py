@@ -13,7 +13,9 @@ from hybrid_rlhf.board.runs.summary import printed_text
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.errors import UserError
 
-_MOST_RUNS, _MOST_NAMES, _MOST_FILES = 50, 500, 2000
+_MOST_RUNS = 50
+_MOST_NAMES = 500
+_MOST_FILES = 2000
 _Step = Annotated[int | None, Field(ge=0, lt=2**31)]
 
 
@@ -57,7 +59,8 @@ class DeleteBody(BaseModel):
 def routes(workspace: BoardWorkspace) -> APIRouter:
     """The routes of this subject."""
     router = APIRouter(prefix="/api")
-    folders, summaries = workspace.folders, workspace.summaries
+    folders = workspace.folders
+    summaries = workspace.summaries
 
     @router.get("/runs")
     def listed() -> Response:

@@ -47,11 +47,13 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
 
     @router.get("/prompts/{key}")
     def prompt(key: Annotated[str, Path(pattern=PROMPT_KEY)]) -> Response:
-        messages, rows = None, list[dict[str, object]]()
+        messages = None
+        rows = list[dict[str, object]]()
         for run in folders.all():
             if workspace.summaries.summary(run)["has_samples"] and len(rows) < _MOST_OF_PROMPT:
                 prompt_messages, more = workspace.samples(run).of_prompt(key, _MOST_OF_PROMPT - len(rows))
-                messages, rows = messages or prompt_messages, rows + more
+                messages = messages or prompt_messages
+                rows = rows + more
         if messages is None:
             raise UnknownSample(f"prompt must be a key of /api/runs/RUN/prompts, got {key}: see there")
         return answer({"prompt": messages, "rows": rows})

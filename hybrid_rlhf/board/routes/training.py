@@ -40,7 +40,8 @@ class EmptyBody(BaseModel):
 def routes(workspace: BoardWorkspace) -> APIRouter:
     """The routes of this subject."""
     router = APIRouter(prefix="/api")
-    folders, training = workspace.folders, workspace.training
+    folders = workspace.folders
+    training = workspace.training
 
     @router.get("/form")
     def form(query: Annotated[FormQuery, Query()]) -> Response:

@@ -60,7 +60,9 @@ class RunFolders:
 
     def scan(self) -> bool:
         """Look for runs and models; return True if they have changed."""
-        runs, models, links = dict[str, RunFolder](), list[Path](), list[Path]()
+        runs = dict[str, RunFolder]()
+        models = list[Path]()
+        links = list[Path]()
         for root in self.roots:
             for folder, names, linked in _folders(root):
                 links += linked
@@ -71,7 +73,9 @@ class RunFolders:
                     models.append(folder)
         with self._lock:
             changed = runs.keys() != self._runs.keys() or set(links) != set(self._links)
-            self._runs, self._models, self._links = runs, models, links
+            self._runs = runs
+            self._models = models
+            self._links = links
         return changed
 
     def all(self) -> list[RunFolder]:
@@ -162,7 +166,8 @@ def _folders(root: Path) -> Iterator[tuple[Path, set[str], list[Path]]]:
     waiting = [(root, 0)]
     while waiting:
         folder, depth = waiting.pop()
-        names, links = set[str](), list[Path]()
+        names = set[str]()
+        links = list[Path]()
         try:
             entries = list(os.scandir(folder))
         except OSError:

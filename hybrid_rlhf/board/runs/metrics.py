@@ -20,7 +20,10 @@ from hybrid_rlhf.board.runs.reading import complete_lines, finite, number, open_
 Floats = NDArray[np.float64]
 _MOST_NAMES = 2000
 _NOT_METRICS = ("step", "time_seconds")
-_TIME, _SECONDS, _MEMORY, _GIB = "time/", "_seconds", "memory/", "_gib"
+_TIME = "time/"
+_SECONDS = "_seconds"
+_MEMORY = "memory/"
+_GIB = "_gib"
 _NOT_PHASES = (
     "time/step_seconds",
     "time/hidden_generation_seconds",
@@ -35,12 +38,15 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         """Take the file, which need not exist yet."""
-        self._path, self._lock = path, threading.Lock()
+        self._path = path
+        self._lock = threading.Lock()
         self._clear()
 
     def _clear(self) -> None:
-        self._offset, self._inode = 0, -1
-        self._steps, self._times = array("q"), array("d")
+        self._offset = 0
+        self._inode = -1
+        self._steps = array("q")
+        self._times = array("d")
         self._columns: dict[str, array[float]] = {}
         self.problem: str | None = None
 
@@ -112,17 +118,16 @@ class MetricsFile:
         """
         steps, times, values = self.columns(names)
         selected = np.ones(len(steps), bool) if after is None else steps > after
-        steps, times, values = (
-            steps[selected],
-            times[selected],
-            {name: value[selected] for name, value in values.items()},
-        )
+        steps = steps[selected]
+        times = times[selected]
+        values = {name: value[selected] for name, value in values.items()}
         if len(steps) > points:
             starts = np.linspace(0, len(steps), max(points // 2, 1), endpoint=False).astype(np.int64)
             ends = np.append(starts[1:], len(steps)) - 1
             values = {name: _extremes(value, starts) for name, value in values.items()}
             places = np.stack([starts, ends], axis=1).ravel()
-            steps, times = steps[places], times[places]
+            steps = steps[places]
+            times = times[places]
         return {
             "step": steps.tolist(),
             "time_seconds": [finite(value) for value in times],
@@ -142,10 +147,12 @@ class MetricsFile:
         selected &= steps >= (1 if first is None else first)
         if last is not None:
             selected &= steps <= last
-        steps, values = steps[selected], {name: value[selected] for name, value in values.items()}
+        steps = steps[selected]
+        values = {name: value[selected] for name, value in values.items()}
         if len(steps) > points:
             starts = np.linspace(0, len(steps), points, endpoint=False).astype(np.int64)
-            steps, values = steps[starts], {name: _means(value, starts) for name, value in values.items()}
+            steps = steps[starts]
+            values = {name: _means(value, starts) for name, value in values.items()}
         parts: dict[str, dict[str, list[float | None]]] = {"phases": {}, "memory": {}}
         for name, column in values.items():
             part, prefix, suffix = ("phases", _TIME, _SECONDS) if name.startswith(_TIME) else ("memory", _MEMORY, _GIB)
@@ -157,7 +164,8 @@ def _extremes(values: Floats, starts: NDArray[np.int64]) -> Floats:
     """The smallest and the largest value of each bucket [2 * buckets], the earlier one first."""
     low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
     sizes = np.diff(np.append(starts, len(values)))
-    bucket, places = np.repeat(np.arange(len(starts)), sizes), np.arange(len(values))
+    bucket = np.repeat(np.arange(len(starts)), sizes)
+    places = np.arange(len(values))
     where_low, where_high = (
         np.minimum.reduceat(np.where(values == extreme[bucket], places, len(values)), starts) for extreme in (low, high)
     )

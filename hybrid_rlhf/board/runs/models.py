@@ -44,7 +44,9 @@ class SavedModels:
 
     def __init__(self, folders: RunFolders, summaries: RunSummaries, named: Sequence[str]) -> None:
         """Take the runs, and the models that the command line names."""
-        self._folders, self._summaries, self._named = folders, summaries, named
+        self._folders = folders
+        self._summaries = summaries
+        self._named = named
 
     def all(self) -> list[SavedModel]:
         """All models, the most recently saved actor first."""

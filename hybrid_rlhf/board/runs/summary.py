@@ -104,9 +104,11 @@ class RunSummaries:
         if is_foreign:
             state = "foreign"
         elif self.is_starting(run.id) or is_held(run.folder, owner) or _beats_elsewhere(run.folder, owner):
-            state, problem = "running", None if step is None else problem
+            state = "running"
+            problem = None if step is None else problem
         elif owner is not None:
-            state, problem = "killed", _death(run.folder, owner)
+            state = "killed"
+            problem = _death(run.folder, owner)
         else:
             state = "broken" if problem else "finished" if has_ended else "stopped"
             problem = _printed_error(run.folder) or problem if state == "broken" else problem

@@ -19,7 +19,8 @@ class RunTokens:
     def __init__(self, folder: Path, tokenizers: Callable[[], list[Path]]) -> None:
         """Take the run folder, and a function that lists possible tokenizer files, of which the first existing one is
         used."""
-        self._records, self._files = TokenRecords(folder), tokenizers
+        self._records = TokenRecords(folder)
+        self._files = tokenizers
         self._tokenizer: Tokenizer | None = None
 
     def has(self, step: int) -> bool:

@@ -253,14 +253,19 @@ def _state(database: sqlite3.Connection) -> IndexState:
 
 def _with_lines(database: sqlite3.Connection, state: IndexState, lines: list[tuple[int, bytes]]) -> IndexState:
     """Insert lines and return the new state; lines that are not samples are skipped."""
-    rows, step, position, components = state.rows, state.step, state.position, [*state.components]
+    rows = state.rows
+    step = state.step
+    position = state.position
+    components = [*state.components]
     for offset, line in lines:
         row = parsed(line)
         if row is None or "completion" not in row:
             continue
         position = position + 1 if row["step"] == step else 0
         step = row["step"]
-        index, group, parts = row.get("index"), row.get("group"), row.get("components")
+        index = row.get("index")
+        group = row.get("group")
+        parts = row.get("components")
         parts = parts if isinstance(parts, dict) else {}
         components = [*dict.fromkeys([*components, *parts])][:_MOST_COMPONENTS]
         values = (

@@ -40,7 +40,8 @@ class Samples:
 
     def __init__(self, run: RunFolder, tokens: RunTokens) -> None:
         """Take the run and its recorded tokens."""
-        self.run, self.index = run, SampleIndex(run)
+        self.run = run
+        self.index = SampleIndex(run)
         self._tokens = tokens
 
     def page(self, query: SampleQuery) -> dict[str, Any]:
@@ -158,7 +159,9 @@ def _limits(values: NDArray[np.float64]) -> tuple[float, float] | None:
 
 def _shared(row: dict[str, Any], position: int) -> dict[str, Any]:
     """The fields that a list and a single sample share; older runs lack some."""
-    parts, group, length = row.get("components"), row.get("group"), row.get("length")
+    parts = row.get("components")
+    group = row.get("group")
+    length = row.get("length")
     stopped = row.get("stopped")
     return {
         "prompt_key": prompt_key(prompt_messages(row)),

@@ -46,7 +46,8 @@ def build_config(config_type: type[ConfigT], layers: Sequence[Layer]) -> ConfigT
         UserError: for an unknown key, a wrong value, or a rule of the config.
     """
     tree = resolved(config_type, layers)
-    keys, user = tree.all_keys(), tree.user_keys()
+    keys = tree.all_keys()
+    user = tree.user_keys()
     settings = tree.values() | {key: value for key, value in derived_defaults(tree).items() if key not in user}
     values = {name: _typed(key, settings[name]) if name in settings else key.default for name, key in keys.items()}
     config: ConfigT = _instance(tree, values)
@@ -77,7 +78,8 @@ def plain(config: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
     """A config as nested keys and plain values; `keys` are the keys that its place reads, None for all."""
     content: dict[str, Any] = {}
     for declared in dataclasses.fields(config):
-        value, marks = getattr(config, declared.name), marks_of(declared)
+        value = getattr(config, declared.name)
+        marks = marks_of(declared)
         if keys is not None and declared.name not in keys:
             continue
         if marks.read is not None and value is not None:
@@ -211,10 +213,12 @@ def _instance(section: Section, values: Mapping[str, Any]) -> Any:
 def _with_positional(words: list[str], keys: Sequence[str], config_type: type) -> list[str]:
     """Replace the words before the first option by options for the positional keys."""
     first = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    rest, named = words[len(first) :], list[str]()
+    rest = words[len(first) :]
+    named = list[str]()
     for key in keys:
         if first and any(map(is_list, find_hints(config_type, key))):
-            named, first = [*named, f"--{key}={json.dumps(first)}"], []
+            named = [*named, f"--{key}={json.dumps(first)}"]
+            first = []
         elif first:
             named.append(f"--{key}={first.pop(0)}")
     return [*named, *first, *rest]

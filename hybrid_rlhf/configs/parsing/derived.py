@@ -18,7 +18,8 @@ def derived_defaults(tree: Section) -> dict[str, Any]:
     Args:
         tree: result of `resolve`.
     """
-    user, values = tree.user_keys(), tree.values()
+    user = tree.user_keys()
+    values = tree.values()
     chosen: dict[str, Any] = {}
     for section in tree.walk():
         algorithm = section.sections.get("algorithm")

@@ -66,15 +66,18 @@ def _described(section: Section, chosen: Mapping[str, Any], *, everything: bool)
     """The keys of a section that help shows; the choice of its dataclass comes first."""
     keys: list[dict[str, Any]] = []
     if section.variants:
-        default, choices = getattr(section.kind, "name", ""), list(section.variants)
+        default = getattr(section.kind, "name", "")
+        choices = list(section.variants)
         about = field_docs(section.kind)["name"]
         keys.append(
             {"name": f"{section.name}.name", "about": about, "type": "str", "default": default, "choices": choices}
         )
     for name, key in section.keys.items():
         if everything or not key.advanced:
-            about, default = field_docs(key.owner).get(name, ""), chosen.get(key.name, key.default)
-            kind, choices_or_none = type_name(key.hint), choices_of(key.hint)
+            about = field_docs(key.owner).get(name, "")
+            default = chosen.get(key.name, key.default)
+            kind = type_name(key.hint)
+            choices_or_none = choices_of(key.hint)
             keys.append(
                 {"name": key.name, "about": about, "type": kind, "default": default, "choices": choices_or_none}
             )
@@ -93,9 +96,12 @@ def _section_lines(section: Section, chosen: Mapping[str, Any], *, everything: b
         return []
     lines = ["", f"{section.name}: {_text(inspect.getdoc(section.kind) or '')}"] if section.name else []
     for key in keys:
-        option, kind, default = f"--{key['name']}", f"type: {key['type']},", _shown(key["default"])
+        option = f"--{key['name']}"
+        kind = f"type: {key['type']},"
+        default = _shown(key["default"])
         if key["name"] == f"{section.name}.name" and section.variants:
-            option, kind = f"{option}, --{section.name}", f"one of {', '.join(section.variants)};"
+            option = f"{option}, --{section.name}"
+            kind = f"one of {', '.join(section.variants)};"
         lines += _entry(option, f"{key['about']} ({kind} default: {default})")
     for inner in unused:
         about = (inspect.getdoc(inner.kind) or "").split("\n\n")[0]

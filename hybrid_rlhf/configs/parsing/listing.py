@@ -38,8 +38,10 @@ def every_key(config_type: type) -> dict[str, list[str]]:
         for declared in dataclasses.fields(kind):
             if read_keys is not None and declared.name not in read_keys:
                 continue
-            hint, marks = type_hints(kind)[declared.name], marks_of(declared)
-            key, kinds = f"{prefix}{declared.name}", section_kinds(declared, hint)
+            hint = type_hints(kind)[declared.name]
+            marks = marks_of(declared)
+            key = f"{prefix}{declared.name}"
+            kinds = section_kinds(declared, hint)
             if marks.variants:
                 choices[f"{key}.name"] = choices[key] = list(marks.variants)
             if not kinds and declared.init:

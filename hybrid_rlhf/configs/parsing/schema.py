@@ -120,7 +120,8 @@ def section_type(hint: Any) -> type | None:
 
 def section_kinds(declared: dataclasses.Field[Any], hint: Any) -> list[type]:
     """The dataclasses that a field may have as a section; [] for a key."""
-    marks, kind = marks_of(declared), section_type(hint)
+    marks = marks_of(declared)
+    kind = section_type(hint)
     if marks.variants:
         return [*marks.variants.values()]
     return [] if kind is None or marks.read else [kind]
@@ -143,7 +144,8 @@ def _section(kind: type, layers: Sequence[Layer], *, name: str, default: Any) ->
     default = _default_instance(kind) if default is None else default
     variant = getattr(kind, "name", None)
     for declared in dataclasses.fields(kind):
-        hint, marks = type_hints(kind)[declared.name], marks_of(declared)
+        hint = type_hints(kind)[declared.name]
+        marks = marks_of(declared)
         key = section.prefix + declared.name
         inside = [(layer, layer.content[declared.name]) for layer in layers if declared.name in layer.content]
         if not declared.init:
@@ -172,7 +174,8 @@ class UnknownKey(Exception):
 
     def __init__(self, name: str, layer: Layer) -> None:
         super().__init__(name)
-        self.name, self.layer = name, layer
+        self.name = name
+        self.layer = layer
 
 
 def _add_section(
@@ -185,7 +188,8 @@ def _add_section(
     default: Any,
 ) -> None:
     """Resolve the section of a field and add it to its parent."""
-    marks, field_name = marks_of(declared), declared.name
+    marks = marks_of(declared)
+    field_name = declared.name
     kind = section_type(hint)
     algorithm = parent.sections.get("algorithm")
     if marks.needs is not None and not getattr(getattr(algorithm, "kind", None), marks.needs, False):
@@ -196,20 +200,24 @@ def _add_section(
         default = default if type(default) is kind else None
     assert kind is not None
     optional = type(None) in options_of(hint) and marks.needs is None
-    is_on, layers = not optional or default is not None, list[Layer]()
+    is_on = not optional or default is not None
+    layers = list[Layer]()
     for layer, value in inside:
         if value is None and (optional or marks.needs is not None):
-            is_on, layers = not optional, []
+            is_on = not optional
+            layers = []
         elif value is True and optional:
             is_on = True
         elif isinstance(value, Mapping):
-            is_on, layers = True, [*layers, Layer(value, layer.origin, layer.strict)]
+            is_on = True
+            layers = [*layers, Layer(value, layer.origin, layer.strict)]
         else:
             raise UserError(
                 f"{_place(layer)}{key} must be a mapping of keys, got {value}: write its keys under it, or leave it out"
             )
     section = _section(kind, layers, name=key, default=default)
-    section.is_on, section.advanced = is_on, marks.advanced
+    section.is_on = is_on
+    section.advanced = marks.advanced
     section.variants = tuple(marks.variants or ())
     if marks.keys is not None:
         for name in [name for name in section.keys if name not in marks.keys]:

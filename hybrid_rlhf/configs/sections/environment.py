@@ -51,7 +51,7 @@ class EnvironmentConfig(Settings):
             f"{self.max_observation_tokens} without: leave it out",
         )
         require(
-            is_plain(self.options),
+            is_plain(self.options) and (self.path is None or all(map(str.isidentifier, self.options))),
             f"environment.options are names with texts, numbers, lists and mappings, got {self.options}: quote the "
             "others",
         )

@@ -26,7 +26,8 @@ from hybrid_rlhf.data.chat.template import ChatTemplate, leading_bos, render, to
 
 RULES_VERSION = 6
 """Part of the cache key of tokenised rows; increase it when tokenisation changes."""
-_OPEN, _CLOSE = "<think>", "</think>"
+_OPEN = "<think>"
+_CLOSE = "</think>"
 _THINKING_MARK = re.compile(f"{_OPEN}|{_CLOSE}")
 _Spans = list[tuple[int, int]]
 """Character ranges of a text that the assistant generates."""
@@ -209,7 +210,8 @@ def _turn(
     messages: Sequence[Message], turn: int, tokenizer: PreTrainedTokenizerBase, tools: Tools | None
 ) -> tuple[str, str, int]:
     """The prompt of an assistant turn, the text from there to the end of the row, and how much of it is generated."""
-    message, history = messages[turn], messages[:turn]
+    message = messages[turn]
+    history = messages[:turn]
     before = render(history, tokenizer, tools=tools, add_generation_prompt=True)
     through = render(messages[: turn + 1], tokenizer, tools=tools)
     template = ChatTemplate.of(tokenizer, tools)

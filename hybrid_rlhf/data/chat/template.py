@@ -49,8 +49,10 @@ _THINKING_OFF = " (thinking is off)"
 """Suffix of the key of reasoning that is not rendered because the generation prompt closes the thinking block."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-_PROBE, _ROLE_PROBE = "q7saidq7", "q7toldq7"
-"""Strings that no template contains."""
+_PROBE = "q7saidq7"
+"""Content that no template contains."""
+_ROLE_PROBE = "q7toldq7"
+"""Another one."""
 _USER: Message = {"role": "user", "content": "q7askedq7"}
 _ASSISTANT: Message = {"role": "assistant", "content": _PROBE}
 _CALL_ID = "q7callid7"
@@ -68,7 +70,8 @@ class ChatTemplate:
     _known: ClassVar[WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, ChatTemplate]]] = WeakKeyDictionary()
 
     def __init__(self, source: str, variables: Mapping[str, Any], special_tokens: Sequence[str]) -> None:
-        self._source, self._variables = source, variables
+        self._source = source
+        self._variables = variables
         self._words = set(re.findall(r"\w+", _COMMENT.sub("", source)))
         longest_first = sorted(filter(None, special_tokens), key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -83,7 +86,8 @@ class ChatTemplate:
         """The template for a conversation with these tools; None if the tokenizer has none."""
         if tokenizer.chat_template is None:
             return None
-        source, variables = tokenizer.get_chat_template(None, tools), tokenizer.special_tokens_map
+        source = tokenizer.get_chat_template(None, tools)
+        variables = tokenizer.special_tokens_map
         known = cls._known.setdefault(tokenizer, {})
         key = (source, str(variables), len(tokenizer))
         if key not in known:
@@ -156,7 +160,8 @@ class ChatTemplate:
             is_replaced, was_replaced = role == "user" != message["role"], is_replaced
             if (is_replaced or was_replaced) and role == "user" and normalised and normalised[-1]["role"] == "user":
                 joined = f"{normalised[-1]['content']}\n\n{message['content']}"
-                normalised[-1], is_replaced = {**normalised[-1], "content": joined}, True
+                normalised[-1] = {**normalised[-1], "content": joined}
+                is_replaced = True
             else:
                 normalised.append({key: message[key] for key in message if key != WEIGHT_KEY} | {"role": role})
         return [self._forms.apply(message) for message in normalised]
@@ -178,11 +183,13 @@ class ChatTemplate:
 
     @cached_property
     def _forms(self) -> MessageForms:
-        forms, shown = MessageForms(), None
+        forms = MessageForms()
+        shown = None
         for parts in (False, True):
             text = self._render_or_none([MessageForms(parts).apply(turn) for turn in (_USER, _ASSISTANT)])
             if text and _PROBE in text:
-                forms, shown = MessageForms(parts), text
+                forms = MessageForms(parts)
+                shown = text
                 break
         nones = 0 if shown is None else shown.count("None")
         for as_text in (False, True):

@@ -152,7 +152,8 @@ def check_source(
     """
     source = open_source(path)
     progress = ProgressLog(f"checking {path}", total=source.count())
-    problems, report = RowProblems(), None
+    problems = RowProblems()
+    report = None
     seen: dict[bytes, str] = {}
     prompts: dict[bytes, str] = {}
     for location, row in progress.track(source.readable_rows(problems.add)):

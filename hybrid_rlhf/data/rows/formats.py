@@ -133,7 +133,9 @@ def read_preference_row(location: str, row: Row) -> PreferenceRow:
         chosen, rejected = _without_prompt(prompt, chosen), _without_prompt(prompt, rejected)
     else:
         shared = shared_prefix(chosen, rejected)
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        prompt = chosen[:shared]
+        chosen = chosen[shared:]
+        rejected = rejected[shared:]
     for column, completion in (("chosen", chosen), ("rejected", rejected)):
         _require_assistant(location, column, completion)
     margin = row.get("margin", 0.0)
@@ -167,7 +169,8 @@ def read_stepwise_row(location: str, row: Row) -> StepwiseRow:
     """Read a row with the steps of a completion (stepwise supervision)."""
     if any(name not in row for name in ("prompt", "completions", "labels")):
         raise unreadable_row_error(location, row, ["prompt + completions + labels"])
-    steps, labels = row["completions"], row["labels"]
+    steps = row["completions"]
+    labels = row["labels"]
     if not isinstance(steps, list) or not isinstance(labels, list) or not steps or len(steps) != len(labels):
         raise _unequal_lists(location, row, "completions", "labels")
     texts = [_text(location, {"completions": step}, "completions") for step in steps]
@@ -191,9 +194,11 @@ def head_index(location: str, row: Row, heads: Sequence[str]) -> int:
 def read_prompt_row(location: str, row: Row) -> PromptRow:
     """Read a row of prompts for RL."""
     if "prompt" in row:
-        used, messages = "prompt", _turns(location, row, "prompt", role="user")
+        used = "prompt"
+        messages = _turns(location, row, "prompt", role="user")
     elif "messages" in row:
-        used, messages = "messages", _messages(location, row, "messages")
+        used = "messages"
+        messages = _messages(location, row, "messages")
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
@@ -216,7 +221,8 @@ def _ranked(location: str, row: Row) -> PreferenceRow:
     """All pairs of a ranked list, lower ranks first; equal ranks make no pair (InstructGPT, section 3.5)."""
     if "prompt" not in row:
         raise unreadable_row_error(location, row, ["prompt + responses + ranks"])
-    responses, ranks = row["responses"], row["ranks"]
+    responses = row["responses"]
+    ranks = row["ranks"]
     if not isinstance(responses, list) or not isinstance(ranks, list) or len(responses) != len(ranks):
         raise _unequal_lists(location, row, "responses", "ranks")
     if not all(is_number(rank) for rank in ranks):

@@ -64,10 +64,13 @@ def encode_stepwise_row(
             )
     except UserError as error:
         raise UserError(f"{location}: {error}") from error
-    ids, ends, first = tokens.input_ids, tokens.ends, tokens.first
+    ids = tokens.input_ids
+    ends = tokens.ends
+    first = tokens.first
     full_length = len(ids)
     surplus = max(0, min(first, full_length - limit))
-    ids, ends = ids[surplus:][:limit], [end - surplus for end in ends if end - surplus < limit]
+    ids = ids[surplus:][:limit]
+    ends = [end - surplus for end in ends if end - surplus < limit]
     columns = {
         "responses": [ids],
         "masks": [[i >= first - surplus for i in range(len(ids))]],
@@ -125,7 +128,9 @@ def _encode(
     encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     bos = leading_bos(text, tokenizer)
     offsets = [*[(0, 0)] * len(bos), *encoding["offset_mapping"]]
-    ends, overlap, token = [], None, 0
+    ends = []
+    overlap = None
+    token = 0
     for number, step in enumerate(steps, start=1):
         stop = start + len(step)
         while token + 1 < len(offsets) and offsets[token + 1][0] < stop:

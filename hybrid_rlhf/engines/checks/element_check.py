@@ -75,7 +75,8 @@ class ElementCheck:
         experts = len(value) if value.dim() == 3 else 0
         draws = torch.rand(max(ELEMENTS, experts * _ELEMENTS_PER_EXPERT), generator=generator, dtype=torch.float64)
         places = (draws * value.numel()).long().to(value.device)
-        elements, base = value.take(places).double(), parameter.detach().take(places)
+        elements = value.take(places).double()
+        base = parameter.detach().take(places)
         if layer is None:
             return (elements - base.double()).abs().sum().nan_to_num(0.0)
         factors = [factor.detach() for factor in weights_of(layer)[1:]]

@@ -31,13 +31,16 @@ from hybrid_rlhf.models.routers.replay import are_chosen
 from hybrid_rlhf.models.structure import layer_list
 from hybrid_rlhf.runtime.world import World
 
-_FLOAT32_LAYER_TOLERANCE, _LOW_PRECISION_LAYER_TOLERANCE = 1e-3, 0.05
-"""Relative difference of a layer's output above which the layer is named as wrong."""
+_FLOAT32_LAYER_TOLERANCE = 1e-3
+"""Relative difference of a layer's output in float32 above which the layer is named as wrong."""
+_LOW_PRECISION_LAYER_TOLERANCE = 0.05
+"""The same in bfloat16 and float16."""
 _QUANTISED_TOLERANCE = 0.5
 """Allowed mean difference of log-probs with quantised products, in nats. SmolLM2-135M in int8 differs by 0.2."""
-_PRODUCT_TOLERANCE, _QUANTISED_LAYER_TOLERANCE = 0.1, 0.2
-"""Allowed relative difference of a quantised product from the exact one (int8 differs by 0.01, fp8 by 0.04), and of a
-layer's output with such products."""
+_PRODUCT_TOLERANCE = 0.1
+"""Allowed relative difference of a quantised product from the exact one (int8 differs by 0.01, fp8 by 0.04)."""
+_QUANTISED_LAYER_TOLERANCE = 0.2
+"""Allowed relative difference of a layer's output with quantised products."""
 _LEAST_SAME_EXPERTS = 0.5
 """Minimum fraction of a mixture's chosen experts on which both routers agree; rounding changes a few percent."""
 
@@ -80,7 +83,8 @@ class TrainingProbe:
     """A Probe on the ranks of an engine, by its forward."""
 
     def __init__(self, engine: ModelEngine, vocab_size: int) -> None:
-        self._engine, self._vocab_size = engine, vocab_size
+        self._engine = engine
+        self._vocab_size = vocab_size
 
     @torch.no_grad()
     def logprobs(self) -> Tensor:
@@ -149,7 +153,10 @@ class WeightCheck:
             quantised: the products of layers are quantised.
             remedy: the fix in the error message.
         """
-        self._world, self._limit, self._quantised, self._remedy = world, limit, quantised, remedy
+        self._world = world
+        self._limit = limit
+        self._quantised = quantised
+        self._remedy = remedy
 
     @torch.no_grad()
     def __call__(
@@ -214,10 +221,12 @@ class WeightCheck:
         log-probs."""
         if not self._quantised:
             return
-        largest, place = 0.0, ""
+        largest = 0.0
+        place = ""
         if decoder is not None and (errors := decoder.quantisation_errors):
             errors_of_products = torch.stack([*errors.values()]).nan_to_num(math.inf)
-            largest, place = float(errors_of_products.max()), [*errors][int(errors_of_products.argmax())]
+            largest = float(errors_of_products.max())
+            place = [*errors][int(errors_of_products.argmax())]
         if self._largest(largest) <= _PRODUCT_TOLERANCE:
             return
         worst, place = max(self._world.all_gather_objects((largest, place)))

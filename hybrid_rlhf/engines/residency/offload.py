@@ -57,7 +57,8 @@ class OffloadedStates:
     """Moves an engine's training states to host memory and back. Host buffers are reused."""
 
     def __init__(self, engine: DeepSpeedEngine, device: torch.device) -> None:
-        self._engine, self._device = engine, device
+        self._engine = engine
+        self._device = device
         self._copies: CopyStream | None = None
         self._mark: torch.cuda.Event | None = None
         self._stage = int(engine.zero_optimization_stage())
@@ -81,7 +82,8 @@ class OffloadedStates:
         finally:
             copies = self._copies = self._copies or CopyStream(self._device)
             for tensor in tensors:
-                target, host = torch.empty_like(tensor, device=self._device), tensor.data
+                target = torch.empty_like(tensor, device=self._device)
+                host = tensor.data
                 copies.copy(target, host)
                 tensor.data = target
             self._mark = copies.mark()
@@ -121,7 +123,8 @@ class OffloadedWeights:
             device: device on which it computes.
             layers: submodules that are called in this order; the weights outside them are needed from the beginning.
         """
-        self._device, self._copies = device, CopyStream(device)
+        self._device = device
+        self._copies = CopyStream(device)
         self._layers = [(layer, list(layer.parameters())) for layer in layers]
         in_layers = {id(parameter) for _, parameters in self._layers for parameter in parameters}
         self._outside = [parameter for parameter in module.parameters() if id(parameter) not in in_layers]

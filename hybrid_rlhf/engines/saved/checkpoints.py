@@ -69,7 +69,10 @@ class CheckpointWriter:
 
     def __init__(self, run_folder: Path, states: Mapping[str, AnyState], world: World, config: CheckpointConfig):
         """Args: the run folder, the states by role, the ranks, and the rules for keeping checkpoints."""
-        self._run_folder, self._states, self._world, self._config = run_folder, states, world, config
+        self._run_folder = run_folder
+        self._states = states
+        self._world = world
+        self._config = config
         self._copies = {role: HostCopies() for role in states}
         self._writing: _Writing | None = None
 
@@ -143,7 +146,8 @@ class CheckpointWriter:
         """
         if self._writing is None:
             return
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         outcomes = self._world.all_gather_objects(writing.outcome())
         failure = next((outcome for outcome in outcomes if isinstance(outcome, OSError)), None)
         if failure is None and self._world.is_main:
@@ -196,8 +200,11 @@ class _Writing:
         manifest: Mapping[str, Any],
         run_folder: Path,
     ) -> None:
-        self.beside, self.manifest = beside, manifest
-        self._tensors, self._texts, self._run_folder = tensors, texts, run_folder
+        self.beside = beside
+        self.manifest = manifest
+        self._tensors = tensors
+        self._texts = texts
+        self._run_folder = run_folder
         self._files: dict[str, dict[str, int]] = {}
         self._failure: OSError | None = None
         self._thread = threading.Thread(target=self.run, name="checkpoint", daemon=True)

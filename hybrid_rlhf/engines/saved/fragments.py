@@ -51,7 +51,8 @@ class Fragment:
         if not self.is_replicated:
             return self
         size = len(next(iter(self.tensors.values())))
-        first, end = size * world.rank // world.size, size * (world.rank + 1) // world.size
+        first = size * world.rank // world.size
+        end = size * (world.rank + 1) // world.size
         return replace(
             self, offset=self.offset + first, tensors={kind: t[first:end] for kind, t in self.tensors.items()}
         )
@@ -69,7 +70,8 @@ def parameter_fragments(
         world: the ranks of the engine.
     """
     for (name, parameter), value in zip(parameters, values, strict=True):
-        elements, is_partition = full_elements(parameter), partition_of(parameter) is not None
+        elements = full_elements(parameter)
+        is_partition = partition_of(parameter) is not None
         offset = value.numel() * world.rank if is_partition else 0
         if offset < elements:  # the last partitions may be padding
             yield Fragment(name, offset, {kind: value.detach().flatten()[: elements - offset]}, not is_partition)
@@ -167,7 +169,9 @@ class SavedFragments:
     def _find(
         self, fragment: Fragment, kind: str, tensor: Tensor, wanted: Mapping[Path, list[tuple[Tensor, str, int]]]
     ) -> None:
-        begin, end, covered = fragment.offset, fragment.offset + len(tensor), 0
+        begin = fragment.offset
+        end = fragment.offset + len(tensor)
+        covered = 0
         for offset, size, file, key in self._places.get((fragment.name, kind), ()):
             first, last = max(begin, offset), min(end, offset + size)
             if first < last:

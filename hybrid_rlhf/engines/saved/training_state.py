@@ -39,8 +39,10 @@ class TrainingState:
 
     def __init__(self, engine: ModelEngine, average: WeightAverage | None = None) -> None:
         """Args: the engine, and the moving average of its weights if there is one."""
-        self.world, self._average = engine.world, average
-        self._module, self._model = engine.module, engine
+        self.world = engine.world
+        self._average = average
+        self._module = engine.module
+        self._model = engine
         self._is_trained = engine.is_trained
 
     @property
@@ -102,7 +104,8 @@ class AbsentState:
     """Replaces TrainingState on a rank without the engine: writes nothing, restores only the weight version."""
 
     def __init__(self, engine: AbsentEngine) -> None:
-        self.world, self._engine = engine.world, engine
+        self.world = engine.world
+        self._engine = engine
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Return no tensors."""

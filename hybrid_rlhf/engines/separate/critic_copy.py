@@ -43,7 +43,9 @@ class CriticCopy:
         Raises:
             UserError: on every rank of `union`, when the critic has no inference weights for such groups.
         """
-        self.world, self._union, self._critic = world, union, critic
+        self.world = world
+        self._union = union
+        self._critic = critic
         self.group = world.split(tensor_parallel)
         self._scorer: InferenceScorer | None = None
         self._plane: WeightPlane | None = None
@@ -85,7 +87,8 @@ class CriticCopy:
     @torch.no_grad()
     def _verify(self, decoder: Decoder | None) -> None:
         """Raise UserError if the values of fixed tokens differ from those of the critic's forward."""
-        plane, critic = self._plane, self._critic
+        plane = self._plane
+        critic = self._critic
         assert plane is not None
         ids = torch.tensor([probe_tokens(plane.model.described.architecture.vocab_size)], device=self.world.device)
         expected = plane.of_trained(None if critic is None else critic(ids, ids >= 0)[0].cpu())

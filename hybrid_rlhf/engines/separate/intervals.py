@@ -50,7 +50,8 @@ class Runs:
         else:
             first = max(0, (start - self.start - self.length) // self.period + 1)
             last = min(self.count, -((self.start - stop) // self.period))
-        whole_from, whole_to = first, last
+        whole_from = first
+        whole_to = last
         cut = []
         for run in sorted({first, last - 1} if first < last else ()):
             begin, end = self._start_of(run), self._start_of(run) + self.length
@@ -89,14 +90,17 @@ def read_elements(picks: Iterable[Pick], shape: Sequence[int]) -> Tensor:
 
 def _of_view(view: Tensor) -> Runs | None:
     """Return the elements of a view of a contiguous tensor; None if they are not evenly spaced runs."""
-    length, count, period = 1, 1, 0
+    length = 1
+    count = 1
+    period = 0
     for stride, size in sorted((stride, size) for stride, size in zip(view.stride(), view.shape, strict=True)):
         if size == 1:
             continue
         if count == 1 and stride == length:
             length *= size
         elif count == 1 and stride > length:
-            count, period = size, stride
+            count = size
+            period = stride
         elif stride == count * period:
             count *= size
         else:

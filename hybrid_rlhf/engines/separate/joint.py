@@ -32,7 +32,9 @@ class JointSampler:
             actor: built with `samples=True` and the same tensor parallelism; none on ranks that do not train it.
             world: the ranks of both.
         """
-        self.world, self._separate, self._actor = world, separate, actor
+        self.world = world
+        self._separate = separate
+        self._actor = actor
         local: SeparateSampler | HybridEngine = separate if actor is None else actor
         self._own = local
         self.generation_world = local.generation_world

@@ -96,7 +96,8 @@ class HeldWeights:
         """This rank's interval of each tensor that ZeRO-3 partitions. Other tensors are complete on each rank."""
         for name, parameter in self._parameters.items():
             if partition_of(parameter) is not None:
-                elements, size = full_elements(parameter), local_values(parameter).numel()
+                elements = full_elements(parameter)
+                size = local_values(parameter).numel()
                 # the last partitions may be padding
                 self.intervals[name] = min(world.rank * size, elements), min((world.rank + 1) * size, elements)
 
@@ -117,7 +118,8 @@ class NeededWeights:
     def of(cls, model: TrainedModel, inference: InferenceWeights, dtype: torch.dtype) -> NeededWeights:
         """Return the needs of inference weights of a dtype. Factors of adapters are needed whole: their product is
         computed as in training, and products of parts might round differently."""
-        runs, dtypes = {}, {}
+        runs = {}
+        dtypes = {}
         for weight in model.weights:
             picks = inference.picks(weight.base.name)
             runs[weight.base.name] = needed_runs(picks, weight.base.shape)
@@ -125,7 +127,8 @@ class NeededWeights:
             narrower = dtype.itemsize < weight.base.dtype.itemsize
             dtypes[weight.base.name] = dtype if narrower and not computed else weight.base.dtype
             for factor in weight.factors:
-                runs[factor.name], dtypes[factor.name] = needed_runs([all_of], factor.shape), factor.dtype
+                runs[factor.name] = needed_runs([all_of], factor.shape)
+                dtypes[factor.name] = factor.dtype
         return cls(runs, dtypes)
 
 

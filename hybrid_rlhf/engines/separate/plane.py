@@ -113,7 +113,10 @@ class WeightPlane:
         Raises:
             UserError: on every rank of `union`, when the model has no inference weights for such groups.
         """
-        self._trained, self._settings, self._union, self._release_users = trained, settings, union, release
+        self._trained = trained
+        self._settings = settings
+        self._union = union
+        self._release_users = release
         self._held = None if trained is None else HeldWeights(trained.lm, trained.world)
         with shared_user_errors(union):
             model = self._described(trained) if trained is not None and trained.world.is_main else None
@@ -135,11 +138,14 @@ class WeightPlane:
             self._received = ReceivedWeights(dtypes, union.device, in_place=self._inference.in_place)
         self.decoder: Decoder | None = None
         """Decoder of the weights that arrived last."""
-        self.version, self.syncs = -1, 0
-        """Number of optimizer updates of the weights at the last exchange, and number of transfers so far."""
+        self.version = -1
+        """Number of optimizer updates of the weights at the last exchange."""
+        self.syncs = 0
+        """Number of transfers so far."""
         self.sent_bytes = 0
         """Bytes that this rank sent in the last transfer."""
-        self._held_version, self._forces = -1, False
+        self._held_version = -1
+        self._forces = False
         self._unverified: WeightTransfer | None = None
         self._stream = SideStream(union.device)
 
@@ -214,7 +220,8 @@ class WeightPlane:
 
         A rank may leave when its part of the transfer is complete. `current` verifies the weights later.
         """
-        queued, times = self._stream.position(), TransferTimes()
+        queued = self._stream.position()
+        times = TransferTimes()
 
         def transfer() -> float:
             start = time.perf_counter()
@@ -238,7 +245,8 @@ class WeightPlane:
 
     def release(self) -> None:
         """Release the inference weights. Users of the decoder keep theirs."""
-        self.decoder, self._held_version = None, -1
+        self.decoder = None
+        self._held_version = -1
 
     @property
     def _checked(self) -> bool:
@@ -247,7 +255,8 @@ class WeightPlane:
 
     def _update(self) -> None:
         """Transfer the weights if they have changed."""
-        trained, received = self._trained, self._received
+        trained = self._trained
+        received = self._received
         states = self._union.all_gather_objects(
             _State(
                 self._held_version if trained is None else trained.weight_version,
@@ -262,10 +271,12 @@ class WeightPlane:
 
     def _agreed_version(self, states: list[_State]) -> int:
         versions = {rank: states[rank].version for rank in self._sources}
-        first, role = self._sources[0], self._settings.role
+        first = self._sources[0]
+        role = self._settings.role
         for rank, version in versions.items():
             if version != versions[first]:
-                first_rank, differing_rank = self._union.members[first], self._union.members[rank]
+                first_rank = self._union.members[first]
+                differing_rank = self._union.members[rank]
                 raise UserError(
                     f"ranks of the {role} must have made the same updates, rank {first_rank} has made "
                     f"{versions[first]}, rank {differing_rank} {version}: resume from a checkpoint"
@@ -283,4 +294,5 @@ class WeightPlane:
                 self.release()
             self.decoder = self._inference.build(self._received.assembled(transfer.receive(checked=self._checked)))
             self._held_version = self.version
-        self.sent_bytes, self._unverified = transfer.sent_bytes, transfer
+        self.sent_bytes = transfer.sent_bytes
+        self._unverified = transfer

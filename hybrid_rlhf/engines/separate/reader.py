@@ -36,8 +36,10 @@ class InferenceReader:
             UserError: on every rank of the group, as in `inference_policy`.
         """
         self.role: Role = role
-        self.world, self.group = world, group
-        self.config, self.parameters = lm.config, lm.num_parameters()
+        self.world = world
+        self.group = group
+        self.config = lm.config
+        self.parameters = lm.num_parameters()
         scores = role in ("reward", "critic")
         self._model: InferencePolicy | InferenceScorer
         self._model = inference_scorer(lm, world=group) if scores else inference_policy(lm, world=group)

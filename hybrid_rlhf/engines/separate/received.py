@@ -23,7 +23,9 @@ class ReceivedWeights:
     def __init__(self, dtypes: Mapping[str, torch.dtype], device: torch.device, *, in_place: bool) -> None:
         """Args: dtypes of the transfer by tensor, the device, and true if frozen weights without adapters stay in the
         inference weights."""
-        self._dtypes, self._device, self._in_place = dtypes, device, in_place
+        self._dtypes = dtypes
+        self._device = device
+        self._in_place = in_place
         self._frozen: dict[str, list[Part]] = {}
         self.has_frozen = False
         """True if the frozen weights have arrived."""
@@ -40,7 +42,8 @@ class ReceivedWeights:
                 base = self._parts(weight, parts)
                 if base is None:
                     continue
-                full, factors = self._full(weight.base, base), [self._full(f, parts[f.name]) for f in weight.factors]
+                full = self._full(weight.base, base)
+                factors = [self._full(f, parts[f.name]) for f in weight.factors]
                 if weight.adapter is None:
                     yield weight.base.name, full, False
                 else:
@@ -50,7 +53,8 @@ class ReceivedWeights:
 
     def _parts(self, weight: SentWeight, arrived: Mapping[str, list[Part]]) -> list[Part] | None:
         """Return this rank's part of a weight, just arrived or kept; None if the inference weights have it."""
-        name, parts = weight.base.name, arrived.get(weight.base.name, [])
+        name = weight.base.name
+        parts = arrived.get(weight.base.name, [])
         if weight.base.trained:
             return parts
         if self.has_frozen:

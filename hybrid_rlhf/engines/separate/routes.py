@@ -53,7 +53,8 @@ class RoutePlan:
             needed: for each receiving rank, the parts of each tensor that it needs.
             hosts: host names of all ranks.
         """
-        self._held, self._needed = intervals, needed
+        self._held = intervals
+        self._needed = needed
         self._near = {
             target: [source for source in intervals if hosts[source] == hosts[target]] or list(intervals)
             for target in needed
@@ -77,7 +78,8 @@ class RoutePlan:
             size = sum(tensor.elements for tensor in weight.tensors if sends(tensor))
             if bucket and elements + size > bucket_elements:
                 buckets.append(self._bucket(bucket, sends, load))
-                bucket, elements = [], 0
+                bucket = []
+                elements = 0
             bucket.append(weight)
             elements += size
         return [*buckets, self._bucket(bucket, sends, load)]

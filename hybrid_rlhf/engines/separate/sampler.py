@@ -71,7 +71,9 @@ class SeparateSampler:
             UserError: on every rank of `union`, when the model has no inference weights, or a rollout setting needs a
                 sampler on the actor's ranks.
         """
-        self.world, self._union, self._actor = world, union, actor
+        self.world = world
+        self._union = union
+        self._actor = actor
         self._rollout = rollout or RolloutConfig()
         # with a policy lag it samples while frozen roles compute, possibly in groups of the same ranks
         self.generation_world = world.split(self._rollout.tensor_parallel, own=self._rollout.policy_lag > 0)
@@ -93,7 +95,8 @@ class SeparateSampler:
 
     def _planned(self, max_logprob_diff: float | None, *, check_weights: bool) -> WeightPlane:
         """Return the plane of the actor's weights; also sets up their check."""
-        union, rollout = self._union, self._rollout
+        union = self._union
+        rollout = self._rollout
         _check_rollout(rollout)
         settings = PlaneSettings(
             "actor",
@@ -105,7 +108,8 @@ class SeparateSampler:
         )
         group = self.generation_world if self.world.is_member else None
         plane = WeightPlane(self._actor, settings, union=union, group=group, release=self._release_cache)
-        quantised, model = rollout.quantization is not None, plane.model
+        quantised = rollout.quantization is not None
+        model = plane.model
         self.max_logprob_diff = logprob_limit(max_logprob_diff, model.dtype, plane.dtype, quantised=quantised)
         self._check = WeightCheck(union, max_logprob_diff, quantised=quantised, remedy="leave placement.sampler out")
         return plane
@@ -239,7 +243,8 @@ class SeparateSampler:
 
     def _verify(self, decoder: Decoder | None) -> None:
         """Use new weights in the backend, and compare their log-probs with those of the actor's forward."""
-        plane, actor = self.plane, self._actor
+        plane = self.plane
+        actor = self._actor
         assert plane is not None
         if self._backend is not None and decoder is not None:
             self._backend.sync_weights(decoder)
@@ -260,7 +265,8 @@ class SeparateSampler:
             self.plane.release()
 
     def _release_cache(self) -> None:
-        backend, self._backend = self._backend, None
+        backend = self._backend
+        self._backend = None
         if backend is not None:
             backend.close()
 
@@ -269,7 +275,8 @@ class _SentProbe:
     """A Probe on the ranks of actor and sampler: results of the actor's first rank are broadcast."""
 
     def __init__(self, plane: WeightPlane, probe: TrainingProbe | None) -> None:
-        self._plane, self._probe = plane, probe
+        self._plane = plane
+        self._probe = probe
 
     def logprobs(self) -> Tensor:
         """Return the log-probs [P - 1] of all tokens except the first."""

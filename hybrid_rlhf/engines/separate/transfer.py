@@ -106,7 +106,8 @@ class WeightTransfer:
             yield weights, self._unpacked(incoming, messages, checked=checked)
 
     def _begin(self) -> None:
-        self.sent_bytes, self.checksums = 0, {}
+        self.sent_bytes = 0
+        self.checksums = {}
 
     def _messages(
         self, bucket: Bucket, dtypes: Mapping[str, torch.dtype], *, sends: bool
@@ -116,7 +117,8 @@ class WeightTransfer:
         for piece in bucket.pieces:
             mine, peer = (piece.source, piece.target) if sends else (piece.target, piece.source)
             if mine == self._world.rank:
-                dtype, message = dtypes[piece.tensor], messages[peer]
+                dtype = dtypes[piece.tensor]
+                message = messages[peer]
                 end = message[-1].stop if message else 0
                 message.append(_Slot(piece, dtype, -(-end // dtype.itemsize) * dtype.itemsize))
         return {peer: tuple(slots) for peer, slots in messages.items()}
@@ -125,7 +127,9 @@ class WeightTransfer:
         message = torch.empty(slots[-1].stop, dtype=torch.uint8, device=self._world.device)
         for slot in slots:
             name = slot.piece.tensor
-            flat, values, done = weights.flat(name), slot.values(message), 0
+            flat = weights.flat(name)
+            values = slot.values(message)
+            done = 0
             first = weights.intervals.get(name, (0, 0))[0]
             for runs in slot.piece.runs:
                 part = values[done : done + runs.elements]

@@ -39,13 +39,15 @@ def describe(lm: PreTrainedModel) -> tuple[ModelDescription, Mapping[str, str]]:
     Raises:
         NotDescribed: when no row of the table covers the model.
     """
-    config, family = lm.config.get_text_config(), family_of(lm)
+    config = lm.config.get_text_config()
+    family = family_of(lm)
     if family is None:
         raise NotDescribed(f"no row for model type {config.model_type}")
     for reason, holds in family.unsupported.items():
         if holds(config):
             raise NotDescribed(reason)
-    settings, head = family.settings(config) | recurrent_fields(lm, family), head_convention(config)
+    settings = family.settings(config) | recurrent_fields(lm, family)
+    head = head_convention(config)
     heads, kv_heads, head_dim = attention_sizes(config, settings)
     common: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -103,7 +105,8 @@ def _experts(lm: PreTrainedModel, family: Family) -> dict[str, Any]:
 def _buffers(lm: PreTrainedModel, family: Family, role: str) -> dict[int, Tensor]:
     """Buffers of a role by layer: flattened, float32, on the CPU. Layers where the role is not a buffer are left
     out."""
-    pattern, layers = family.names.get(role, ""), range(lm.config.get_text_config().num_hidden_layers)
+    pattern = family.names.get(role, "")
+    layers = range(lm.config.get_text_config().num_hidden_layers)
     buffers = {plain_name(name): buffer for name, buffer in lm.named_buffers()}
     return {i: buffers[name].detach().float().flatten().cpu() for i in layers if (name := pattern.format(i)) in buffers}
 
@@ -165,7 +168,8 @@ def _kinds(
     Kinds differ in window and rotary table, or in scale. `kind_settings` are those of _KIND_SETTINGS. Layers that are
     not in `attended` have no attention; their index is None.
     """
-    config, scale = lm.config.get_text_config(), kind_settings["scale"]
+    config = lm.config.get_text_config()
+    scale = kind_settings["scale"]
     layers = config.num_hidden_layers
     unrotated = kind_settings.get("layers_without_rotary", ())
     if isinstance(scale, list):
@@ -203,14 +207,16 @@ def _rotary(lm: PreTrainedModel, layer_type: str) -> Rotary | None:
     module: Any = _first(text_model_of(lm), "rotary_emb", "pos_emb")
     if module is None:
         return None
-    kind, prefix = module.rope_type, ""
+    kind = module.rope_type
+    prefix = ""
     if kind == _LONG_ROPE:
         short = module.original_inv_freq.detach()
         first = torch.zeros(1, 1, dtype=torch.long, device=short.device)
         cosines = module(short.float(), position_ids=first)[0]  # cosines of 0: the scale of short sequences
         return Rotary(short.float().cpu(), float(cosines.max()))
     if isinstance(kind, dict):  # a table for each layer type
-        kind, prefix = kind[layer_type], f"{layer_type}_"
+        kind = kind[layer_type]
+        prefix = f"{layer_type}_"
     if kind not in _STATIC_ROPE:
         raise NotDescribed(f"rotary positions of type {kind} change with the length")
     inv_freq = getattr(module, f"{prefix}inv_freq").detach().float().cpu()

@@ -66,7 +66,10 @@ class GatedDelta:
 
     def inputs(self, mine: range) -> Mapping[str, Tensor]:
         """Rows of some units in each weight of the first product."""
-        k, v, r, units = self.key_dim, self.shared * self.value_dim, self.shared, self.units
+        k = self.key_dim
+        v = self.shared * self.value_dim
+        r = self.shared
+        units = self.units
         if self.grouped:
             return {"recurrent_qkvz": _regrouped(mine, k, k, v, v), "recurrent_ba": _regrouped(mine, r, r)}
         widths = {"qkv": (k, k, v), "z": (v,), "b": (r,), "a": (r,)}
@@ -74,7 +77,10 @@ class GatedDelta:
 
     def others(self, mine: range) -> Mapping[str, Tensor]:
         """Rows of some units in the convolution, decay, time step and norm weights."""
-        k, v, r, units = self.key_dim, self.shared * self.value_dim, self.shared, self.units
+        k = self.key_dim
+        v = self.shared * self.value_dim
+        r = self.shared
+        units = self.units
         heads = _stacked(units, mine, r)
         return {
             "recurrent_conv": _stacked(units, mine, k, k, v),
@@ -122,12 +128,15 @@ class Mamba2:
 
     def inputs(self, mine: range) -> Mapping[str, Tensor]:
         """Rows of some units in each weight of the first product."""
-        inner, n = self.shared * self.head_dim, self.state_dim
+        inner = self.shared * self.head_dim
+        n = self.state_dim
         return {"recurrent_in": _stacked(self.units, mine, inner, inner, n, n, self.shared)}
 
     def others(self, mine: range) -> Mapping[str, Tensor]:
         """Rows of some units in the convolution, decay, time step, skip and norm weights."""
-        inner, n, heads = self.shared * self.head_dim, self.state_dim, _stacked(self.units, mine, self.shared)
+        inner = self.shared * self.head_dim
+        n = self.state_dim
+        heads = _stacked(self.units, mine, self.shared)
         return {
             "recurrent_conv": _stacked(self.units, mine, inner, n, n),
             "recurrent_decay": heads,
@@ -264,7 +273,8 @@ KINDS = {
 
 def _stacked(units: int, mine: range, *widths: int) -> Tensor:
     """Row indices of the units `mine` in a weight stored part by part, each part with `width` rows for each unit."""
-    rows, start = [], 0
+    rows = []
+    start = 0
     for width in widths:
         rows.append(torch.arange(start + mine.start * width, start + mine.stop * width))
         start += units * width

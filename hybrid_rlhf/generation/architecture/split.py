@@ -36,7 +36,8 @@ class Split:
         queries, kv = _share_heads(architecture.heads, architecture.kv_heads, rank, size)
         counts = [architecture.kv_size(kind)[0] for kind in range(len(architecture.kinds))]
         _require_same_heads(architecture.heads, {architecture.kv_heads, *counts}, size)
-        experts, units = architecture.experts, architecture.recurrence.units if architecture.recurrence else 0
+        experts = architecture.experts
+        units = architecture.recurrence.units if architecture.recurrence else 0
         if 0 < units < size:
             raise UserError(
                 f"tensor parallelism must give each rank whole groups of heads of recurrent layers, {size} ranks are "

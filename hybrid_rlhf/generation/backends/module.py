@@ -137,7 +137,8 @@ class ModuleForward:
     """The forward of a Hugging Face causal LM, called with the features that it supports."""
 
     def __init__(self, lm: PreTrainedModel, support: ModuleSupport) -> None:
-        self.lm, self.support = lm, support
+        self.lm = lm
+        self.support = support
         self.vocab_size: int = lm.config.get_text_config().vocab_size
         self.device = next(lm.parameters()).device
         accepted = inspect.signature(lm.forward).parameters
@@ -204,7 +205,8 @@ class ModuleState:
 
     def select(self, rows: Tensor) -> None:
         """Keep only rows [n]."""
-        self.ids, self.mask = self.ids[rows], self.mask[rows]
+        self.ids = self.ids[rows]
+        self.mask = self.mask[rows]
         if self.cache is not None:
             self.cache.batch_select_indices(rows)
 
@@ -223,7 +225,8 @@ class _ModuleBatch:
     @torch.no_grad()
     def steps(self) -> Iterator[NewTokens]:
         """Decode to the end; yields the new tokens of each step."""
-        module, n = self._module, self._samples
+        module = self._module
+        n = self._samples
         once = module.support.cache_rows
         state, logits = module.start([request.prompt for request in self._live[:: n if once else 1]])
         if once and n > 1:
@@ -239,7 +242,8 @@ class _ModuleBatch:
             if 2 * len(live) <= len(self._live) and module.support.cache_rows:
                 selected = torch.tensor(live, device=module.device)
                 state.select(selected)
-                tokens, self._rows = tokens[selected], self._rows.select(selected)
+                tokens = tokens[selected]
+                self._rows = self._rows.select(selected)
                 self._live = [self._live[slot] for slot in live]
             logits = module.step(state, tokens)
 
@@ -296,7 +300,8 @@ def _holds(lm: PreTrainedModel, support: ModuleSupport, rows: Sequence[_ProbeRow
         if exchanged:
             state.repeat(2)
             state.select(torch.tensor([2, 1], device=module.device))
-            logits, rows = logits.flip(0), list(reversed(rows))
+            logits = logits.flip(0)
+            rows = list(reversed(rows))
         steps = torch.tensor([row.steps for row in rows], device=module.device)
         computed = torch.stack([logits, *(module.step(state, tokens) for tokens in steps.unbind(dim=1))], dim=1)
     except torch.OutOfMemoryError:

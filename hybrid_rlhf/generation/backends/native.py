@@ -108,17 +108,20 @@ class NativeBackend:
                 use the device; see `capture_between_runs`.
         """
         self._decoder: Decoder | None = decoder
-        self._max_batch_rows, self._kv_cache_gib = max_batch_rows, kv_cache_gib
+        self._max_batch_rows = max_batch_rows
+        self._kv_cache_gib = kv_cache_gib
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[decoder.world.device.type]
         self._open_prefill_tokens = prefill_tokens or OPEN_PREFILL_TOKENS
-        self._cuda_graphs, self._captures_in_runs = cuda_graphs, True
+        self._cuda_graphs = cuda_graphs
+        self._captures_in_runs = True
         if decoder.world.device.type == "cuda":
             log_compilation()
         self.max_positions = decoder.architecture.max_positions
         self.trained_positions = decoder.architecture.trained_positions
         self.vocab_size = decoder.architecture.vocab_size
         self.work = DecodeWork()
-        self.records_routes, self.continues = bool(decoder.architecture.expert_layers), True
+        self.records_routes = bool(decoder.architecture.expert_layers)
+        self.continues = True
         self.preemptions = 0
         """Number of requests that were preempted because blocks ran out, and computed again."""
         self.held: HeldCache | None = None
@@ -194,7 +197,9 @@ class NativeBackend:
         present batch. The next batch continues its requests in wider tables: they are computed again, except for cached
         prefixes.
         """
-        decoder, shapes, prefill = self.decoder, _shapes(arrivals.max_tokens), self._open_prefill_tokens
+        decoder = self.decoder
+        shapes = _shapes(arrivals.max_tokens)
+        prefill = self._open_prefill_tokens
         requests: list[Request] = []
         while not arrivals.closed:
             shapes += [request for request in requests if not self._accepts(request)]
@@ -215,7 +220,8 @@ class NativeBackend:
                 prefill_tokens=min(prefill, held_cache.prefill_tokens),
                 saved_states=held_cache.states,
             )
-            steps, live = batch.steps(), set(requests)
+            steps = batch.steps()
+            live = set(requests)
             for new in steps:
                 yield new
                 arrived = arrivals.take()
@@ -225,7 +231,8 @@ class NativeBackend:
                 if arrivals.closed or not all(map(workspace.accepts, arrived)):
                     break
             steps.close()
-            self._open, self.preemptions = None, self.preemptions + batch.preemptions
+            self._open = None
+            self.preemptions = self.preemptions + batch.preemptions
             self.work += batch.work
             requests = sorted(live, key=lambda request: request.prompt_index)
 
@@ -262,7 +269,8 @@ class NativeBackend:
         self._decoder = None
 
     def _release_workspace(self) -> None:
-        workspace, self.workspace = self.workspace, None
+        workspace = self.workspace
+        self.workspace = None
         if workspace is not None:
             workspace.close()
 
@@ -286,7 +294,8 @@ class NativeBackend:
         """Return the workspace of the last call if it also serves these requests, else a new one."""
         if self.held is None or not self.held.serves(sequences):
             self.held = self._cache_for(decoder, requests, sequences)
-        held_cache, longest = self.held, sequences.longest_tokens
+        held_cache = self.held
+        longest = sequences.longest_tokens
         rows = min(held_cache.rows, sequences.rows)
         if self.workspace is not None and self.workspace.serves(
             requests, cache=held_cache.cache, rows=rows, capacity_tokens=longest
@@ -332,7 +341,8 @@ class NativeBackend:
         Raises:
             UserError: when one completion does not fit in memory.
         """
-        held_cache, wanted = self.held, sequences.wanted
+        held_cache = self.held
+        wanted = sequences.wanted
         if held_cache is not None and held_cache.cache.layout != sequences.layout:
             self._release_workspace()
             held_cache = self.held = None

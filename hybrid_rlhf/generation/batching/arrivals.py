@@ -26,7 +26,9 @@ class Arrivals:
             max_tokens: maximum length of prompt and completion of a request.
             memory_share: largest share of the free memory for the KV cache; none: as in other calls.
         """
-        self.rows, self.max_tokens, self.memory_share = rows, max_tokens, memory_share
+        self.rows = rows
+        self.max_tokens = max_tokens
+        self.memory_share = memory_share
         self._changed = threading.Condition()
         self._requests: list[Request] = []
         self._cancelled: list[Request] = []
@@ -75,9 +77,11 @@ class Arrivals:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: not wait or self._requests or self._calls or self.closed)
-                calls, self._calls = self._calls, []
+                calls = self._calls
+                self._calls = []
                 if not calls:
-                    requests, self._requests = self._requests, []
+                    requests = self._requests
+                    self._requests = []
                     return [] if self.closed else requests
             for call in calls:
                 call()
@@ -85,5 +89,6 @@ class Arrivals:
     def take_cancelled(self) -> list[Request]:
         """Return the requests that were cancelled since the last call; some may have finished."""
         with self._changed:
-            cancelled, self._cancelled = self._cancelled, []
+            cancelled = self._cancelled
+            self._cancelled = []
             return cancelled

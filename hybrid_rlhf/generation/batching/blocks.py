@@ -173,7 +173,9 @@ class BlockPool:
     def _path(self, tokens: Sequence[int], adapter: int) -> tuple[list[_Prefix], list[int]]:
         """Return the nodes of the whole blocks that a sequence begins with, and the depths at which all needed blocks
         are cached."""
-        node, path, whole = self._root(adapter), list[_Prefix](), list[int]()
+        node = self._root(adapter)
+        path = list[_Prefix]()
+        whole = list[int]()
         present = [0] * len(self._needed)
         for start in range(0, len(tokens) - BLOCK_TOKENS, BLOCK_TOKENS):
             child = node.children.get(tuple(tokens[start : start + BLOCK_TOKENS]))
@@ -244,7 +246,8 @@ class BlockPool:
             for group, block in enumerate(blocks_at):
                 if block is not None and node.blocks[group] is None:
                     self._forget(block)
-                    node.blocks[group], block.prefix = block, node
+                    node.blocks[group] = block
+                    block.prefix = node
 
     def save_state(self, tokens: Sequence[int], adapter: int = 0) -> int | None:
         """Return the slot in which to save the state after tokens with indexed blocks; None: it cannot or need not be
@@ -267,7 +270,8 @@ class BlockPool:
 
     def _forget(self, block: Block) -> None:
         """Remove a block from the prefix tree, and the nodes that are then empty."""
-        node, block.prefix = block.prefix, None
+        node = block.prefix
+        block.prefix = None
         if node is None:
             return
         node.blocks[block.group] = None
@@ -283,7 +287,8 @@ class BlockTable:
 
     def __init__(self, pool: BlockPool, adapter: int = 0) -> None:
         """Args: the pool of blocks, and the number of the adapter that computes them; 0: none."""
-        self._pool, self._adapter = pool, adapter
+        self._pool = pool
+        self._adapter = adapter
         self.blocks: list[list[Block | None]] = []
         """[i][group]: the block that begins with token i * BLOCK_TOKENS; none if no later token attends to it."""
         self._first = [0] * len(pool.layout.windows)
@@ -317,7 +322,8 @@ class BlockTable:
     def fork(self, source: BlockTable, tokens: int) -> list[tuple[int, int]]:
         """Share the blocks of the first `tokens` tokens of another sequence; returns the pages to copy as (source,
         target)."""
-        whole, share = tokens // BLOCK_TOKENS, self._pool.share
+        whole = tokens // BLOCK_TOKENS
+        share = self._pool.share
         self.blocks = [
             [None if block is None else share(block) for block in at_place] for at_place in source.blocks[:whole]
         ]

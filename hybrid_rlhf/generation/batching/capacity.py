@@ -71,7 +71,8 @@ class WorkingMemory:
 
     def of_rows(self, rows: int) -> float:
         """Peak memory with this number of rows, in bytes."""
-        tables, step = rows * self.table, rows * self.row
+        tables = rows * self.table
+        step = rows * self.row
         if not self.cuda_graphs:
             return tables + max(self.prefill, step)
         # capturing a graph copies the tables
@@ -246,7 +247,8 @@ def table_bytes(decoder: Decoder, requests: Sequence[Request], *, tables: int, c
 def split_bytes(decoder: Decoder, *, rows: int, capacity_tokens: int) -> float:
     """Bytes per row of the partial results of split attention with `rows` rows, in the kind of layer that needs
     most."""
-    a, heads = decoder.architecture, len(decoder.split.heads)
+    a = decoder.architecture
+    heads = len(decoder.split.heads)
     widest = 0
     for kind, kv_heads in enumerate(decoder.split.kv_heads_of):
         splits, _ = splits_of(rows * len(kv_heads), capacity_tokens)
@@ -263,7 +265,8 @@ def measured_memory(
     Returns as `working_memory`. A prefill that does not fit is halved, except with tensor parallelism, where other
     ranks wait inside it.
     """
-    device, longest = decoder.world.device, max(len(request.prompt) for request in requests)
+    device = decoder.world.device
+    longest = max(len(request.prompt) for request in requests)
     while True:
         length = min(longest, prefill_tokens)
         prompts = max(1, min(rows, prefill_tokens // length))

@@ -53,7 +53,8 @@ class ContinuousBatch:
             prefill_tokens: maximum number of prompt tokens per step; a longer prompt is computed in chunks.
             saved_states: states of cached prefixes, in the slots of the pool; none: there are no recurrent layers.
         """
-        self._workspace, self._pool = workspace, pool
+        self._workspace = workspace
+        self._pool = pool
         self._states = RowStates(workspace.states, saved_states, pool)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._ages = itertools.count()
@@ -93,7 +94,8 @@ class ContinuousBatch:
             row.samples = [sample for sample in row.samples if sample.request not in gone]
             if row.request in gone and row.samples:  # another sample of the prompt takes over its blocks
                 successor = row.samples.pop(0)
-                row.request, row.age = successor.request, successor.age
+                row.request = successor.request
+                row.age = successor.age
                 self._slots.append(successor.slot)
             elif row.request in gone:
                 row.table.release()
@@ -159,7 +161,8 @@ class ContinuousBatch:
         self._workspace.set_pages(entries)
         if chunks:
             prompts = prompts_of(chunks, finished, tables=self._pool.layout.tables, device=self._device)
-            requests, slots = [row.request for row in entered], [row.slot for row in entered]
+            requests = [row.request for row in entered]
+            slots = [row.slot for row in entered]
             fetch = self._workspace.prefill(batch, prompts, requests, slots, longest=longest)
         else:
             fetch = self._workspace.decode(batch, longest=longest)
@@ -181,7 +184,9 @@ class ContinuousBatch:
     def _extend(self) -> tuple[list[tuple[int, int, list[int]]], int]:
         """Allocate the next token of each decoding row; returns new page table entries, and the tokens of the longest
         row."""
-        capacity, entries, longest = self._workspace.capacity_tokens, [], 1
+        capacity = self._workspace.capacity_tokens
+        entries = []
+        longest = 1
         for place, row in enumerate(self._decoding):
             row.computed = min(row.computed + 1, capacity)
             row.table.extend(row.computed)
@@ -191,7 +196,8 @@ class ContinuousBatch:
 
     def _chunks(self) -> list[tuple[LiveRow, int, int]]:
         """Admit requests and allocate the chunks of the next step; returns them as (row, start, length)."""
-        budget, chunks = self._prefill_tokens, list[tuple[LiveRow, int, int]]()
+        budget = self._prefill_tokens
+        chunks = list[tuple[LiveRow, int, int]]()
         for entering in self._entering:
             budget -= self._append_chunk(chunks, entering, budget)
         room = self._room() if self._waiting else 0
@@ -239,7 +245,8 @@ class ContinuousBatch:
 
     def _expected_blocks(self, request: Request) -> int:
         """Number of blocks at the expected end of a request, or after its next token if it is already past that."""
-        limit, drawn = len(request.uniforms), len(request.token_ids)
+        limit = len(request.uniforms)
+        drawn = len(request.token_ids)
         return blocks_of(len(request.prompt) + max(min(limit, drawn + 1), int(self._expected.of(limit))))
 
     def _expected_pages(self, request: Request) -> int:
@@ -293,7 +300,8 @@ class ContinuousBatch:
 
     def _collect(self) -> NewTokens:
         """Wait for the oldest step in flight and append its tokens, except those of rows that had already finished."""
-        step, new = self._in_flight.popleft(), NewTokens()
+        step = self._in_flight.popleft()
+        new = NewTokens()
         sampled = zip(*step.fetch(), strict=True)
         for row, (token, *logprobs) in zip(step.rows, sampled, strict=True):
             request = row.request

@@ -64,7 +64,8 @@ class DecodeBatch(SamplingRows):
 
     def has_room_for(self, requests: Sequence[Request]) -> bool:
         """True if the tables are wide enough for each of the requests."""
-        stops, longest = self.integers.shape[1] - len(INTEGERS), self.floats.shape[1] - len(FLOATS)
+        stops = self.integers.shape[1] - len(INTEGERS)
+        longest = self.floats.shape[1] - len(FLOATS)
         fits = all(len(request.stop) <= stops and len(request.uniforms) <= longest for request in requests)
         return fits and (self.seen is not None or not sampling_mode(requests).repetition_penalty)
 
@@ -82,7 +83,8 @@ class DecodeBatch(SamplingRows):
         integers = np.zeros((len(requests), self.integers.shape[1]), dtype=np.int64)
         floats = np.zeros((len(requests), self.floats.shape[1]))
         for row, request in enumerate(requests):
-            stop, params = sorted(request.stop), request.params
+            stop = sorted(request.stop)
+            params = request.params
             integers[row, :6] = _integers(request, params, has_stop_tokens=bool(stop))
             # Rows with fewer stop tokens repeat their first one.
             integers[row, 6:] = (stop + stop[:1] * integers.shape[1])[: integers.shape[1] - 6] if stop else 0

@@ -34,15 +34,21 @@ class PreparationLog:
             most: maximum number of events; none: unknown.
             clock: returns the time in seconds.
         """
-        self._what, self._most, self._clock, self._lock = what, most, clock, threading.Lock()
-        self._done, self._seconds, self._next = 0, 0.0, clock()
+        self._what = what
+        self._most = most
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._done = 0
+        self._seconds = 0.0
+        self._next = clock()
 
     def add(self, seconds: float) -> None:
         """Count one event that took `seconds` seconds."""
         with self._lock:
             self._done += 1
             self._seconds += seconds
-            now, last = self._clock(), self._done == self._most
+            now = self._clock()
+            last = self._done == self._most
             if now < self._next and not last:
                 return
             self._next = now + LINE_SECONDS
@@ -54,7 +60,8 @@ class PreparationLog:
 def log_compilation() -> None:
     """From now on, log the kernels that Triton compiles in this process. Kernels from its disk cache are not
     counted."""
-    knobs, log = triton.knobs, PreparationLog("GPU kernels compiled")
+    knobs = triton.knobs
+    log = PreparationLog("GPU kernels compiled")
     previous_listener = knobs.compilation.listener
 
     def compiled(*, times: Any, cache_hit: bool, **details: Any) -> None:

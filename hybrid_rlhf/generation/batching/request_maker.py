@@ -85,7 +85,8 @@ class RequestMaker:
 
     def _longest_completion(self, index: int, prompt: Sequence[int], params: SamplingParams) -> int:
         """Maximum number of tokens of a completion: max_new_tokens, or the positions that the prompt leaves."""
-        limit, trained = self.max_positions, self.trained_positions
+        limit = self.max_positions
+        trained = self.trained_positions
         if limit is None:
             if trained is not None and len(prompt) + params.max_new_tokens > trained:
                 _warn_of_untrained_positions(trained)

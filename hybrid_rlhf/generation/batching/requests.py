@@ -49,8 +49,10 @@ class Request:
 
     def continue_from(self, completion: Completion) -> None:
         """Take the tokens of a completion that an earlier call began."""
-        self.begun, self.finish_reason = completion, completion.finish_reason
-        self.token_ids, self.logprobs = list(completion.token_ids), list(completion.logprobs)
+        self.begun = completion
+        self.finish_reason = completion.finish_reason
+        self.token_ids = list(completion.token_ids)
+        self.logprobs = list(completion.logprobs)
         self.sampling_logprobs = list(completion.sampling_logprobs)
 
     def rewind(self, tokens: int) -> None:
@@ -103,7 +105,8 @@ class Request:
         self.logprobs.append(logprob)
         self.sampling_logprobs.append(sampling_logprob)
         if self.top_logprobs:
-            count, half = self.top_logprobs, len(top) // 2
+            count = self.top_logprobs
+            half = len(top) // 2
             self.top.append(
                 [(int(candidate), value) for candidate, value in zip(top[:half][:count], top[half:], strict=False)]
             )
@@ -123,9 +126,13 @@ class Request:
         """Return the completion of this call, without tokens beyond the limit."""
         if self.begun is not None and self.begun.finish_reason is not None:
             return self.begun
-        reason, fetch_routes, count = self.finish_reason, self.fetch_routes, len(self.token_ids)
+        reason = self.finish_reason
+        fetch_routes = self.fetch_routes
+        count = len(self.token_ids)
         if self.limit is not None and self.new_tokens > self.limit.tokens:
-            count, reason, fetch_routes = self.begun_tokens + int(self.limit.tokens), None, None
+            count = self.begun_tokens + int(self.limit.tokens)
+            reason = None
+            fetch_routes = None
         routes = None
         if fetch_routes is not None:
             routes = np.pad(fetch_routes().numpy(), ((0, 1), (0, 0), (0, 0)), constant_values=-1)
@@ -145,7 +152,8 @@ class TokenLimit:
     def __init__(self, share: FinishedShare, requests: Sequence[Request]) -> None:
         """Args: the share, and all requests of the call, some of which may already be finished."""
         self.tokens = math.inf
-        self._share, self._added = share, dict.fromkeys((request.prompt_index for request in requests), 0)
+        self._share = share
+        self._added = dict.fromkeys((request.prompt_index for request in requests), 0)
         self._running = Counter(request.prompt_index for request in requests if request.finish_reason is None)
         self._lower()
 

@@ -55,7 +55,9 @@ class RowStates:
 
     def __init__(self, live: StateCache | None, saved: StateCache | None, pool: BlockPool) -> None:
         """Args: states of live rows by their slots, saved states by the slots of the pool, and the pool."""
-        self._live, self._saved, self._pool = live, saved, pool
+        self._live = live
+        self._saved = saved
+        self._pool = pool
 
     def begin(self, row: LiveRow, match: Match) -> None:
         """Copy the saved states of a matched prefix to a row."""
@@ -129,7 +131,10 @@ def prompts_of(
         tables: number of page tables of the cache.
         device: device of the tensors.
     """
-    tokens, positions, last, adapters = list[int](), list[int](), list[int](), list[int]()
+    tokens = list[int]()
+    positions = list[int]()
+    last = list[int]()
+    adapters = list[int]()
     for row, start, length in chunks:
         tokens += row.request.all_token_ids[start : start + length]
         positions += range(start, start + length)

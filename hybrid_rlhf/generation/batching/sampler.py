@@ -55,7 +55,9 @@ class Sampler:
 
     def __init__(self, vocab_size: int, mode: SamplingMode, world: World) -> None:
         """Args: size of the vocabulary, sampling features of the requests, and the ranks that shard the vocabulary."""
-        self._vocab_size, self._mode, self._world = vocab_size, mode, world
+        self._vocab_size = vocab_size
+        self._mode = mode
+        self._world = world
         self._mine = share(vocab_size, world.rank, world.size)
         self._kernels = choice.kernels_for(world.device, torch.float32) if world.size == 1 else None
 
@@ -65,7 +67,8 @@ class Sampler:
         if self._kernels is not None:
             drawn = SampledTokens(*self._kernels.sample(logits, rows, self._mode))
             return replace(drawn, top=top)
-        mode, greedy = self._mode, rows.greedy if self._mode.greedy else None
+        mode = self._mode
+        greedy = rows.greedy if self._mode.greedy else None
         if mode.draws_from_all:
             scaled = self._scaled(logits, rows)
             tokens, logprobs = draw(scaled, rows.uniform, greedy, self._mine, self._world)
@@ -73,7 +76,8 @@ class Sampler:
         else:
             logits = gather_vocabulary(logits, self._vocab_size, self._world)
             masked = truncated(self._scaled(self._penalised(logits, rows), rows), rows, mode)
-            whole, alone = range(logits.shape[-1]), solo_world(logits.device)
+            whole = range(logits.shape[-1])
+            alone = solo_world(logits.device)
             tokens, sampling_logprobs = draw(masked, rows.uniform, greedy, whole, alone)
             raw = torch.log_softmax(self._scaled(logits, rows), dim=-1)
             logprobs = raw.gather(1, tokens[:, None]).squeeze(1)

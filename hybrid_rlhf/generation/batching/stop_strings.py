@@ -21,8 +21,10 @@ _CHARACTER_TOKENS = 4
 _CHANGED_TOKENS = 3
 """Number of last tokens whose text the last one may change."""
 _PART = "\N{REPLACEMENT CHARACTER}"
-_COMPLETES, _CHANGES = 1, 2
-"""Flags of a token: it may complete a stop string; together with later tokens, it may change earlier text."""
+_COMPLETES = 1
+"""Flag of a token that may complete a stop string."""
+_CHANGES = 2
+"""Flag of a token that, together with later tokens, may change earlier text."""
 
 
 class StopStrings:
@@ -30,7 +32,8 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         """Args: at least one stop string, and a function from token ids to text."""
-        self._stops, self._decode = stops, decode
+        self._stops = stops
+        self._decode = decode
         self._ends = tuple({stop[start:] for stop in stops for start in range(len(stop))})
         self._longest = max(map(len, stops))
         self._tail = _CHARACTER_TOKENS * (1 + self._longest)  # the tail may start within a character
@@ -61,7 +64,8 @@ class StopStrings:
     def _may_be_in(self, token_ids: Sequence[int]) -> bool:
         """True if a stop string may be in the last text: that of the last three tokens and those in which it may
         begin."""
-        text, needed = "", self._longest
+        text = ""
+        needed = self._longest
         for number, token in enumerate(reversed(token_ids)):
             piece = self._texts.get(token)
             if piece is None:
@@ -73,7 +77,8 @@ class StopStrings:
         return any(stop in text for stop in self._joined)
 
     def _flags_of(self, token: int) -> int:
-        first, twice = self._decode([token]), self._decode([token, token])
+        first = self._decode([token])
+        twice = self._decode([token, token])
         joined = first.replace(" ", "")
         if _PART not in twice and twice.replace(" ", "") == 2 * joined:
             self._texts[token] = joined

@@ -61,7 +61,9 @@ class Workspace:
                 use the device; see `capture_in_steps`.
         """
         device = decoder.world.device
-        self.decoder, self.cache, self.capacity_tokens = decoder, cache, capacity_tokens
+        self.decoder = decoder
+        self.cache = cache
+        self.capacity_tokens = capacity_tokens
         self.attention = Attention(
             decoder.architecture,
             decoder.split,
@@ -108,7 +110,8 @@ class Workspace:
 
     def close(self) -> None:
         """Release the CUDA graphs and their memory; the rest is freed with the last reference. Idempotent."""
-        graphs, self._graphs = self._graphs, None
+        graphs = self._graphs
+        self._graphs = None
         if graphs is not None:
             graphs.close()
 
@@ -209,7 +212,8 @@ class Workspace:
         drawing = self.rows.view(0, batch + entering)
         rows = drawing.view(0, batch)
         # A CUDA graph also runs finished and unused rows: their positions must stay within the tables.
-        tokens, positions = rows.token, rows.position.clamp(max=self.capacity_tokens - 1)
+        tokens = rows.token
+        positions = rows.position.clamp(max=self.capacity_tokens - 1)
         adapters = rows.adapter if self.decoder.has_adapters else None
         decoding = None
         if batch:
@@ -218,7 +222,8 @@ class Workspace:
         chunks = None
         if prompts is not None:
             chunks = prompts.chunks
-            tokens, positions = torch.cat([tokens, prompts.tokens]), torch.cat([positions, prompts.positions])
+            tokens = torch.cat([tokens, prompts.tokens])
+            positions = torch.cat([positions, prompts.positions])
             adapters = None if adapters is None else torch.cat([adapters, prompts.adapters])
         states = None if self.states is None else self.states.step(decoding, chunks)
         attend = self.attention.step(decoding, chunks)
@@ -272,7 +277,9 @@ class _Graphs:
     """
 
     def __init__(self, rows: DecodeBatch, slots: Tensor, device: torch.device) -> None:
-        self._rows, self._slots, self._idle = rows, slots, _IDLE_STREAMS[device]
+        self._rows = rows
+        self._slots = slots
+        self._idle = _IDLE_STREAMS[device]
         self._stream = self._idle.pop() if self._idle else torch.cuda.Stream(device)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.captures = True
@@ -312,7 +319,9 @@ class _Graphs:
     def _capture(self, step: Step, batch: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         start = time.perf_counter()
         pool = next(iter(self._captured.values()))[0].pool() if self._captured else None
-        saved, slots, main = self._rows.save(), self._slots.clone(), torch.cuda.current_stream()
+        saved = self._rows.save()
+        slots = self._slots.clone()
+        main = torch.cuda.current_stream()
         self._slots.zero_()
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):  # compile kernels and load libraries outside the graph

@@ -49,8 +49,11 @@ class AdaptedLinear:
 
     def __init__(self, base: Linear, changes: Sequence[LowRankChange], chosen: ChosenAdapters) -> None:
         """Args: the base layer, the changes of all adapters, and the adapters of the tokens."""
-        self._base, self._chosen = base, chosen
-        self.outputs, self.inputs, self.weight = base.outputs, base.inputs, base.weight
+        self._base = base
+        self._chosen = chosen
+        self.outputs = base.outputs
+        self.inputs = base.inputs
+        self.weight = base.weight
         self._down = torch.cat([change.down for change in changes])
         ranks = [len(change.down) for change in changes]
         self._up = self._down.new_zeros(base.outputs, sum(ranks))
@@ -62,7 +65,8 @@ class AdaptedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map inputs [T, K] to outputs [T, N]."""
-        result, chosen = self._base(x), self._chosen.of_tokens
+        result = self._base(x)
+        chosen = self._chosen.of_tokens
         if chosen is None:
             return result
         inner = functional.linear(x, self._down) * (chosen[:, None] == self._owners)

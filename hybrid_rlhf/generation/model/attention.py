@@ -107,13 +107,15 @@ class Attention:
     ) -> None:
         """Args: the model, this rank's part of it, the cache, its maximum sequence length, and kernels if there are
         any."""
-        self.architecture, self.cache = architecture, cache
+        self.architecture = architecture
+        self.cache = cache
         self.kernels = kernels
         self.kv_heads = [len(kv_heads) for kv_heads in split.kv_heads_of]
         """Number of KV heads of this rank, for each kind of attention."""
         self.groups = [len(split.heads) // count for count in self.kv_heads]
         """Number of queries per KV head, for each kind of attention."""
-        device, self._dtype = cache.keys.device, cache.keys.dtype
+        device = cache.keys.device
+        self._dtype = cache.keys.dtype
         self.alibi = None
         """[A, S] float32, ALiBi bias of the scores of each key; none: no ALiBi."""
         if architecture.alibi is not None:
@@ -241,7 +243,8 @@ class StepAttention:
 
     def latents(self, layer: int) -> PagedLatents:
         """Return the places that latent attention writes and reads in a layer."""
-        attention, a = self._attention, self._attention.architecture
+        attention = self._attention
+        a = self._attention.architecture
         kind = a.attention_of(layer)
         assert (a.kinds[kind].window, a.attention_softcap, attention.alibi, a.sinks) == (None, None, None, False)
         table, keys, _ = attention.cache.of_layer(layer)
@@ -276,7 +279,8 @@ class RowAttention:
     def _bias(self, kind: int, positions: Tensor, keys: int) -> Tensor:
         """Return the bias of scores [B * K, G or 1, S]."""
         keys = min(keys, self._attention.alibi.shape[1]) if self._attention.alibi is not None else keys
-        bias, kv_heads = self._attention.bias(kind, positions, keys), self._attention.kv_heads[kind]
+        bias = self._attention.bias(kind, positions, keys)
+        kv_heads = self._attention.kv_heads[kind]
         if bias.shape[1] == 1:
             return bias.repeat_interleave(kv_heads, dim=0)
         return bias.reshape(len(positions) * kv_heads, self._attention.groups[kind], -1)
@@ -302,7 +306,8 @@ class PagedKernel:
         self, attention: Attention, rows: DecodeRows | None, chunks: Chunks | None = None, *, expanded: bool = False
     ) -> None:
         """Args: shared data, rows and chunks; `expanded`: pages contain keys and values expanded from latents."""
-        self._attention, a = attention, attention.architecture
+        self._attention = attention
+        a = attention.architecture
         self._latent = None if expanded else a.latent
         tables = [part.pages for part in (rows, chunks) if part is not None]
         self._pages = tables[0]
@@ -323,7 +328,8 @@ class PagedKernel:
         return self._pages[table], self._positions, self._tiles.get(self._sizes[kind])
 
     def _tiles_of(self, chunks: Chunks, group: int, head_dim: int) -> Tensor:
-        kernels, dtype = self._attention.kernels, self._attention.cache.keys.dtype
+        kernels = self._attention.kernels
+        dtype = self._attention.cache.keys.dtype
         assert kernels is not None
         if self._latent is None:
             tokens = kernels.tokens_at_once(group, head_dim, dtype)
@@ -343,7 +349,8 @@ class ChunkAttention:
     """Attention of chunks in torch: one call for all chunks with the same start and length."""
 
     def __init__(self, attention: Attention, chunks: Chunks) -> None:
-        self._attention, self._chunks = attention, chunks
+        self._attention = attention
+        self._chunks = chunks
         spans: dict[tuple[int, int], list[int]] = {}
         for index, span in enumerate(zip(chunks.starts, chunks.lengths, strict=True)):
             spans.setdefault(span, []).append(index)
@@ -362,7 +369,8 @@ class ChunkAttention:
 
     def _bias(self, kind: int, start: int, end: int) -> Tensor | None:
         """Return the bias of scores [1, A or 1, L, S]; None if a causal mask is enough."""
-        attention, a = self._attention, self._attention.architecture
+        attention = self._attention
+        a = self._attention.architecture
         by_products = a.attention_softcap is not None or a.sinks  # attention by matrix products has no causal mask
         if not by_products and attention.sees_all_before(kind, start, end):
             return None
@@ -374,7 +382,8 @@ class ChunkAttention:
         mixed = torch.empty_like(q)
         for end, tokens, pages, biases in self._spans:
             k, v = (store[pages[table]].flatten(1, 2)[:, :end].transpose(1, 2) for store in (keys, values))
-            queries, bias = q[tokens].transpose(1, 2), biases[kind]
+            queries = q[tokens].transpose(1, 2)
+            bias = biases[kind]
             scores = self._attention.scores_of(kind)
             out = attend(queries, k, v, bias=bias, sinks=sinks, causal=bias is None, **scores)
             mixed[tokens] = out.transpose(1, 2)
@@ -431,7 +440,8 @@ def _by_form(
     tokens = [range(*ends) for ends in pairwise(accumulate(chunks.lengths, initial=batch))]
     plain = [i for i, span in enumerate(spans) if latent.expands(*span)]
     most_pages = max(blocks_of(_EXPANDED_TOKENS), sum(blocks_of(chunks.lengths[i]) for i in plain))
-    groups, room = list[list[int]](), 0
+    groups = list[list[int]]()
+    room = 0
     for i in plain:
         pages = blocks_of(sum(spans[i]))
         if not groups or pages > room:
@@ -472,7 +482,8 @@ def _places(pages: Tensor, sequences: Tensor, positions: Tensor) -> Tensor:
 def _chunk_places(chunks: Chunks, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Return the indices [page tables, T] in a cache of tokens starts[i] to starts[i] + lengths[i] - 1 of each chunk
     i."""
-    device, total = chunks.pages.device, sum(lengths)
+    device = chunks.pages.device
+    total = sum(lengths)
     counts = to_device(lengths, device)
     index = torch.arange(len(lengths), device=device).repeat_interleave(counts, output_size=total)
     shift = to_device(starts, device) - (counts.cumsum(0) - counts)

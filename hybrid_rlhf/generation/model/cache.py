@@ -117,7 +117,8 @@ class CacheLayout:
     ) -> CacheLayout:
         """Return the layout for cached layers, given the window and the (KV heads, head size) of each."""
         groups = sorted(set(windows), key=lambda size: math.inf if size is None else size, reverse=True)
-        width, used = max((math.prod(size) for size in sizes), default=0), [list[int]() for _ in groups]
+        width = max((math.prod(size) for size in sizes), default=0)
+        used = [list[int]() for _ in groups]
         first = list[tuple[int, int, int]]()
         for window, size in zip(windows, sizes, strict=True):
             group = groups.index(window)
@@ -238,7 +239,8 @@ class KVCache:
     def grown(self, pages: int) -> KVCache:
         """Return a larger cache with the content of this one."""
         larger = KVCache(self.layout, pages=pages, dtype=self.keys.dtype, device=self.keys.device)
-        larger.keys[:, : self.pages], larger.values[:, : self.pages] = self.keys, self.values
+        larger.keys[:, : self.pages] = self.keys
+        larger.values[:, : self.pages] = self.values
         if self.routes is not None and larger.routes is not None:
             larger.routes[: self.pages] = self.routes
         return larger
@@ -272,7 +274,8 @@ def _first_fit(used: list[int], width: int, most: int) -> tuple[int, int]:
 
 
 def _route_size(architecture: ModelDescription) -> RouteSize | None:
-    kind, mixtures = architecture.experts, len(architecture.expert_layers)
+    kind = architecture.experts
+    mixtures = len(architecture.expert_layers)
     return RouteSize(mixtures, kind.per_token, kind.index_dtype) if kind is not None and mixtures else None
 
 

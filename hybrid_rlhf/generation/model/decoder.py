@@ -49,7 +49,9 @@ class Decoder:
     """A causal LM on one tensor-parallel rank."""
 
     def __init__(self, architecture: ModelDescription, weights: DecoderWeights, split: Split, world: World) -> None:
-        self.architecture, self.split, self.world = architecture, split, world
+        self.architecture = architecture
+        self.split = split
+        self.world = world
         self._activation = ACTIVATIONS[architecture.activation]
         self.kernels = choice.kernels_for(world.device, weights.embed.dtype)
         self._fused = None if self.kernels is cpu_kernels else self.kernels
@@ -75,7 +77,8 @@ class Decoder:
     @property
     def state_bytes(self) -> int:
         """Bytes per row of the states of recurrent layers."""
-        a, units = self.architecture, len(self.split.recurrent)
+        a = self.architecture
+        units = len(self.split.recurrent)
         return state_bytes(a.recurrence, layers=len(a.recurrent_layers), units=units, dtype=self.dtype)
 
     def new_cache(self, layout: CacheLayout, *, pages: int) -> KVCache:
@@ -84,7 +87,8 @@ class Decoder:
 
     def new_states(self, slots: int) -> StateCache | None:
         """Allocate zero states; None for a model without recurrent layers."""
-        a, units = self.architecture, len(self.split.recurrent)
+        a = self.architecture
+        units = len(self.split.recurrent)
         if a.recurrence is None:
             return None
         return StateCache(
@@ -168,7 +172,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return this rank's logits [T, V] float32 for hidden states [T, H]."""
-        weights, a = self._weights, self.architecture
+        weights = self._weights
+        a = self.architecture
         x = _normed(weights.final_norm, hidden)
         if weights.embed_out is not None:
             x = functional.linear(x, weights.embed_out)
@@ -180,7 +185,8 @@ class Decoder:
         return logits
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        weights, a = self._weights, self.architecture
+        weights = self._weights
+        a = self.architecture
         x = self._rows(weights.embed, tokens)
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
@@ -203,7 +209,8 @@ class Decoder:
     def _layer_inputs(self, tokens: Tensor, embedded: Tensor) -> Tensor | None:
         """Return per-layer inputs [T, layers, I] for tokens [T] and their embeddings [T, H]; None if the model has
         none."""
-        weights, a = self._weights.layer_inputs, self.architecture
+        weights = self._weights.layer_inputs
+        a = self.architecture
         if weights is None:
             return None
         from_tokens = self._rows(weights.embed, tokens) * self._input_scale
@@ -223,7 +230,8 @@ class Decoder:
 
     def _delta(self, mixed: Tensor, norm: Norm | None) -> Tensor:
         """Norm and scale the output of attention or MLP before it is added to the residual stream."""
-        scale, delta = self.architecture.residual_scale, _normed(norm, mixed)
+        scale = self.architecture.residual_scale
+        delta = _normed(norm, mixed)
         return delta if scale == 1.0 else delta * scale
 
     def _parallel(self, x: Tensor, w: LayerWeights, attention: Sublayer, mlp: MLP) -> Tensor:
@@ -268,9 +276,13 @@ class Decoder:
         if w.latent is not None:
             return self.world.all_reduce(w.o(w.latent(x, places.table, attend.latents(index))))
         assert w.qkv is not None
-        a, kind, heads = self.architecture, self.architecture.attention_of(index), len(self.split.heads)
-        d, kv_heads = a.kv_size(kind)[1], 0 if index in a.kv_sources else len(self.split.kv_heads_of[kind])
-        qkv, gate = w.qkv(x).view(len(x), -1, d), None
+        a = self.architecture
+        kind = self.architecture.attention_of(index)
+        heads = len(self.split.heads)
+        d = a.kv_size(kind)[1]
+        kv_heads = 0 if index in a.kv_sources else len(self.split.kv_heads_of[kind])
+        qkv = w.qkv(x).view(len(x), -1, d)
+        gate = None
         if a.gated_attention:
             qkv, gate = qkv.split([heads + 2 * kv_heads, heads], dim=1)
         if w.q_norm is not None:
@@ -312,7 +324,8 @@ class Decoder:
         return self._activation(gate) * up
 
     def _places(self, kind: int, positions: Tensor) -> _Places:
-        attention_kind, scales = self.architecture.kinds[kind], None
+        attention_kind = self.architecture.kinds[kind]
+        scales = None
         if attention_kind.temperature_scale:
             spans = torch.floor((positions.float() + 1.0) / attention_kind.temperature_tokens)
             scales = 1.0 + attention_kind.temperature_scale * torch.log1p(spans)[:, None, None]
@@ -320,7 +333,8 @@ class Decoder:
 
     def _rotary_table(self, kind: int, positions: Tensor) -> Table:
         """Return cosines and signed sines [T, 1, R]; None without rotary positions."""
-        rotary, inv_freq = self.architecture.kinds[kind].rotary, self._inv_freq[kind]
+        rotary = self.architecture.kinds[kind].rotary
+        inv_freq = self._inv_freq[kind]
         if rotary is None or inv_freq is None:
             return None
         angles = positions[:, None, None].float() * inv_freq

@@ -83,9 +83,16 @@ class RoutedExperts:
             up_bias: [X, 2 I], or none.
             down_bias: [X, H], or none.
         """
-        self._kind, self._mine, self._correction, self._scale = kind, mine, correction, scale
-        self.router, self.router_bias = router, router_bias
-        self.up, self.up_bias, self.down, self.down_bias = up, up_bias, down, down_bias
+        self._kind = kind
+        self._mine = mine
+        self._correction = correction
+        self._scale = scale
+        self.router = router
+        self.router_bias = router_bias
+        self.up = up
+        self.up_bias = up_bias
+        self.down = down
+        self.down_bias = down_bias
         self._of_each: list[tuple[Linear, Linear]] | None = None
         self._inner = down.shape[2]
         if product is not None:
@@ -149,7 +156,8 @@ class RoutedExperts:
         self, x: Tensor, weights: Tensor, index: Tensor, kernels: ModuleType, activation: Activation
     ) -> Tensor:
         """Compute experts by kernels, in three launches."""
-        kind, mine = self._kind, self._mine
+        kind = self._kind
+        mine = self._mine
         inner = kernels.experts_up(
             x,
             weights,
@@ -174,12 +182,14 @@ class RoutedExperts:
             activate = partial(clamped_swiglu, limit=self._kind.clamp)
         # renumbered so that this rank's experts come first, as 0 to X - 1
         experts, order = ((index.flatten() - self._mine.start) % self._kind.count).sort(stable=True)
-        tokens, weights = order // self._kind.per_token, weights.flatten()[order, None].to(x.dtype)
+        tokens = order // self._kind.per_token
+        weights = weights.flatten()[order, None].to(x.dtype)
         ends = torch.searchsorted(experts, torch.arange(len(self._mine), device=x.device), right=True, out_int32=True)
         out = torch.zeros_like(x)
 
         def mixed(some: slice, up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
-            inputs, weight = x[tokens[some]], weights[some]
+            inputs = x[tokens[some]]
+            weight = weights[some]
             if self._kind.weighs_inputs:
                 return down(activate(up(inputs * weight)))
             return down(activate(up(inputs))) * weight
@@ -187,7 +197,8 @@ class RoutedExperts:
         if self._of_each is not None:
             start = 0
             for (up, down), end in zip(self._of_each, ends.tolist(), strict=True):
-                part, start = slice(start, end), end
+                part = slice(start, end)
+                start = end
                 if part.start < part.stop:
                     out.index_add_(0, tokens[part], mixed(part, up, down))
             return out
@@ -204,7 +215,8 @@ class RoutedExperts:
 def clamped_swiglu(both: Tensor, *, limit: float) -> Tensor:
     """Return (up + 1) gate sigmoid(1.702 gate) for [n, 2 I]; gate is clamped from above, up on both sides."""
     gate, up = both.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 

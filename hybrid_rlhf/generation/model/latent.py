@@ -93,7 +93,11 @@ class LatentAttention:
             kv_norm: norm of the latent.
             kv_up: [A (U + V), L], weights from the latent to keys and values of each head.
         """
-        self._kind, self._down, self._q_norm, self._q, self._kv_norm = kind, down, q_norm, q, kv_norm
+        self._kind = kind
+        self._down = down
+        self._q_norm = q_norm
+        self._q = q
+        self._kv_norm = kv_norm
         self.kv_up = kv_up.view(-1, kind.plain_dims + kind.value_dims, kind.size)
         self._key_up, self._value_up = self.kv_up.split([kind.plain_dims, kind.value_dims], dim=1)
 
@@ -130,9 +134,11 @@ class LatentAttention:
     def _write(self, x: Tensor, table: Table, paged: PagedLatents) -> Tensor:
         """Write latents and rotated keys [T, R + L] to the cache; returns the input of the query product, [T, Q or
         H]."""
-        kind, down = self._kind, self._down(x)
+        kind = self._kind
+        down = self._down(x)
         if paged.kernels is not None:
-            norm, weight = self._kv_norm, None if self._q_norm is None else self._q_norm.weight
+            norm = self._kv_norm
+            weight = None if self._q_norm is None else self._q_norm.weight
             hidden: Tensor = paged.kernels.write_latents(
                 *(down, weight, norm.weight, table, paged.places, paged.keys),
                 eps=norm.eps,

@@ -37,7 +37,8 @@ class InferenceLinear:
         """
         self._wide = wide and weight.dtype in (torch.bfloat16, torch.float16)
         if self._wide and pack:
-            weight, bias = weight.float(), None if bias is None else bias.float()
+            weight = weight.float()
+            bias = None if bias is None else bias.float()
         self.bias = bias
         self.outputs, self.inputs = weight.shape
         self.packed = pack
@@ -62,11 +63,14 @@ class Norm:
     """RMS or layer norm over the last dimension."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, architecture: ModelDescription) -> None:
-        self.weight, self.eps = weight, architecture.norm_eps
+        self.weight = weight
+        self.eps = architecture.norm_eps
         self.in_float32 = architecture.norm_in_float32 and weight.dtype != torch.float32
         """True if the weight multiplies before rounding to the dtype."""
-        self._stored, self._offset = weight, architecture.norm_offset
-        self._rms, self._bias = architecture.norm == "rms", bias
+        self._stored = weight
+        self._offset = architecture.norm_offset
+        self._rms = architecture.norm == "rms"
+        self._bias = bias
         if self._offset:
             self.weight = (weight.float() if self._rms else weight) + self._offset
         self._kernels = choice.kernels_for(weight.device, weight.dtype) if self._rms else None
@@ -99,7 +103,9 @@ class HeadNorm:
 
     def __init__(self, weight: Tensor, architecture: ModelDescription) -> None:
         """Args: weights [heads, D], and the model."""
-        self._weight, self._eps, self._rms = weight, architecture.norm_eps, architecture.norm == "rms"
+        self._weight = weight
+        self._eps = architecture.norm_eps
+        self._rms = architecture.norm == "rms"
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the normed x [T, heads, D], in its dtype."""
@@ -116,7 +122,9 @@ class SplitNorm:
 
     def __init__(self, weight: Tensor, architecture: ModelDescription, *, size: int, world: World) -> None:
         """Args: this rank's weights, the model, the size of the whole dimension, and the ranks."""
-        self._weight, self._eps, self._world = weight, architecture.norm_eps, world
+        self._weight = weight
+        self._eps = architecture.norm_eps
+        self._world = world
         # a KV head may be on several ranks; otherwise, ranks may have different numbers of heads
         self._summed = size * max(1, len(weight) * world.size // size)
 

@@ -71,7 +71,8 @@ def _require_support(kind: Quantization, device: torch.device, dtype: torch.dtyp
         if not cpu_kernels.available():
             raise UserError(f"rollout.quantization needs the compiled CPU kernels, got none: install g++, or {fix}")
         return
-    capability, least = torch.cuda.get_device_capability(device), _LEAST_CAPABILITY[kind]
+    capability = torch.cuda.get_device_capability(device)
+    least = _LEAST_CAPABILITY[kind]
     if capability < least:
         raise UserError(
             f"rollout.quantization {kind} needs a GPU of compute capability {least[0]}.{least[1]}, got "
@@ -90,7 +91,8 @@ class QuantisedLinear:
         """Quantise a copy of a weight [N, K]; the bias is [N] or none."""
         self.outputs, self.inputs = weight.shape
         self.bias = None if bias is None else bias.float()
-        self._on_cpu, self._kind = weight.device.type == "cpu", kind
+        self._on_cpu = weight.device.type == "cpu"
+        self._kind = kind
         self._kernels = choice.kernels_for(weight.device, weight.dtype)
         self.weight, self.scale = quantise(weight, kind)
         if self._on_cpu:

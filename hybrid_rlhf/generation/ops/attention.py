@@ -30,8 +30,10 @@ _TILE_BYTES = 16 * 2**10
 """Maximum size of a tile of keys. Triton keeps about four in shared memory (99 KiB on sm_86, 227 KiB on sm_90)."""
 PROGRAMS = 256
 """Number of programs that fill a large GPU."""
-_SHORT_SPAN, _LONG_SPAN = 2 * _MOST_KEYS, 8 * _MOST_KEYS
-"""Minimum number of keys per part if rows alone do not fill the GPU, and if they do."""
+_SHORT_SPAN = 2 * _MOST_KEYS
+"""Minimum number of keys per part if rows alone do not fill the GPU."""
+_LONG_SPAN = 8 * _MOST_KEYS
+"""Minimum number of keys per part if rows alone fill the GPU."""
 _MOST_SPLITS = 32
 _PROGRAMS_AT_ONCE = 2
 """Number of programs that run at once on a multiprocessor, limited by the shared memory of their tiles."""
@@ -133,12 +135,17 @@ def part_of_step(
 ):
     """Work of a program, a part of a row or a tile of a chunk: first token, sequence, position of that token, number of
     tokens, index of the part, first key, and the key after the last."""
-    token, split = program // SPLITS, program % SPLITS
-    sequence, count = token, 1
+    token = program // SPLITS
+    split = program % SPLITS
+    sequence = token
+    count = 1
     if TILES and program >= rows * SPLITS:
         split = 0
         tile = tiles + (program - rows * SPLITS) * 4
-        token, sequence, position, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+        token = tl.load(tile)
+        sequence = tl.load(tile + 1)
+        position = tl.load(tile + 2)
+        count = tl.load(tile + 3)
         start, end = _first_key(position, window, WINDOW), position + count
     else:
         position = tl.load(positions + sequence).to(tl.int32)
@@ -181,7 +188,8 @@ def _mix(
     A sink is the score of a key without a value; -inf: there is none.
     """
     place = tl.arange(0, q.shape[1])
-    top, total = sink, tl.where(sink == float("-inf"), 0.0, 1.0)
+    top = sink
+    total = tl.where(sink == float("-inf"), 0.0, 1.0)
     mixed = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
     for block in range(start, end, KEYS):
         key = block + tl.arange(0, KEYS)
@@ -241,19 +249,24 @@ def _attention_kernel(
     SINKS: tl.constexpr,
 ):
     """Compute one part of a row, or one tile of a chunk, for the queries of one KV head."""
-    program, kv_head = tl.program_id(0), tl.program_id(1)
+    program = tl.program_id(0)
+    kv_head = tl.program_id(1)
     token, sequence, position, count, split, start, end = part_of_step(
         program, positions, tiles, rows, window, KEYS, SPLITS, SPAN, TILES, WINDOW
     )
-    query, place = tl.arange(0, QUERIES), tl.arange(0, D_PAD)
-    real, at = query // G < count, position + tl.minimum(query // G, count - 1)
+    query = tl.arange(0, QUERIES)
+    place = tl.arange(0, D_PAD)
+    real = query // G < count
+    at = position + tl.minimum(query // G, count - 1)
     head = (token + query // G).to(tl.int64) * (kv_heads * G) + kv_head * G + query % G
     here = real[:, None] & (place < D)[None, :]
     q = tl.load(queries + head[:, None] * D + place[None, :], mask=here, other=0.0)
     sink = tl.full([QUERIES], float("-inf"), tl.float32)
     if SINKS and split == 0:
         sink = tl.load(sinks + kv_head * G + query % G).to(tl.float32)
-    keys, values, pages = keys + kv_head * D, values + kv_head * D, pages + sequence * row_pages
+    keys = keys + kv_head * D
+    values = values + kv_head * D
+    pages = pages + sequence * row_pages
     bias += (kv_head * G + query % G) * bias_keys
     mixed, top, total = _mix(
         q, at, keys, values, pages, bias, start, end, sink, scale, cap, window, stride, N, D, KEYS, CAP, BIAS, WINDOW
@@ -271,7 +284,8 @@ def _attention_kernel(
 def _combine_kernel(parts, tops, sums, out, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr):
     """Combine the parts of one head of one row. A part without keys has no values, and the maximum -inf or a sink."""
     head = tl.program_id(0).to(tl.int64)
-    split, place = tl.arange(0, SPLITS), tl.arange(0, D_PAD)
+    split = tl.arange(0, SPLITS)
+    place = tl.arange(0, D_PAD)
     top = tl.load(tops + head * SPLITS + split)
     weight = tl.exp(top - tl.max(top, 0))
     total = tl.sum(weight * tl.load(sums + head * SPLITS + split), 0)
@@ -312,13 +326,18 @@ def paged_attention(
         sinks: [A], score of a key without a value for each head; none: no sinks.
         tiles: tiles of the chunks, from `chunk_tiles`; none: there are only rows.
     """
-    heads, d, rows, kv_heads = queries.shape[1], queries.shape[2], len(positions), keys.shape[2]
-    group, d_pad = heads // kv_heads, max(16, triton.next_power_of_2(d))
+    heads = queries.shape[1]
+    d = queries.shape[2]
+    rows = len(positions)
+    kv_heads = keys.shape[2]
+    group = heads // kv_heads
+    d_pad = max(16, triton.next_power_of_2(d))
     splits, span = splits_of(rows * kv_heads, pages.shape[1] * keys.shape[1]) if rows else (1, 0)
     mixed = torch.empty_like(queries)
     parts = mixed if splits == 1 else queries.new_empty(rows, heads, splits, d, dtype=torch.float32)
     tops, sums = queries.new_empty(2, rows, heads, splits, dtype=torch.float32)
-    inputs, outputs = (queries, keys, values, pages, positions), (mixed, parts, tops, sums)
+    inputs = (queries, keys, values, pages, positions)
+    outputs = (mixed, parts, tops, sums)
     _attention_kernel[rows * splits + (0 if tiles is None else len(tiles)), kv_heads](
         *inputs,
         positions if tiles is None else tiles,
@@ -371,7 +390,8 @@ def chunk_tiles(
         lengths: number of tokens of each chunk.
         tokens: maximum number of tokens per tile.
     """
-    tiles, token = [], rows
+    tiles = []
+    token = rows
     for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True), start=rows):
         for first in range(0, length, tokens):
             tiles.append((token + first, sequence, start + first, min(tokens, length - first)))

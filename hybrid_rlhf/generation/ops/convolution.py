@@ -61,7 +61,9 @@ class StepSequences:
 def sequence(index, slots, firsts, fresh, CHUNKS: tl.constexpr):
     """Slot of a sequence, its first token, the token after its last, and true if it begins with this step."""
     slot = tl.load(slots + index).to(tl.int64)
-    first, end, begins = index, index + 1, index < 0
+    first = index
+    end = index + 1
+    begins = index < 0
     if CHUNKS:
         first = tl.load(firsts + index).to(tl.int64)
         end = tl.load(firsts + index + 1).to(tl.int64)
@@ -146,7 +148,8 @@ def _keep_inputs_kernel(
 
 def places(sequences: StepSequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return slots, sequence of each token, first tokens and fresh flags; dummies without chunks."""
-    slots, chunks = sequences.slots, sequences.chunks
+    slots = sequences.slots
+    chunks = sequences.chunks
     return (slots, slots, slots, slots) if chunks is None else (slots, chunks.of_token, chunks.firsts, chunks.fresh)
 
 
@@ -172,9 +175,11 @@ def convolve(
         [T, C].
     """
     tokens, channels = x.shape
-    out, chunks = x.new_empty(tokens, channels), len(sequences.slots) - sequences.rows
+    out = x.new_empty(tokens, channels)
+    chunks = len(sequences.slots) - sequences.rows
     slots, of_token, firsts, fresh = places(sequences)
-    block, width = min(_CHANNELS, triton.next_power_of_2(channels)), weight.shape[-1]
+    block = min(_CHANNELS, triton.next_power_of_2(channels))
+    width = weight.shape[-1]
     blocks = triton.cdiv(channels, block)
     sizes = (sequences.rows, x.stride(0), channels)
     _convolve_kernel[tokens, blocks](

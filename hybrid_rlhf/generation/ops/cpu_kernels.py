@@ -33,12 +33,15 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Supported dtypes of weights, KV cache and activations."""
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-_TILE_OUTPUTS, _INT8_OUTPUTS = 48, 32
-"""Number of outputs of a product that are computed together, in float32 and in int8."""
+_TILE_OUTPUTS = 48
+"""Number of outputs of a float32 product that are computed together."""
+_INT8_OUTPUTS = 32
+"""Number of outputs of an int8 product that are computed together."""
 _MOST_TOKENS = 1 << 21
 """Largest vocabulary whose weights sampling can sum as integers."""
-_NO_MEMORY, _OUTSIDE = 1, 2
-"""Error codes of the library; 0: no error."""
+# Error codes of the library; 0: no error.
+_NO_MEMORY = 1
+_OUTSIDE = 2
 _STRUCTS = {
     name: struct.Struct(f"@{fields}")
     for name, fields in (
@@ -65,7 +68,8 @@ class _Library:
         library = load(_SOURCE)
         self._kernels = {name: (library[name], fields.pack) for name, fields in _STRUCTS.items()}
         for function, _ in self._kernels.values():
-            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+            function.argtypes = [ctypes.c_char_p]
+            function.restype = ctypes.c_int
 
     def call(self, name: str, dtype: torch.dtype, *arguments: float) -> None:
         """Run a kernel for a dtype, with torch's number of threads."""
@@ -216,9 +220,11 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32
         eps: added to the mean square.
         in_float32: apply the weight before rounding.
     """
-    x, delta = x.contiguous(), delta.contiguous()
+    x = x.contiguous()
+    delta = delta.contiguous()
     _check(delta, x.dtype, x.shape)
-    added, normed = torch.empty_like(x), torch.empty_like(x)
+    added = torch.empty_like(x)
+    normed = torch.empty_like(x)
     _norm(x, delta, weight, eps, in_float32, added, normed)
     return added, normed
 
@@ -241,7 +247,8 @@ def _norm(
 ) -> None:
     if x.dim() not in (2, 3):
         raise ValueError(f"rows must be [T, H] or [T, heads, H], got {list(x.shape)}")
-    width, inner = x.shape[-1], 1 if x.dim() == 2 else x.shape[1]
+    width = x.shape[-1]
+    inner = 1 if x.dim() == 2 else x.shape[1]
     wide = weight.dtype == torch.float32
     _check(weight, torch.float32 if wide else x.dtype, (width,))
     outer_stride, inner_stride = x.stride()[:2]
@@ -267,7 +274,8 @@ def _norm(
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """Return activation(gate) * up [T, M] for gate and up [T, 2 M]."""
     gate_up = gate_up.contiguous()
-    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    tokens = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, width)
     addresses = (gate_up.data_ptr(), out.data_ptr())
     _library().call("hybrid_gated", gate_up.dtype, *addresses, _ACTIVATIONS[activation], tokens, width)
@@ -322,7 +330,8 @@ def int8_linear(x: Tensor, weight: Tensor, offset: Tensor, scale: Tensor, bias: 
         scale: [N] float32, value of code 1 of each row of the weights.
         bias: [N] float32, or none.
     """
-    x, outputs = x.contiguous(), len(scale)
+    x = x.contiguous()
+    outputs = len(scale)
     rows, inputs = x.shape
     _check(weight, torch.int8, (-(-outputs // _INT8_OUTPUTS), -(-inputs // 4), _INT8_OUTPUTS, 4))
     _check(offset, torch.int32, (outputs,))
@@ -366,7 +375,8 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
     _check(rows.floats, torch.float64, (count, rows.floats.shape[1]))
     if rows.seen is not None:
         _check(rows.seen, torch.bool, logits.shape)
-    tokens, logprobs = rows.integers.new_empty(count), logits.new_empty(2, count)
+    tokens = rows.integers.new_empty(count)
+    logprobs = logits.new_empty(2, count)
     addresses = (logits.data_ptr(), rows.integers.data_ptr(), rows.floats.data_ptr())
     _library().call(
         "hybrid_sample",

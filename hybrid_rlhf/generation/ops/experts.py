@@ -21,15 +21,20 @@ from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _OUTPUTS = 64
 """Number of weight rows per tile; if gated, half of them are gates."""
-_STEP_BYTES, _STAGES = 128, 4
-"""Bytes of a weight row that are multiplied at once, and number of pipeline stages of tiles in shared memory."""
+_STEP_BYTES = 128
+"""Bytes of a weight row that are multiplied at once."""
+_STAGES = 4
+"""Number of pipeline stages of tiles in shared memory."""
 CLAMPED = -1
 """Activation number of the clamped SwiGLU of gpt-oss."""
-_FEWEST_ROWS, _MOST_ROWS = 16, 64
-"""Minimum number of rows per tile, as tensor cores require, and maximum."""
-_COMPARED, _FEWEST_SCANNED = 8192, 128
-"""Rows times choices that are compared at once to find an expert's choices; and the minimum number of choices, so that
-few variants of kernels are compiled."""
+_FEWEST_ROWS = 16
+"""Minimum number of rows per tile, as tensor cores require."""
+_MOST_ROWS = 64
+"""Maximum number of rows per tile."""
+_COMPARED = 8192
+"""Rows times choices that are compared at once to find an expert's choices."""
+_FEWEST_SCANNED = 128
+"""Minimum number of choices that are compared at once, so that few variants of kernels are compiled."""
 _SUMMED = 1024
 """Number of elements of a row that a program sums."""
 
@@ -117,7 +122,8 @@ def biased(first, second, biases, known, behind, GATED: tl.constexpr):
 def inner_units_of(first, second, limit, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
     """Activation of up, or activation of the gate times up, from their products."""
     if ACTIVATION == -1:
-        gate, value = tl.minimum(first, limit), tl.minimum(tl.maximum(second, -limit), limit)
+        gate = tl.minimum(first, limit)
+        value = tl.minimum(tl.maximum(second, -limit), limit)
         return (value + 1.0) * gate * tl.sigmoid(1.702 * gate)
     elif GATED:
         return activated(first, ACTIVATION) * second
@@ -161,7 +167,8 @@ def _up_kernel(
     expert = expert_of(indices, first_expert, experts, BY_CHOICE, SCANNED)
     rows = up + expert.to(tl.int64) * expert_stride + unit.to(tl.int64)[None, :] * row_stride
     behind = units.to(tl.int64) * row_stride
-    start, count = 0, tl.where(expert < 0, 0, 1)
+    start = 0
+    count = tl.where(expert < 0, 0, 1)
     while start < count:
         choice, count = choices_of(indices, expert + first_expert, choices, start, ROWS, SCANNED)
         real = choice >= 0
@@ -208,7 +215,8 @@ def _down_kernel(
     known = output < hidden
     expert = expert_of(indices, first_expert, experts, BY_CHOICE, SCANNED)
     rows = down + expert.to(tl.int64) * expert_stride + output.to(tl.int64)[None, :] * row_stride
-    start, count = 0, tl.where(expert < 0, 0, 1)
+    start = 0
+    count = tl.where(expert < 0, 0, 1)
     while start < count:
         choice, count = choices_of(indices, expert + first_expert, choices, start, ROWS, SCANNED)
         real = choice >= 0
@@ -304,7 +312,8 @@ def experts_down(
         bias: [X, H], or none.
         mine: the experts of this rank.
     """
-    hidden, tile = down.shape[1], tile_of(indices, len(mine))
+    hidden = down.shape[1]
+    tile = tile_of(indices, len(mine))
     out = inner.new_empty(len(inner), hidden)
     _down_kernel[programs_of(indices, len(mine), tile), triton.cdiv(hidden, _OUTPUTS)](
         inner,
@@ -361,7 +370,8 @@ def _sum_kernel(
     BLOCK: tl.constexpr,
 ):
     """Sum one block of a row over a token's choices on this rank."""
-    token, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < hidden
     total = tl.zeros([BLOCK], tl.float32)
     for number in tl.static_range(K):
@@ -374,7 +384,8 @@ def _sum_kernel(
 
 def sum_choices(outputs: Tensor, indices: Tensor, *, mine: range) -> Tensor:
     """Return the sum [T, H] of each token's outputs [C, H] over this rank's experts."""
-    (tokens, k), hidden = indices.shape, outputs.shape[1]
+    (tokens, k) = indices.shape
+    hidden = outputs.shape[1]
     out = outputs.new_empty(tokens, hidden)
     block = min(_SUMMED, triton.next_power_of_2(hidden))
     _sum_kernel[tokens, triton.cdiv(hidden, block)](

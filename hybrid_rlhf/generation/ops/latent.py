@@ -46,14 +46,16 @@ def _mix_latents(
     KEYS: tl.constexpr,
 ):
     """Weighted sum of the latents of keys start to end - 1, the maximum score, and the sum of weights."""
-    rotated, latent = tl.arange(0, q_rotated.shape[1]), tl.arange(0, q_latent.shape[1])
+    rotated = tl.arange(0, q_rotated.shape[1])
+    latent = tl.arange(0, q_latent.shape[1])
     top = tl.full([q_latent.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_latent.shape[0]], tl.float32)
     mixed = tl.zeros([q_latent.shape[0], q_latent.shape[1]], tl.float32)
     for block in range(start, end, KEYS):
         key = block + tl.arange(0, KEYS)
         page = tl.load(pages + key // N, mask=key < end, other=0).to(tl.int64)
-        where, real = keys + ((page * N + key % N) * stride)[:, None], (key < end)[:, None]
+        where = keys + ((page * N + key % N) * stride)[:, None]
+        real = (key < end)[:, None]
         k = tl.load(where + rotated[None, :], mask=real & (rotated < R)[None, :], other=0.0)
         v = tl.load(where + R + latent[None, :], mask=real & (latent < L)[None, :], other=0.0)
         scores = tl.dot(q_rotated, tl.trans(k), input_precision="ieee")
@@ -99,7 +101,8 @@ def _write_latents_kernel(
     row = tl.program_id(0).to(tl.int64)
     down += row * (Q + L + R)
     if tl.program_id(1) == 0:
-        rotated, latent = tl.arange(0, R_PAD), tl.arange(0, L_PAD)
+        rotated = tl.arange(0, R_PAD)
+        latent = tl.arange(0, L_PAD)
         target = keys + tl.load(places + row) * stride
         key = _rotated(down + Q + L, cos + row * WIDTH, sin + row * WIDTH, rotated, R, WIDTH)
         tl.store(target + rotated, key, mask=rotated < R)
@@ -143,19 +146,26 @@ def _latent_kernel(
     TILES: tl.constexpr,
 ):
     """Compute one part of a row, or one tile of a chunk, for some heads."""
-    program, query = tl.program_id(0), tl.arange(0, QUERIES)
+    program = tl.program_id(0)
+    query = tl.arange(0, QUERIES)
     first, sequence, position, count, split, start, end = part_of_step(
         program, positions, tiles, rows, 0, KEYS, SPLITS, SPAN, TILES, 0
     )
-    head, token = tl.program_id(1) * HEADS + query % HEADS, query // HEADS
+    head = tl.program_id(1) * HEADS + query % HEADS
+    token = query // HEADS
     real = (token < count) & (head < heads)
-    head, token = tl.minimum(head, heads - 1), tl.minimum(token, count - 1)  # padding repeats the last one
-    at, token = position + token, (first + token).to(tl.int64)
-    row, rotated, latent = token * heads + head, tl.arange(0, R_PAD), tl.arange(0, L_PAD)
+    head = tl.minimum(head, heads - 1)
+    token = tl.minimum(token, count - 1)  # padding repeats the last one
+    at = position + token
+    token = (first + token).to(tl.int64)
+    row = token * heads + head
+    rotated = tl.arange(0, R_PAD)
+    latent = tl.arange(0, L_PAD)
     turned = (queries + row * (U + R) + U)[:, None]
     cos, sin = (cos + token * WIDTH)[:, None], (sin + token * WIDTH)[:, None]
     q_rotated = _rotated(turned, cos, sin, rotated[None, :], R, WIDTH).to(queries.dtype.element_ty)
-    place, inside = row[:, None] * L + latent[None, :], (latent < L)[None, :]
+    place = row[:, None] * L + latent[None, :]
+    inside = (latent < L)[None, :]
     q_latent = tl.load(absorbed + place, mask=inside, other=0.0)
     pages += sequence * row_pages
     mixed, top, total = _mix_latents(q_rotated, q_latent, at, keys, pages, start, end, scale, stride, N, R, L, KEYS)
@@ -192,9 +202,12 @@ def _values_kernel(
 
     Each row is repeated COPIES times, since tl.dot needs ROWS * COPIES rows.
     """
-    head, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    real, row = row < rows, row.to(tl.int64) * heads + head
-    value, place = tl.arange(0, V_PAD), tl.arange(0, LATENTS)
+    head = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    real = row < rows
+    row = row.to(tl.int64) * heads + head
+    value = tl.arange(0, V_PAD)
+    place = tl.arange(0, LATENTS)
     part = row[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
     top = tl.load(tops + part, mask=real[:, None], other=0.0)
     weight = tl.exp(top - tl.max(top, 1)[:, None])
@@ -203,7 +216,8 @@ def _values_kernel(
     mixed = tl.zeros([ROWS * COPIES, V_PAD], tl.float32)
     for start in range(0, L, LATENTS):
         latent = start + place
-        where, inside = part[:, :, None] * L + latent[None, None, :], seen & (latent < L)[None, None, :]
+        where = part[:, :, None] * L + latent[None, None, :]
+        inside = seen & (latent < L)[None, None, :]
         latents = tl.sum(tl.load(parts + where, mask=inside, other=0.0) * weight[:, :, None], 1)
         latents = tl.broadcast_to(latents.to(value_up.dtype.element_ty)[:, None, :], [ROWS, COPIES, LATENTS])
         w = tl.load(
@@ -245,8 +259,10 @@ def write_latents(
     Returns:
         normed latents of queries [T, Q].
     """
-    latent, hidden_size = len(weight), 0 if q_weight is None else len(q_weight)
-    rotated, hidden = down.shape[1] - hidden_size - latent, down.new_empty(len(down), hidden_size)
+    latent = len(weight)
+    hidden_size = 0 if q_weight is None else len(q_weight)
+    rotated = down.shape[1] - hidden_size - latent
+    hidden = down.new_empty(len(down), hidden_size)
     cos, sin = table or (weight, weight)
     _write_latents_kernel[len(down), 1 if q_weight is None else 2](
         *(down.contiguous(), weight if q_weight is None else q_weight, weight, cos, sin, places, hidden, keys),
@@ -289,9 +305,12 @@ def latent_attention(
         scale: factor of the scores.
     """
     tokens, heads, latent = absorbed.shape
-    rows, rotated, blocks = len(positions), keys.shape[3] - latent, triton.cdiv(heads, _HEADS)
+    rows = len(positions)
+    rotated = keys.shape[3] - latent
+    blocks = triton.cdiv(heads, _HEADS)
     splits, span = splits_of(rows * blocks, pages.shape[1] * keys.shape[1]) if rows else (1, 0)
-    mixed, values = torch.empty_like(absorbed), absorbed.new_empty(tokens, heads, value_up.shape[1])
+    mixed = torch.empty_like(absorbed)
+    values = absorbed.new_empty(tokens, heads, value_up.shape[1])
     parts = mixed if splits == 1 else mixed.new_empty(rows, heads, splits, latent, dtype=torch.float32)
     tops, sums = mixed.new_empty(2, rows, heads, splits, dtype=torch.float32)
     cos, sin = table or (queries, queries)
@@ -340,7 +359,8 @@ def latent_tokens_at_once(dtype: torch.dtype) -> int:
 
 def latent_tile(rotated_dims: int, latent: int, dtype: torch.dtype, *, tiles: bool) -> dict[str, int | bool]:
     """Return compile-time constants of `_latent_kernel`."""
-    r_pad, l_pad = padded(rotated_dims), padded(latent)
+    r_pad = padded(rotated_dims)
+    l_pad = padded(latent)
     fitting = _TILE_BYTES // ((r_pad + l_pad) * dtype.itemsize)
     return {
         "HEADS": _HEADS,

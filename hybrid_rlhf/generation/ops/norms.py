@@ -56,7 +56,8 @@ def _norm_kernel(
     ADD: tl.constexpr,
 ):
     """Compute the RMS norm of a row of x, or of x + delta, which is also stored."""
-    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, PAD)
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PAD)
     inside = place < WIDTH
     dtype = x.dtype.element_ty
     source = x + row // inner * outer_stride + row % inner * inner_stride
@@ -88,7 +89,8 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tensor:
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> tuple[Tensor, Tensor]:
     """Return x + delta and its RMS norm, each [T, H]."""
     x = x.contiguous()
-    added, normed = torch.empty_like(x), torch.empty_like(x)
+    added = torch.empty_like(x)
+    normed = torch.empty_like(x)
     _launch(x, delta.contiguous(), weight, added, normed, eps, in_float32)
     return added, normed
 

@@ -40,9 +40,12 @@ def quantise(rows: Tensor, kind: Quantization) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _quantise_kernel(x, codes, scales, width, most, smallest, stride, ROUND: tl.constexpr, BLOCK: tl.constexpr):
     """Compute the codes of a row, and the value of code 1."""
-    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    x, codes = x + row * stride, codes + row * width
-    largest, broken = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    x = x + row * stride
+    codes = codes + row * width
+    largest = tl.zeros([BLOCK], tl.float32)
+    broken = tl.zeros([BLOCK], tl.int32)
     for first in range(0, width, BLOCK):
         value = tl.load(x + first + place, mask=first + place < width, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value))
@@ -70,7 +73,8 @@ def quantise_rows(x: Tensor, dtype: torch.dtype, *, most: float, smallest: float
         rows: number of rows of the codes, at least T.
     """
     count, width = x.shape
-    codes, scales = x.new_empty(rows, width, dtype=dtype), x.new_empty(count, dtype=torch.float32)
+    codes = x.new_empty(rows, width, dtype=dtype)
+    scales = x.new_empty(count, dtype=torch.float32)
     block = min(_BLOCK, triton.next_power_of_2(width))
     _quantise_kernel[(count,)](
         *(x, codes, scales, width, most, smallest, x.stride(0)), ROUND=not dtype.is_floating_point, BLOCK=block

@@ -34,7 +34,8 @@ from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _TILE_SIZE = 4096
 """Number of state elements per program of a decaying scan."""
-_DELTA, _MAMBA2 = tl.constexpr(0), tl.constexpr(1)
+_DELTA = tl.constexpr(0)
+_MAMBA2 = tl.constexpr(1)
 
 
 def _as_given(*tokens: Tensor) -> tuple[Tensor, ...]:
@@ -94,7 +95,8 @@ def _blocks(
         both = torch.cat([v * beta, k[:, :, None] * (beta * g.exp()[..., None])], dim=-1)
         solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
         v, known = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    decay, left = g.exp()[..., None], (g[..., -1:] - g).exp()[..., None]
+    decay = g.exp()[..., None]
+    left = (g[..., -1:] - g).exp()[..., None]
     out = torch.empty_like(v)
     for part in rounds:
         before = state[: part.stop - part.start]
@@ -132,7 +134,8 @@ def _selective_blocks(
     added = x.new_zeros(len(x), *rates.shape)
     for token in range(x.shape[1]):
         _selective_step(rates, added, x[:, token], dt[:, token], b[:, token], c[:, token])
-    decay, before = (dt.sum(dim=1)[..., None] * rates).exp(), torch.empty_like(added)
+    decay = (dt.sum(dim=1)[..., None] * rates).exp()
+    before = torch.empty_like(added)
     for part in rounds:
         current = state[: part.stop - part.start]
         before[part] = current
@@ -181,8 +184,10 @@ def _decaying_step_kernel(
     BLOCK: tl.constexpr,
 ):
     """Compute one token of one head of a row, for a block of values: S <- exp(g) S + k v^T, with output S^T q."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    group, key = head // R, tl.arange(0, K_PAD)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    group = head // R
+    key = tl.arange(0, K_PAD)
     value = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     is_key, is_value = key < K, value < V
     queries = tl.load(q + row * token_stride + group * K + key, mask=is_key, other=0.0).to(tl.float32)
@@ -194,7 +199,8 @@ def _decaying_step_kernel(
     faded = tl.exp(-tl.exp(rate) * step)
     values = raw_values * step if KIND == _MAMBA2 else raw_values
     if KIND == _DELTA:
-        queries, keys = _unit(queries) * scale, _unit(keys)
+        queries = _unit(queries) * scale
+        keys = _unit(keys)
     where = (group * K + key)[:, None] * (R * V) + (head % R * V + value)[None, :]
     state = states + tl.load(slots + row).to(tl.int64) * groups * (K * R * V) + where
     inside = is_key[:, None] & is_value[None, :]
@@ -262,7 +268,8 @@ def mamba2_step(
         [B, G, r, V] float32.
     """
     _, groups, k, shared, v = states.shape
-    inner, gates = groups * shared * v, (dt, dt)
+    inner = groups * shared * v
+    gates = (dt, dt)
     parts = mixed[:, inner + groups * k :], mixed[:, inner:], mixed
     return _decaying_step(
         _MAMBA2, parts, decay, states, slots, gates=gates, dt=dt_bias, skip=skip, least_step=least_step
@@ -283,7 +290,8 @@ def _decaying_step(
 ) -> Tensor:
     """Launch the kernel. `parts`: queries, keys and values; `gates`: step sizes and betas."""
     _, groups, k, shared, v = states.shape
-    rows, k_pad = len(slots), triton.next_power_of_2(k)
+    rows = len(slots)
+    k_pad = triton.next_power_of_2(k)
     block = values_at_once(k_pad, v)
     out = torch.empty(rows, groups, shared, v, dtype=torch.float32, device=states.device)
     steps, betas = gates

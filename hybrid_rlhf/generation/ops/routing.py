@@ -43,7 +43,9 @@ def route(
 
 def _sparsemixer(logits: Tensor, kind: Experts) -> tuple[Tensor, Tensor]:
     """Choose experts as SparseMixer: each is the best remaining one, and is weighed only against experts near it."""
-    weights, index, left = [], [], logits
+    weights = []
+    index = []
+    left = logits
     for _ in range(kind.per_token):
         best, place = left.max(dim=-1, keepdim=True)
         far = (best - logits) / logits.abs().clamp(min=best) > kind.near
@@ -113,7 +115,8 @@ def _choose_kernel(
     SCORES: tl.constexpr,
 ):
     """Choose and weigh the experts of some tokens."""
-    row, place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, E_PAD)
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    place = tl.arange(0, E_PAD)
     column = tl.arange(0, triton.next_power_of_2(K))
     source = logits + row.to(tl.int64)[:, None] * E + place[None, :]
     logits = tl.load(source, mask=(row < tokens)[:, None] & (place < E)[None, :], other=float("-inf"))

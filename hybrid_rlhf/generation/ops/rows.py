@@ -69,7 +69,8 @@ def _rotate_and_write_kernel(
 ):
     """Process one head of one token: write queries to [T, A, D], keys and values to the cache [P, N, K, D] of a
     layer."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     place = tl.arange(0, D_PAD)
     inside = place < D
     source = qkv + row * row_stride + head * D
@@ -107,8 +108,10 @@ def activated(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def _gated_kernel(gate_up, out, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """Compute one block of a row of activation(gate) * up."""
-    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, source = place < width, gate_up + row * 2 * width
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < width
+    source = gate_up + row * 2 * width
     x = activated(tl.load(source + place, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
     x *= tl.load(source + width + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + place, x, mask=inside)
@@ -156,7 +159,8 @@ def rotate_and_write(
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """Return activation(gate) * up [T, M] for gate and up [T, 2 M]."""
-    tokens, width = len(gate_up), gate_up.shape[-1] // 2
+    tokens = len(gate_up)
+    width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(tokens, width)
     block = min(1024, triton.next_power_of_2(width))
     number = ACTIVATION_NUMBERS[activation]

@@ -82,7 +82,8 @@ def draw(
     Returns:
         tokens [B] int64 and their log-probs [B] float32, the same on every rank.
     """
-    probs, mass = torch.softmax(logits, dim=-1), _log_mass(logits, world)
+    probs = torch.softmax(logits, dim=-1)
+    mass = _log_mass(logits, world)
     cumulative = running_sums(_block_sums(probs))
     # Each rank's share of the total mass, and where this rank's part begins.
     shares = cumulative[:, -1:] if mass is None else mass.softmax(dim=0).transpose(0, 1)
@@ -196,7 +197,8 @@ def _weigh_kernel(
 
     Each program also clears CLEARED columns of the row's table.
     """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary
     if CLEARED:
@@ -299,16 +301,20 @@ def _count_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Count and weigh the scores of a block by bins. The last program of a row finds the bins of its bounds."""
-    row, block, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, C_PAD)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    place = tl.arange(0, C_PAD)
     top_k, top_p = _limits(integers, floats, row, vocabulary, integer_columns, float_columns)
     block_tops, top, weights = _weights_of_blocks(tops + row * blocks, sums + row * blocks, blocks, place)
-    total, table = tl.sum(weights.to(tl.float64), 0), table + row * COLUMNS
+    total = tl.sum(weights.to(tl.float64), 0)
+    table = table + row * COLUMNS
     if (top_k < vocabulary) | (top_p < 1.0):
         lowest = _lowest_needed(block_tops, top, total, top_k, top_p, vocabulary, blocks)
         if tl.load(tops + row * blocks + block) >= lowest:
             token = block * BLOCK + tl.arange(0, BLOCK)
             score = tl.load(scores + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
-            counted, at = (score >= lowest) & (score > float("-inf")), table + _bin(score, top)
+            counted = (score >= lowest) & (score > float("-inf"))
+            at = table + _bin(score, top)
             tl.atomic_add(at, tl.full([BLOCK], 1, tl.int64), mask=counted, sem="relaxed")
             tl.atomic_add(at + _BINS, _units(tl.exp(score - top)), mask=counted, sem="relaxed")
     state = table + 2 * _BINS
@@ -335,7 +341,8 @@ def _count_kernel(
 @triton.jit
 def _above(candidates, size, top, bound, BLOCK: tl.constexpr):
     """Number and weight of the scores above a bound."""
-    count, units = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    count = tl.zeros([BLOCK], tl.int64)
+    units = tl.zeros([BLOCK], tl.int64)
     for first in range(0, size, BLOCK):
         place = first + tl.arange(0, BLOCK)
         score = tl.load(candidates + place, mask=place < size, other=float("-inf"))
@@ -376,7 +383,8 @@ def _last_of_equals(
     least, most = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + vocabulary - 1
     for _ in range(21):
         if least < most:
-            middle, count = (least + most) // 2, tl.zeros([BLOCK], tl.int32)
+            middle = (least + most) // 2
+            count = tl.zeros([BLOCK], tl.int32)
             for first in range(0, size, BLOCK):
                 place = first + tl.arange(0, BLOCK)
                 score = tl.load(candidates + place, mask=place < size, other=float("nan"))
@@ -413,7 +421,8 @@ def _bound_row(
     in the undecided bins to the weights of blocks."""
     by_top_k = tl.load(state + _BY_TOP_K) != 0
     most_tokens = tl.where(by_top_k, top_k.to(tl.int64), vocabulary + 1) - count_before
-    bound, equals = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int64) + vocabulary
+    bound = tl.full([], float("-inf"), tl.float32)
+    equals = tl.zeros([], tl.int64) + vocabulary
     wanted = top_p * (total * _UNIT)
     if by_top_k:
         bound = _lowest_bound(candidates, size, top, most_tokens, float("inf"), BLOCK)
@@ -424,7 +433,8 @@ def _bound_row(
         fewest = bound
         bound = _lowest_bound(candidates, size, top, most_tokens, wanted - units_before.to(tl.float64), BLOCK)
         _, weight = _above(candidates, size, top, bound, BLOCK)
-        per_token, missing = _units(tl.exp(bound - top)).to(tl.float64), wanted - (units_before + weight).to(tl.float64)
+        per_token = _units(tl.exp(bound - top)).to(tl.float64)
+        missing = wanted - (units_before + weight).to(tl.float64)
         needed = tl.where(per_token > 0, tl.ceil(missing / per_token), 1.0)
         equals = tl.where(bound > fewest, vocabulary, equals)
         equals = tl.maximum(tl.minimum(needed, equals.to(tl.float64)), 1.0).to(tl.int64)
@@ -433,7 +443,9 @@ def _bound_row(
     for first in range(0, size, BLOCK):
         place = first + tl.arange(0, BLOCK)
         score = tl.load(candidates + place, mask=place < size, other=float("-inf"))
-        token, bin, weight = _tokens_at(candidate_tokens, place, size, COLLECTED), _bin(score, top), tl.exp(score - top)
+        token = _tokens_at(candidate_tokens, place, size, COLLECTED)
+        bin = _bin(score, top)
+        weight = tl.exp(score - top)
         selected = ((score > bound) | ((score == bound) & (token <= last))) & (bin >= low) & (bin <= high)
         if MIN_P:
             selected &= weight >= min_p
@@ -468,12 +480,17 @@ def _truncate_kernel(
 ):
     """Weigh a block without the tokens that truncation excludes, in integers, and collect the scores in undecided bins,
     at most MOST. The last program of a row decides about these."""
-    row, block, place = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, C_PAD)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    place = tl.arange(0, C_PAD)
     _, top, weights = _weights_of_blocks(tops + row * blocks, sums + row * blocks, blocks, place)
-    best, min_p = tl.load(tops + row * blocks + block), tl.load(floats + row * float_columns + 2).to(tl.float32)
+    best = tl.load(tops + row * blocks + block)
+    min_p = tl.load(floats + row * float_columns + 2).to(tl.float32)
     state = table + row * COLUMNS + 2 * _BINS
-    candidates, candidate_tokens = candidates + row * MOST, candidate_tokens + row * MOST
-    scores, units = scores + row * vocabulary, units + row * blocks
+    candidates = candidates + row * MOST
+    candidate_tokens = candidate_tokens + row * MOST
+    scores = scores + row * vocabulary
+    units = units + row * blocks
     if BOUNDS:
         low, high = tl.load(state + _LOW), tl.load(state + _HIGH)
         left = _bin(best, top) <= high
@@ -483,7 +500,8 @@ def _truncate_kernel(
     if left:
         token = block * BLOCK + tl.arange(0, BLOCK)
         score = tl.load(scores + token, mask=token < vocabulary, other=float("-inf"))
-        selected, weight = score > float("-inf"), tl.exp(score - top)
+        selected = score > float("-inf")
+        weight = tl.exp(score - top)
         if BOUNDS:
             bin = _bin(score, top)
             unsure = selected & (bin >= low) & (bin <= high)
@@ -500,14 +518,17 @@ def _truncate_kernel(
         tl.debug_barrier()  # all threads must have collected before the program is marked as finished
         if tl.atomic_add(state + _ARRIVED, 1, sem="acq_rel") == blocks - 1:
             top_k, top_p = _limits(integers, floats, row, vocabulary, integer_columns, float_columns)
-            total, collected = tl.sum(weights.to(tl.float64), 0), tl.load(state + _COLLECTED, cache_modifier=".cg")
-            bounds, lasts = bounds + row, lasts + row
+            total = tl.sum(weights.to(tl.float64), 0)
+            collected = tl.load(state + _COLLECTED, cache_modifier=".cg")
+            bounds = bounds + row
+            lasts = lasts + row
             zero = tl.zeros([], tl.int64)
             if high == _BINS:
                 tl.store(bounds, float("-inf"))
                 tl.store(lasts, vocabulary)
             elif collected <= MOST:
-                count, weight = tl.load(state + _COUNT), tl.load(state + _WEIGHT)
+                count = tl.load(state + _COUNT)
+                weight = tl.load(state + _WEIGHT)
                 entries = (candidates, candidate_tokens, collected.to(tl.int32), count, weight)
                 _bound_row(
                     *entries,
@@ -574,14 +595,18 @@ def _draw_kernel(
     MIN_P: tl.constexpr,
 ):
     """Draw the token of a row at which the cumulative weight exceeds uniform * total, and append it to the row."""
-    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, C_PAD)
-    integers, floats = integers + row * integer_columns, floats + row * float_columns
-    logits, divisor = logits + row * vocabulary, tl.load(floats).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, C_PAD)
+    integers = integers + row * integer_columns
+    floats = floats + row * float_columns
+    logits = logits + row * vocabulary
+    divisor = tl.load(floats).to(tl.float32)
     if SCORES:
         block_tops, top, weights = _weights_of_blocks(tops + row * blocks, sums + row * blocks, blocks, place)
     else:
         block_tops, top, weights = _weights_of_blocks(all_tops + row * blocks, all_sums + row * blocks, blocks, place)
-    units, mass = _units(weights), tl.sum(weights, 0)
+    units = _units(weights)
+    mass = tl.sum(weights, 0)
     if BOUNDS or MIN_P:
         units = tl.load(block_units + row * blocks + place, mask=place < blocks, other=0)
         mass = tl.where(mass == mass, (tl.sum(units, 0).to(tl.float64) / _UNIT).to(tl.float32), mass)
@@ -641,8 +666,10 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
         raise ValueError(f"a vocabulary may have {_MOST_TOKENS} tokens at most, got {vocabulary}")
     blocks = triton.cdiv(vocabulary, _BLOCK)
     constants = {"BLOCK": _BLOCK, "C_PAD": triton.next_power_of_2(blocks)}
-    with_scores, with_bounds = not mode.draws_from_all, mode.top_k_top_p
-    integers, floats = rows.integers, rows.floats
+    with_scores = not mode.draws_from_all
+    with_bounds = mode.top_k_top_p
+    integers = rows.integers
+    floats = rows.floats
     sizes = (vocabulary, integers.shape[1], floats.shape[1], blocks)
     tops, sums, all_tops, all_sums = logits.new_empty(4, count, blocks, dtype=torch.float32)
     scores = torch.empty_like(logits, dtype=torch.float32) if with_scores else tops
@@ -661,12 +688,16 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
         CLEARED=triton.next_power_of_2(triton.cdiv(_COLUMNS, blocks)) if with_bounds else 0,
         COLUMNS=_COLUMNS,
     )
-    units, bounds, lasts = integers, tops, integers
+    units = integers
+    bounds = tops
+    lasts = integers
     if with_bounds or mode.min_p:
         units = integers.new_empty(count, blocks)
-        bounds, lasts = logits.new_empty(count, dtype=torch.float32), integers.new_empty(count, dtype=torch.int32)
+        bounds = logits.new_empty(count, dtype=torch.float32)
+        lasts = integers.new_empty(count, dtype=torch.int32)
         rows_and_scores = (scores, integers, floats, tops, sums, table)
-        candidates, candidate_tokens = tops, lasts
+        candidates = tops
+        candidate_tokens = lasts
         if with_bounds:
             candidates = logits.new_empty(count, CANDIDATES, dtype=torch.float32)
             candidate_tokens = integers.new_empty(count, CANDIDATES, dtype=torch.int32)
@@ -681,7 +712,8 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
             BOUNDS=with_bounds,
             MIN_P=mode.min_p,
         )
-    tokens, logprobs = integers.new_empty(count), logits.new_empty(2, count, dtype=torch.float32)
+    tokens = integers.new_empty(count)
+    logprobs = logits.new_empty(2, count, dtype=torch.float32)
     _draw_kernel[(count,)](
         *tables,
         *weights,

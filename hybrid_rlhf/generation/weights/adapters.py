@@ -58,7 +58,8 @@ def adapter_changes(
             for layer, role, key, part, pick in products:
                 weight = parameters[name]
                 first = sum(size for before, size in rows[key].items() if before < part)
-                up, down = _picked(change, pick).to(weight), change.down.to(weight)
+                up = _picked(change, pick).to(weight)
+                down = change.down.to(weight)
                 changes_of[int(layer), role].append(LowRankChange(number, first, up, down))
     return dict(changes_of)
 

@@ -180,7 +180,9 @@ class SharedWeights:
         self, lm: PreTrainedModel, weights: InferenceWeights, adapters: Mapping[str, Mapping[str, LowRank]]
     ) -> None:
         """Args: the model, which is weakly referenced, the plan of its inference weights, and adapters by name."""
-        self._lm, self._weights, self._adapters = weakref.ref(lm), weights, adapters
+        self._lm = weakref.ref(lm)
+        self._weights = weights
+        self._adapters = adapters
         self._version: list[tuple[int, int]] = []
 
     @classmethod

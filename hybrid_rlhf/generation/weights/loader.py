@@ -84,10 +84,14 @@ class WeightLoader:
             NotDescribed: when the model has a weight that the decoder does not use.
             UserError: when the device or dtype has no quantised products.
         """
-        self.architecture, self._world, self._dtype = architecture, world, dtype
+        self.architecture = architecture
+        self._world = world
+        self._dtype = dtype
         self.split = Split.of(architecture, world.rank, world.size)
-        self._names, self._parameters = names, frozenset(parameters)
-        self._packs, self._float32_logits = choice.can_pack(world.device, dtype), float32_logits
+        self._names = names
+        self._parameters = frozenset(parameters)
+        self._packs = choice.can_pack(world.device, dtype)
+        self._float32_logits = float32_logits
         self._product = product_maker(quantization, architecture, world.device, dtype)
         self._own_products = self._packs or quantization is not None
         self.in_place = in_place and not self._own_products
@@ -122,7 +126,8 @@ class WeightLoader:
         """Fuse and pack the loaded weights. The loader is empty afterwards and can be filled again."""
         if missing := sorted(key for key, parts in self._parts.items() if any(part is None for part in parts)):
             raise ValueError(f"inference weights need all weights of the model, {missing[0]} was not loaded: load it")
-        embed, head = self._take("embed.weight"), self._take("head.weight")
+        embed = self._take("embed.weight")
+        head = self._take("head.weight")
         assert embed is not None
         return DecoderWeights(
             embed=embed,
@@ -147,7 +152,8 @@ class WeightLoader:
         products["shared_router"] = self._take(f"{layer}.shared_router.weight")
         products["sinks"] = self._take(f"{layer}.sinks.weight")
         norms: dict[str, Any] = {name: self._norm(f"{layer}.{name}") for name in LAYER_NORMS}
-        a, split = self.architecture, self.split
+        a = self.architecture
+        split = self.split
         norms["q_norm"] = self._head_norm(f"{layer}.q_norm", a.heads, split.heads)
         norms["k_norm"] = self._head_norm(f"{layer}.k_norm", a.kv_heads, split.kv_heads)
         if (kind := a.layer_kinds[layer]) is not None and a.kinds[kind].unit_qk:
@@ -164,23 +170,29 @@ class WeightLoader:
         return Norm(weight - self.architecture.norm_offset, None, self.architecture)
 
     def _layer_inputs(self) -> LayerInputs | None:
-        embed, project = self._take("inputs_embed.weight"), self._take("inputs_project.weight")
+        embed = self._take("inputs_embed.weight")
+        project = self._take("inputs_project.weight")
         norm = self._norm("inputs_norm")
         if embed is None or project is None or norm is None:
             return None
         return LayerInputs(embed, InferenceLinear(project, None, pack=self._packs), norm)
 
     def _latent(self, layer: int) -> LatentAttention:
-        kind, key = self.architecture.latent, f"{layer}.latent"
+        kind = self.architecture.latent
+        key = f"{layer}.latent"
         assert kind is not None
-        down, q, kv_up = self._linear(f"{key}.down"), self._linear(f"{key}.q"), self._take(f"{key}.kv_up.weight")
+        down = self._linear(f"{key}.down")
+        q = self._linear(f"{key}.q")
+        kv_up = self._take(f"{key}.kv_up.weight")
         q_norm, kv_norm = (self._norm(f"{key}.{name}", eps=kind.norm_eps) for name in ("q_norm", "kv_norm"))
         assert down is not None and q is not None and kv_up is not None and kv_norm is not None
         return LatentAttention(kind, down=down, q_norm=q_norm, q=q, kv_norm=kv_norm, kv_up=kv_up)
 
     def _recurrent(self, layer: int) -> Mixer:
-        a, key = self.architecture, f"{layer}.recurrent"
-        project, out = self._linear(f"{key}_in"), self._linear(f"{key}_out")
+        a = self.architecture
+        key = f"{layer}.recurrent"
+        project = self._linear(f"{key}_in")
+        out = self._linear(f"{key}_out")
         assert a.recurrence is not None and project is not None and out is not None
         mixer_weights = {}
         for role in a.recurrence.others(self.split.recurrent):
@@ -210,9 +222,11 @@ class WeightLoader:
         return None if weight is None else self._product(weight, self._take(f"{key}.bias"))
 
     def _experts(self, layer: int) -> RoutedExperts:
-        a, roles = self.architecture, {"router": "router", "up": "experts_up", "down": "experts_down"}
+        a = self.architecture
+        roles = {"router": "router", "up": "experts_up", "down": "experts_down"}
         router, up, down = (self._take(f"{layer}.{role}.weight") for role in roles.values())
-        kind, correction = a.experts, self._take(f"{layer}.router_correction.weight")
+        kind = a.experts
+        correction = self._take(f"{layer}.router_correction.weight")
         if correction is None and layer in a.router_corrections:
             correction = a.router_corrections[layer].to(self._world.device)
         assert kind is not None and router is not None and up is not None and down is not None
@@ -229,7 +243,8 @@ class WeightLoader:
         )
 
     def _norm(self, key: str, *, eps: float | None = None) -> Norm | None:
-        weight, a = self._take(f"{key}.weight"), self.architecture
+        weight = self._take(f"{key}.weight")
+        a = self.architecture
         a = a if eps is None else replace(a, norm_eps=eps)
         return None if weight is None else Norm(weight, self._take(f"{key}.bias"), a)
 
@@ -263,13 +278,16 @@ class WeightLoader:
 
     def _plan_latent(self, layer: int, kind: Latent) -> None:
         """Plan latent attention: ranks have different heads, and each has all latents."""
-        key, heads = f"{layer}.latent", self.split.heads
+        key = f"{layer}.latent"
+        heads = self.split.heads
 
         def rows(per_head: int) -> range:
             return range(heads.start * per_head, heads.stop * per_head)
 
-        query, up = kind.plain_dims + kind.rotated_dims, kind.plain_dims + kind.value_dims
-        width, interleaved = kind.size + kind.rotated_dims, self.architecture.interleaved_rotary
+        query = kind.plain_dims + kind.rotated_dims
+        up = kind.plain_dims + kind.value_dims
+        width = kind.size + kind.rotated_dims
+        interleaved = self.architecture.interleaved_rotary
         for part, role in (("q_norm", "q_down_norm"), ("kv_norm", "kv_down_norm")):
             self._place(f"{key}.{part}", role, all_of, layer)
         pick = rows_of(rows(query))
@@ -284,7 +302,9 @@ class WeightLoader:
     def _plan_attention(self, layer: int) -> None:
         if self.architecture.latent is not None:
             return self._plan_latent(layer, self.architecture.latent)
-        a, split, kind = self.architecture, self.split, self.architecture.attention_of(layer)
+        a = self.architecture
+        split = self.split
+        kind = self.architecture.attention_of(layer)
         d = a.kv_size(kind)[1]
         q = range(split.heads.start * d, split.heads.stop * d)
         kv = torch.cat([torch.arange(head * d, (head + 1) * d) for head in split.kv_heads_of[kind]])
@@ -293,7 +313,8 @@ class WeightLoader:
         elif "qkv" in self._names:
             self._place(f"{layer}.qkv", "qkv", fused_qkv(a, split, whole=self._world.size == 1), layer)
         else:
-            gated, parts = a.gated_attention, 4 if a.gated_attention else 3
+            gated = a.gated_attention
+            parts = 4 if a.gated_attention else 3
             if gated:
                 self._place(f"{layer}.qkv", "q", halves_of(split.heads, d, 1), layer, part=3, parts=parts)
             query = halves_of(split.heads, d, 0) if gated else rows_of(q)
@@ -357,7 +378,10 @@ class WeightLoader:
 
     def _plan_dense(self, layer: int, prefix: str, mine: range, size: int) -> None:
         """Plan an MLP of `size` intermediate units; the names of its roles begin with `prefix`."""
-        key, gate, up, fused = f"{layer}.up", f"{prefix}gate", f"{prefix}up", f"{prefix}gate_up"
+        key = f"{layer}.up"
+        gate = f"{prefix}gate"
+        up = f"{prefix}up"
+        fused = f"{prefix}gate_up"
         if fused in self._names:
             second = range(size + mine.start, size + mine.stop)
             halves: Pick = lambda t: torch.cat([rows_of(mine)(t), rows_of(second)(t)])  # noqa: E731

@@ -83,8 +83,11 @@ def fused_qkv(architecture: ModelDescription, split: Split, *, whole: bool) -> P
             q, k, v = tensor.reshape(-1, d, *rest).split([a.heads, a.kv_heads, a.kv_heads])
         else:
             groups = tensor.reshape(a.kv_heads, a.heads // a.kv_heads + 2, d, *rest)
-            q, k, v = groups[:, :-2].reshape(a.heads, d, *rest), groups[:, -2], groups[:, -1]
-        heads, kv = slice(split.heads.start, split.heads.stop), slice(split.kv_heads.start, split.kv_heads.stop)
+            q = groups[:, :-2].reshape(a.heads, d, *rest)
+            k = groups[:, -2]
+            v = groups[:, -1]
+        heads = slice(split.heads.start, split.heads.stop)
+        kv = slice(split.kv_heads.start, split.kv_heads.stop)
         return torch.cat([q[heads], k[kv], v[kv]]).reshape(-1, *rest)
 
     return pick

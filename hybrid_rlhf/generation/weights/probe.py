@@ -45,7 +45,8 @@ def probe_logits(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 def probe_routes(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
     """Return the experts [P - 1, E, k] int64 of all tokens but the last in each mixture, computed as `probe_logits`."""
     probe = _Probe(decoder, tokens, records_routes=True)
-    steps, mixtures = len(_probe_steps(probe, len(tokens) - 1)), len(decoder.architecture.expert_layers)
+    steps = len(_probe_steps(probe, len(tokens) - 1))
+    mixtures = len(decoder.architecture.expert_layers)
     by_step = [torch.stack(probe.routes[step * mixtures : (step + 1) * mixtures], dim=1) for step in range(steps)]
     return torch.cat(by_step).long()
 
@@ -71,14 +72,17 @@ class _Probe:
         self.routes: list[Tensor] = []
         """Experts [T, k] of each mixture in each step, if they are recorded."""
         self._records_routes = records_routes
-        device, layout = decoder.world.device, CacheLayout.of(decoder.architecture, decoder.split, len(tokens))
+        device = decoder.world.device
+        layout = CacheLayout.of(decoder.architecture, decoder.split, len(tokens))
         cache = decoder.new_cache(layout, pages=layout.pages_of(len(tokens), computed_together=len(tokens)))
         self._pages = torch.arange(cache.pages, dtype=torch.int32, device=device).view(layout.tables, 1, -1)
-        self._decoder, self._states = decoder, decoder.new_states(1)
+        self._decoder = decoder
+        self._states = decoder.new_states(1)
         self._attention = Attention(
             decoder.architecture, decoder.split, cache, capacity_tokens=len(tokens), kernels=decoder.kernels
         )
-        self._ids, self._places = torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device)
+        self._ids = torch.tensor(tokens, device=device)
+        self._places = torch.arange(len(tokens), device=device)
 
     def prefill(self, tokens: int, *, observe: Callable[[Tensor], None] | None = None) -> Tensor:
         """Return the hidden states [tokens, H] of the first tokens."""
@@ -106,7 +110,8 @@ class _Probe:
 def agreement_with(decoder: Decoder, expected: Tensor) -> LogitAgreement:
     """Compare a decoder with log-probs [P - 1] of `probe_tokens`, all but the first, under the training forward."""
     tokens = probe_tokens(decoder.architecture.vocab_size)
-    logits, quantised = probe_logits(decoder, tokens), bool(decoder.quantisation_errors)
+    logits = probe_logits(decoder, tokens)
+    quantised = bool(decoder.quantisation_errors)
     return agreement(
         token_logprobs(logits, labels=torch.tensor(tokens[1:], device=logits.device)),
         expected,

@@ -30,14 +30,16 @@ class Advisor:
     """Takes the metrics of each step, and returns the rules that fire."""
 
     def __init__(self, rules: Sequence[AdviceRule] = RULES) -> None:
-        self._rules, self._curves = rules, Curves()
+        self._rules = rules
+        self._curves = Curves()
         self._firing: set[str] = set()
 
     def watch(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """Return the rules that start to fire at a step."""
         self._curves.add(step, metrics)
         fired = {rule.name: (rule, evidence) for rule in self._rules if (evidence := rule.check(self._curves))}
-        before, self._firing = self._firing, {*fired}
+        before = self._firing
+        self._firing = {*fired}
         return [
             Finding(step, name, evidence, advice_text(rule, self._curves), rule.source)
             for name, (rule, evidence) in fired.items()

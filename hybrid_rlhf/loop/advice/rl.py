@@ -13,25 +13,37 @@ from statistics import correlation, fmean
 
 from hybrid_rlhf.loop.advice.curves import Curves
 
-_START, _RECENT, _LEAST = 5, 5, 15
-"""Number of values to compare at the start and at the end of a curve, and smallest number that it must have."""
-_STILL_ROLLOUTS, _STILL_NATS = 10, 0.1
-"""Number of rollouts after which a policy should have moved, and the KL of one that has not: by Pinsker's inequality a
-tenth of a nat moves the mean of scores in [0, 1] by at most 0.22."""
-_TREND, _CLEAR_TREND = 20, 0.6
-"""Number of rollouts for a trend: fewer are noisy, as prompts differ, more hide recent changes; and the correlation of
-value and step in a clear trend, which one in 200 windows of independent values reaches by chance."""
-_CRITIC_UPDATES, _CRITIC_WINDOW = 50, 10
-"""Number of updates after which a critic should explain some variance, and of rollouts in which it must not."""
+_START = 5
+"""Number of values to compare at the start of a curve."""
+_RECENT = 5
+"""Number of values to compare at the end of a curve."""
+_LEAST = 15
+"""Smallest number of values of a curve that is compared."""
+_STILL_ROLLOUTS = 10
+"""Number of rollouts after which a policy should have moved."""
+_STILL_NATS = 0.1
+"""KL of a policy that has not moved: by Pinsker's inequality a tenth of a nat moves the mean of scores in [0, 1] by at
+most 0.22."""
+_TREND = 20
+"""Number of rollouts for a trend: fewer are noisy, as prompts differ, more hide recent changes."""
+_CLEAR_TREND = 0.6
+"""Correlation of value and step in a clear trend, which one in 200 windows of independent values reaches by chance."""
+_CRITIC_UPDATES = 50
+"""Number of updates after which a critic should explain some variance."""
+_CRITIC_WINDOW = 10
+"""Number of rollouts in a row in which an idle critic explains nothing."""
 
 
 def kl_explosion(curves: Curves) -> str | None:
     """The KL of ten rollouts is 10 nats or more, and three times that of the ten before, while the score rises."""
-    kl, scores = curves.last("objective/kl", _TREND), curves.last("objective/scores", _TREND)
+    kl = curves.last("objective/kl", _TREND)
+    scores = curves.last("objective/scores", _TREND)
     if min(len(kl), len(scores)) < _TREND:
         return None
     half = _TREND // 2
-    before, now, gain = fmean(kl[:half]), fmean(kl[half:]), _difference_of_halves(scores)
+    before = fmean(kl[:half])
+    now = fmean(kl[half:])
+    gain = _difference_of_halves(scores)
     if now < 10 or now < 3 * max(before, 0.0) or gain <= 0:
         return None
     return (
@@ -41,15 +53,18 @@ def kl_explosion(curves: Curves) -> str | None:
 
 def diverging_components(curves: Curves) -> str | None:
     """One reward component rises while another falls, each clearly and by a quarter of its standard deviation."""
-    rising, falling = list[str](), list[str]()
+    rising = list[str]()
+    falling = list[str]()
     for metric in curves.names:
         if not (metric.startswith("reward/") and metric.endswith("/mean")):
             continue
         points = curves.points(metric)[-_TREND:]
-        name, values = metric.removeprefix("reward/").removesuffix("/mean"), [value for _, value in points]
+        name = metric.removeprefix("reward/").removesuffix("/mean")
+        values = [value for _, value in points]
         if len(values) < _TREND // 2 or min(values) == max(values):
             continue
-        trend, change = correlation([step for step, _ in points], values), _difference_of_halves(values)
+        trend = correlation([step for step, _ in points], values)
+        change = _difference_of_halves(values)
         least = 0.25 * max(curves.last(f"reward/{name}/std", _TREND), default=0.0)
         if abs(trend) >= _CLEAR_TREND and abs(change) >= least:
             (rising if trend > 0 else falling).append(name)
@@ -60,7 +75,8 @@ def diverging_components(curves: Curves) -> str | None:
 
 def held_out_falls(curves: Curves) -> str | None:
     """The held-out score fell by a quarter of its standard deviation from its best, while the training score rose."""
-    held_out, std = curves.points("eval/scores"), curves.value("eval/scores_std")
+    held_out = curves.points("eval/scores")
+    std = curves.value("eval/scores_std")
     if len(held_out) < 3:
         return None
     best_step, best = max(held_out, key=lambda point: point[1])
@@ -81,7 +97,8 @@ def length_drift(curves: Curves) -> str | None:
     name = "completions/mean_length"
     if curves.count(name) < _TREND:
         return None
-    start, now = fmean(curves.first(name, _START)), fmean(curves.last(name, _TREND // 2))
+    start = fmean(curves.first(name, _START))
+    now = fmean(curves.last(name, _TREND // 2))
     if start <= 0 or 1 / 1.5 < now / start < 1.5:
         return None
     return f"completions have {now:.4g} tokens on average, {start:.4g} in the first {_START} rollouts"
@@ -105,7 +122,8 @@ def explained_variance(curves: Curves) -> str | None:
 def idle_critic(curves: Curves) -> str | None:
     """After 50 updates the critic explains less than a twentieth of the variance of the returns."""
     name = "val/explained_variance"
-    values, updates = curves.last(name, _CRITIC_WINDOW), sum(value for _, value in curves.points("rollout/updates"))
+    values = curves.last(name, _CRITIC_WINDOW)
+    updates = sum(value for _, value in curves.points("rollout/updates"))
     if updates < _CRITIC_UPDATES or len(values) < _CRITIC_WINDOW or max(map(abs, values)) > 0.05:
         return None
     if explained_variance(curves):  # the more specific rule
@@ -117,7 +135,8 @@ def still_policy(curves: Curves) -> str | None:
     """Since the learning rate reached its peak, for ten rollouts or more, KL and scores have not left their noise."""
     rates = [value for _, value in curves.points("lr")]
     count = len(rates) - rates.index(max(rates)) if rates else 0
-    kl, scores = curves.last("objective/kl", count), curves.last("objective/scores", count)
+    kl = curves.last("objective/kl", count)
+    scores = curves.last("objective/scores", count)
     if count < _STILL_ROLLOUTS or rates[-1] <= 0 or not count == len(kl) == len(scores):
         return None
     moved = _difference_of_halves(scores)
@@ -172,5 +191,6 @@ def _fell(curves: Curves, name: str, *, share: float) -> str | None:
     """Evidence that a metric is below a share of its initial value."""
     if curves.count(name) < _LEAST:
         return None
-    start, now = fmean(curves.first(name, _START)), fmean(curves.last(name, _RECENT))
+    start = fmean(curves.first(name, _START))
+    now = fmean(curves.last(name, _RECENT))
     return f"{name} is {now:.3g}, it was {start:.3g} at the start" if now < share * start else None

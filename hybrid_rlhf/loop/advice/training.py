@@ -8,7 +8,8 @@ from statistics import fmean, median
 
 from hybrid_rlhf.loop.advice.curves import Curves
 
-_SPIKE_WINDOW, _SPIKES = 50, 3
+_SPIKE_WINDOW = 50
+_SPIKES = 3
 _CHANCE = 0.55
 """Accuracy of pairs below which it is close to the 0.5 of guessing."""
 

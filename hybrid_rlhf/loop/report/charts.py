@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-WIDTH, HEIGHT = 300, 96
-"""Size of the plotting area, in the units of the view box."""
+# Size of the plotting area, in the units of the view box.
+WIDTH = 300
+HEIGHT = 96
 _MAX_POINTS = 300
 _MAIN = (
     "objective/scores",
@@ -51,8 +52,10 @@ class Chart:
     @classmethod
     def of(cls, name: str, points: Points) -> Chart:
         """Scale a curve, of at least one point, to the plotting area."""
-        steps, values = [step for step, _ in points], [value for _, value in points]
-        bottom, top = min(values), max(values)
+        steps = [step for step, _ in points]
+        values = [value for _, value in points]
+        bottom = min(values)
+        top = max(values)
         spread = (top - bottom) or 1.0
         width = (steps[-1] - steps[0]) or 1
 

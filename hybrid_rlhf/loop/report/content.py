@@ -31,7 +31,8 @@ _FASTEST = ("perf/tokens_per_second", "perf/generation_tokens_per_second", "perf
 
 def collect(run: Run, ending: Ending) -> dict[str, Any]:
     """The report of a run that ends now, as JSON without NaN."""
-    lines, curves = read_metrics(run.folder), Curves()
+    lines = read_metrics(run.folder)
+    curves = Curves()
     for line in lines:
         curves.add(line["step"], line)
     data = run.folder / DATA_FILE

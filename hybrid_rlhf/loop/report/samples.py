@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _END_BYTES = 2**21
-_ROWS, _LONGEST_TEXT = 4, 2000
+_ROWS = 4
+_LONGEST_TEXT = 2000
 
 
 def first_and_last_samples(path: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,8 @@ from hybrid_rlhf.runtime.observability.formatting import format_duration, format
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run
 
-HTML_FILE, JSON_FILE = "report.html", "report.json"
+HTML_FILE = "report.html"
+JSON_FILE = "report.json"
 logger = logging.getLogger(LOGGER_NAME)
 
 

@@ -46,7 +46,8 @@ def _kv_sizes(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
 
 
 def _gemma4(config: PreTrainedConfig) -> dict[str, Any]:
-    types, sizes = config.layer_types, _kv_sizes(config)
+    types = config.layer_types
+    sizes = _kv_sizes(config)
     kv_heads, head_dim = max(sizes.values(), key=math.prod)
     first_shared = config.num_hidden_layers - config.num_kv_shared_layers
     last = {name: layer for layer, name in enumerate(types[:first_shared])}

@@ -22,10 +22,12 @@ FAMILIES: dict[str, Family] = {**ATTENTION_FAMILIES, **RECURRENT_FAMILIES, **LAY
 
 def family_of(lm: PreTrainedModel) -> Family | None:
     """The row of a causal LM, with module names as in the model; None without a row."""
-    family, language = FAMILIES.get(lm.config.get_text_config().model_type), language_model_of(lm)
+    family = FAMILIES.get(lm.config.get_text_config().model_type)
+    language = language_model_of(lm)
     if family is None or language is None:
         return family
-    prefix, name = f"{family.names['embed'].partition('.')[0]}.", f"{language[0]}."
+    prefix = f"{family.names['embed'].partition('.')[0]}."
+    name = f"{language[0]}."
     places = {role: module.split("|") for role, module in family.names.items()}
     renamed = {
         role: "|".join(

@@ -93,7 +93,8 @@ def _mamba(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
 def _lfm2(config: PreTrainedConfig) -> dict[str, Any]:
     size = config.intermediate_size
     if config.block_auto_adjust_ff_dim:
-        size, unit = int(2 * size / 3), config.block_multiple_of
+        size = int(2 * size / 3)
+        unit = config.block_multiple_of
         if config.block_ffn_dim_multiplier is not None:
             size = -(-int(config.block_ffn_dim_multiplier * size) // unit) * unit
     return {"norm": "rms", "activation": "silu", "mlp_size": size}
@@ -109,7 +110,8 @@ def _minimax(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _lightning(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    heads = config.num_attention_heads
+    layers = config.num_hidden_layers
     rates = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1))
     factors = 1 - torch.arange(layers) / (layers - 1 + 1e-5) + 1e-5
     return "lightning", {
@@ -134,9 +136,11 @@ def _granite_hybrid(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _falcon_h1(config: PreTrainedConfig) -> dict[str, Any]:
     """Its factors are multiplied into weights: a factor of a product's input becomes a factor of the weight."""
-    into, (gate, down) = config.attention_in_multiplier, config.mlp_multipliers
+    into = config.attention_in_multiplier
+    (gate, down) = config.mlp_multipliers
     kind = _falcon_h1_mixer(config)[1]
-    inner, shared = kind["heads"] * kind["head_dim"], kind["groups"] * kind["state_dim"]
+    inner = kind["heads"] * kind["head_dim"]
+    shared = kind["groups"] * kind["state_dim"]
     parts = torch.tensor([inner, inner, shared, shared, kind["heads"]])
     return {
         "embed_scale": config.embedding_multiplier,

@@ -126,7 +126,8 @@ _FALCON = {
 
 
 def _falcon(config: PreTrainedConfig) -> dict[str, Any]:
-    grouped, parallel = config.new_decoder_architecture, config.new_decoder_architecture or config.parallel_attn
+    grouped = config.new_decoder_architecture
+    parallel = config.new_decoder_architecture or config.parallel_attn
     kv_heads = config.num_kv_heads if grouped or not config.multi_query else 1
     head_dim = config.hidden_size // config.num_attention_heads
     return {
@@ -260,7 +261,9 @@ def _shared(module: str) -> dict[str, str]:
 
 def _latent(config: PreTrainedConfig) -> dict[str, Any]:
     """DeepSeek's latent attention; the cache has the heads of the latent."""
-    rope, plain, rotated = config.rope_parameters, config.qk_nope_head_dim, config.qk_rope_head_dim
+    rope = config.rope_parameters
+    plain = config.qk_nope_head_dim
+    rotated = config.qk_rope_head_dim
     stretch = 1.0
     if rope.get("rope_type", "default") != "default" and rope.get("mscale_all_dim", 0) and rope["factor"] > 1:
         stretch = 0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1.0

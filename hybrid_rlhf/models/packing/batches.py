@@ -93,7 +93,8 @@ def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Pack
         place = torch.empty_like(real, dtype=torch.long)
         place[rows] = real[rows].flatten().cumsum(dim=0).view(real.shape) - 1
         order = place[real]
-        input_ids, real = input_ids[rows], real[rows]
+        input_ids = input_ids[rows]
+        real = real[rows]
     return PackedBatch(_arguments(lm, input_ids, real, places(sizes, groups, device=real.device)), order)
 
 

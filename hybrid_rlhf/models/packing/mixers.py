@@ -26,7 +26,8 @@ def separate_rows(lm: PreTrainedModel) -> None:
     """Let the mixers of a model take packed rows too."""
     family = family_of(lm)
     assert family is not None and family.mixer_role is not None
-    modules, attends = dict(lm.named_modules()), family.recurrence is None
+    modules = dict(lm.named_modules())
+    attends = family.recurrence is None
     for layer in range(lm.config.get_text_config().num_hidden_layers):
         name = family.names[family.mixer_role].format(layer)
         if name in modules:  # not every layer is recurrent

@@ -40,7 +40,8 @@ class PaddedRows:
     @staticmethod
     def of(lengths: Sequence[int], *, device: torch.device) -> PaddedRows:
         """Rows with these lengths, in the order of the packed row."""
-        sizes, longest = torch.tensor(lengths), max(lengths)
+        sizes = torch.tensor(lengths)
+        longest = max(lengths)
         time = torch.arange(longest)
         real = time < sizes[:, None]
         tokens = (sizes.cumsum(0) - sizes)[:, None] + torch.minimum(time, sizes[:, None] - 1)
@@ -74,7 +75,8 @@ def places(lengths: Sequence[int], sizes: Sequence[int], *, device: torch.device
         sizes: number of rows of each group.
         device: device of the tokens.
     """
-    groups, start = [], 0
+    groups = []
+    start = 0
     for size in sizes:
         groups.append(PaddedRows.of(lengths[start : start + size], device=device))
         start += size

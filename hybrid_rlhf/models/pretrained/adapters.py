@@ -20,7 +20,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.pretrained.folders import reading
 from hybrid_rlhf.runtime.files.reading import user_path
 
-_CONFIG, _WEIGHTS, _NAME = "adapter_config.json", "adapter_model.safetensors", "default"
+_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_NAME = "default"
 _FIX = "give the model that it was trained on"
 _BEYOND_FACTORS = (
     "use_dora",
@@ -115,5 +117,6 @@ def _factors(name: str, layer: LoraLayer, folder: str) -> LowRank:
             f"an adapter must change linear layers without biases of its own, {folder} changes {name} "
             f"({type(base).__name__}): merge it into the model and serve that"
         )
-    up, down = layer.lora_B[_NAME].weight, layer.lora_A[_NAME].weight
+    up = layer.lora_B[_NAME].weight
+    down = layer.lora_A[_NAME].weight
     return LowRank(up * layer.scaling[_NAME], down.clone(), isinstance(base, Conv1D))

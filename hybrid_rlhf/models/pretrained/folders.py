@@ -126,7 +126,8 @@ def _hub(name: str) -> Iterator[None]:
     Raises:
         UserError: when the hub cannot be reached, most often because the name is a misspelled folder.
     """
-    client, quiet = logging.getLogger("huggingface_hub.utils._http"), _FirstTry(name)
+    client = logging.getLogger("huggingface_hub.utils._http")
+    quiet = _FirstTry(name)
     client.addFilter(quiet)
     try:
         yield
@@ -146,7 +147,8 @@ class _FirstTry(logging.Filter):
 
     def __init__(self, model: str) -> None:
         super().__init__()
-        self._model, self._said = model, os.environ.get("LOCAL_RANK", "0") != "0"
+        self._model = model
+        self._said = os.environ.get("LOCAL_RANK", "0") != "0"
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return False, as no line is shown; log the first try."""
@@ -177,7 +179,8 @@ def reading(rule: str, fix: str, *, config: PreTrainedConfig | None = None) -> I
         if isinstance(error, KeyError) and config is not None:
             values = config.get_text_config().to_dict()
             for name in [name for name, value in values.items() if error.args == (value,)]:
-                reason, fix = f"it does not know {name} {values[name]!r}", f"correct {name} in config.json"
+                reason = f"it does not know {name} {values[name]!r}"
+                fix = f"correct {name} in config.json"
         raise UserError(f"{rule} ({reason}): {fix}") from error
 
 

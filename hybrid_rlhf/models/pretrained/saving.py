@@ -99,7 +99,8 @@ class _ShardWriter:
         if folder.exists():
             shutil.rmtree(folder)  # left by an interrupted save
         folder.mkdir(parents=True)
-        self._folder, self._max_bytes = folder, max_bytes
+        self._folder = folder
+        self._max_bytes = max_bytes
         self._held: dict[str, Tensor] = {}
         self._held_bytes = self._total_bytes = 0
         self._shards: list[list[str]] = []
@@ -114,7 +115,8 @@ class _ShardWriter:
     def _write(self) -> None:
         save_file(self._held, self._folder / f"shard-{len(self._shards)}", metadata={"format": "pt"})
         self._shards.append(list(self._held))
-        self._held, self._held_bytes = {}, 0
+        self._held = {}
+        self._held_bytes = 0
 
     def close(self) -> None:
         self._write()

@@ -68,7 +68,8 @@ class RouterLoss:
 
     def __call__(self, logits: Sequence[Tensor], real: Tensor) -> RouterLosses:
         """Losses of the real tokens of [B, T] with the logits [N, E] of each layer, row by row."""
-        sequence, sizes = real.nonzero()[:, 0], real.sum(dim=1)[:, None].clamp(min=1)
+        sequence = real.nonzero()[:, 0]
+        sizes = real.sum(dim=1)[:, None].clamp(min=1)
 
         def mean(values: Tensor) -> Tensor:
             """[B, ...] means over the tokens of each sequence."""

@@ -34,7 +34,8 @@ class RouterReplay:
 
     def __init__(self, lm: PreTrainedModel, *, experts: int, replays: bool) -> None:
         """Take a model, the number of experts of each mixture, and whether recorded choices replace the routers'."""
-        self._experts, self._replays = experts, replays
+        self._experts = experts
+        self._replays = replays
         self._routes: Tensor | None = None
         self._compares = False
         self._would_choose: list[Tensor] | None = None
@@ -50,7 +51,8 @@ class RouterReplay:
 
         The choices stay until the next forward, as checkpointing recomputes layers in backward.
         """
-        self._routes, self._compares = routes, routes is not None
+        self._routes = routes
+        self._compares = routes is not None
         self.agreement = None if routes is None else torch.zeros(2, dtype=torch.float64, device=routes.device)
         try:
             yield
@@ -61,11 +63,14 @@ class RouterReplay:
     def forced(self) -> Iterator[list[Tensor]]:
         """Context in which recorded choices always replace those of the routers. The list receives the experts [N, k]
         that each router would have chosen, in the order of the mixtures."""
-        before, self._replays, self._would_choose = self._replays, True, []
+        before = self._replays
+        self._replays = True
+        self._would_choose = []
         try:
             yield self._would_choose
         finally:
-            self._replays, self._would_choose = before, None
+            self._replays = before
+            self._would_choose = None
 
     def _routed(self, place: int, router: nn.Module) -> Callable[..., Any]:
         """A forward for a router that records or replaces its choices."""
@@ -103,7 +108,8 @@ class _Choice(TorchFunctionMode):
     def __init__(self, recorded: Tensor, experts: int) -> None:
         """Take the recorded indices [N, k], -1 to keep the top-k's own, and the number of experts."""
         super().__init__()
-        self._recorded, self._experts = recorded, experts
+        self._recorded = recorded
+        self._experts = experts
         self.own: Tensor | None = None
         """Experts [N, k] that the top-k chose."""
 

@@ -36,7 +36,8 @@ class Algorithm:
 
     def __init__(self, config: AlgorithmConfig, *, value_lam: float = 1.0) -> None:
         """Take the algorithm's settings, and the lambda of GAE for the critic's targets."""
-        self.config, self.value_lam = config, value_lam
+        self.config = config
+        self.value_lam = value_lam
 
     @property
     def correction(self) -> CorrectionConfig | None:

@@ -25,7 +25,8 @@ class CISPO(GRPO):
 
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
         """Return -sg(clip(ratio)) A log p, summed over the tokens of a micro-batch."""
-        mask, old_logprobs = batch.rollout.response_mask, batch.rollout.old_logprobs
+        mask = batch.rollout.response_mask
+        old_logprobs = batch.rollout.old_logprobs
         assert old_logprobs is not None
         logprobs = keep(logprobs, mask)
         log_ratio = logprobs.detach() - keep(old_logprobs, mask)

@@ -38,7 +38,8 @@ class GRPO(Algorithm):
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """Return outcomes less their group's mean, divided by the group's standard deviation if configured, [N, T]."""
-        outcomes, groups = row_sums(rewards), groups_of(rollout)
+        outcomes = row_sums(rewards)
+        groups = groups_of(rollout)
         advantages = outcomes - group_mean(outcomes, groups=groups)
         if self.config.divide_by_std:
             advantages = advantages / (group_std(outcomes, groups=groups) + _EPSILON)

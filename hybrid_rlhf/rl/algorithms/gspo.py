@@ -27,7 +27,8 @@ class GSPO(GRPO):
 
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
         """Return the clipped surrogate of the sequence ratios, summed over the tokens of a micro-batch."""
-        mask, old_logprobs = batch.rollout.response_mask, batch.rollout.old_logprobs
+        mask = batch.rollout.response_mask
+        old_logprobs = batch.rollout.old_logprobs
         assert old_logprobs is not None
         log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)
         of_sequence = masked_mean(log_ratio.detach(), mask=mask, dim=1)[:, None]

@@ -39,7 +39,8 @@ class OnlineDPO(Algorithm):
 
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
         """Return the DPO loss of the micro-batch's pairs, scaled like a sum over tokens."""
-        rollout, mask = batch.rollout, batch.rollout.response_mask
+        rollout = batch.rollout
+        mask = batch.rollout.response_mask
         assert rollout.ref_logprobs is not None and rollout.old_logprobs is not None
         log_ratio = keep(logprobs, mask) - keep(rollout.ref_logprobs, mask)
         margin = (keep(batch.advantages, mask) * log_ratio).sum(dim=1).view(-1, 2).sum(dim=1)

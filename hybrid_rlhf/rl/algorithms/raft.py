@@ -30,7 +30,8 @@ class RAFT(Algorithm):
 
     def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
         """Return the best selected_per_prompt completions of prompts whose scores differ, [N] bool."""
-        ranked, least = scores - penalties, self.config.select_above
+        ranked = scores - penalties
+        least = self.config.select_above
         best = rank_in_group(ranked, groups=groups) < self.config.selected_per_prompt
         if least is not None:
             best &= ranked > least
@@ -42,7 +43,8 @@ class RAFT(Algorithm):
 
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
         """Return the negative log-likelihood, summed over the tokens of a micro-batch."""
-        mask, old_logprobs = batch.rollout.response_mask, batch.rollout.old_logprobs
+        mask = batch.rollout.response_mask
+        old_logprobs = batch.rollout.old_logprobs
         assert old_logprobs is not None
         logprobs = keep(logprobs, mask)
         return policy_sum(-logprobs, log_ratio=logprobs.detach() - old_logprobs, mask=mask, weights=weights)

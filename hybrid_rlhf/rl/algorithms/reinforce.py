@@ -27,14 +27,16 @@ class Reinforce(Algorithm):
 
     def __init__(self, config: AlgorithmConfig, *, value_lam: float = 1.0) -> None:
         super().__init__(config, value_lam=value_lam)
-        self._count, self._sum = 0, 0.0
+        self._count = 0
+        self._sum = 0.0
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """Return outcomes less the mean outcome of all earlier rollouts, at every response token, [N, T]."""
         outcomes = row_sums(rewards)
         total = float(outcomes.sum(dtype=torch.float64))
         baseline = self._sum / self._count if self._count else total / len(outcomes)
-        self._count, self._sum = self._count + len(outcomes), self._sum + total
+        self._count = self._count + len(outcomes)
+        self._sum = self._sum + total
         return per_token(outcomes - baseline, rollout)
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,4 +45,5 @@ class Reinforce(Algorithm):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the number and the sum of outcomes."""
-        self._count, self._sum = state["count"], state["sum"]
+        self._count = state["count"]
+        self._sum = state["sum"]

@@ -69,7 +69,8 @@ class MiniBatchPlanner:
 
     def __init__(self, micro_batches: MicroBatches, *, seed: int) -> None:
         """Take the size of a micro-batch and the seed of the shuffles."""
-        self._micro_batches, self._seed = micro_batches, seed
+        self._micro_batches = micro_batches
+        self._seed = seed
 
     def plan(
         self, rollout: Rollout, *, step: int = 0, epoch: int = 0, mini_batches: int = 1, together: int = 1

@@ -49,7 +49,8 @@ class RolloutRoutes:
 
     def rows(self, indices: Sequence[int | None]) -> RolloutRoutes:
         """Routes of some completions, in the order of `indices`; empty for None."""
-        ends, sizes = self.lengths.cumsum(0).tolist(), self.lengths.tolist()
+        ends = self.lengths.cumsum(0).tolist()
+        sizes = self.lengths.tolist()
         parts = [self.experts[ends[i] - sizes[i] : ends[i]] for i in indices if i is not None]
         lengths = [0 if i is None else sizes[i] for i in indices]
         return RolloutRoutes(torch.cat([self.experts[:0], *parts]), torch.tensor(lengths))
@@ -99,8 +100,9 @@ class RouterAgreement:
         return {ROUTER_AGREEMENT: used / recorded} if recorded else {}
 
 
-_ROUTES, _COMPONENTS = "routes.", "components."
-"""Prefixes of the names of their tensors."""
+# Prefixes of the names of their tensors.
+_ROUTES = "routes."
+_COMPONENTS = "components."
 
 
 class SampledTokens(NamedTuple):

@@ -17,7 +17,8 @@ from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.rl.environments.environment import StepResult, with_instruction
 
 INSTRUCTION = "Write <calc>expression</calc> to be told its value. Give the result as <answer>number</answer>."
-_MAX_CHARACTERS, _MAX_VALUE = 200, 1e15
+_MAX_CHARACTERS = 200
+_MAX_VALUE = 1e15
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

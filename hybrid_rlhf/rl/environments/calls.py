@@ -39,7 +39,9 @@ class EnvironmentCalls:
 
     def __init__(self, *, timeout_seconds: float, device: torch.device, threads: int) -> None:
         """Take the time limit of a call, this rank's device, and how many functions run concurrently."""
-        self._timeout_seconds, self._device, self._threads = timeout_seconds, device, threads
+        self._timeout_seconds = timeout_seconds
+        self._device = device
+        self._threads = threads
         self._hanging: list[BackgroundCall[Any]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 

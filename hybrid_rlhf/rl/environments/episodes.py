@@ -33,7 +33,8 @@ class EpisodeRunner(ABC):
 
     def __init__(self, config: EnvironmentConfig, rollout: RolloutConfig, device: torch.device) -> None:
         """Take the limits of an episode, how completions are sampled, and this rank's device."""
-        self._config, self._rollout = config, rollout
+        self._config = config
+        self._rollout = rollout
         self._calls = EnvironmentCalls(timeout_seconds=config.timeout_seconds, device=device, threads=config.threads)
 
     @abstractmethod
@@ -73,7 +74,8 @@ class EpisodeRunner(ABC):
         reasons = [episode.failure for episode in episodes if episode.failure is not None]
         if not reasons:
             return
-        name, where = self._config.name, f"in {len(reasons)} of {len(episodes)} episodes: {reasons[0]}"
+        name = self._config.name
+        where = f"in {len(reasons)} of {len(episodes)} episodes: {reasons[0]}"
         if self._config.on_failure == "stop":
             raise UserError(f"environment {name} failed {where}; fix it, or set environment.on_failure to zero")
         if world.is_main:

@@ -13,7 +13,8 @@ from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.chat.template import ChatTemplate, render
 
 _ROLES = ("tool", "user")
-_PLACEHOLDER, _PROBE = "q7turnq7", "q7toldq7"
+_PLACEHOLDER = "q7turnq7"
+_PROBE = "q7toldq7"
 
 
 class ObservationEncoder:
@@ -25,7 +26,8 @@ class ObservationEncoder:
         Raises:
             UserError: when the template renders no role for observations.
         """
-        self._tokenizer, self._max_tokens = tokenizer, max_observation_tokens
+        self._tokenizer = tokenizer
+        self._max_tokens = max_observation_tokens
         self._role = next((role for role in _ROLES if self._shows(role)), None)
         if self._role is None:
             raise UserError(

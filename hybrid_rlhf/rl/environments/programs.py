@@ -92,7 +92,8 @@ class ProgramRunner(EpisodeRunner):
                 of the API key is not set.
         """
         super().__init__(config, rollout, world.device)
-        self._program, self._tokenizer = program, tokenizer
+        self._program = program
+        self._tokenizer = tokenizer
         endpoint = rollout.endpoint or EndpointConfig()
         with shared_user_errors(world):
             key = endpoint.expanded_api_key()
@@ -101,7 +102,8 @@ class ProgramRunner(EpisodeRunner):
                 f"rollout.endpoint.port must leave a port up to 65535 to each rank of a host, got {endpoint.port} and "
                 f"{world.local_size} ranks: choose a lower one",
             )
-            self._host, self._port = endpoint.host, endpoint.port and endpoint.port + world.local_rank
+            self._host = endpoint.host
+            self._port = endpoint.port and endpoint.port + world.local_rank
             if rollout.endpoint is not None and samples:
                 with bound_socket(self._host, self._port) as free:  # a port that stays the same in all rollouts
                     self._port = free.getsockname()[1]
@@ -241,14 +243,16 @@ def read_program(config: EnvironmentConfig) -> Program:
 
 def _sequences(played: _Played, result: object, prompt: Sequence[int]) -> list[Episode]:
     """The sequences of an episode with its reward; one without tokens if no request was answered."""
-    service, reward = played.service, _read_reward(result)
+    service = played.service
+    reward = _read_reward(result)
     sequences = service.sequences or [Episode(list(prompt))]
     failure = reward.reason if isinstance(reward, CallFailure) and not service.overran else None
     if failure is None and not service.sequences:
         failure = "it made no request that was answered"
     ended = not isinstance(reward, CallFailure) and not service.overran
     for sequence in sequences:
-        sequence.sample, sequence.stopped = played.sample, sequence.stopped and ended
+        sequence.sample = played.sample
+        sequence.stopped = sequence.stopped and ended
         if not isinstance(reward, CallFailure) and sequence.turn_rewards:
             sequence.add_reward(reward)
     sequences[0].failure = failure

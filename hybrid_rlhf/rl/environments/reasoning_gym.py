@@ -39,7 +39,8 @@ class ReasoningGym:
         """Take the number of attempts, and the instruction below the problem."""
         if tries < 1:
             raise ValueError(f"tries must be 1 or more, got {tries}")
-        self._left, self._instruction = tries, instruction
+        self._left = tries
+        self._instruction = instruction
 
     def reset(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the prompt of the row with the instruction."""
@@ -93,7 +94,8 @@ def main(words: list[str]) -> None:
     """Write the rows of a data set; the arguments are DATASET FILE SIZE [SEED]."""
     if len(words) not in (3, 4) or not all(word.isdigit() for word in words[2:]):
         raise UserError(f"the line must be DATASET FILE.jsonl SIZE [SEED], got {' '.join(words)!r}: write these words")
-    file, size = Path(words[1]), int(words[2])
+    file = Path(words[1])
+    size = int(words[2])
     if file.exists():
         raise UserError(f"the file must not exist, {file} does: remove it, or name another")
     write_rows(words[0], file, size=size, seed=int(words[3]) if len(words) == 4 else 0)

@@ -96,10 +96,13 @@ class EpisodeService(Service):
             max_queue=shared.max_queue,
             metrics=shared.metrics,
         )
-        self._config, self._seed = config, (sampling.seed or 0, sample)
-        self._version, self._stop = weight_version, stop_token_ids
+        self._config = config
+        self._seed = (sampling.seed or 0, sample)
+        self._version = weight_version
+        self._stop = stop_token_ids
         self._turns: list[_Turn] = []
-        self._requested, self._numbering = 0, threading.Lock()
+        self._requested = 0
+        self._numbering = threading.Lock()
         self.sequences: list[Episode] = []
         """Sequences of the answered requests."""
         self.overran = False
@@ -120,7 +123,8 @@ class EpisodeService(Service):
         asked = self._fixed(body, prompts)
         with self._numbering:
             sampling = self._limited(asked, prompts)
-            first, self._requested = self._requested, self._requested + len(prompts)
+            first = self._requested
+            self._requested = self._requested + len(prompts)
         seeds = [derive_seed(*self._seed, first + place) for place in range(len(prompts))]
 
         def record(place: int, tokens: list[StreamedToken]) -> None:
@@ -166,7 +170,8 @@ class EpisodeService(Service):
     def _chat(self, body: ChatBody) -> list[_Prompt]:
         if body.prompt_token_ids is not None:
             return [self._given(body.prompt_token_ids)]
-        messages, tools = self.messages(body), body.used_tools
+        messages = self.messages(body)
+        tools = body.used_tools
         text = render(messages, self.tokenizer, tools=tools, add_generation_prompt=True)
         names = function_names(tools)
         for turn in reversed(self._turns):

@@ -69,7 +69,8 @@ class EnvironmentRunner(EpisodeRunner):
             UserError: when the chat template cannot show observations.
         """
         super().__init__(config, rollout, device)
-        self._make, self._tokenizer = make, tokenizer
+        self._make = make
+        self._tokenizer = tokenizer
         self._turns = ObservationEncoder(tokenizer, max_observation_tokens=config.max_observation_tokens)
 
     def run(
@@ -105,7 +106,8 @@ class EnvironmentRunner(EpisodeRunner):
                 )
             self._step(running, [completion for (completion,) in completions], together, timers)
             if on_completed is not None:
-                before, ended = ended, sum(not entry.running for entry in entries)
+                before = ended
+                ended = sum(not entry.running for entry in entries)
                 on_completed(ended - before)
         episodes = iter([entry.episode for entry in entries])
         return [[next(episodes) for _ in range(params.n)] for params in requests]
@@ -145,12 +147,14 @@ class EnvironmentRunner(EpisodeRunner):
         )
         for (entry, completion), step in zip(pairs, steps, strict=True):
             if isinstance(step, CallFailure):
-                entry.episode.failure, entry.running = step.reason, False
+                entry.episode.failure = step.reason
+                entry.running = False
                 continue
             entry.episode.add_reward(step.reward)
             # An episode whose last turn is truncated did not end by itself, even if the environment is done.
             entry.episode.stopped = step.done and completion.finish_reason == "stop"
-            entry.running, entry.observation = not step.done, step.observation
+            entry.running = not step.done
+            entry.observation = step.observation
 
     def _turn(self, entry: _RunningEpisode, completion: Completion) -> Callable[[], Any]:
         assert entry.environment is not None
@@ -195,7 +199,8 @@ class EnvironmentRunner(EpisodeRunner):
         try:
             ids = self._turns.observation_ids(entry.observation or "", end_token=end)
         except UserError as error:  # a template may reject the observation
-            entry.episode.failure, entry.running = str(error), False
+            entry.episode.failure = str(error)
+            entry.running = False
             return False
         entry.running = len(ids) < self._tokens_left(entry.episode, generation)
         if entry.running:

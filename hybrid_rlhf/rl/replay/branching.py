@@ -45,9 +45,13 @@ def branch(replayed: ReplayedStep, index: int, *, token: int, text: str | None =
     Raises:
         UserError: if the position is not in the completion, or leaves no room for a token.
     """
-    session, record = replayed.session, replayed.record(index)
-    config, tokenizer, world = session.config, session.tokenizer, session.run.world
-    end, prompt = len(record.ids), record.ids[: record.prompt_length]
+    session = replayed.session
+    record = replayed.record(index)
+    config = session.config
+    tokenizer = session.tokenizer
+    world = session.run.world
+    end = len(record.ids)
+    prompt = record.ids[: record.prompt_length]
     require_one_turn(config)
     require(
         record.prompt_length <= token < end,

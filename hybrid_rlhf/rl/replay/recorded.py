@@ -45,7 +45,8 @@ class RecordedStep:
             f"a replay needs the folder of an RL run with {CONFIG_FILE} and {SAMPLES_FILE}, {folder} is none: check "
             "the path, and that logging.samples_every is not 0",
         )
-        steps, rows = dict[int, None](), []
+        steps = dict[int, None]()
+        rows = []
         with file.open(encoding="utf-8") as lines:
             for line in lines:
                 if (match := _STEP.match(line)) is None or not line.endswith("\n"):
@@ -103,7 +104,8 @@ class RecordedStep:
 
         With a policy lag or partial rollouts, completions of the step may have begun in earlier steps.
         """
-        config, rollout = self.config, self.config.rollout
+        config = self.config
+        rollout = self.config.rollout
         begun = rollout.policy_lag + (0 if rollout.partial is None else rollout.partial.max_lag)
         checkpoint = newest_before(self.folder, self.step - begun)
         resume = "never" if config.resume == "auto" else config.resume

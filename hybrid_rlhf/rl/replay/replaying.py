@@ -69,7 +69,9 @@ class ReplayedStep:
         Raises:
             UserError: if there is no such sample.
         """
-        row, before, now = self.recorded.sample(index), self.recorded.tokens(index), self.record(index)
+        row = self.recorded.sample(index)
+        before = self.recorded.tokens(index)
+        now = self.record(index)
         text = sample_text(self.batch.rollout, index, self.session.tokenizer)
         if before is None:
             difference = _first_difference(row["completion"], text)

@@ -48,7 +48,8 @@ def rescore(recorded: RecordedStep, index: int, completion: str, scratch: Path) 
     Raises:
         UserError: if the run has no reward components, its data has changed, or a component stops at a failure.
     """
-    row, config = recorded.sample(index), _alone(recorded.config, scratch)
+    row = recorded.sample(index)
+    config = _alone(recorded.config, scratch)
     require(
         bool(config.reward.components),
         "rescore needs reward components, the run has none: its environment gives the scores",

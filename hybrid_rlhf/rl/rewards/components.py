@@ -69,7 +69,8 @@ class CompletionTexts:
                     f"{' and '.join(RESERVED)} are arguments of a reward function, "
                     f"the data has a column {name!r}: rename it"
                 )
-        ids, mask = rollout.input_ids.cpu(), rollout.response_mask.cpu()
+        ids = rollout.input_ids.cpu()
+        mask = rollout.response_mask.cpu()
         return cls(
             [json.loads(row["prompt"]) for row in rows],
             [_sampled_text(row, sampled, tokenizer) for row, sampled in zip(ids, mask, strict=True)],

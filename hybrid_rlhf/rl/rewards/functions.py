@@ -71,10 +71,12 @@ class FunctionReward(RewardComponent):
 
     def _finish(self, call: BackgroundCall[ComponentScores], texts: CompletionTexts) -> ComponentScores:
         """Wait for a call, and repeat it while rows fail."""
-        scores, tries = self._wait(call, len(texts)), 1
+        scores = self._wait(call, len(texts))
+        tries = 1
         while scores.failures and tries <= self._retries and call not in self._hanging:
             time.sleep(retry_delay_seconds(tries))
-            call, tries = self._start(texts), tries + 1
+            call = self._start(texts)
+            tries = tries + 1
             scores = scores.filled_from(self._wait(call, len(texts)))
         return scores.with_tries(tries)
 

@@ -49,7 +49,8 @@ class ScoreTransform:
                 f"{'name one of them' if heads else 'leave it out'}"
             )
         self._weights = [component.head_weights.get(name, 0.0 if component.head_weights else 1.0) for name in heads]
-        self._mean, self._std = [0.0], [1.0]
+        self._mean = [0.0]
+        self._std = [1.0]
         if component.normalize:
             self._mean, self._std = (
                 _calibrated(component, config, name, max(len(heads), 1)) for name in ("mean", "std")
@@ -69,9 +70,12 @@ class _PresentModel(RewardComponent):
 
     def __init__(self, config: RewardComponentConfig, engine: RewardModel) -> None:
         super().__init__(config)
-        self._engine, self._transform = engine, ScoreTransform(config, engine.config)
-        self.packs, self.world = engine.packs, engine.world
-        self.tensor_parallel, self.reports_rows = engine.tensor_parallel, engine.reports_rows
+        self._engine = engine
+        self._transform = ScoreTransform(config, engine.config)
+        self.packs = engine.packs
+        self.world = engine.world
+        self.tensor_parallel = engine.tensor_parallel
+        self.reports_rows = engine.reports_rows
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """Return a call that runs the forwards, on this rank's rows."""
@@ -113,7 +117,9 @@ class AbsentReward(RewardComponent):
 
     def __init__(self, config: RewardComponentConfig, engine: AbsentEngine, *, logged_alone: bool) -> None:
         super().__init__(config)
-        self.packs, self.world, self.logged_alone = engine.packs, engine.world, logged_alone
+        self.packs = engine.packs
+        self.world = engine.world
+        self.logged_alone = logged_alone
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """Return a call without scores: this rank has no rows."""
@@ -137,7 +143,8 @@ class RetokenizingModelReward(_PresentModel):
 
     def _score(self, batch: RewardBatch) -> ComponentScores:
         """Score all micro-batches; rows that cannot be tokenized are replaced, as a forward may run collectives."""
-        texts, empty = batch.texts, StepwiseTokens([int(self._tokenizer.pad_token_id)], [0], 0)  # type: ignore[arg-type]
+        texts = batch.texts
+        empty = StepwiseTokens([int(self._tokenizer.pad_token_id)], [0], 0)  # type: ignore[arg-type]
         tokenized: dict[int | None, StepwiseTokens] = {None: empty}
         failures = {}
         for place, row in enumerate(batch.rows):
@@ -203,7 +210,8 @@ def score_tokens(
     batch = rollout.rows(indices)
     last, tail = end or (-1, ())
     ids, mask = (pad(tokens, (0, len(tail))) for tokens in (batch.input_ids, batch.attention_mask))
-    lengths, limit = batch.lengths[:, None], getattr(engine.config, "max_position_embeddings", None)
+    lengths = batch.lengths[:, None]
+    limit = getattr(engine.config, "max_position_embeddings", None)
     ended = ids.gather(1, lengths - 1) == last
     if limit is not None:
         ended &= lengths + len(tail) <= limit

@@ -223,7 +223,8 @@ def build_reward(
         if component.model is None:
             return background[component.label]
         path = resolve(component.model)
-        reward_tokenizer, engine = load_tokenizer(path), build_engine(component.label, path)
+        reward_tokenizer = load_tokenizer(path)
+        engine = build_engine(component.label, path)
         reads_tokens = component.steps == "last" and tokenizes_alike(reward_tokenizer, tokenizer)
         with shared_user_errors(world):
             if isinstance(engine, AbsentEngine):

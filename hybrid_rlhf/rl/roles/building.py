@@ -59,7 +59,8 @@ def build_roles(
     """
     if not config.reward.components and config.environment is None:
         raise UserError("reward.components must name a reward model or function, got none: set --reward.components")
-    critic_path, reference_path = _critic_path(config, run, actor_path), reference_path_of(config, run, actor_path)
+    critic_path = _critic_path(config, run, actor_path)
+    reference_path = reference_path_of(config, run, actor_path)
     for role, path in (("critic", critic_path), ("reference", reference_path)):
         if path is not None:
             require_same_tokens(role, path, tokenizer, config.model)
@@ -74,7 +75,8 @@ def build_roles(
             "leave reference.path out"
         )
     copy = None if critic is None else build.critic_copy(critic)
-    sampler, beside = build.sampler(actor), placement.reference_beside_rewards
+    sampler = build.sampler(actor)
+    beside = placement.reference_beside_rewards
     return Roles(run.world, actor, reward, critic, reference, sampler, copy, reference_beside_rewards=beside)
 
 
@@ -87,16 +89,21 @@ class _Builder:
     """Builds the engine of each role on its ranks, and an AbsentEngine on the others."""
 
     def __init__(self, config: RLConfig, run: Run, placement: Placement, updates: int) -> None:
-        self._config, self._run, self._placement, self._updates = config, run, placement, updates
+        self._config = config
+        self._run = run
+        self._placement = placement
+        self._updates = updates
         self._rollout = replace(config.rollout, tensor_parallel=placement.sampler.tensor_parallel)
         self._residency = residency_of(config, placement, run.world)
 
     def actor(self, path: str) -> HybridEngine | AbsentActor:
-        config, part = self._config, self._part("actor")
+        config = self._config
+        part = self._part("actor")
         spec = self._trained("actor", path, config.actor.zero, config.actor.optimizer, config.actor.lora)
         if config.algorithm.selects:  # completions are learned as in SFT
             spec = replace(spec, learning="sft")
-        actor, samples = None, self._placement.with_actor or not self._placement.separate_sampler
+        actor = None
+        samples = self._placement.with_actor or not self._placement.separate_sampler
         with shared_user_errors(self._run.world):
             if part.is_member:
                 actor = build_actor(
@@ -114,7 +121,8 @@ class _Builder:
         return AbsentActor("actor", part, facts, tensor_parallel=together) if actor is None else actor
 
     def sampler(self, actor: HybridEngine | AbsentActor) -> SeparateSampler | JointSampler | None:
-        placement, faults = self._placement, self._config.faults
+        placement = self._placement
+        faults = self._config.faults
         if not placement.separate_sampler:
             return None
         union = self._union("actor", "sampler")
@@ -132,7 +140,8 @@ class _Builder:
         return JointSampler(separate, trained, world=union) if placement.with_actor else separate
 
     def critic(self, path: str, actor: HybridEngine | AbsentActor) -> Engine:
-        config, section = self._config, self._config.critic
+        config = self._config
+        section = self._config.critic
         assert section is not None
         # the head of a reward model is trained on whole completions; before their end it predicts worse than a constant
         fresh_head = section.path is None and warm_start_folder(self._run, "critic") is None
@@ -154,7 +163,8 @@ class _Builder:
             )
 
     def reward(self, tokenizer: PreTrainedTokenizerBase) -> Reward:
-        config, run = self._config, self._run
+        config = self._config
+        run = self._run
         return build_reward(
             config.reward.named,
             run.world,

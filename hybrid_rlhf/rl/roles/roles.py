@@ -56,7 +56,8 @@ class Roles:
 
     def refresh_reference(self) -> None:
         """Copy the actor's weights to the reference; every rank calls."""
-        actor, reference = self.actor, self.reference
+        actor = self.actor
+        reference = self.reference
         assert reference is not None
         if actor.world.members == reference.world.members:
             if isinstance(actor, ModelEngine) and isinstance(reference, ModelEngine):

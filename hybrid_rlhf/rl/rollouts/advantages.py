@@ -31,7 +31,9 @@ class ScoreScaling:
 
     def __init__(self, how: Literal["none", "running", "initial"]) -> None:
         self._how = how
-        self._count, self._mean, self._squares = 0.0, 0.0, 0.0
+        self._count = 0.0
+        self._mean = 0.0
+        self._squares = 0.0
 
     @property
     def needs_initial_scores(self) -> bool:
@@ -42,9 +44,11 @@ class ScoreScaling:
         """Add scores [N] to the statistics (Chan et al.'s parallel variance)."""
         values = scores.double()
         low = values.min()
-        count, mean = len(values), float(low + (values - low).mean())  # equal scores have a deviation of exactly 0
+        count = len(values)
+        mean = float(low + (values - low).mean())  # equal scores have a deviation of exactly 0
         squares = float((values - mean).square().sum())
-        shift, total = mean - self._mean, self._count + count
+        shift = mean - self._mean
+        total = self._count + count
         self._mean += shift * (count / total)
         self._squares += squares + shift**2 * self._count * count / total
         self._count = total
@@ -90,7 +94,9 @@ class ScoreScaling:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore the state of a checkpoint."""
-        self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]
+        self._count = state["count"]
+        self._mean = state["mean"]
+        self._squares = state["squares"]
 
 
 class NothingToLearn(Exception):
@@ -113,7 +119,8 @@ def estimate_advantages(rollout: Rollout, algorithm: Algorithm, *, scaling: Scor
     Raises:
         NothingToLearn: on every rank, when truncated completions are masked and all are truncated.
     """
-    config, mask = algorithm.config, rollout.response_mask
+    config = algorithm.config
+    mask = rollout.response_mask
     assert rollout.scores is not None and rollout.penalties is not None and rollout.old_logprobs is not None
     kl = torch.zeros_like(rollout.old_logprobs)
     if rollout.ref_logprobs is not None and config.kl is not None and config.kl.where == "reward":
@@ -132,7 +139,8 @@ def estimate_advantages(rollout: Rollout, algorithm: Algorithm, *, scaling: Scor
     if isinstance(config, PPOConfig) and config.whiten_rewards:
         rewards = masked_whiten(rewards, mask=mask, shift_mean=False, unbiased=config.whiten_unbiased)
     rollout = _with_scaled_greedy_scores(rollout, scaling, score_clip=score_clip)
-    advantages, returns = _advantages(rewards, rollout, algorithm), algorithm.returns(rewards, rollout)
+    advantages = _advantages(rewards, rollout, algorithm)
+    returns = algorithm.returns(rewards, rollout)
     if isinstance(config, ClippedConfig) and config.whiten_advantages:
         advantages = masked_whiten(
             advantages, mask=mask, shift_mean=config.whiten_shift_mean, unbiased=config.whiten_unbiased

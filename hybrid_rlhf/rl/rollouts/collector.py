@@ -80,8 +80,14 @@ class AsyncSampler:
             greedy: true to add one greedy completion to the samples of each prompt.
             partial: carries prompts from rollout to rollout; None: each rollout finishes its own prompts.
         """
-        self.sampler, self.stream, self._prompts, self._partial = sampler, stream, prompts, partial
-        self.per_step, self.total_steps, self.policy_lag, self.greedy = per_step, total_steps, policy_lag, greedy
+        self.sampler = sampler
+        self.stream = stream
+        self._prompts = prompts
+        self._partial = partial
+        self.per_step = per_step
+        self.total_steps = total_steps
+        self.policy_lag = policy_lag
+        self.greedy = greedy
         self.extra_prompts = 0 if partial is None else partial.extra
         """Prompts in flight beyond those of a step."""
         self._ahead: dict[int, _SampledStep] = {}
@@ -190,7 +196,8 @@ class AsyncSampler:
                 ),
             )
         for entry in state:
-            named, step = without_prefix(_prefix(entry["step"]), tensors), entry["step"]
+            named = without_prefix(_prefix(entry["step"]), tensors)
+            step = entry["step"]
             ahead = self._ahead[step] = _SampledStep(entry["rows"], None)
             if named:
                 ahead.completions = Rollout.from_tensors(named, world.device)
@@ -224,7 +231,9 @@ class Collector:
 
     def __init__(self, ahead: AsyncSampler, scorer: RolloutScorer, algorithm: Algorithm) -> None:
         """Take the sampler of the steps, the scorer, and the algorithm that selects."""
-        self.ahead, self._scorer, self._algorithm = ahead, scorer, algorithm
+        self.ahead = ahead
+        self._scorer = scorer
+        self._algorithm = algorithm
         self.sampled = SampledTokens([], 0)
         """Token counts of the last step."""
 
@@ -235,9 +244,12 @@ class Collector:
             UserError: on every rank, for a reward component without a usable score.
             NothingToLearn: on every rank, when the algorithm selects none.
         """
-        config, ahead = self._algorithm.config, self.ahead
+        config = self._algorithm.config
+        ahead = self.ahead
         taken: list[int] = []
-        parts, masks, wanted = [], [], ahead.per_step
+        parts = []
+        masks = []
+        wanted = ahead.per_step
         rows, sampled = ahead.take(step)
         if config.dynamic_sampling is None:  # refills would otherwise wait for the completions sampled ahead
             ahead.begin(step)

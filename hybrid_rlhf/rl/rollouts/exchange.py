@@ -107,7 +107,9 @@ def _sent(values: Sequence[Any], count: int, dtype: np.dtype[Any], source: int, 
 def _read(headings: Sequence[_Heading], ids: np.ndarray, floats: np.ndarray, experts: np.ndarray) -> list[Sampled]:
     """The completions that headings and flat numbers describe."""
     completions = []
-    token, number, byte = 0, 0, 0
+    token = 0
+    number = 0
+    byte = 0
     for heading in headings:
         prompt = ids[token : token + heading.prompt_tokens].tolist()
         token += heading.prompt_tokens

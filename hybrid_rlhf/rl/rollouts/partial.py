@@ -121,9 +121,12 @@ class PartialRollouts:
             total_steps: steps of the run.
         """
         assert config.partial is not None
-        self._per_step, self.extra = config.prompts_per_step, config.extra_prompts
+        self._per_step = config.prompts_per_step
+        self.extra = config.extra_prompts
         self._max_lag = config.partial.max_lag
-        self._groups, self._group, self._total_steps = groups, group, total_steps
+        self._groups = groups
+        self._group = group
+        self._total_steps = total_steps
         self._carried = CarriedPrompts()
         self._in_flight: dict[int, PromptInFlight] = {}
         """Prompts in flight by place, which is unique over the whole run."""
@@ -245,7 +248,8 @@ def _added_tokens(prompt: AssignedPrompt, completions: Sequence[Completion]) -> 
 
 def _completion(rollout: Rollout, row: int) -> Completion:
     """One row of a rollout on the CPU."""
-    mask, routes = rollout.response_mask[row], None
+    mask = rollout.response_mask[row]
+    routes = None
     if rollout.routes is not None and rollout.routes.lengths[row]:
         routes = rollout.routes.rows([row]).experts.numpy()
     return Completion(

@@ -101,11 +101,16 @@ class RolloutSampler:
 
         The tokenizer is needed for stop strings, `environments` for multi-turn episodes.
         """
-        self.engine, self.config, self._world, self.seed = engine, config, world, seed
+        self.engine = engine
+        self.config = config
+        self._world = world
+        self.seed = seed
         self.cost = SamplingCost()
         """Cost of the last rollout, the same on every rank."""
         self._stop: dict[str, Any] = {"stop_token_ids": stop_token_ids, "tokenizer": tokenizer}
-        self.tokenizer, self.timers, self._environments = tokenizer, timers, environments
+        self.tokenizer = tokenizer
+        self.timers = timers
+        self._environments = environments
         self._stream = SideStream(world.device)
         self._last_ended = threading.Event()
         """Set when the last call has sampled."""
@@ -159,7 +164,8 @@ class RolloutSampler:
             weight_check_seconds=self.cost.weight_check_seconds + check,
         )
         # the copy of the weights is complete after this position of the stream
-        mine, copied = self._assigned(prompts, step, 0, greedy, part), self._stream.position()
+        mine = self._assigned(prompts, step, 0, greedy, part)
+        copied = self._stream.position()
         turn = self._in_turn()
 
         def in_thread() -> tuple[_Sampled, SamplingCost]:
@@ -205,7 +211,8 @@ class RolloutSampler:
         """Reserve the next place in the order of calls; called in the main thread. The returned context waits, in any
         thread, until all earlier calls have sampled.
         """
-        earlier_ended, ended = self._last_ended, threading.Event()
+        earlier_ended = self._last_ended
+        ended = threading.Event()
         self._last_ended = ended
 
         @contextlib.contextmanager
@@ -275,7 +282,8 @@ class RolloutSampler:
         requests = [prompt.params for prompt in mine]
         recorded = [prompt.recorded and generation.records_routes for prompt in mine]
         if self._environments is not None:
-            together, rows = self.engine.generation_world, [prompt.row for prompt in mine]
+            together = self.engine.generation_world
+            rows = [prompt.row for prompt in mine]
             return mine, self._environments.run(
                 generation, rows, requests, together, timers, record_routes=recorded, on_completed=progress.advance
             )
@@ -292,7 +300,8 @@ class RolloutSampler:
 
     def _gathered(self, sampled: _Sampled, cost: SamplingCost, *, partial: bool = False) -> Rollout:
         """Completions of all ranks as a rollout; completions of one prompt are adjacent."""
-        world, engine = self._world, self.engine
+        world = self._world
+        engine = self.engine
         self.cost = world.broadcast_object(cost, source=engine.world.members[0])
         mine: list[Any] = []
         if engine.generation_world.is_main:

@@ -27,7 +27,8 @@ class SampleTexts:
 
     def __init__(self, prompts: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take the data set of the prompts, and the tokenizer."""
-        self._prompts, self._tokenizer = prompts, tokenizer
+        self._prompts = prompts
+        self._tokenizer = tokenizer
 
     def __call__(self, rollout: Rollout, rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
         """Some rows of a scored rollout as text, with their scores; None for all rows.
@@ -35,7 +36,9 @@ class SampleTexts:
         Each weight version has the number of tokens that it sampled; scores of components are unweighted.
         """
         assert rollout.prompt_rows is not None and rollout.groups is not None
-        prompts, scores, kl = rollout.prompt_rows.tolist(), rollout.penalized_scores, rollout.kl
+        prompts = rollout.prompt_rows.tolist()
+        scores = rollout.penalized_scores
+        kl = rollout.kl
         return [
             {
                 "index": row,
@@ -69,7 +72,8 @@ def sample_text(rollout: Rollout, row: int, tokenizer: PreTrainedTokenizerBase) 
 def token_arrays(batch: Batch, ratios: Tensor | None = None) -> dict[str, np.ndarray]:
     """Token arrays of a batch without padding, in the format of `TokenRecord.of`; with `ratios` of its updates, if
     any."""
-    rollout, mask = batch.rollout, batch.rollout.response_mask
+    rollout = batch.rollout
+    mask = batch.rollout.response_mask
     prompts = torch.where(mask.any(dim=1), mask.int().argmax(dim=1), rollout.lengths)
     known: dict[str, Tensor | None] = {
         "logprobs": rollout.sampled_logprobs,

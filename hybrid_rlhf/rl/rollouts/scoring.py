@@ -50,9 +50,14 @@ class RolloutScorer:
         timers: Timers,
     ) -> None:
         """Take the roles and the settings."""
-        self._roles, self._algorithm, self._config = roles, algorithm, sampling
-        self._planner, self._scaling = planner, scaling
-        self._tokenizer, self._timers, self._world = tokenizer, timers, roles.world
+        self._roles = roles
+        self._algorithm = algorithm
+        self._config = sampling
+        self._planner = planner
+        self._scaling = scaling
+        self._tokenizer = tokenizer
+        self._timers = timers
+        self._world = roles.world
 
     def score(
         self,
@@ -77,7 +82,8 @@ class RolloutScorer:
         Raises:
             UserError: on every rank, for a reward component without a usable score.
         """
-        plan, ref = self._planner.plan(rollout), None
+        plan = self._planner.plan(rollout)
+        ref = None
         with self._timers("scoring"):
             if self._algorithm.uses_reference and self._roles.reference_beside_rewards:
                 ref = torch.zeros(rollout.input_ids.shape, device=self._world.device)
@@ -90,10 +96,12 @@ class RolloutScorer:
             )
             if ref is not None:
                 self._world.all_reduce(ref)
-        count, device = len(rollout), self._world.device
+        count = len(rollout)
+        device = self._world.device
         accepted = torch.ones(count, dtype=torch.bool, device=device)
         accepted[report.dropped] = False
-        samples, row = count // len(prompts), torch.arange(count, device=device)
+        samples = count // len(prompts)
+        row = torch.arange(count, device=device)
         prompt = rollout.places(len(prompts))
         scores = report.scores
         if rollout.turn_rewards is not None:
@@ -134,12 +142,14 @@ class RolloutScorer:
 
         Recorded routes are dropped where they are only compared, as later forwards have other weights.
         """
-        roles, metrics = self._roles, dict(rollout.metrics)
+        roles = self._roles
+        metrics = dict(rollout.metrics)
         reads_ref = self._algorithm.uses_reference and rollout.ref_logprobs is None
         other_sampler = roles.actor.rounds_otherwise or self._is_stale(rollout)
         reads_old = self._algorithm.actor_scores_rollout(other_sampler=other_sampler)
         wanted = [reads_ref, reads_old, reads_old, roles.critic is not None]
-        batches, agreement = _batches(rollout, plan), RouterAgreement(self._world.device)
+        batches = _batches(rollout, plan)
+        agreement = RouterAgreement(self._world.device)
         # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
         outputs = torch.zeros(4, *rollout.input_ids.shape, device=self._world.device)
         with self._timers("scoring"):
@@ -173,7 +183,8 @@ class RolloutScorer:
 
     def _read_reference(self, batches: _Batches, output: Tensor) -> None:
         """Fill this rank's rows of the reference's log-probs [N, T]; nothing on a rank without the reference."""
-        actor, reference = self._roles.actor, self._roles.reference
+        actor = self._roles.actor
+        reference = self._roles.reference
         if reference is None and isinstance(actor, ModelEngine):
             with actor.reference() as base:
                 _read(base, batches, output, self._logprobs_of(base))
@@ -182,7 +193,8 @@ class RolloutScorer:
                 _read(reference, batches, output, self._logprobs_of(reference))
 
     def _read_actor(self, batches: _Batches, logprobs: Tensor, entropy: Tensor, agreement: RouterAgreement) -> None:
-        actor, temperature = self._roles.actor, self._config.sampling.temperature
+        actor = self._roles.actor
+        temperature = self._config.sampling.temperature
         if not isinstance(actor, ModelEngine):
             return
         for indices, batch in batches(actor):

@@ -43,12 +43,17 @@ class PolicyLoss:
         self, actor: ModelEngine | AbsentEngine, algorithm: Algorithm, *, temperature: float, max_tokens: int
     ) -> None:
         """Take the actor, the algorithm, and the rollout's temperature and longest completion."""
-        self._actor, self._algorithm, self._config = actor, algorithm, algorithm.config
-        self._temperature, self._max_tokens = temperature, max_tokens
+        self._actor = actor
+        self._algorithm = algorithm
+        self._config = algorithm.config
+        self._temperature = temperature
+        self._max_tokens = max_tokens
 
     def __call__(self, batch: Batch, mini_batch: MiniBatch) -> tuple[LossSum, Tensor]:
         """The loss on a micro-batch [n, t], and the current log-probs [n, t] without gradient."""
-        config, rollout, actor = self._config, batch.rollout, self._actor
+        config = self._config
+        rollout = batch.rollout
+        actor = self._actor
         assert isinstance(actor, ModelEngine), "called on ranks with the actor"
         mask = rollout.response_mask
         logprobs, entropy = actor(

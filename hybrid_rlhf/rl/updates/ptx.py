@@ -35,7 +35,8 @@ class PtxBatches:
             size_key="the batch size",
         )
         self._parts = self._loader.iterate()
-        self._pad_token_id, self._device = pad_token_id, world.device
+        self._pad_token_id = pad_token_id
+        self._device = world.device
 
     def __iter__(self) -> Self:
         """Return self."""

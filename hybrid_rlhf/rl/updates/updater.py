@@ -96,7 +96,9 @@ class _Sums:
     """Loss sums of the updates from one rollout."""
 
     def __init__(self, device: torch.device) -> None:
-        self.policy, self.value, self.ptx = RunningSums(device), RunningSums(device), RunningSums(device)
+        self.policy = RunningSums(device)
+        self.value = RunningSums(device)
+        self.ptx = RunningSums(device)
 
 
 class Progress:
@@ -180,13 +182,16 @@ class Updater:
             ptx_batches: this rank's micro-batches of pretraining text, one list per update.
             ptx_coef: weight of the pretraining loss.
         """
-        self._roles, self._world = roles, roles.world
-        self._config, self._correction = algorithm.config, algorithm.correction
+        self._roles = roles
+        self._world = roles.world
+        self._config = algorithm.config
+        self._correction = algorithm.correction
         self.policy_loss = PolicyLoss(
             roles.actor, algorithm, temperature=rollout.sampling.temperature, max_tokens=rollout.sampling.max_new_tokens
         )
         self.average = average
-        self.ptx, self._ptx_coef = ptx_batches, ptx_coef
+        self.ptx = ptx_batches
+        self._ptx_coef = ptx_coef
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the actor has the averaged weights; does nothing on a rank without them."""
@@ -216,7 +221,10 @@ class Updater:
             between: called before each update.
         """
         progress = progress or Progress(self._world.device)
-        sums, stats, actor, critic = progress.sums, progress.stats, self._roles.actor, self._roles.critic
+        sums = progress.sums
+        stats = progress.stats
+        actor = self._roles.actor
+        critic = self._roles.critic
         rollout = batch.rollout
         assert rollout.old_logprobs is not None
         computes_old = train_actor and not self._config.reads_old_logprobs
@@ -251,7 +259,8 @@ class Updater:
 
     def value_loss(self, critic: ModelEngine, batch: Batch) -> LossSum:
         """The critic's loss on a micro-batch."""
-        rollout, returns = batch.rollout, batch.returns
+        rollout = batch.rollout
+        returns = batch.returns
         assert rollout.old_values is not None and returns is not None
         return ppo_value_loss(
             values_before(critic(rollout.input_ids, rollout.attention_mask)),
@@ -298,7 +307,8 @@ class Updater:
         progress: Progress,
         last: LastLogprobs | None,
     ) -> UpdateStats:
-        sums, losses = progress.sums, []
+        sums = progress.sums
+        losses = []
         for indices in micro_batches:
             loss, current = self.policy_loss(batch.rows(indices), mini_batch)
             actor.backward(loss.total, count=mini_batch.tokens)
@@ -354,7 +364,8 @@ class Updater:
 
     def _own_metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the roles whose first rank this is; every rank of a role calls."""
-        sums, metrics = progress.sums, dict[str, float]()
+        sums = progress.sums
+        metrics = dict[str, float]()
         for role, last in progress.stats.items():
             world = self._roles.learners[role].world
             role_metrics = {"lr" if role == "actor" else f"{role}/lr": last.lr}

@@ -50,7 +50,8 @@ def output_file(path: str | Path, key: str, *, overwrite: bool) -> Path:
     file = user_path(path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        is_there, writable = os.path.lexists(file), os.access(file.parent, os.W_OK)
+        is_there = os.path.lexists(file)
+        writable = os.access(file.parent, os.W_OK)
     except OSError:  # a component of the path is a file
         is_there = writable = False
     if not writable or (is_there and not file.is_file()):

@@ -84,7 +84,8 @@ def find_fault(checkpoint: Path, world: World) -> str | None:
         files = dict(read_manifest(checkpoint)["files"]) if world.is_main else {}
         fault = None
     except BrokenCheckpoint as error:
-        files, fault = {}, str(error)
+        files = {}
+        fault = str(error)
     fault, files = world.broadcast_object((fault, files))
     if fault is None:
         mine = sorted(files)[world.rank :: world.size]

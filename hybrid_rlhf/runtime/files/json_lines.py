@@ -101,7 +101,8 @@ class JsonLinesFile:
         if self._is_failing:
             lost = f", {self._lost} lines are lost" if self._lost else ""
             logger.warning("%s can be written again%s", self._path, lost)
-            self._is_failing, self._lost = False, 0
+            self._is_failing = False
+            self._lost = 0
 
     def _close(self) -> None:
         if self._file is not None:

@@ -29,7 +29,9 @@ class NotJSON(ValueError):
 
     def __init__(self, reason: str, line: int = 1, column: int | None = None) -> None:
         super().__init__(reason)
-        self.reason, self.line, self.column = reason, line, column
+        self.reason = reason
+        self.line = line
+        self.column = column
 
 
 def user_path(path: str | Path) -> Path:
@@ -56,7 +58,8 @@ def regular_file(path: str | Path, rule: str) -> Path:
         file = Path(path).expanduser()
         if file.is_file():
             return file
-        exists, folder = file.exists(), file.is_dir()
+        exists = file.exists()
+        folder = file.is_dir()
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~ of an unknown user
         reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
         raise UserError(f"{rule}, {path} cannot be read ({reason}): check the path") from error

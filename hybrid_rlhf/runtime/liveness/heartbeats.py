@@ -38,7 +38,8 @@ class _Peer:
     """One connection, read line by line."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.socket, self._buffer = connection, b""
+        self.socket = connection
+        self._buffer = b""
         self.has_exited = False
         connection.settimeout(_SEND_SECONDS)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -184,7 +185,8 @@ class HeartbeatChannel:
             peer.socket.close()
             return
         rank, host = words.decode().split(" ")
-        self._peers[int(rank)], self.hosts[int(rank)] = peer, host
+        self._peers[int(rank)] = peer
+        self.hosts[int(rank)] = host
 
 
 def _listener(address: str, *, one_host: bool) -> socket.socket:

@@ -26,8 +26,9 @@ from hybrid_rlhf.runtime.liveness.signals import ask_to_stop
 
 STARTED_BY = "HYBRID_RLHF_STARTED_BY"
 """Environment variable with the process id of `train.py`, set for the processes that it starts on its host."""
-_TORCHRUN, _DEEPSPEED = "TORCHELASTIC_RUN_ID", "CROSS_RANK"
-"""Environment variables that only the respective launcher sets for its ranks."""
+# Environment variables that only the respective launcher sets for its ranks.
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_DEEPSPEED = "CROSS_RANK"
 _POLL_SECONDS = 1.0
 _LOGGER_NAME = "hybrid_rlhf"
 """Repeated from logs.py, which imports torch, because this module is imported earlier."""

@@ -72,7 +72,8 @@ def report_rank(rank: int, phase: str, seconds: float) -> RankReport:
         # The newest thread that runs code of this project or of the user, except this one, the watchdog.
         busy = [stack for stack in stacks if not _is_watchdog(stack) and any(_is_own(frame) for frame in stack)]
         place = _place(busy[-1]) if busy else place
-    phase, place = phase[:_MAX_NAME_CHARACTERS], place[:_MAX_NAME_CHARACTERS]
+    phase = phase[:_MAX_NAME_CHARACTERS]
+    place = place[:_MAX_NAME_CHARACTERS]
     return RankReport(rank, phase, round(seconds, 1), place, _collective(frames), _started())
 
 
@@ -117,7 +118,8 @@ def _verb(ranks: Collection[int], singular: str, plural: str) -> str:
 
 def _ranks(ranks: Collection[int]) -> str:
     """`rank 3`, or `ranks 0-5, 7`."""
-    ordered, runs = sorted(ranks), list[list[int]]()
+    ordered = sorted(ranks)
+    runs = list[list[int]]()
     for rank in ordered:
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)

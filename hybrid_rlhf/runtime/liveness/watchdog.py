@@ -59,7 +59,9 @@ class Watchdog:
         """The current or next step of the loop, for the names of phases."""
         self.on_end: Callable[[EndState, str], object] | None = None
         """Called on rank 0, for a limited time, before this thread ends the process."""
-        self._world, self._limit, self._process = world, limit_seconds, os.getpid()
+        self._world = world
+        self._limit = limit_seconds
+        self._process = os.getpid()
         self._folder = folder / STACKS
         self._beat = ("start", time.monotonic())
         self._is_over = False
@@ -101,7 +103,8 @@ class Watchdog:
         """Send the exit notice, with the error if there is one."""
         if os.getpid() != self._process:
             return  # in a forked child; the run continues
-        self._error, self._is_over = error, True
+        self._error = error
+        self._is_over = True
         self._channel.wake()
         self._thread.join()
         self._channel.close()
@@ -171,14 +174,16 @@ class Watchdog:
             return
         self._stalled_since = time.monotonic()
         faulthandler.dump_traceback(file=self._stacks, all_threads=True)
-        rank, (phase, since) = self._world.rank, self._beat
+        rank = self._world.rank
+        (phase, since) = self._beat
         mine = self._reports[rank] = report_rank(rank, phase, time.monotonic() - since)
         _write_stderr(f"rank {rank}: {mine}")
         self._channel.send({"stalled": mine.to_json()})
 
     def _end_if_diagnosed(self, waited_seconds: float) -> None:
         """End the run when rank 0 has the reports of all ranks, or has waited long enough."""
-        is_main, peers = self._world.is_main, self._channel.peers
+        is_main = self._world.is_main
+        peers = self._channel.peers
         silent = {*peers} - self._reports.keys()
         if waited_seconds > (_REPORT_SECONDS if is_main else _DIAGNOSIS_SECONDS) or not (silent if is_main else peers):
             reports = [self._reports[rank] for rank in sorted(self._reports)]

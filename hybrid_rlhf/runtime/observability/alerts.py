@@ -68,7 +68,9 @@ class Alerts:
         """
         import httpx2
 
-        self._url, self._shown, self._run = expanded_url(url, key="logging.webhook"), shown_url(url), run
+        self._url = expanded_url(url, key="logging.webhook")
+        self._shown = shown_url(url)
+        self._run = run
         self._client = httpx2.Client(timeout=REQUEST_SECONDS)
         self._queue: BackgroundQueue[dict[str, Any]] = BackgroundQueue(self._post, name="alerts", on_error=_log_bug)
 

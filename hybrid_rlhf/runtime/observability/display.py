@@ -53,7 +53,10 @@ class StepDisplay:
             console: console of the bar; None: standard output, if it is a terminal.
             clock: function that returns seconds.
         """
-        self._title, self._total, self._every, self._enabled = title, total_steps, every, enabled
+        self._title = title
+        self._total = total_steps
+        self._every = every
+        self._enabled = enabled
         self._clock = clock
         self._ends: deque[float] = deque(maxlen=_STEPS_OF_ESTIMATE + 1)
         self._progress: Progress | None = None

@@ -57,7 +57,8 @@ class MetricsWriter:
         drop_lines_after(folder / METRICS_FILE, resumed_step)
         self._lines = JsonLinesFile(folder / METRICS_FILE)
         self._start = time.monotonic() - start_seconds
-        tracked, ids = replace(tracked or TrackedRun(folder), resumed_step=resumed_step), read_ids(folder)
+        tracked = replace(tracked or TrackedRun(folder), resumed_step=resumed_step)
+        ids = read_ids(folder)
         self._sinks = [SinkThread(SINKS[name], replace(tracked, run_id=ids.get(SINKS[name].module))) for name in sinks]
 
     @property
@@ -79,7 +80,8 @@ class MetricsWriter:
     def close(self, end_state: EndState = "finished") -> None:
         """Write pending lines and close the sinks; a second call does nothing."""
         self._lines.close()
-        sinks, self._sinks = self._sinks, []
+        sinks = self._sinks
+        self._sinks = []
         for sink in sinks:
             sink.close(end_state)
 

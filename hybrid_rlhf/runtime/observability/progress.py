@@ -48,7 +48,11 @@ class ProgressLog:
             first_seconds: time until the first line, and shortest interval between lines; None: 5.
             clock: function that returns seconds.
         """
-        self._what, self._total, self._unit, self._on_advance, self._clock = what, total, unit, on_advance, clock
+        self._what = what
+        self._total = total
+        self._unit = unit
+        self._on_advance = on_advance
+        self._clock = clock
         self._done = 0
         self._start = clock()
         self._first_seconds = FIRST_SECONDS if first_seconds is None else first_seconds
@@ -85,7 +89,8 @@ class ProgressLog:
         self._next = now + min(max(self._first_seconds, _GROWTH * seconds), _MAX_SECONDS)
         self._has_logged = True
         speed = self._done / seconds
-        of, left = "", ""
+        of = ""
+        left = ""
         if self._total is not None:
             of = f" of {self._total:,}"
             left = f", {(self._total - self._done) / speed:.0f} s left" if speed else ""

@@ -19,7 +19,9 @@ class SampleLog:
     """Writes the samples of every k-th step."""
 
     def __init__(self, folder: Path, *, every: int, enabled: bool) -> None:
-        self._path, self._every, self._enabled = folder / SAMPLES_FILE, every, enabled
+        self._path = folder / SAMPLES_FILE
+        self._every = every
+        self._enabled = enabled
         self._lines = JsonLinesFile(self._path)
 
     def resume(self, step: int) -> None:

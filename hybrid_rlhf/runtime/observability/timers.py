@@ -21,7 +21,8 @@ class Timers:
             device: a GPU is synchronised before and after each block.
             on_phase: called with the name of a block when it begins.
         """
-        self._device, self._on_phase = device, on_phase
+        self._device = device
+        self._on_phase = on_phase
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._open: list[str] = []
         """Open blocks, the innermost last."""

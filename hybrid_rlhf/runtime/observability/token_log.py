@@ -27,7 +27,9 @@ class TokenLog:
 
     def __init__(self, folder: Path, *, every: int, ranks: int, enabled: bool) -> None:
         """Take the run folder, k (0: no records), the number of ranks, and whether this rank writes."""
-        self._folder, self._every, self._enabled = folder / TOKENS, every, enabled
+        self._folder = folder / TOKENS
+        self._every = every
+        self._enabled = enabled
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         self._details = {"ranks": ranks, "environment": environment}
         self._is_failing = False

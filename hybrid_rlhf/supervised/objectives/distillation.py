@@ -60,8 +60,12 @@ class DistillObjective(Objective[DistillBatch]):
         max_length: int,
     ) -> None:
         """Take the teacher's engine, the tokenizer of both models, the run's seed and the longest row in tokens."""
-        self._teacher, self._tokenizer, self._device = teacher, tokenizer, teacher.device
-        self._config, self._seed, self._max_length = config, seed, max_length
+        self._teacher = teacher
+        self._tokenizer = tokenizer
+        self._device = teacher.device
+        self._config = config
+        self._seed = seed
+        self._max_length = max_length
         self._pad_token_id = pad_token(tokenizer)
         self.packs = teacher.packs
 
@@ -99,7 +103,8 @@ class DistillObjective(Objective[DistillBatch]):
 
     def loss(self, engine: ModelEngine, batch: DistillBatch) -> LossSum:
         """Return the divergence from the teacher plus the SFT loss, summed over the tokens with loss."""
-        tokens, config = batch.tokens, self._config
+        tokens = batch.tokens
+        config = self._config
         rule = DistillationRule(
             config.divergence, config.beta, config.temperature, 0.0 if batch.on_policy else config.sft_coef
         )
@@ -161,7 +166,8 @@ def with_row_numbers(rows: RowSequence, config: DistillConfig, *, max_length: in
     """Rows with their index, the key of the random stream of their samples, and room for a sampled completion."""
     if not config.on_policy_fraction:
         return rows
-    lengths, limit = list(rows["length"]), max_length
+    lengths = list(rows["length"])
+    limit = max_length
     packed = "padded_tokens" in rows.column_names
     most = list(rows["padded_tokens"]) if packed else [limit] * len(lengths)
     grown = [min(m, n + m // limit * config.sampling.max_new_tokens) for n, m in zip(lengths, most, strict=True)]

@@ -46,7 +46,8 @@ class ScoreObjective(Objective[ScoredT]):
 
     def __init__(self, config: RewardObjectiveConfig, *, pad_token_id: int, device: torch.device) -> None:
         self._config = config
-        self._pad_token_id, self._device = pad_token_id, device
+        self._pad_token_id = pad_token_id
+        self._device = device
 
     @abstractmethod
     def calibration_data(self, engine: ModelEngine, batch: ScoredT) -> CalibrationData:

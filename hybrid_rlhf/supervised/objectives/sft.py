@@ -24,7 +24,8 @@ class SFTObjective(Objective[TokenBatch]):
     name = "sft"
 
     def __init__(self, *, pad_token_id: int, device: torch.device) -> None:
-        self._pad_token_id, self._device = pad_token_id, device
+        self._pad_token_id = pad_token_id
+        self._device = device
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> TokenBatch:
         """Collate the rows as tokens on the device."""

@@ -32,8 +32,10 @@ class PreferencePairObjective(Objective[PreferenceBatch]):
     ) -> None:
         """Take the loss, and a reference to run at each update; None if rows have its log-probs, or the loss needs
         none."""
-        self._pair_loss, self._reference = pair_loss, reference
-        self._pad_token_id, self._device = pad_token_id, device
+        self._pair_loss = pair_loss
+        self._reference = reference
+        self._pad_token_id = pad_token_id
+        self._device = device
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> PreferenceBatch:
         """Collate the rows as preferences, on the device."""
@@ -53,7 +55,8 @@ class PreferencePairObjective(Objective[PreferenceBatch]):
 
     def loss(self, engine: ModelEngine, batch: PreferenceBatch) -> LossSum:
         """Return the loss, summed over pairs."""
-        logprobs, tokens = completion_logprobs(engine, batch), _lengths(batch)
+        logprobs = completion_logprobs(engine, batch)
+        tokens = _lengths(batch)
 
         def side(index: Tensor) -> PairSide:
             return PairSide(logprobs[index], batch.ref_logprobs[index], tokens[index])
@@ -77,8 +80,10 @@ class PreferenceLabelObjective(Objective[PreferenceLabelBatch]):
         self, kto: KTO, *, pad_token_id: int, device: torch.device, reference: EngineContext | None = None
     ) -> None:
         """Take the loss, and a reference to run at each update; None if rows have its log-probs."""
-        self._kto, self._reference = kto, reference
-        self._pad_token_id, self._device = pad_token_id, device
+        self._kto = kto
+        self._reference = reference
+        self._pad_token_id = pad_token_id
+        self._device = device
         self._reference_point = torch.zeros((), device=device)
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> PreferenceLabelBatch:
@@ -110,9 +115,11 @@ class PreferenceLabelObjective(Objective[PreferenceLabelBatch]):
 
     def loss(self, engine: ModelEngine, batch: PreferenceLabelBatch) -> LossSum:
         """Return the loss, summed over completions with a label."""
-        rows, count = _or_first(batch.labelled_index), len(batch.labelled_index)
+        rows = _or_first(batch.labelled_index)
+        count = len(batch.labelled_index)
         logprobs = _logprobs_of(engine, batch, rows)[:count]
-        ref_logprobs, tokens = batch.ref_logprobs[rows][:count], _lengths(batch)[rows][:count]
+        ref_logprobs = batch.ref_logprobs[rows][:count]
+        tokens = _lengths(batch)[rows][:count]
         loss = self._kto(
             logprobs - ref_logprobs,
             mean_logprobs=logprobs / tokens,
@@ -123,7 +130,8 @@ class PreferenceLabelObjective(Objective[PreferenceLabelBatch]):
 
     def metrics(self, means: Mapping[str, float], prefix: str) -> dict[str, float]:
         """Means over completions with a label; rewards are means over good and bad ones separately."""
-        good, bad = max(means["good"], 1e-9), max(1 - means["good"], 1e-9)
+        good = max(means["good"], 1e-9)
+        bad = max(1 - means["good"], 1e-9)
         chosen, rejected = means["good_reward"] / good, means["bad_reward"] / bad
         return {
             f"{prefix}/loss": means["loss"],

@@ -81,7 +81,8 @@ def compute_reference_logprobs(
             logprobs = completion_logprobs(reference, collate(micro)).tolist()
             for row in micro:
                 count = 1 if row is None else len(row["responses"])
-                of_row, logprobs = logprobs[:count], logprobs[count:]
+                of_row = logprobs[:count]
+                logprobs = logprobs[count:]
                 if row is not None:
                     computed[completions_key(row)] = of_row
     gathered = reference.world.all_gather_objects(computed)
@@ -115,7 +116,9 @@ class ReferenceModel:
         Raises:
             UserError: when the reference cannot be loaded, or its vocabulary differs from the actor's.
         """
-        self._config, self._run, self._actor = config, run, actor
+        self._config = config
+        self._run = run
+        self._actor = actor
         # After a warm start the reference is still the model that the actor was first trained from.
         start = reference.path or (run.warm_start and config.model.path)
         self._path = resolve(config, run, start, key="reference.path") if start else actor_path
@@ -148,7 +151,9 @@ class ReferenceModel:
             collate: turns rows into a batch.
             plan: sizes of batches and micro-batches.
         """
-        file, world, watchdog = self._run.folder / LOGPROBS_FILE, self._run.world, self._run.watchdog
+        file = self._run.folder / LOGPROBS_FILE
+        world = self._run.world
+        watchdog = self._run.watchdog
         watchdog.beat("reference log-probs")
         known = self._read(file)
         wanted = [(train, used), (held_out, range(len(held_out)))]

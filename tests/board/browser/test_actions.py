@@ -87,7 +87,7 @@ def test_a_job_that_fails_says_why(own_board: ServedBoard, page: Any) -> None:
     show(page, own_board.url, f"sample?run={own_board.run('training')['id']}&step=2&index=1")
     page.get_by_role("heading", name="Replay").click()
     page.get_by_role("button", name="Replay this sample").click()
-    page.locator(".sample-side [role=alert]").wait_for(timeout=60_000)
+    page.locator(".sample-side [role=alert]").wait_for(timeout=180_000)
     assert len(page.locator(".sample-side [role=alert]").inner_text()) > 20
 
 

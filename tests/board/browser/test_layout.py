@@ -56,6 +56,7 @@ def test_the_dialog_of_keys_is_accessible(board: ServedBoard, page: Any) -> None
     assert axe_findings(page) == []
 
 
+@pytest.mark.faults  # a time, which other work on the machine changes
 def test_the_first_paint_takes_less_than_a_second(board: ServedBoard, page: Any) -> None:
     """The fastest of three, because other tests run beside it."""
     paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"

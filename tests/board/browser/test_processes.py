@@ -12,7 +12,7 @@ from tests.support.board import ServedBoard, served_board, write_run
 from tests.support.browser import require_browser, show, wait_in_page
 from tests.support.steps import write_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.faults
 PATIENCE_MS = 600_000
 
 

@@ -81,7 +81,9 @@ def convert(path: str, output: Path, *, format: FormatName, ranked_as: RankedAs,
     Raises:
         UserError: if the source cannot be read, no format matches, or it has no row for the output.
     """
-    problems, read, written = RowProblems(), 0, 0
+    problems = RowProblems()
+    read = 0
+    written = 0
     source = open_source(path)
     rows = source.readable_rows(problems.add)
     first = next(rows, None)

@@ -27,7 +27,8 @@ def ultrafeedback_row(location: str, row: Row) -> RankedCompletions:
     completions = column(location, row, "completions", list, "a list of completions")
     if not completions:
         raise UserError(f"{location}: column 'completions' must have completions, got none: remove the row")
-    texts, scores = [], []
+    texts = []
+    scores = []
     for number, completion in enumerate(completions, start=1):
         place = f"{location}: completion {number}"
         if not isinstance(completion, dict):

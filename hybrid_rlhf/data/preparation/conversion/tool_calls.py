@@ -25,7 +25,8 @@ from hybrid_rlhf.runtime.observability.logs import shortened
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _RESULT = re.compile(r"<tool_response>(.*?)</tool_response>", re.DOTALL)
-_OPEN_CALL, _LISTED_TOOLS = "<tool_call>", "<tools>"
+_OPEN_CALL = "<tool_call>"
+_LISTED_TOOLS = "<tools>"
 
 
 def read_calls(location: str, text: Any) -> list[Any]:

@@ -70,7 +70,8 @@ def tree_records(
 
 def _outside(messages: Mapping[str, TreeMessage], roots: Sequence[TreeMessage]) -> Iterator[TreeMessage]:
     """The messages that no root leads to: their parent is missing, or they reply to each other in a circle."""
-    waiting, reached = list(roots), set[int]()
+    waiting = list(roots)
+    reached = set[int]()
     while waiting:
         message = waiting.pop()
         reached.add(id(message))
@@ -79,7 +80,8 @@ def _outside(messages: Mapping[str, TreeMessage], roots: Sequence[TreeMessage]) 
 
 
 def _add(messages: dict[str, TreeMessage], location: str, row: Row) -> None:
-    name, parent = row.get("message_id"), row.get("parent_id")
+    name = row.get("message_id")
+    parent = row.get("parent_id")
     role = _ROLES.get(str(row.get("role")))
     if not isinstance(name, str) or name in messages or not isinstance(parent, str | None):
         raise UserError(

@@ -74,7 +74,8 @@ def alpaca_row(location: str, row: Row) -> Row:
         if not isinstance(pair, list) or len(pair) != 2:
             raise UserError(f"{location}: column 'history' must have pairs of texts, got {pair!r}: fix the row")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    instruction, more = text_column(location, row, "instruction"), row.get("input") or ""
+    instruction = text_column(location, row, "instruction")
+    more = row.get("input") or ""
     if not isinstance(more, str):
         raise UserError(f"{location}: column 'input' must be text, got {type(more).__name__}: fix the row")
     messages.append({"role": "user", "content": f"{instruction}\n{more}" if more.strip() else instruction})

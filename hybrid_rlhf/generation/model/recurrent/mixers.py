@@ -58,12 +58,17 @@ class GatedDeltaMixer:
     """A gated delta net."""
 
     def __init__(self, kind: GatedDelta, weights: MixerWeights, activation: Activation, eps: float) -> None:
-        self._kind, self.weights, self._activation, self._eps = kind, weights, activation, eps
+        self._kind = kind
+        self.weights = weights
+        self._activation = activation
+        self._eps = eps
         self._rule = replace(DECAYING_SCAN, inputs=self._inputs)
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
-        kind, w, kernels = self._kind, self.weights.others, states.kernels
+        kind = self._kind
+        w = self.weights.others
+        kernels = states.kernels
         heads = len(w["decay"])
         values, keys = heads * kind.value_dim, heads // kind.shared * kind.key_dim
         mixed, z, b, a = self.weights.project(x).split([2 * keys + values, values, heads, heads], dim=-1)
@@ -78,7 +83,9 @@ class GatedDeltaMixer:
 
     def _inputs(self, mixed: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys, values, decays and betas of the scan."""
-        kind, w, values = self._kind, self.weights.others, b.shape[1] * self._kind.value_dim
+        kind = self._kind
+        w = self.weights.others
+        values = b.shape[1] * self._kind.value_dim
         keys = (mixed.shape[1] - values) // 2
         q, k, v = mixed.float().split([keys, keys, values], dim=-1)
         q, k = (_unit(part.unflatten(-1, (-1, kind.key_dim))) for part in (q, k))
@@ -92,14 +99,20 @@ class Mamba2Mixer:
     """A Mamba-2 mixer: values are inputs times step sizes, keys and queries are B and C."""
 
     def __init__(self, kind: Mamba2, weights: MixerWeights, activation: Activation, eps: float) -> None:
-        self._kind, self.weights, self._activation, self._eps = kind, weights, activation, eps
+        self._kind = kind
+        self.weights = weights
+        self._activation = activation
+        self._eps = eps
         self._rule = replace(DECAYING_SCAN, inputs=self._inputs, skip=self._skip)
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
-        kind, w, kernels = self._kind, self.weights.others, states.kernels
+        kind = self._kind
+        w = self.weights.others
+        kernels = states.kernels
         heads = len(w["decay"])
-        inner, shared = heads * kind.head_dim, heads // kind.shared * kind.state_dim
+        inner = heads * kind.head_dim
+        shared = heads // kind.shared * kind.state_dim
         z, mixed, dt = self.weights.project(x).split([inner, inner + 2 * shared, heads], dim=-1)
         mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
         rule = self._rule
@@ -111,7 +124,9 @@ class Mamba2Mixer:
 
     def _inputs(self, mixed: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys, values and decays of the scan."""
-        kind, w, values = self._kind, self.weights.others, self._values(mixed, dt)
+        kind = self._kind
+        w = self.weights.others
+        values = self._values(mixed, dt)
         b, c = mixed[:, values.shape[1:].numel() :].float().unflatten(-1, (2, -1, kind.state_dim)).unbind(dim=1)
         dt = functional.softplus(dt.float() + w["dt"].float()).clamp(min=kind.least_step)
         g, dt = (part.unflatten(-1, (-1, kind.shared)) for part in (-w["decay"].float().exp() * dt, dt))
@@ -141,11 +156,15 @@ class MambaMixer:
     """A Mamba mixer."""
 
     def __init__(self, kind: Mamba, weights: MixerWeights, activation: Activation, eps: float) -> None:
-        self._kind, self.weights, self._activation, self._eps = kind, weights, activation, eps
+        self._kind = kind
+        self.weights = weights
+        self._activation = activation
+        self._eps = eps
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
-        kind, w = self._kind, self.weights.others
+        kind = self._kind
+        w = self.weights.others
         mixed, z = self.weights.project(x).chunk(2, dim=-1)
         mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
         selected = functional.linear(mixed, w["select"])
@@ -155,7 +174,8 @@ class MambaMixer:
             for part, name in zip(parts, ("dt", "b", "c"), strict=True)
         )
         dt = functional.softplus(functional.linear(dt, w["dt"]).float() + w["dt.bias"].float())
-        rule, mixed = selective_rule(-w["decay"].float().exp()), mixed.float()
+        rule = selective_rule(-w["decay"].float().exp())
+        mixed = mixed.float()
         out = states.scan(layer, rule, mixed * dt, dt, b.float(), c.float()) + mixed * w["skip"].float()
         return self.weights.out((out * functional.silu(z.float())).to(x.dtype))
 
@@ -178,12 +198,15 @@ class LightningMixer:
     """Lightning attention."""
 
     def __init__(self, kind: Lightning, weights: MixerWeights, activation: Activation) -> None:
-        self._kind, self.weights, self._activation = kind, weights, activation
+        self._kind = kind
+        self.weights = weights
+        self._activation = activation
         self._rates = kind.rates.to(weights.others["norm"].device)
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
-        width, norm = self._kind.heads * self._kind.head_dim, self.weights.others["norm"]
+        width = self._kind.heads * self._kind.head_dim
+        norm = self.weights.others["norm"]
         qkv, gate = self.weights.project(x).split([3 * width, width], dim=-1)
         rule = replace(DECAYING_SCAN, inputs=partial(self._inputs, layer))
         out = states.scan(layer, rule, qkv).flatten(1)
@@ -192,7 +215,8 @@ class LightningMixer:
 
     def _inputs(self, layer: int, qkv: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys, values and decays of the scan."""
-        heads, mixed = self._kind.heads, ACTIVATIONS[self._activation](qkv).float()
+        heads = self._kind.heads
+        mixed = ACTIVATIONS[self._activation](qkv).float()
         q, k, v = mixed.unflatten(-1, (3, heads, self._kind.head_dim)).unbind(dim=1)
         return q, k, v[:, :, None], -self._rates[layer, :, None].expand(len(qkv), heads, 1)
 

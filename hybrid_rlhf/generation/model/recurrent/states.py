@@ -78,11 +78,13 @@ class StateCache:
 
     def step(self, rows: DecodeRows | None, chunks: Chunks | None = None) -> StepStates:
         """Return the states of a step, whose tokens are those of the rows, then those of each chunk."""
-        slots, device = None if rows is None else rows.slots, self.conv.device
+        slots = None if rows is None else rows.slots
+        device = self.conv.device
         layout = None if chunks is None else _Layout.of(chunks, self.conv.shape[2], device)
         if self._kernels is None:
             return StepStates(self, slots, layout)
-        batch, chunk_slots = 0 if slots is None else len(slots), None if chunks is None else chunks.slots
+        batch = 0 if slots is None else len(slots)
+        chunk_slots = None if chunks is None else chunks.slots
         together = [part for part in (slots, chunk_slots) if part is not None]
         places = None if chunks is None else ChunkTokens.of(batch, chunks.starts, chunks.lengths, device)
         sequences = StepSequences(torch.cat(together) if len(together) > 1 else together[0], batch, places)
@@ -120,7 +122,8 @@ class _Layout:
     def of(cls, chunks: Chunks, before: int, device: torch.device) -> _Layout:
         """Args: the chunks, W - 1, and the device of the indices."""
         assert chunks.slots is not None
-        lengths, size = torch.tensor(chunks.lengths), min(BLOCK, max(chunks.lengths))
+        lengths = torch.tensor(chunks.lengths)
+        size = min(BLOCK, max(chunks.lengths))
         counts = -(-lengths // size)
         order = counts.argsort(descending=True, stable=True)
         rank = order.argsort()
@@ -167,9 +170,12 @@ class StepStates:
     ) -> None:
         """Args: all states; slots [B] of decoding rows and layout of chunks, or none; kernels and their sequences, or
         none."""
-        self._cache, self._slots, self._layout = cache, slots, layout
+        self._cache = cache
+        self._slots = slots
+        self._layout = layout
         self._batch = 0 if slots is None else len(slots)
-        self.kernels, self.sequences = kernels, sequences
+        self.kernels = kernels
+        self.sequences = sequences
 
     def convolve(
         self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None = None
@@ -213,7 +219,9 @@ class StepStates:
 
     def _scan(self, store: Tensor, rule: Rule, layer_inputs: Sequence[Tensor], slots: Tensor | None) -> Tensor:
         """Compute `scan` in torch, for rows in these slots and for all chunks."""
-        inputs, parts, batch = rule.inputs(*layer_inputs), [], 0 if slots is None else len(slots)
+        inputs = rule.inputs(*layer_inputs)
+        parts = []
+        batch = 0 if slots is None else len(slots)
         if slots is not None:
             state = store[slots]
             parts.append(rule.step(state, *(tokens[:batch] for tokens in inputs)))

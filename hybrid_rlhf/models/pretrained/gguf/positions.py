@@ -20,9 +20,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-"""Names of the tensors of factors."""
-_TYPE, _FACTOR, _CONTEXT = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
+# Names of the tensors of factors.
+FREQUENCIES = "rope_freqs.weight"
+LONG = "rope_factors_long.weight"
+SHORT = "rope_factors_short.weight"
+_TYPE = "rope.scaling.type"
+_FACTOR = "rope.scaling.factor"
+_CONTEXT = "rope.scaling.original_context_length"
 _ATTENTION = "rope.scaling.attn_factor"
 _BETAS = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -47,7 +51,8 @@ def write_scaling(writer: GGUFWriter, config: PreTrainedConfig) -> None:
     from gguf import RopeScalingType
 
     rope = rotary(config)[0]
-    kind, context = scaling(rope), _context(config, rope)
+    kind = scaling(rope)
+    context = _context(config, rope)
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(RopeScalingType(kind))
         writer.add_rope_scaling_factor(float(rope["factor"]))
@@ -78,7 +83,9 @@ def read_scaling(config: PreTrainedConfig, metadata: Mapping[str, Any], tensors:
         metadata: metadata of the file, by keys without the architecture.
         tensors: tensors of factors in the file.
     """
-    rope, kind, context = rotary(config)[0], metadata.get(_TYPE), metadata.get(_CONTEXT)
+    rope = rotary(config)[0]
+    kind = metadata.get(_TYPE)
+    context = metadata.get(_CONTEXT)
     if kind in ("linear", "yarn"):
         rope.update(rope_type=kind, factor=metadata[_FACTOR])
     if kind == "yarn":

@@ -100,7 +100,8 @@ def _with_experts(config: PreTrainedConfig, metadata: dict[str, Any]) -> Mixtral
 
 def _weights(reader: GGUFReader, config: PreTrainedConfig) -> dict[str, Tensor]:
     """The weights of a file by their names in the model."""
-    family, stored = FAMILIES[config.model_type], {tensor.name: tensor for tensor in reader.tensors}
+    family = FAMILIES[config.model_type]
+    stored = {tensor.name: tensor for tensor in reader.tensors}
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
     parts: dict[str, list[Tensor]] = {}

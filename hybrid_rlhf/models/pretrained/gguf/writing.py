@@ -168,7 +168,8 @@ def _checked(file: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     _check_positions(lm, restored)
     stored = dict(restored.named_parameters())
     for name, weight in lm.named_parameters():
-        expected, read = weight.detach().float().cpu(), stored[name].detach()
+        expected = weight.detach().float().cpu()
+        read = stored[name].detach()
         scale = float(expected.abs().max()) + 1.0 * name.endswith("norm.weight")
         if (
             expected.shape != read.shape
@@ -211,7 +212,8 @@ def _differs(what: str) -> UserError:
 def _different_setting(lm: PreTrainedModel, restored: PreTrainedModel) -> tuple[str, Any, Any] | None:
     """The first setting that differs in the other model: its name and both values; None if all are the same."""
     before, after = lm.config.to_dict(), restored.config.to_dict()
-    before["head_dim"], after["head_dim"] = head_size(lm.config), head_size(restored.config)
+    before["head_dim"] = head_size(lm.config)
+    after["head_dim"] = head_size(restored.config)
     for key in before:
         if key in after and key not in _NOT_COMPARED and not key.startswith("_") and not _same(before[key], after[key]):
             return key, before[key], after[key]

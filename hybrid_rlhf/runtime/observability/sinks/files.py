@@ -17,7 +17,8 @@ CSV_FILE = "metrics.csv"
 class TensorBoardSink(MetricsSink):
     """Events in the folder tensorboard; a resumed run marks later ones as superseded."""
 
-    module, title = "tensorboard", "TensorBoard"
+    module = "tensorboard"
+    title = "TensorBoard"
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -37,7 +38,8 @@ class TensorBoardSink(MetricsSink):
 class CsvSink(MetricsSink):
     """metrics.csv: a row per step, a column per metric; empty where a step lacks the metric."""
 
-    module, title = "csv", "metrics.csv"
+    module = "csv"
+    title = "metrics.csv"
 
     def __init__(self, run: TrackedRun) -> None:
         self._path = run.folder / CSV_FILE

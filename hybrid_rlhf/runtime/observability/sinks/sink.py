@@ -75,7 +75,8 @@ class SinkThread:
     """Opens a sink and writes to it in a thread; raises nothing."""
 
     def __init__(self, kind: type[MetricsSink], run: TrackedRun) -> None:
-        self._kind, self._run = kind, run
+        self._kind = kind
+        self._run = run
         self._sink: MetricsSink | None = None
         self._queue: BackgroundQueue[_Call] = BackgroundQueue(self._handle, name=kind.title, on_error=self._give_up)
 

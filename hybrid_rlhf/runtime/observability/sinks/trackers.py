@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState, MetricsSink, TrackedRun
 
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "stalled": "FAILED"}
-_MLFLOW_LONGEST_PARAM, _MLFLOW_PARAMS_PER_CALL = 6000, 100
-"""Limits of MLflow's server."""
+# Limits of MLflow's server.
+_MLFLOW_LONGEST_PARAM = 6000
+_MLFLOW_PARAMS_PER_CALL = 100
 _STEP = "step"
 _LOGIN_SECONDS = 1.0
 
@@ -23,7 +24,8 @@ _LOGIN_SECONDS = 1.0
 class WandbSink(MetricsSink):
     """A run of Weights & Biases; its files are in the folder wandb of the run folder."""
 
-    module, title = "wandb", "Weights & Biases"
+    module = "wandb"
+    title = "Weights & Biases"
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
@@ -59,7 +61,8 @@ class WandbSink(MetricsSink):
 class MlflowSink(MetricsSink):
     """A run of MLflow, in the experiment named by the project."""
 
-    module, title = "mlflow", "MLflow"
+    module = "mlflow"
+    title = "MLflow"
 
     def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient
@@ -93,7 +96,8 @@ class MlflowSink(MetricsSink):
 class TrackioSink(MetricsSink):
     """A run of Trackio; its database is on this machine unless TRACKIO_SPACE_ID names a Space."""
 
-    module, title = "trackio", "Trackio"
+    module = "trackio"
+    title = "Trackio"
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
