@@ -133,7 +133,8 @@ def check_models(steps: dict[str, Any], config: PipelineConfig) -> None:
     for name in config.step_names:
         if start_of(steps[name]) is None:
             raise UserError(f"step {name} starts from a model, got none: give --base_model, or --{name}.model.path")
-    folder, alone = config.folder("reward"), "rl" in config.step_names and "reward" not in config.step_names
+    folder = config.folder("reward")
+    alone = "rl" in config.step_names and "reward" not in config.step_names
     if alone and config.starts_steps and steps["rl"].reward.components == [folder]:
         require(
             has_model(folder),

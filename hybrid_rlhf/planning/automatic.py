@@ -83,7 +83,8 @@ def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, Placemen
     """
     if not is_automatic(config.placement):
         return config, None
-    watch, choice = None, None
+    watch = None
+    choice = None
     link = time_between_hosts(world, LINK_SIZES) if world.size > world.local_size else None
     with shared_user_errors(world):
         if world.is_main:
@@ -141,7 +142,8 @@ class _PlanRequest:
 
     def seconds(self, plan: StepPlan) -> dict[str, float]:
         """What a plan is expected to take, by phase and of the whole step."""
-        job, machine = with_micro_batches(self.job, plan.micro_batch_tokens), self.machine
+        job = with_micro_batches(self.job, plan.micro_batch_tokens)
+        machine = self.machine
         memory = MemoryModel(job, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes)
         costs = Costs(job, self.curves, self.cluster)
         return _seconds(step_time(costs, plan, rows_at_once=memory(plan).rows_at_once))
@@ -194,7 +196,8 @@ class PlacementWatch:
 
     def _conclude(self) -> None:
         """Log the errors, and what measured lengths and corrected curves say."""
-        kept, assumed = self._measured[1:], self._question.job.lengths
+        kept = self._measured[1:]
+        assumed = self._question.job.lengths
         medians = {name: statistics.median(each.seconds.get(name, 0.0) for each in kept) for name in kept[0].seconds}
         # first the lengths, or the curves of decoding would be corrected for them
         self._question = self._question.with_lengths([each.lengths for each in kept])

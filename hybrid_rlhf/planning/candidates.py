@@ -148,7 +148,8 @@ def _group_sizes(ranks: tuple[int, ...], cluster: Cluster, heads: int) -> list[i
 
 def tensor_parallels(job: RLJob, layout: Layout, cluster: Cluster) -> list[int]:
     """Sizes of tensor-parallel groups that divide the ranks that sample, within a host."""
-    places, environment = layout.places, job.config.environment
+    places = layout.places
+    environment = job.config.environment
     if job.config.rollout.policy_lag and SAMPLER not in places:
         return [1]  # beside training on the same ranks, sampling runs no collectives
     if environment is not None and environment.path is None:
@@ -158,7 +159,8 @@ def tensor_parallels(job: RLJob, layout: Layout, cluster: Cluster) -> list[int]:
 
 def joinings(layout: Layout, cluster: Cluster, options: Options) -> tuple[bool, ...]:
     """Choices of `with_actor`: true too beside a sampler, without a lag, in groups of as many ranks."""
-    places, together = layout.places, options.tensor_parallel
+    places = layout.places
+    together = options.tensor_parallel
     if SAMPLER not in places or options.policy_lag or together not in _group_sizes(places["actor"], cluster, together):
         return (False,)
     return (False, True)

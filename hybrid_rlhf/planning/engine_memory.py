@@ -106,7 +106,9 @@ def engine_memory(model: ShapedModel, zero: dict[str, Any], *, dtype: torch.dtyp
         dtype: data type of the weights.
         ranks: number of ranks that shard the states.
     """
-    e, low, stage = model.elements, dtype.itemsize, int(zero["stage"])
+    e = model.elements
+    low = dtype.itemsize
+    stage = int(zero["stage"])
     trained = e.trained / (ranks if stage else 1)
     weights = low * e.all / (ranks if stage == 3 else 1)
     masters = FLOAT32 if stage or low < FLOAT32 else 0
@@ -120,10 +122,13 @@ def engine_memory(model: ShapedModel, zero: dict[str, Any], *, dtype: torch.dtyp
     else:
         updated = min(trained, float(zero.get("sub_group_size", 1e9))) if stage == 3 else trained
         optimizer_step = (low + lowered) * updated
-    held, accumulated = MemoryUse(weights=weights, optimizer=optimizer), MemoryUse(gradients=gradients)
+    held = MemoryUse(weights=weights, optimizer=optimizer)
+    accumulated = MemoryUse(gradients=gradients)
     offloads = "offload_optimizer" in zero and bool(e.trained)
     if stage == 3 and e.trained:  # the gradient buffer and the bucket are allocated permanently
-        held, accumulated, bucket = replace(held, gradients=gradients, buffers=bucket), MemoryUse(), 0.0
+        held = replace(held, gradients=gradients, buffers=bucket)
+        accumulated = MemoryUse()
+        bucket = 0.0
     backward_end = 0.0
     if stage == 2:
         # the bucket and the gradients that wait for it, two of the largest weight, and, beside the gradients of earlier
@@ -134,7 +139,8 @@ def engine_memory(model: ShapedModel, zero: dict[str, Any], *, dtype: torch.dtyp
         host = optimizer + (FLOAT32 + low) * trained + 2 * FLOAT32 * e.largest
         on_device = low * e.largest if stage < 3 else 0.0
         held = replace(held, optimizer=0.0, gradients=0.0, host=host, buffers=held.buffers + on_device)
-        accumulated, optimizer_step = MemoryUse(gradients=gradients if stage == 1 else 0.0), 0.0
+        accumulated = MemoryUse(gradients=gradients if stage == 1 else 0.0)
+        optimizer_step = 0.0
     gathered = 0.0
     if stage == 3 and (ranks > 1 or "offload_param" in zero):
         live = max(float(zero.get("stage3_max_live_parameters", 1e9)), e.largest)

@@ -33,7 +33,8 @@ _FLOAT32 = 4
 _FLOAT64 = 8
 _ROW_NUMBERS = 20
 """Numbers of a row in the tables besides its uniform ones: its state, sampling parameters and stop tokens."""
-_MOST_SPLITS, _SPLIT_PROGRAMS = 32, 528
+_MOST_SPLITS = 32
+_SPLIT_PROGRAMS = 528
 """Parts of the attention of a row, at most, and programs of all rows: two waves of an H100 (ops/attention.py)."""
 
 
@@ -47,7 +48,8 @@ def _state_bytes(model: ShapedModel, rollout: RolloutConfig, dtype: torch.dtype)
     fields = _recurrence(model)
     if not fields:
         return 0
-    kind, layers = fields["recurrence"], len(fields["recurrent_layers"])
+    kind = fields["recurrence"]
+    layers = len(fields["recurrent_layers"])
     return state_bytes(kind, layers=layers, units=math.ceil(kind.units / rollout.tensor_parallel), dtype=dtype)
 
 
@@ -91,7 +93,8 @@ class _Sizes:
 def _sizes(model: ShapedModel, tensor_parallel: int) -> _Sizes:
     c: Any = model.config.get_text_config()
     mlp = getattr(c, "intermediate_size", None) or getattr(c, "ffn_dim", None) or 4 * c.hidden_size
-    family, layers = family_of(model.lm), frozenset(range(c.num_hidden_layers))
+    family = family_of(model.lm)
+    layers = frozenset(range(c.num_hidden_layers))
     own = {} if family is None else family.settings(c)
     if family is not None and family.recurrence is not None:
         layers = layers_with(model.lm, family, "o")
@@ -152,7 +155,8 @@ def cache_plan(
     routes = route_size(model, rollout) if records_routes else None
     sequences = _sequences(model, rollout, rows=wanted, dtype=dtype, device=device, routes=routes)
     if rollout.kv_cache_gib is not None:
-        budget, working = rollout.kv_cache_gib * 2**30, WorkingMemory()
+        budget = rollout.kv_cache_gib * 2**30
+        working = WorkingMemory()
     else:
         budget = FREE_SHARE[device.type] * room_bytes
         working = working_memory(model, rollout, rows=wanted, dtype=dtype, device=device)
@@ -192,14 +196,17 @@ def working_memory(
 ) -> WorkingMemory:
     """Memory of generation beside the cache: a layer of a prefill; per row, logits, attention scores on a CPU or parts
     of split attention on a GPU, and the tables."""
-    s, size = _sizes(model, rollout.tensor_parallel), dtype.itemsize
+    s = _sizes(model, rollout.tensor_parallel)
+    size = dtype.itemsize
     tokens = min(_prefill_tokens(rollout, device), rows * rollout.max_prompt_tokens)
     qkv = max(((s.heads + 2 * count) * width for count, width in s.kv_sizes), default=0.0)
     prefill = tokens * size * (3 * s.hidden + max(4 * qkv, 4 * s.mlp))
     cuts = rollout.sampling.top_p < 1 or rollout.sampling.top_k > 0
     logits = s.vocabulary * _FLOAT32 * (8 if cuts else 2 + (rollout.sampling.temperature != 1) + size / _FLOAT32)
     scores = s.heads * _capacity(rollout, device) * _FLOAT32 * 2 if device.type == "cpu" else 0.0
-    row, capacity, graphs = max(logits, scores), _capacity(rollout, device), False
+    row = max(logits, scores)
+    capacity = _capacity(rollout, device)
+    graphs = False
     if device.type == "cuda":
         kv_heads, width = max(s.kv_sizes, key=math.prod, default=(1, 0))
         splits = min(_MOST_SPLITS, _SPLIT_PROGRAMS // (rows * kv_heads))

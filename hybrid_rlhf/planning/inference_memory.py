@@ -53,12 +53,16 @@ def inference_weight_bytes(
         device: device of the rank.
         in_use: whether training changes the weights meanwhile, which rules out views.
     """
-    e, size, family = model.elements, dtype.itemsize, family_of(model.lm)
+    e = model.elements
+    size = dtype.itemsize
+    family = family_of(model.lm)
     gathered = stage == 3 or in_use
     base = e.all - (e.trained if e.adapted else 0)
     if rollout.backend == "module" or family is None:
         return size * float(base if gathered else 0) + size * e.adapted
-    copied, on_cpu, ranks = gathered or dtype != model.lm.dtype, device.type == "cpu", rollout.tensor_parallel
+    copied = gathered or dtype != model.lm.dtype
+    on_cpu = device.type == "cpu"
+    ranks = rollout.tensor_parallel
     read = base - _unread(model)
     products = _products(model, family, ranks)
     if rollout.quantization is not None:
@@ -105,7 +109,9 @@ def _products(model: ShapedModel, family: Family, ranks: int) -> _Products:
     )
     kind = recurrent_fields(model.lm, family).get("recurrence")
     inputs = [] if kind is None else list(kind.inputs(range(kind.units)))
-    elements, outputs, seen = 0.0, 0.0, dict[str, int]()
+    elements = 0.0
+    outputs = 0.0
+    seen = dict[str, int]()
     for roles, share in ((_PRODUCTS + inputs, 1 / ranks), (_REPLICATED, 1.0)):
         for one in _named(model, family, roles):
             if one.name in seen and one.role != "v":  # shared experts may be the MLP of other layers (Granite 4)
@@ -163,7 +169,8 @@ def _unread(model: ShapedModel) -> int:
 
 def _head(model: ShapedModel) -> tuple[int, bool]:
     """Elements of the head, and whether it is the embedding; a scorer's counts as other weights."""
-    head, embed = model.lm.get_output_embeddings(), model.lm.get_input_embeddings()
+    head = model.lm.get_output_embeddings()
+    embed = model.lm.get_input_embeddings()
     if head is None:
         return 0, True
     return head.weight.numel(), head.weight is embed.weight

@@ -182,7 +182,8 @@ def modelled_lengths(
 
 def measured_lengths(steps: Sequence[StepLengths], *, prompts: int, per_prompt: int) -> StepLengths:
     """Lengths of the completions of earlier steps: as many of their quantiles as a rollout has completions."""
-    count, all_of_them = prompts * per_prompt, np.sort(np.concatenate([step.completions for step in steps]))
+    count = prompts * per_prompt
+    all_of_them = np.sort(np.concatenate([step.completions for step in steps]))
     drawn = all_of_them[((np.arange(count) + 0.5) * len(all_of_them) / count).astype(int)]
     prompt_tokens = sum(step.prompt_tokens * len(step.completions) for step in steps) / len(all_of_them)
     return StepLengths(prompt_tokens, tuple(np.random.default_rng(0).permutation(drawn).tolist()))

@@ -38,9 +38,11 @@ class LiveBytes(TorchDispatchMode):
             return
         holder: Any = tensor if tensor.is_mkldnn else tensor.untyped_storage()
         if tensor.is_mkldnn:  # weights packed by oneDNN have no storage
-            key, size = id(tensor), tensor.numel() * tensor.element_size()
+            key = id(tensor)
+            size = tensor.numel() * tensor.element_size()
         else:
-            key, size = holder._cdata, holder.nbytes()
+            key = holder._cdata
+            size = holder.nbytes()
         if key not in self._alive:
             self._alive[key] = weakref.ref(holder, lambda _: self._forget(key)), size
             self.live += size

@@ -34,7 +34,8 @@ _REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNO
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _GAIN = 0.9
 """A setting is reported if it reduces the estimate to at most this fraction."""
-_REPORTED_SETTINGS, _PLANNED_SETTINGS = 2, 4
+_REPORTED_SETTINGS = 2
+_PLANNED_SETTINGS = 4
 """Limits, because a plan takes seconds and other ranks may wait."""
 
 

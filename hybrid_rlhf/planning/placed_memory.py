@@ -60,7 +60,8 @@ class MemoryModel:
             host_bytes: a rank's share of its host's; none: not known.
             exact: measure each micro-batch, for few plans.
         """
-        self._job, self._exact = job, exact
+        self._job = job
+        self._exact = exact
         self._device = Device(job.device, 1, device_bytes, host_bytes)
         self._engines: dict[tuple[object, ...], EngineMemory] = {}
         self._uses: dict[tuple[object, ...], MemoryUse] = {}
@@ -147,8 +148,12 @@ class MemoryModel:
 
     def _generation(self, plan: StepPlan, sampler: str, base: MemoryUse) -> tuple[PhaseMemory, MemoryUse, int]:
         """The phase, what of it remains in other phases, and the completions decoded at once."""
-        job, place, actor = self._job, plan.sampling, plan.roles["actor"]
-        model, dtype, separate = _shapes(job.actor), job.inference_dtype, sampler == SAMPLER
+        job = self._job
+        place = plan.sampling
+        actor = plan.roles["actor"]
+        model = _shapes(job.actor)
+        dtype = job.inference_dtype
+        separate = sampler == SAMPLER
         inference = self._inference_bytes(place.tensor_parallel, actor, in_use=separate)
         copies = 0.0
         if plan.policy_lag and not separate:  # each rollout is sampled from weights of its own
@@ -165,7 +170,8 @@ class MemoryModel:
         sampling = sampling_memory(
             model, rollout, base, inference, self._device, ranks=ranks, dtype=dtype, copies=copies
         )
-        cache, kept = sampling.cache, MemoryUse()
+        cache = sampling.cache
+        kept = MemoryUse()
         if residency.stays("inference weights"):
             kept += MemoryUse(inference=copies or inference.weights)
         if residency.stays("KV cache"):
@@ -255,7 +261,8 @@ class MemoryModel:
         return _between(use(one), use(most), batch.rows, most.rows)
 
     def _batch(self, role: RoleJob, plan: StepPlan) -> BatchShape:
-        job, place = self._job, plan.roles[role.name]
+        job = self._job
+        place = plan.roles[role.name]
         readers = len(place.ranks) if role.is_trained else len(place.groups)
         parts = job.config.algorithm.mini_batches * readers
         return self._micro_batch(-(-job.learned_rows // parts))
@@ -265,7 +272,8 @@ class MemoryModel:
         return self._micro_batch(1), self._micro_batch(self._job.learned_rows)
 
     def _micro_batch(self, rows: int) -> BatchShape:
-        rollout, train = self._job.config.rollout, self._job.config.train
+        rollout = self._job.config.rollout
+        train = self._job.config.train
         new = rollout.sampling.max_new_tokens
         return micro_batch(train, rows, rollout.max_prompt_tokens + new, head_tokens=new)
 
@@ -291,7 +299,8 @@ def _between(one: MemoryUse, most: MemoryUse, rows: int, most_rows: int) -> Memo
 
 def _travelling(model: ShapedModel, plan: StepPlan, trained: str, copy: str) -> float:
     """Elements of weights that a rank sends or receives at once: those of two buckets, or of all."""
-    senders, place = len(plan.roles[trained].ranks), plan.roles[copy]
+    senders = len(plan.roles[trained].ranks)
+    place = plan.roles[copy]
     parts = -(-len(place.ranks) // senders) / place.tensor_parallel
     return parts * min(2 * BUCKET_ELEMENTS, model.elements.all)
 

@@ -21,7 +21,8 @@ from hybrid_rlhf.planning.step_time import PHASES
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, READS_ACTOR, Placement, role_label
 
 _GIB = 2**30
-_HALVINGS, _DOUBLINGS = 2, 2
+_HALVINGS = 2
+_DOUBLINGS = 2
 """Most halvings and doublings of train.micro_batch_tokens in a plan."""
 _LEAST_GAIN = 0.01
 """Part of a step that larger micro-batches must save: smaller differences are in no prediction."""
@@ -58,7 +59,8 @@ class PlacementAnswer:
     def lines(self, key: str = "rl.placement") -> list[str]:
         """The tables that a user reads; `key` sets the placement."""
         prefix = key.removesuffix("placement")
-        lengths, cluster = self.job.lengths, self.cluster
+        lengths = self.job.lengths
+        cluster = self.cluster
         new_tokens = lengths.mean_row - lengths.prompt_tokens
         hosts = f"{cluster.hosts} host{'s' * (cluster.hosts > 1)}"
         head = "".join(f"{name:>13}" for name in ("step", *PHASES, "idle", "GiB a rank"))
@@ -103,9 +105,11 @@ class PlacementAnswer:
 
     def why(self, candidate: Candidate) -> str:
         """Why a plan is the best, or lost."""
-        misfit, best = candidate.memory.misfit, self.best
+        misfit = candidate.memory.misfit
+        best = self.best
         if misfit is not None:
-            phase, tried = misfit.phase, "by ranks, ZeRO, offloading and micro-batches alone"
+            phase = misfit.phase
+            tried = "by ranks, ZeRO, offloading and micro-batches alone"
             return (
                 f"does not fit {'as configured' if candidate is self.configured else tried}: rank {misfit.ranks[0]}, "
                 f"{phase.name}, {phase.total / _GIB:.1f} of {phase.machine.device_bytes / _GIB:.1f} GiB"
@@ -118,7 +122,8 @@ class PlacementAnswer:
             return "fits, and no plan looked at is faster"
         assert best.time is not None
         slower = candidate.seconds / best.seconds - 1
-        phases, others = candidate.time.phases, best.time.phases
+        phases = candidate.time.phases
+        others = best.time.phases
         most = max(PHASES, key=lambda phase: phases.get(phase, 0.0) - others.get(phase, 0.0))
         lost = phases.get(most, 0.0) - others.get(most, 0.0)
         reason = f"{slower:.1%} slower"
@@ -184,7 +189,8 @@ def plan_placement(
         memory = MemoryModel(changed, device_bytes=device_bytes, host_bytes=host_bytes)
         return Search(Costs(changed, curves, cluster), memory, keep=keep)
 
-    found, styles = None, list(STYLES)
+    found = None
+    styles = list(STYLES)
     for tokens in _smaller_micro_batches(job):
         result = search_with(tokens, listed + 1).run(styles).with_micro_batches(tokens)
         found = result if found is None else found.merged(result)
@@ -291,7 +297,8 @@ def _roles(candidate: Candidate, job: RLJob) -> list[str]:
 
 
 def _as_dict(candidate: Candidate) -> dict[str, Any]:
-    plan, time = candidate.plan, candidate.time
+    plan = candidate.plan
+    time = candidate.time
     found: dict[str, Any] = {
         "style": plan.placement.style,
         "fits": candidate.fits,

@@ -58,7 +58,8 @@ class StepPlan:
     @classmethod
     def of(cls, config: RLConfig, placement: Placement) -> StepPlan:
         """The plan that a config with its resolved placement is; what it leaves out is taken from the config."""
-        rollout, zero = config.rollout, config.actor.zero
+        rollout = config.rollout
+        zero = config.actor.zero
         on_host = zero.offload_optimizer and (config.critic is None or config.critic_zero.offload_optimizer)
         return cls(placement, rollout.policy_lag, rollout.offload_frozen, rollout.offload_states, on_host)
 

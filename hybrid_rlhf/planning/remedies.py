@@ -93,7 +93,9 @@ class _RemedySearch(typing.Generic[StepT]):
     def __init__(
         self, planner: PhasePlanner[StepT], config: StepT, seconds: Callable[[StepT], float] | None = None
     ) -> None:
-        self._planner, self._config, self._seconds = planner, config, seconds
+        self._planner = planner
+        self._config = config
+        self._seconds = seconds
         self._fitting: dict[tuple[tuple[str, Any], ...], tuple[bool, bool]] = {}
         known = [replace(each, levels=self._allowed(each)) for each in _changes(config, planner.machine)]
         self._changes = {each.name: each for each in known if each.levels}
@@ -184,7 +186,8 @@ class _RemedySearch(typing.Generic[StepT]):
         return (taken, float(len(used)), *sorted(costs, reverse=True), *levels)
 
     def _remedy(self, settings: Settings) -> Remedy:
-        config, machine = with_settings(self._config, settings), self._planner.machine
+        config = with_settings(self._config, settings)
+        machine = self._planner.machine
         host = 0.0 if machine.device.type == "cpu" else max(each.need.host for each in self._planner.phases(config))
         return Remedy(settings, host, None if self._seconds is None else self._seconds(config))
 
@@ -217,7 +220,8 @@ def with_settings(config: Any, settings: Settings) -> Any:
     own = {key: value for key, value in settings.items() if "." not in key}
     for section in {key.partition(".")[0] for key in settings if "." in key}:
         inner = {key.partition(".")[2]: value for key, value in settings.items() if key.startswith(f"{section}.")}
-        section_class, value = section_type(typing.get_type_hints(type(config))[section]), getattr(config, section)
+        section_class = section_type(typing.get_type_hints(type(config))[section])
+        value = getattr(config, section)
         assert section_class is not None
         own[section] = with_settings(section_class() if value is None else value, inner)
     return replace(config, **own)
@@ -281,7 +285,8 @@ def _engine_changes(config: AnyStep, ranks: int) -> Iterator[_Change]:
     def each(key: str, value: Any) -> Settings:
         return {section + key: value for section in sections}
 
-    zeros, least = [zero for zero, _ in sections.values()], min(zero.stage for zero, _ in sections.values())
+    zeros = [zero for zero, _ in sections.values()]
+    least = min(zero.stage for zero, _ in sections.values())
     # a stage that shards nothing makes offloading possible
     yield _Change("zero.stage", tuple(each("zero.stage", stage) for stage in (2, 3) if least < stage))
     if not all(zero.offload_optimizer for zero in zeros):

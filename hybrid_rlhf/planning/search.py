@@ -132,9 +132,12 @@ class Search:
 
     def __init__(self, costs: Costs, memory: MemoryModel, *, keep: int = 1) -> None:
         """Take the prices, the memory, and how many plans of each style are wanted."""
-        self.costs, self.memory = costs, memory
-        self._job, self._cluster = costs.job, costs.cluster
-        self._evaluated, self._keep = 0, keep
+        self.costs = costs
+        self.memory = memory
+        self._job = costs.job
+        self._cluster = costs.cluster
+        self._evaluated = 0
+        self._keep = keep
         self._fitting: list[Candidate] = []
         self._ways: dict[tuple[object, ...], list[_Way]] = {}
         self._known_samplings: dict[tuple[object, ...], list[_Sampling]] = {}
@@ -209,7 +212,8 @@ class Search:
         Returns:
             the seconds with the options, and false if any were left out for their memory.
         """
-        names, lag = [*self._job.roles], lags(self._job, layout)[0]
+        names = [*self._job.roles]
+        lag = lags(self._job, layout)[0]
         roomy = {name: self._roomy(layout, name, offload) for name in names}
         fits = all(len(some) == len(self._ways_of(layout, name, offload)) for name, some in roomy.items())
         plans: list[tuple[float, Options]] = []
@@ -235,7 +239,10 @@ class Search:
         self, layout: Layout, reads: Mapping[str, float], updates: Mapping[str, float], sampling: _Sampling
     ) -> float:
         """Seconds of a step with room for all completions; with a policy lag, at least."""
-        frozen, values, training, before = 0.0, 0.0, 0.0, 0.0
+        frozen = 0.0
+        values = 0.0
+        training = 0.0
+        before = 0.0
         last = updates.get("critic", 0.0) / self._job.updates
         for names in layout.classes:
             frozen = max(frozen, sum(reads[name] for name in names if name in reads and name not in LEARNERS))
@@ -250,7 +257,8 @@ class Search:
 
     def _samplings(self, layout: Layout, offload: Offload, actor: Sharding) -> list[_Sampling]:
         """The ways to sample from an actor."""
-        lag, rows = lags(self._job, layout)[0], len(self._job.lengths.completions)
+        lag = lags(self._job, layout)[0]
+        rows = len(self._job.lengths.completions)
         key = (layout.places["actor"], layout.places.get(SAMPLER), actor, offload[1], lag)
         if key in self._known_samplings:
             return self._known_samplings[key]
@@ -267,7 +275,8 @@ class Search:
 
     def _ways_of(self, layout: Layout, name: str, offload: Offload) -> list[_Way]:
         """The ways of a role, without those that another one beats."""
-        ranks, lag = layout.places[name], lags(self._job, layout)[0]
+        ranks = layout.places[name]
+        lag = lags(self._job, layout)[0]
         key = (name, ranks, lag, offload)
         if key not in self._ways:
             ways = [
@@ -280,7 +289,8 @@ class Search:
         return self._ways[key]
 
     def _way(self, layout: Layout, name: str, sharding: Sharding, lag: int, offload: Offload) -> _Way:
-        role, plan = self._job.roles[name], plan_of(layout, Options(((name, sharding),), 1, lag, *offload))
+        role = self._job.roles[name]
+        plan = plan_of(layout, Options(((name, sharding),), 1, lag, *offload))
         times = self._job.actor_reads(lag=lag) if name == "actor" else 1
         read = self.costs.read(role, plan, times=times).seconds if times else 0.0
         update = self.costs.updates(role, plan).seconds if role.is_trained else 0.0

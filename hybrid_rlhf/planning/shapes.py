@@ -257,7 +257,8 @@ def _layer_list(lm: PreTrainedModel) -> nn.ModuleList:
 @contextlib.contextmanager
 def _first_layers(lm: PreTrainedModel, count: int) -> Iterator[None]:
     """Remove all layers but the first ones, and put them back at the end."""
-    layers, config = _layer_list(lm), lm.config.get_text_config()
+    layers = _layer_list(lm)
+    config = lm.config.get_text_config()
     others = list(layers)[count:]
     del layers[count:]
     config.num_hidden_layers = count

@@ -33,7 +33,8 @@ from hybrid_rlhf.planning.sampling_memory import inference_bytes, sampling_memor
 from hybrid_rlhf.planning.shapes import Shapes
 from hybrid_rlhf.runtime.placement import Placement, placed_roles, resolve_placement
 
-_LITTLE_GIB, _ABUNDANT_GIB = 1e-6, 1e6
+_LITTLE_GIB = 1e-6
+_ABUNDANT_GIB = 1e6
 """Caches that hold one completion, as generation takes at least, and all of them."""
 _GRANULE_GIB = 0.001
 
@@ -95,7 +96,8 @@ class Planner:
         sides = 1 if isinstance(config, SFTConfig) else 2
         batch = micro_batch(config.train, rows, config.data.max_length, sides=sides)
         name = {SFTConfig: "SFT", RewardConfig: "reward"}.get(type(config), "preference") + " training"
-        base, distillation = engine.held, MemoryUse()
+        base = engine.held
+        distillation = MemoryUse()
         if isinstance(config, SFTConfig) and config.distill is not None:
             base += self._frozen(config, config.distill.teacher)
             # the gradient of the head is kept until backward; a chunk has logits of two models
@@ -136,7 +138,8 @@ class Planner:
         self, rollout: RolloutConfig, config: SFTConfig, student: EngineMemory, base: MemoryUse
     ) -> PhaseMemory:
         """On-policy distillation's sampling from the student."""
-        machine, zero = self.machine, config.zero
+        machine = self.machine
+        zero = config.zero
         dtype = DTYPES.get(rollout.dtype, training_dtype(config.model, machine.device))
         gathers = zero.stage == 3 and (machine.ranks > 1 or zero.offload_parameters)
         inference = inference_bytes(

@@ -126,7 +126,8 @@ def _updates(costs: Costs, plan: StepPlan) -> Iterator[Task]:
     """Those of actor and critic; they take turns on common ranks, so the actor's last is before the critic's last."""
     ahead = costs.transfer_ahead(plan)
     for role in _learners(costs):
-        ranks, work = plan.roles[role.name].ranks, costs.updates(role, plan)
+        ranks = plan.roles[role.name].ranks
+        work = costs.updates(role, plan)
         if role.name == "critic" and ahead is not None:
             last = 1 / costs.job.updates
             yield Task("training", ranks, work * (1 - last), role.name)
@@ -142,7 +143,8 @@ def _learners(costs: Costs) -> list[RoleJob]:
 
 def _with_samplers(plan: StepPlan) -> tuple[int, ...]:
     """The ranks of the actor and of all that sample."""
-    actor, sampling = plan.roles["actor"].ranks, plan.sampling.ranks
+    actor = plan.roles["actor"].ranks
+    sampling = plan.sampling.ranks
     return actor if actor is sampling else tuple(sorted({*actor, *sampling}))
 
 
@@ -159,7 +161,8 @@ def _stages(tasks: Sequence[Task]) -> Iterator[list[Task]]:
 
 def _sharing(stage: list[Task], costs: Costs) -> list[Task]:
     """Tasks, slowed by the ranks of a CPU host that compute in the stage."""
-    curves, cluster = costs.curves, costs.cluster
+    curves = costs.curves
+    cluster = costs.cluster
     if curves.device != "cpu":
         return stage
     computing = _computing(stage, cluster)

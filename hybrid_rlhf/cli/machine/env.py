@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             from hybrid_rlhf.generation.ops.cpu_kernels import available
             from hybrid_rlhf.runtime.installation import inspect_installation
 
-            installation, compiled = inspect_installation(), available()
+            installation = inspect_installation()
+            compiled = available()
         except ImportError as error:  # a missing or broken package
             problem = f"{error.name or 'a package'} cannot be imported ({error})"
             fix = f"pip install --force-reinstall {error.name}" if error.name else "reinstall the package"

@@ -160,7 +160,8 @@ def planned_machine(config: PlanConfig) -> tuple[MachineCurves | None, Device]:
     from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
 
     if config.machine == "this":
-        curves, machine = load_curves(), this_machine(config)
+        curves = load_curves()
+        machine = this_machine(config)
         if curves is not None and config.link_gib_per_second is not None:
             curves = with_usual_link(curves, config.link_gib_per_second)
         if curves is None or curves.device != machine.device.type:
@@ -204,7 +205,9 @@ class _Placements:
         from hybrid_rlhf.planning.plans import Cluster
 
         machine = planner.machine
-        self._config, self._planner, self._curves = config, planner, curves
+        self._config = config
+        self._planner = planner
+        self._curves = curves
         self._cluster = Cluster(machine.ranks, machine.ranks_per_host or machine.ranks)
         self._memory: dict[str, Any] = {"device_bytes": machine.device_bytes, "host_bytes": machine.host_bytes}
 
@@ -250,7 +253,8 @@ class _Placements:
         from hybrid_rlhf.engines.ds_config import read_overrides
         from hybrid_rlhf.planning.job import JobReader, default_lengths
 
-        config, planner = self._config, self._planner
+        config = self._config
+        planner = self._planner
         lengths = default_lengths(rl, prompt_tokens=config.prompt_tokens, mean_tokens=config.completion_tokens)
         read = JobReader(planner.machine.device, planner.shapes, planner.starts)
         return read(rl, lengths, overrides=read_overrides(rl.deepspeed_config))

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _NEW_TOKENS = 32
 _PROMPT = "{:032}"
-_STEPS, _COLD_STEPS = 8, 2
+_STEPS = 8
+_COLD_STEPS = 2
 """Number of steps of a run, and of its first steps, which are a warm-up."""
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -65,7 +66,8 @@ def _timed_run(world: World, folder: Path, sizes: RunSizes) -> RunTimes:
         rows = [json.dumps({"prompt": _PROMPT.format(place)}) for place in range(sizes.prompts * (_STEPS + 1))]
         (folder / "rows.jsonl").write_text("\n".join(rows))
     world.barrier()
-    seconds, lengths = defaultdict(list), []
+    seconds = defaultdict(list)
+    lengths = []
 
     def told(step: int, metrics: Mapping[str, Any]) -> None:
         if "time/other_seconds" in metrics:

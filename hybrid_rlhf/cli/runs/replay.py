@@ -24,7 +24,8 @@ from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
 from hybrid_rlhf.runtime.output import print_result
 
-_MODULE, _RESULT = "hybrid_rlhf.cli.runs.replay", "result.json"
+_MODULE = "hybrid_rlhf.cli.runs.replay"
+_RESULT = "result.json"
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:

@@ -148,7 +148,8 @@ class Session:
         self._others: dict[str, ChatSession] = {}
         self._sampling = sampling
         self._view = view or PlainView()
-        self._load, self._load_scorer = load, load_scorer
+        self._load = load
+        self._load_scorer = load_scorer
         self._scorer: SavedScorer | None = None
         self._retries = 0
 
@@ -193,7 +194,8 @@ class Session:
         if self._load is None:
             raise UserError(f"/compare needs models on disk, this session has one in memory, got {name}: leave it out")
         talk = self._load(name)
-        talk.system, talk.messages = self._first.system, list(self._first.messages)
+        talk.system = self._first.system
+        talk.messages = list(self._first.messages)
         path = Path(name)
         label = "/".join(path.parts[-2:]) if path.name in ("actor", "actor_ema") else path.name
         self._others = {label if label != "model" else "second model": talk}

@@ -50,9 +50,11 @@ class LastStep:
     @classmethod
     def of(cls, config: RLConfig | PreferenceStepConfig) -> LastStep:
         """The last step of a config."""
-        label, folder = config.algorithm.name.upper(), Path(config.output_dir)
+        label = config.algorithm.name.upper()
+        folder = Path(config.output_dir)
         if isinstance(config, RLConfig):
-            rollout, start = config.rollout, str(config.model.path)
+            rollout = config.rollout
+            start = str(config.model.path)
             return cls(
                 label, start, str(folder / "actor"), config, rollout.max_prompt_tokens, rollout.sampling.max_new_tokens
             )
@@ -155,7 +157,8 @@ def metrics_table(changes: Sequence[MetricChange]) -> Table:
 
 
 def _score_changes(folder: Path, label: str) -> list[MetricChange | None]:
-    scores, spread = _held_out(folder, "eval/scores"), _held_out(folder, "eval/scores_std")
+    scores = _held_out(folder, "eval/scores")
+    spread = _held_out(folder, "eval/scores_std")
     in_stds = None
     if scores and spread:
         gain = (scores[1] - scores[0]) / max(spread[0], 1e-8)
@@ -192,7 +195,8 @@ def held_out_prompts(step: LastStep) -> list[list[Message]]:
 
 def completions(models: Mapping[str, str], prompts: list[list[Message]], step: LastStep) -> list[dict[str, str]]:
     """Greedy completions of each prompt by each model: a mapping with `prompt` and the name of each model."""
-    device, trusted = default_device(), step.config.model.trust_remote_code
+    device = default_device()
+    trusted = step.config.model.trust_remote_code
     tokenizer = _tokenizer(step, solo_world(device))
     texts_by_model: list[list[str]] = []
     for path in models.values():

@@ -27,7 +27,8 @@ class JSONView:
     def show_replies(self, replies: Mapping[str, Generator[str, None, None]]) -> None:
         """Print the pieces as they arrive, then each complete reply, or its error."""
         for name, pieces in replies.items():
-            said, stopped = "", False
+            said = ""
+            stopped = False
             try:
                 for piece in pieces:
                     said += piece

@@ -51,7 +51,8 @@ def _push(config: PushConfig, files: list[str]) -> None:
         raise UserError("push needs the hub, HF_HUB_OFFLINE is set: unset it")
     if get_token() is None:
         raise UserError("push needs a token of the hub, got none: log in with `hf auth login`, or export HF_TOKEN=...")
-    api, folder = HfApi(), user_path(config.path)
+    api = HfApi()
+    folder = user_path(config.path)
     with _hub_errors(config.repo):
         api.create_repo(config.repo, private=config.private, exist_ok=True)
         commit = api.create_commit(

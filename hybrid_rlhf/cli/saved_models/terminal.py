@@ -30,7 +30,8 @@ from hybrid_rlhf.runtime.files.reading import user_path
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters with which a model could send commands to the terminal, except tab and newline."""
-_TAKE_MODELS, _TAKE_FILES = ("/compare", "/score"), ("/save",)
+_TAKE_MODELS = ("/compare", "/score")
+_TAKE_FILES = ("/save",)
 
 
 class Terminal:
@@ -66,7 +67,9 @@ class Terminal:
 
     def show_replies(self, replies: Mapping[str, Generator[str, None, None]]) -> None:
         """Show all replies at once: the end of a long one while it grows, at last the whole."""
-        texts, notes, pending = dict.fromkeys(replies, ""), dict.fromkeys(replies, ""), dict(replies)
+        texts = dict.fromkeys(replies, "")
+        notes = dict.fromkeys(replies, "")
+        pending = dict(replies)
         try:
             with (
                 _first_interrupt_noted() as interrupted,

@@ -42,7 +42,9 @@ def decode_segments(lengths: list[int], prompt_tokens: float, rows_at_once: int)
     waiting = lengths[::-1]
     active: list[tuple[int, int]] = []
     """(end, begin) of the rows that are decoded."""
-    now, begun, found = 0, 0.0, []
+    now = 0
+    begun = 0.0
+    found = []
     while waiting or active:
         while waiting and len(active) < max(1, rows_at_once):
             heapq.heappush(active, (now + waiting.pop(), now))

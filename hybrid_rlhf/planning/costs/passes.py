@@ -110,7 +110,8 @@ class ModelPasses:
 
     def probe(self, *, item_bytes: int, together: int = 1) -> float:
         """The tokens of the check after a weight sync: a prefill, then some one by one."""
-        tokens, one = PROBE_TOKENS - PROBE_DECODED, np.ones(1)
+        tokens = PROBE_TOKENS - PROBE_DECODED
+        one = np.ones(1)
         seconds = self.sizes.layers * self.split_layer(tokens, tokens**2, together=together)
         step = self.decode_products(one, together=together)
         step = step + self.decode_rest(one, one * PROBE_TOKENS, item_bytes=item_bytes, together=together)
@@ -118,7 +119,8 @@ class ModelPasses:
 
     def decode_products(self, rows: Numbers, *, together: int = 1) -> Numbers:
         """Products of the layers and the head in decoding steps of so many rows."""
-        s, products = self.sizes, self.curves.decode_products[self.dtype]
+        s = self.sizes
+        products = self.curves.decode_products[self.dtype]
         part = s.layer_weights / DECODE_PRODUCTS / together
         if s.active < 1:
             reached = np.minimum(1.0, rows * s.active)  # of the weights, by the experts of any row

@@ -71,16 +71,20 @@ class Costs:
 
     def __init__(self, job: RLJob, curves: MachineCurves, cluster: Cluster) -> None:
         """Take what is computed, how fast, and on which ranks."""
-        self.job, self.curves, self.cluster = job, curves, cluster
+        self.job = job
+        self.curves = curves
+        self.cluster = cluster
         self._known: dict[tuple[object, ...], object] = {}
-        self._bytes, self._dtype = job.dtype.itemsize, str(job.dtype).removeprefix("torch.")
+        self._bytes = job.dtype.itemsize
+        self._dtype = str(job.dtype).removeprefix("torch.")
         self._inference_dtype = str(job.inference_dtype).removeprefix("torch.")
 
     # Scoring and training
 
     def read(self, role: RoleJob, plan: StepPlan, *, times: int = 1) -> Work:
         """A role's forward over all completions of a rollout, on each of its ranks."""
-        place, span = plan.roles[role.name], self._span(plan.roles[role.name].ranks)
+        place = plan.roles[role.name]
+        span = self._span(plan.roles[role.name].ranks)
         offloaded = plan.offload_frozen and not role.is_trained
         together = 1 if role.is_trained else place.tensor_parallel
         group_hosts = self._group_hosts(place) if together > 1 else 1
@@ -102,7 +106,8 @@ class Costs:
 
     def _split_read(self, sizes: ModelDimensions, groups: int, together: int, hosts: int) -> Work:
         """A frozen role's forward in inference weights; each tensor-parallel group reads its part of the rows."""
-        batches, passes = self._batches(len(self.job.lengths.completions), groups), self._passes(sizes)
+        batches = self._batches(len(self.job.lengths.completions), groups)
+        passes = self._passes(sizes)
         batch = batches.each
         work = Work(self.curves.calls.get("prefill", 0.0))
         work += self._split_layer(passes, batch.tokens, batch.squares, together, hosts) * sizes.layers
@@ -118,8 +123,10 @@ class Costs:
 
     def updates(self, role: RoleJob, plan: StepPlan) -> Work:
         """All updates of a learner from one rollout, on each of its ranks."""
-        place, offloads = plan.roles[role.name], plan.offloads_optimizer(role.name, role.zero)
-        span, algorithm = self._span(place.ranks), self.job.config.algorithm
+        place = plan.roles[role.name]
+        offloads = plan.offloads_optimizer(role.name, role.zero)
+        span = self._span(place.ranks)
+        algorithm = self.job.config.algorithm
 
         def price() -> Work:
             batches = self._batches(math.ceil(self.job.learned_rows / algorithm.mini_batches), span.ranks)
@@ -133,7 +140,8 @@ class Costs:
         return self._once(("updates", role.name, span, place.zero, offloads), price)
 
     def _batches(self, rows: int, ranks: int) -> _MicroBatches:
-        lengths, train = self.job.lengths, self.job.config.train
+        lengths = self.job.lengths
+        train = self.job.config.train
         mine = math.ceil(rows / ranks)
         at_once = train.micro_batch_size or max(1, int(train.micro_batch_tokens // lengths.mean_row))
         count = math.ceil(mine / at_once)
@@ -158,7 +166,8 @@ class Costs:
     def _backward(
         self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int, *, offloads: bool = False
     ) -> Work:
-        passes, checkpoints = self._passes(sizes), self.job.config.model.gradient_checkpointing
+        passes = self._passes(sizes)
+        checkpoints = self.job.config.model.gradient_checkpointing
         layer = passes.layer_backward(batch, checkpoints=checkpoints)
         work = Work(passes.backward(batch, checkpoints=checkpoints))
         work += self._gathers("backward", sizes, layer, span, zero) + self._from_host(sizes, span, zero, offloads)
@@ -170,7 +179,9 @@ class Costs:
         return Work(work.compute * self.curves.factor("backward"), work.wire)
 
     def _step(self, sizes: ModelDimensions, span: _Span, zero: int, offloads: bool) -> Work:
-        c, mine, size = self.curves, sizes.trained / (span.ranks if zero else 1), self._bytes * sizes.trained
+        c = self.curves
+        mine = sizes.trained / (span.ranks if zero else 1)
+        size = self._bytes * sizes.trained
         compute = c.calls.get("step", 0.0)
         if offloads:
             compute += c.host_optimizer(mine) + 2 * c.host_link(self._bytes * mine)
@@ -201,9 +212,14 @@ class Costs:
 
         Without what `transfer_ahead` covers.
         """
-        sizes, actor, sampling, c = self.job.actor.sizes, plan.roles["actor"], plan.sampling, self.curves
-        item_bytes, together = self.job.inference_dtype.itemsize, sampling.tensor_parallel
-        size, span = item_bytes * sizes.parameters, self._span(actor.ranks)
+        sizes = self.job.actor.sizes
+        actor = plan.roles["actor"]
+        sampling = plan.sampling
+        c = self.curves
+        item_bytes = self.job.inference_dtype.itemsize
+        together = sampling.tensor_parallel
+        size = item_bytes * sizes.parameters
+        span = self._span(actor.ranks)
 
         def price() -> Work:
             check = self._forward(sizes, PassedTokens.of_rows(1, PROBE_TOKENS), span, actor.zero)
@@ -238,8 +254,10 @@ class Costs:
 
     def _transfer(self, plan: StepPlan) -> Work:
         """Each sampling rank receives its part of each weight; senders share the load."""
-        parameters, together = self.job.actor.sizes.parameters, plan.sampling.tensor_parallel
-        sender, receiver = self._span(plan.roles["actor"].ranks), self._span(plan.sampling.ranks)
+        parameters = self.job.actor.sizes.parameters
+        together = plan.sampling.tensor_parallel
+        sender = self._span(plan.roles["actor"].ranks)
+        receiver = self._span(plan.sampling.ranks)
         hosts = self._hosts_of_both(plan.roles["actor"].ranks, plan.sampling.ranks)
 
         def price() -> Work:
@@ -265,7 +283,8 @@ class Costs:
             plan: its sampling ranks.
             rows_at_once: completions that memory lets a group decode together.
         """
-        places, together = plan.sampling_places, plan.sampling.tensor_parallel
+        places = plan.sampling_places
+        together = plan.sampling.tensor_parallel
         groups = sum(len(place.ranks) // together for place in places)
         hosts = max(self._group_hosts(place) for place in places)
         at_once = min(rows_at_once, len(self._shares(groups)[0]))
@@ -300,7 +319,8 @@ class Costs:
 
     def _prefill(self, rows: int, together: int, hosts: int) -> Work:
         """The prompts of so many completions, once for all completions of a prompt."""
-        sizes, lengths = self.job.actor.sizes, self.job.lengths
+        sizes = self.job.actor.sizes
+        lengths = self.job.lengths
         prompts = math.ceil(rows / self.job.config.rollout.sampling.n)
         if not prompts:  # more groups than prompts
             return Work()
@@ -308,10 +328,8 @@ class Costs:
         def price() -> Work:
             at_once = max(1, int(PREFILL_TOKENS[self.job.device.type] // max(1.0, lengths.prompt_tokens)))
             batches = math.ceil(prompts / at_once)
-            tokens, passes = (
-                prompts / batches * lengths.prompt_tokens,
-                ModelPasses(self.curves, sizes, self._inference_dtype),
-            )
+            tokens = prompts / batches * lengths.prompt_tokens
+            passes = ModelPasses(self.curves, sizes, self._inference_dtype)
             layer = self._split_layer(passes, tokens, tokens * lengths.prompt_tokens, together, hosts)
             call = self.curves.calls.get("prefill", 0.0) / sizes.layers
             factor = self.curves.factor("prefill")
@@ -321,7 +339,9 @@ class Costs:
 
     def _decode_steps(self, s: DecodeSegments, together: int, hosts: int) -> tuple[Numbers, Numbers]:
         """Seconds of compute and wire of one decoding step of each segment."""
-        sizes, c, item_bytes = self.job.actor.sizes, self.curves, self.job.inference_dtype.itemsize
+        sizes = self.job.actor.sizes
+        c = self.curves
+        item_bytes = self.job.inference_dtype.itemsize
         passes = ModelPasses(c, sizes, self._inference_dtype)
         compute = passes.decode_products(s.rows, together=together)
         compute = compute + passes.decode_rest(s.rows, s.context, item_bytes=item_bytes, together=together)

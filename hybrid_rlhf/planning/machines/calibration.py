@@ -100,19 +100,16 @@ def calibrate(
 def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
     """What is measured on a CPU or a GPU, or in a quick try."""
     if gpu:
-        shapes, weights, rows = (
-            [(2, 1024), (5, 1024), (2, 4096), (5, 4096)],
-            [1024, 2048, 4096, 8192],
-            [1, 8, 64, 512, 4096, 16384],
-        )
+        shapes = [(2, 1024), (5, 1024), (2, 4096), (5, 4096)]
+        weights = [1024, 2048, 4096, 8192]
+        rows = [1, 8, 64, 512, 4096, 16384]
         of_runs = [(2, 1024), (5, 1024), (2, 2048), (5, 1024)]
-        batches, decoded = [TimedBatch(4, 512), TimedBatch(32, 128), TimedBatch(16, 1024)], [1, 32, 256]
+        batches = [TimedBatch(4, 512), TimedBatch(32, 128), TimedBatch(16, 1024)]
+        decoded = [1, 32, 256]
     else:
-        shapes, weights, rows = (
-            [(2, 64), (4, 64), (2, 128), (4, 128), (2, 256), (2, 384)],
-            [32, 64, 128, 256, 512, 1024],
-            [1, 4, 16, 64, 256, 1024, 4096],
-        )
+        shapes = [(2, 64), (4, 64), (2, 128), (4, 128), (2, 256), (2, 384)]
+        weights = [32, 64, 128, 256, 512, 1024]
+        rows = [1, 4, 16, 64, 256, 1024, 4096]
         of_runs = [(2, 64), (4, 128), (2, 384), (2, 256)]
         batches = [TimedBatch(2, 32), TimedBatch(32, 32), TimedBatch(4, 128), TimedBatch(4, 256)]
         decoded = [1, 8, 64]
@@ -155,7 +152,8 @@ def _together(
     world: World, sizes: MeasuredSizes
 ) -> tuple[collectives.Times, list[tuple[float, float]], list[tuple[int, ModelTimes]]]:
     """Collectives, how much ranks slow each other down, and models under ZeRO-3 by number of ranks."""
-    times, sharing = collectives.time_collectives(world, sizes.bytes), collectives.time_sharing(world)
+    times = collectives.time_collectives(world, sizes.bytes)
+    sharing = collectives.time_sharing(world)
     groups = [range(ranks) for ranks in collectives.group_sizes(world.size)]
     create_groups(groups)
     sharded = []

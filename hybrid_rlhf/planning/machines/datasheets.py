@@ -37,12 +37,16 @@ GRAPH_KERNEL_SECONDS = 2e-6
 LINK_LATENCY_SECONDS = 4e-6
 """Latency of a step between GPUs of a host: a small all-reduce of eight takes six, 24 us, as NCCL's trees and NVLink
 SHARP take 20 to 30 us; an assumption."""
-LOOP_SECONDS, LOOP_TOKENS_PER_SECOND = 8e-3, 4e5
+LOOP_SECONDS = 8e-3
+LOOP_TOKENS_PER_SECOND = 4e5
 """Time of a step outside its phases; an assumption. A core of an EPYC that other work shared took 11 ms for 242 tokens,
 20 ms for 2,078, 73 ms for 8,267."""
-LAYER_KERNELS, LAYER_BACKWARD_KERNELS, DECODE_LAYER_KERNELS = 20, 35, 8
+LAYER_KERNELS = 20
+LAYER_BACKWARD_KERNELS = 35
+DECODE_LAYER_KERNELS = 8
 """Kernels of a layer beyond its products and attention: forward, backward, decoding."""
-LAYER_PASSES, LAYER_BACKWARD_PASSES = 16, 24
+LAYER_PASSES = 16
+LAYER_BACKWARD_PASSES = 24
 """Reads and writes of the hidden states in a layer beyond products: norms, rotation, residuals, the MLP's gate."""
 MAX_RANKS = 1024
 

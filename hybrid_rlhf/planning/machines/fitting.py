@@ -68,7 +68,8 @@ def _with_passes(curves: MachineCurves, models: Sequence[ModelTimes]) -> Machine
         products={**curves.products, name: curves.products[name].scaled(_scale(reached["products"]))},
         attention=curves.attention.scaled(_scale(reached["attention"])),
     )
-    primitives, rests = [_primitives(curves, *each) for each in passes], [_rests(*each) for each in passes]
+    primitives = [_primitives(curves, *each) for each in passes]
+    rests = [_rests(*each) for each in passes]
     ahead = fit(rests, forward, known=[each["products"] + each["attention"] for each in primitives])
     back = fit(
         rests,
@@ -96,14 +97,16 @@ def with_gathers(curves: MachineCurves, sharded: Sequence[tuple[int, ModelTimes]
     """
     found: dict[str, dict[int, list[float]]] = {"forward": defaultdict(list), "backward": defaultdict(list)}
     for ranks, times in sharded:
-        sizes, slowed = times.model.sizes, curves.slowed(ranks)
+        sizes = times.model.sizes
+        slowed = curves.slowed(ranks)
         item_bytes = getattr(torch, next(iter(curves.products))).itemsize
         exchanged = partial(curves.collective, ranks=ranks, hosts=1)
         gathers = sizes.layers * exchanged("all_gather", size_bytes=item_bytes * sizes.layer_weights)
         gathers += exchanged("all_gather", size_bytes=item_bytes * sizes.rest_parameters)
         reduced = exchanged("reduce_scatter", size_bytes=item_bytes * sizes.trained)
         for batch in times.forward:
-            passes, passed = _passes(curves, times), PassedTokens.of_rows(batch.rows, batch.length)
+            passes = _passes(curves, times)
+            passed = PassedTokens.of_rows(batch.rows, batch.length)
             rest = times.forward[batch] - slowed * passes.forward(passed) - gathers
             found["forward"][ranks].append(rest / sizes.layers)
             rest = times.backward[batch] - slowed * passes.backward(passed) - gathers - reduced
@@ -117,7 +120,8 @@ def with_gathers(curves: MachineCurves, sharded: Sequence[tuple[int, ModelTimes]
 
 def _primitives(curves: MachineCurves, times: ModelTimes, batch: TimedBatch) -> dict[str, float]:
     """Seconds of a forward's products and attention."""
-    passes, passed = _passes(curves, times), PassedTokens.of_rows(batch.rows, batch.length)
+    passes = _passes(curves, times)
+    passed = PassedTokens.of_rows(batch.rows, batch.length)
     return {
         "products": times.model.layers * passes.products(passed.tokens) + passes.head(passed.head_tokens),
         "attention": times.model.layers * passes.attention(passed.squares),
@@ -126,7 +130,8 @@ def _primitives(curves: MachineCurves, times: ModelTimes, batch: TimedBatch) -> 
 
 def _rests(times: ModelTimes, batch: TimedBatch) -> dict[str, float]:
     """Sizes of what else a pass takes."""
-    sizes, tokens = times.model.sizes, batch.rows * batch.length
+    sizes = times.model.sizes
+    tokens = batch.rows * batch.length
     return {
         "call": 1.0,
         "layers": sizes.layers,

@@ -33,11 +33,14 @@ from hybrid_rlhf.planning.job import ModelDimensions
 from hybrid_rlhf.planning.machines.ranks import median_seconds
 from hybrid_rlhf.runtime.world import World
 
-SHORT_CONTEXT, LONG_CONTEXT = 16, 128
+SHORT_CONTEXT = 16
+LONG_CONTEXT = 128
 """Tokens of prompts that decoding starts from."""
-_FEW_STEPS, _MORE_STEPS = 6, 26
+_FEW_STEPS = 6
+_MORE_STEPS = 26
 """New tokens of two rollouts, whose difference is that of decoding steps alone."""
-_COLD_BYTES, _MOST_COPIES = 2**26, 64
+_COLD_BYTES = 2**26
+_MOST_COPIES = 64
 """Bytes of weights, and their number, that decoding products take turns with."""
 _END = "<|end|>"
 _PASSES = 3
@@ -129,7 +132,8 @@ def save_timed_models(folder: Path, model: TimedModel, *, template: str) -> None
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=_END, pad_token=_END)
     tokenizer.chat_template = template
     config = replace(model, vocabulary=len(alphabet)).config
-    config.num_labels, config.pad_token_id = 1, alphabet[_END]
+    config.num_labels = 1
+    config.pad_token_id = alphabet[_END]
     torch.manual_seed(0)
     for name, kind in (("actor", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
         tokenizer.save_pretrained(folder / name)
@@ -155,7 +159,9 @@ def time_model(world: World, model: TimedModel, batches: list[TimedBatch], rows:
         )
         engine = build_actor(spec, world, rollout=RolloutConfig(kv_cache_gib=0.25))
         world.barrier()
-    forward, backward, step = {}, {}, 0.0
+    forward = {}
+    backward = {}
+    step = 0.0
     for batch in batches:
         forward[batch], backward[batch], step = _passes(engine, batch, model.vocabulary)
     decode: dict[tuple[int, int], float] = {}
@@ -252,7 +258,9 @@ def _passes(engine: HybridEngine, batch: TimedBatch, vocabulary: int) -> tuple[f
     """Seconds of a forward without gradients, of a backward, and of an optimizer step."""
     ids = torch.randint(3, vocabulary, (batch.rows, batch.length), device=engine.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    forward, both, steps = [], [], []
+    forward = []
+    both = []
+    steps = []
     for _ in range(_PASSES + 1):
         start = time.perf_counter()
         with torch.no_grad():
@@ -279,7 +287,8 @@ def _decoded(engine: HybridEngine, rows: int, context: int, new_tokens: int) -> 
     """Seconds of a rollout and of its weight sync."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 500, (rows, context), generator=generator).tolist()
-    rollouts, syncs = [], []
+    rollouts = []
+    syncs = []
     for _ in range(_PASSES):
         with engine.inference(stop_token_ids=()) as generation:
             start = time.perf_counter()

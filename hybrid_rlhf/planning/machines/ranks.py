@@ -48,7 +48,8 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> l
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    found, processes = [], []
+    found = []
+    processes = []
     for rank in range(ranks):
         ours, theirs = context.Pipe(duplex=False)
         described = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}

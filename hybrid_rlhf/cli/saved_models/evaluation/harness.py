@@ -78,7 +78,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     def __init__(self, config: EvaluateConfig, place: Place) -> None:
         super().__init__()
-        self._config, self.tokenizer, self._device = config, place.tokenizer, place.device
+        self._config = config
+        self.tokenizer = place.tokenizer
+        self._device = place.device
         lm, _ = load_model(
             place.path,
             "causal_lm",
@@ -133,7 +135,8 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
     def _scores(self, rows: Sequence[list[int]], counts: Sequence[int]) -> list[tuple[float, bool]]:
         """The summed log-prob of the last `count` tokens of each row, and true if all of them are greedy."""
         ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=self._device)
-        real, wanted = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
+        real = torch.zeros_like(ids, dtype=torch.bool)
+        wanted = torch.zeros_like(ids, dtype=torch.bool)
         for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
             ids[place, : len(row)] = torch.tensor(row, device=self._device)
             real[place, : len(row)] = True
@@ -168,7 +171,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Completions, without the stop strings."""
-        prompts, sampling, stops = [], [], []
+        prompts = []
+        sampling = []
+        stops = []
         for context, options in (request.args for request in requests):
             until = options.get("until") or []
             until = [until] if isinstance(until, str) else list(until)

@@ -47,7 +47,8 @@ def perplexity(config: EvaluateConfig, place: Place) -> Measurement:
         dtype=place.dtype,
     )
     policy = Policy(lm.to(place.device).eval())  # type: ignore[arg-type]
-    losses, tokens = np.zeros(encoded[-1]["number"] + 1), np.zeros(encoded[-1]["number"] + 1)
+    losses = np.zeros(encoded[-1]["number"] + 1)
+    tokens = np.zeros(encoded[-1]["number"] + 1)
     for rows in _batches(usable, config.batch_rows):
         batch = collate_tokens(rows, int(place.tokenizer.pad_token_id)).to(place.device)  # type: ignore[arg-type]
         logprobs, _ = policy(batch.input_ids, batch.attention_mask, batch.loss_mask)
@@ -55,7 +56,8 @@ def perplexity(config: EvaluateConfig, place: Place) -> Measurement:
             losses[row["number"]] += float(loss)
             tokens[row["number"]] += int(count)
     seen = tokens > 0
-    losses, tokens = losses[seen], tokens[seen]
+    losses = losses[seen]
+    tokens = tokens[seen]
     return Measurement(
         "Held-out conversations",
         {

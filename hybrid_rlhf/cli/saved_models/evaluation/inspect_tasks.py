@@ -36,7 +36,8 @@ def inspect_tasks(config: EvaluateConfig, place: Place) -> Measurement:
     Raises:
         UserError: when there is no such task, or it fails.
     """
-    engine, key = engine_at(place, kv_cache_gib=None), secrets.token_urlsafe(24)
+    engine = engine_at(place, kv_cache_gib=None)
+    key = secrets.token_urlsafe(24)
     sampling = replace(config.sampling, n=1, seed=None)
     try:
         with engine.open(rows=_ROWS, max_tokens=config.max_length + sampling.max_new_tokens) as batch:

@@ -122,7 +122,8 @@ class EndpointJudge:
         return judged
 
     def _verdict(self, row: PromptRow, ours: str, theirs: str) -> Verdict:
-        forward, backward = self._prefers(row, ours, theirs), self._prefers(row, theirs, ours)
+        forward = self._prefers(row, ours, theirs)
+        backward = self._prefers(row, theirs, ours)
         scores = [{"A": 1.0, "B": 0.0}.get(forward or "", 0.5), {"A": 0.0, "B": 1.0}.get(backward or "", 0.5)]
         changed = set(scores) == {0.0, 1.0}
         total = sum(scores)

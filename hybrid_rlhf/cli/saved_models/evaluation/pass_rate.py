@@ -33,7 +33,8 @@ def pass_rate(config: EvaluateConfig) -> Measurement:
     component_scores = reward.score(texts)
     if None in component_scores.values:
         place = component_scores.values.index(None)
-        where, reason = prompts[place // count][0], component_scores.failures.get(place, "it gave None")
+        where = prompts[place // count][0]
+        reason = component_scores.failures.get(place, "it gave None")
         raise UserError(f"{where}: {config.reward} must give a number per completion, it did not: {reason}; fix it")
     scores = [float(value or 0.0) for value in component_scores.values]
     by_prompt = [scores[start : start + count] for start in range(0, len(scores), count)]

@@ -52,7 +52,8 @@ class Measurement:
 
 def wilson(values: Sequence[float]) -> Estimate:
     """The mean of values in [0, 1], one per row."""
-    count, mean = len(values), float(np.mean(values))
+    count = len(values)
+    mean = float(np.mean(values))
     center = (mean + Z95**2 / (2 * count)) / (1 + Z95**2 / count)
     half = Z95 / (1 + Z95**2 / count) * math.sqrt(mean * (1 - mean) / count + Z95**2 / (4 * count**2))
     # ends that are 0 or 1 must be exact, without rounding errors
@@ -76,7 +77,8 @@ def bootstrap(
         transform: function applied to the ratio.
     """
     pairs = np.stack([np.asarray(totals, dtype=np.float64), np.asarray(counts, dtype=np.float64)])
-    generator, rows = np.random.default_rng(seed), pairs.shape[1]
+    generator = np.random.default_rng(seed)
+    rows = pairs.shape[1]
     sums = np.stack([pairs[:, generator.integers(rows, size=rows)].sum(axis=1) for _ in range(_RESAMPLES)])
     low, high = np.percentile(transform(sums[:, 0] / sums[:, 1]), [2.5, 97.5])
     return Estimate(float(transform(np.asarray(pairs[0].sum() / pairs[1].sum()))), float(low), float(high))
