@@ -585,6 +585,7 @@ def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
         (["--environment.path", "a:B", "--environment.timeout_seconds", "0"], "timeout_seconds must be above 0"),
         (["--environment.path", "a:B", "--environment.options", "3"], "must be dict"),
         (["--environment.path", "a:B", "--environment.options", "{1: 2}"], "options are names"),
+        (["--environment.program", "a:b", "--environment.options", "{d: {1: 2}}"], "options are names"),
         (["--environment.path", "a:B", "--environment.options", "{d: .nan}"], "options are names"),
         (["--environment.options", "{tries: 2}"], "environment.path must be module:Class"),
     ],

@@ -189,6 +189,8 @@ def _typed(key: Key, value: Any) -> Any:
     for reading in readings:
         try:
             typed = _adapter(key.hint).validate_json(json.dumps(reading, default=dataclasses.asdict), strict=True)
+            if key.hint == dict[str, Any]:
+                return reading  # JSON makes texts of other names, which the section refuses
             return typed if key.read is None else key.read(typed)
         except (TypeError, ValueError) as error:  # TypeError: a date, or another type that JSON lacks
             place = next(iter(error.errors()[0]["loc"]), None) if hasattr(error, "errors") else None
@@ -245,15 +247,3 @@ def _as_list(value: str) -> str:
     if value.lstrip().startswith("{"):
         return f"[{value}]"
     return value if value.lstrip().startswith("[") or value == "null" else json.dumps([value])
-
-
-def _describe(report: str, keys: Mapping[str, Key]) -> str:
-    """The parser's report of a wrong value in one line: the key, its type, the value."""
-    key = re.search(r'Parser key "([\w.]+)"', report)
-    values = re.findall(r"(?:Got|Given) value: (.*)", report)
-    if key and key[1] in keys and values:
-        return f"{key[1]} must be {type_name(keys[key[1]].hint)}, got {values[-1]}: see --help"
-    if key and key[1] in keys and "Exceeds the limit" in report:
-        return f"{key[1]} must be {type_name(keys[key[1]].hint)}, got a number of thousands of digits: see --help"
-    rule = re.search(r"^ *- (?!Expected|Problem|Not a valid)(.*)", report, re.MULTILINE)
-    return rule[1] if rule else f"{' '.join(report.split())}: see --help"
