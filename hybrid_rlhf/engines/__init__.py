@@ -6,3 +6,21 @@ Read `engine.py` (train one model), `hybrid.py` (the actor, which also generates
 training model) and `sampling_engine.py` (the interface that such a sampler shares with the actor). Private members of
 DeepSpeed are used only in `deepspeed_internals.py`.
 """
+
+from __future__ import annotations
+
+import sys
+
+
+class _AutotunerWithoutMlflow:
+    """Import hook: DeepSpeed's autotuner, which no run uses, imports mlflow where it is installed, which is a quarter
+    of the processor time in which a rank starts."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        autotuner = sys.modules.get("deepspeed.autotuning.autotuner")
+        if name == "mlflow" and autotuner is not None and not hasattr(autotuner, "has_mlflow"):
+            raise ModuleNotFoundError(f"{autotuner.__name__} needs no mlflow")
+
+
+sys.meta_path.insert(0, _AutotunerWithoutMlflow)

@@ -145,6 +145,12 @@ def test_the_average_is_the_recurrence_and_leaves_the_weights(
     assert untouched
 
 
+def test_deepspeed_imports_no_mlflow() -> None:
+    from deepspeed.autotuning import autotuner
+
+    assert not autotuner.has_mlflow
+
+
 def test_adam_adds_eps_after_the_bias_correction() -> None:
     """As torch; TensorFlow's Adam adds it before, which for the first step is eps / sqrt(1 - beta2)."""
     layer = torch.nn.Linear(1, 3, bias=False, dtype=torch.float64)
