@@ -146,7 +146,9 @@ def expected(
     return {(name, seed): gradient for (name, seed, _), gradient in found.items()}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.faults), 2, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.faults), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_an_update_does_not_depend_on_how_it_is_cut(
     ranks: int, model_folder: Path, critic_folder: Path, tmp_path: Path, expected: dict[tuple[str, int], torch.Tensor]
 ) -> None:

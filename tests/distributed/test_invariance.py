@@ -47,15 +47,33 @@ LAYOUTS = [(1, 2, "4"), (1, 3, "2"), (1, 0, "padded"), (2, 0, "2"), (2, 2, "1"),
 """Ranks, ZeRO stage, micro-batches; each is held against one rank, stage 0, packed micro-batches of 8."""
 COVERING = {
     "sft": (2, 4, 5),
-    "moe": (1, 4),
-    "reward": (2, 5),
-    "listwise": (3, 4),
-    "steps": (1, 5),
-    "dpo": (0, 5),
-    "kto": (2, 4),
-    "ppo": (0, 3, 5),
+    "moe": (1,),
+    "reward": (2,),
+    "listwise": (3,),
+    "steps": (1,),
+    "dpo": (0,),
+    "kto": (2,),
+    "ppo": (3,),
 }
 """Layouts of each step that `make test` runs; `make faults` runs all."""
+SLOW = {
+    "sft": (),
+    "moe": (4,),
+    "reward": (5,),
+    "listwise": (4,),
+    "steps": (5,),
+    "dpo": (5,),
+    "kto": (4,),
+    "ppo": (0, 5),
+}
+"""Layouts that `make slow` runs."""
+
+
+def tier(name: str, place: int) -> list[pytest.MarkDecorator]:
+    """Marks of a layout of a step."""
+    if place in COVERING[name]:
+        return []
+    return [pytest.mark.slow if place in SLOW[name] else pytest.mark.faults]
 
 
 @pytest.fixture(scope="module")
@@ -166,11 +184,7 @@ def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "stage", "micro"),
-    [
-        pytest.param(name, *layout, marks=[] if place in COVERING[name] else pytest.mark.faults)
-        for name in STEPS
-        for place, layout in enumerate(LAYOUTS)
-    ],
+    [pytest.param(name, *layout, marks=tier(name, place)) for name in STEPS for place, layout in enumerate(LAYOUTS)],
 )
 def test_losses_do_not_depend_on_the_layout(name: str, ranks: int, stage: int, micro: str, workspace: Path) -> None:
     launch("reward", workspace, ranks=1, stage=0, micro="8")  # the reward model that PPO needs
@@ -196,9 +210,9 @@ def test_losses_change_with_the_seed(workspace: Path) -> None:
     ("name", "loss", "more"),
     [
         ("sft", "sft/loss", []),
-        ("sft", "distill/loss", ["--distill.teacher", "moe"]),
-        ("dpo", "preference/loss", []),
-        ("kto", "preference/loss", []),
+        pytest.param("sft", "distill/loss", ["--distill.teacher", "moe"], marks=pytest.mark.slow),
+        pytest.param("dpo", "preference/loss", [], marks=pytest.mark.slow),
+        pytest.param("kto", "preference/loss", [], marks=pytest.mark.slow),
         ("ppo", "loss/policy", ["--algorithm.epochs", "1", "--algorithm.mini_batches", "1"]),
     ],
 )

@@ -50,21 +50,23 @@ Case = tuple[str, int, str, tuple[str, ...]]
 CASES: list[Case] = [
     ("ppo", 2, "interleaving", ()),
     ("ppo", 2, "separation", ()),
+    ("grpo", 2, "separation", (*REFILLED,)),
+    ("ppo", 3, "{actor: {ranks: 0-1, zero: 2}, critic: {ranks: 2}, judge: {ranks: 0}, reference: {ranks: 1-2}}", ()),
+]
+SLOW_CASES: list[Case] = [
     ("ppo", 4, "{style: separation, critic_copy: {tensor_parallel: 2}}", (*ZERO_3, *TENSOR_PARALLEL)),
     ("online_dpo", 3, "{sampler: {ranks: 1-2, tensor_parallel: 2}, judge: {ranks: 0-1}}", ()),
     ("ppo", 3, "{sampler: {ranks: 0-1, tensor_parallel: 2}, actor: {ranks: 2}}", (*AHEAD,)),
     ("grpo", 3, "{sampler: {ranks: 0-1, tensor_parallel: 2}, actor: {ranks: 2}}", (*PARTIAL, *AHEAD)),
     ("ppo", 2, "{style: separation, sampler: {with_actor: true}}", (*ZERO_3,)),
     ("grpo", 4, "{sampler: {ranks: 2-3, tensor_parallel: 2, with_actor: true}}", (*LORA,)),
-    ("grpo", 2, "separation", (*REFILLED,)),
     ("ppo", 3, "{sampler: {ranks: 0}, actor: {ranks: 1-2}}", (*MIXED,)),
-    ("ppo", 2, "separation", (*EPISODES,)),
-    ("ppo", 2, "separation", (*SHARED_BASE,)),
-    ("ppo", 3, "{actor: {ranks: 0-1, zero: 2}, critic: {ranks: 2}, judge: {ranks: 0}, reference: {ranks: 1-2}}", ()),
-    ("ppo", 4, "{actor: {ranks: 2-3}, critic: {ranks: 0-1}, reference: {ranks: 0}, reward: {ranks: 1}}", (*REFRESHED,)),
     ("ppo", 4, "{judge: {ranks: 0-3, tensor_parallel: 2}, reference: {ranks: '1,3', tensor_parallel: 2}}", (*ZERO_3,)),
 ]
 MORE_CASES: list[Case] = [
+    ("ppo", 2, "separation", (*EPISODES,)),
+    ("ppo", 2, "separation", (*SHARED_BASE,)),
+    ("ppo", 4, "{actor: {ranks: 2-3}, critic: {ranks: 0-1}, reference: {ranks: 0}, reward: {ranks: 1}}", (*REFRESHED,)),
     ("ppo", 2, "flattening", ()),
     ("ppo", 4, "interleaving", (*ZERO_3,)),
     ("ppo", 3, "interleaving", (*LORA,)),
@@ -111,7 +113,11 @@ class Questions:
 
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "placement", "extra"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.faults) for case in MORE_CASES)],
+    [
+        *CASES,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES),
+        *(pytest.param(*case, marks=pytest.mark.faults) for case in MORE_CASES),
+    ],
 )
 def test_a_placement_computes_what_one_rank_does(
     algorithm: str, ranks: int, placement: str, extra: tuple[str, ...], workspace: Path
@@ -141,11 +147,13 @@ def assert_same_as_alone(workspace: Path, trials: Sequence[PlacementTrial]) -> N
         assert_same_run(output_of(workspace, trial), output_of(workspace, trial.alone))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["separation", pytest.param("interleaving", marks=pytest.mark.faults)])
 def test_other_algorithms_compute_what_they_do_on_one_rank(style: str, workspace: Path) -> None:
     assert_same_as_alone(workspace, [PlacementTrial(f"{name} {style}", name, 2, style) for name in MORE_ALGORITHMS])
 
 
+@pytest.mark.faults
 def test_random_placements_neither_hang_nor_differ(workspace: Path) -> None:
     assert_same_as_alone(workspace, [random_trial(seed, most_ranks=4) for seed in range(4)])
 
@@ -169,8 +177,12 @@ def test_fixed_and_random_placements_on_up_to_eight_ranks_neither_hang_nor_diffe
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((2, "flattening"), (3, "{actor: {ranks: 1-2}, critic: {ranks: 0}}")),
-        ((3, "{actor: {ranks: '0,2'}, critic: {ranks: 1, zero: 3}, judge: {ranks: 0}}"), (1, "flattening")),
+        pytest.param((2, "flattening"), (3, "{actor: {ranks: 1-2}, critic: {ranks: 0}}"), marks=pytest.mark.slow),
+        pytest.param(
+            (3, "{actor: {ranks: '0,2'}, critic: {ranks: 1, zero: 3}, judge: {ranks: 0}}"),
+            (1, "flattening"),
+            marks=pytest.mark.faults,
+        ),
         ((2, "interleaving"), (2, "{actor: {ranks: 0}, critic: {ranks: 1}}")),
     ],
 )
@@ -185,7 +197,7 @@ def test_a_checkpoint_resumes_under_another_placement(
     assert_same_run(run, whole)
 
 
-@pytest.mark.parametrize(("ranks", "actor"), [(2, "1"), (3, "2")])
+@pytest.mark.parametrize(("ranks", "actor"), [pytest.param(2, "1", marks=pytest.mark.slow), (3, "2")])
 def test_a_role_that_keeps_its_ranks_resumes_bit_for_bit(
     ranks: int, actor: str, workspace: Path, tmp_path: Path
 ) -> None:
@@ -207,6 +219,7 @@ def test_a_role_that_keeps_its_ranks_resumes_bit_for_bit(
     assert critic > 10, "it has learned since"
 
 
+@pytest.mark.slow
 def test_the_planner_places_and_tells_how_wrong_it_was(workspace: Path, tmp_path: Path) -> None:
     save_curves(cpu_machine(), 2, str(tmp_path / "cache"))
     settings = ("--data.cache_dir", str(tmp_path / "cache"), "--train.max_steps", "5")

@@ -59,7 +59,9 @@ def test_a_pipeline_saves_and_resumes(processes: int, model_folder: Path, tmp_pa
     assert again.returncode == 0 and "resumes from" in again.stdout, again.stderr[-3000:]
 
 
-@pytest.mark.parametrize("launcher", [[], pytest.param(TORCHRUN, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param([], marks=pytest.mark.slow), pytest.param(TORCHRUN, marks=pytest.mark.faults)]
+)
 def test_a_step_without_a_pipeline_saves(launcher: list[str], model_folder: Path, tmp_path: Path) -> None:
     line = sft_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"))
     code, said = interrupted([*launcher, *line, *(word for key, value in LONG for word in (f"--{key}", value))])

@@ -60,6 +60,7 @@ def finished(
     return output, line, done.stdout
 
 
+@pytest.mark.slow
 def test_one_command_makes_models_that_the_auto_classes_load(finished: tuple[Path, list[str], str]) -> None:
     output = finished[0]
     for name in ("step1_sft", "step3_ppo/actor", "step3_ppo/actor_ema"):
@@ -71,6 +72,7 @@ def test_one_command_makes_models_that_the_auto_classes_load(finished: tuple[Pat
         assert (output / name / "config.yaml").is_file() and list((output / name / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_metrics_carry_every_name_from_the_first_step(finished: tuple[Path, list[str], str]) -> None:
     for name, wanted in CONTRACT.items():
         lines = [json.loads(line) for line in (finished[0] / name / "metrics.jsonl").read_text().splitlines()]
@@ -85,6 +87,7 @@ def test_metrics_carry_every_name_from_the_first_step(finished: tuple[Path, list
     assert places | values | {"prompt", "completion", "stopped", "weight_versions"} == samples[0].keys()
 
 
+@pytest.mark.slow
 def test_the_output_shows_what_changed_and_the_next_command(finished: tuple[Path, list[str], str]) -> None:
     output, _, said = finished
     for text in (
@@ -101,6 +104,7 @@ def test_the_output_shows_what_changed_and_the_next_command(finished: tuple[Path
         assert "batch plan" in (output / "logs" / f"{name}.log").read_text()
 
 
+@pytest.mark.slow
 def test_finished_steps_are_skipped_and_changed_ones_refused(finished: tuple[Path, list[str], str]) -> None:
     output, line, _ = finished
     before = (output / "step1_sft" / "metrics.jsonl").read_bytes()
@@ -151,6 +155,7 @@ def test_a_step_alone_prints_its_last_metrics_as_json(tmp_path: Path, model_fold
     assert "batch plan" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_function_and_a_model_make_a_reward(
     finished: tuple[Path, list[str], str], model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
@@ -217,7 +222,7 @@ def test_a_worker_that_dies_stops_the_others_and_is_named(model_folder: Path, pa
     assert "SIGKILL" in said or "exitcode: -9" in said.replace(" ", "").replace("exitcode:", "exitcode: ")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_users_mistake_in_a_step_is_one_line_and_exit_code_2(ranks: int, model_folder: Path, tmp_path: Path) -> None:
     """torchrun itself ends with 1."""
     bad = tmp_path / "bad.jsonl"

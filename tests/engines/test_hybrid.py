@@ -118,7 +118,9 @@ def both_backends(world: World, path: Path, settings: dict[str, Any]) -> list[An
     return results
 
 
-@pytest.mark.parametrize(("ranks", "settings"), [(1, {"lora": 4}), (2, {"stage": 3, "lora": 4})])
+@pytest.mark.parametrize(
+    ("ranks", "settings"), [(1, {"lora": 4}), pytest.param(2, {"stage": 3, "lora": 4}, marks=pytest.mark.slow)]
+)
 def test_both_backends_generate_the_same(
     ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path
 ) -> None:
@@ -126,6 +128,7 @@ def test_both_backends_generate_the_same(
         assert native == module
 
 
+@pytest.mark.slow
 def test_a_language_model_beside_towers_generates_as_its_module_does(tmp_path: Path) -> None:
     tower = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 4, "head_dim": 8, "num_hidden_layers": 3}
     config = AutoConfig.for_model("gemma4", text_config={**COMMON, **GEMMA4}, vision_config=tower, audio_config=None)
@@ -265,7 +268,9 @@ def remembered(world: World, path: Path, settings: dict[str, Any]) -> dict[str, 
     return {"inside": (inside - before) / weights, "after": (live_bytes() - before) / weights}
 
 
-@pytest.mark.parametrize(("ranks", "settings"), [(1, {}), (2, {"stage": 3, "lora": 4})])
+@pytest.mark.parametrize(
+    ("ranks", "settings"), [(1, {}), pytest.param(2, {"stage": 3, "lora": 4}, marks=pytest.mark.slow)]
+)
 def test_memory_is_given_back(ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
     for told in run_ranks(remembered, ranks, tmp_path, model_folder, settings):
         assert told["inside"] > 0.5 / ranks, "there is something to give back: a share of the weights"
@@ -353,7 +358,10 @@ def parallel(world: World, folder: Path, names: list[str]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.faults) for ranks in (3, 4))])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(2, marks=pytest.mark.slow), *(pytest.param(ranks, marks=pytest.mark.faults) for ranks in (3, 4))],
+)
 def test_families_split_over_ranks_sample_what_one_process_does(ranks: int, tmp_path: Path) -> None:
     names = ["llama with biases", "gemma2", "phi3", "opt 350m", "gpt2", "pythia", "bloom", "falcon 7b", "falcon 40b"]
     if ranks == 2:

@@ -69,7 +69,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_that_route_to_different_experts_train_together(stage: int, model: Path, tmp_path: Path) -> None:
     expected = run_ranks(train, 1, tmp_path / "one", model, 0)[0]
     found = run_ranks(train, 2, tmp_path / "two", model, stage)

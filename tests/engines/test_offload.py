@@ -64,7 +64,7 @@ def offloaded_activations(world: World, path: Path) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.faults), 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.faults), pytest.param(2, marks=pytest.mark.slow)])
 def test_activations_come_back_from_the_host_as_they_were(ranks: int, model_folder: Path, tmp_path: Path) -> None:
     for told in run_ranks(offloaded_activations, ranks, tmp_path, model_folder):
         for name, (plain, offloaded, moved, weights) in told.items():

@@ -69,7 +69,9 @@ def sampled(world: World, path: Path, cases: list[tuple[int, int, int]]) -> list
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(1, [(0, 1, 0), (0, 1, 4)]), (2, [(3, 1, 4), (2, 2, 0), (3, 2, 4)])], ids=["1 rank", "2 ranks"]
+    ("ranks", "cases"),
+    [(1, [(0, 1, 0), (0, 1, 4)]), pytest.param(2, [(3, 1, 4), (2, 2, 0), (3, 2, 4)], marks=pytest.mark.slow)],
+    ids=["1 rank", "2 ranks"],
 )
 def test_samples_are_of_the_weights_that_train(
     ranks: int, cases: list[tuple[int, int, int]], model_folder: Path, tmp_path: Path
@@ -80,7 +82,7 @@ def test_samples_are_of_the_weights_that_train(
         assert result["dtype"] == "torch.int8" and result["followed"] and result["same"], cases[case]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_corrects_for_the_rounding(ranks: int, model_folder: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl")
     settings = ["--rollout.quantization", "int8", "--algorithm.correction.method", "truncate"]

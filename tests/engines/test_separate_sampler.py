@@ -192,7 +192,7 @@ COMPARED: dict[int, list[Case]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", COMPARED)
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
 def test_separate_ranks_sample_what_the_actor_would(ranks: int, tmp_path: Path) -> None:
     cases = COMPARED[ranks]
     for case in cases:

@@ -331,7 +331,14 @@ def test_what_changes_log_probs_less_than_rounding_is_caught(
         sync(actor)
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("float32", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [
+        pytest.param("float32", None, marks=pytest.mark.slow),
+        ("bfloat16", None),
+        pytest.param("float32", "int8", marks=pytest.mark.slow),
+    ],
+)
 def test_clean_syncs_raise_no_alarm(dtype: str, quantization: Any, world: World, tmp_path: Path) -> None:
     actor = actor_of("llama", world, tmp_path, dtype=dtype, lora=4, rollout=RolloutConfig(quantization=quantization))
     for _ in range(40):

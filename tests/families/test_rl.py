@@ -18,6 +18,7 @@ from tests.support.steps import brevity
 from tests.support.tiny import VOCABULARY, tiny_tokenizer
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "qwen3_5_text", "jamba"]
+FAST = ("qwen3_moe", "qwen3_5_text")
 WITHOUT_CRITIC = ["llama4_text", "gemma4_text"]
 """Types that transformers has no sequence classifier for."""
 SIZES = ("vocab_size", "vocab_size_per_layer_input")
@@ -61,13 +62,16 @@ def train(
 @pytest.mark.parametrize(
     ("model_type", "way"),
     [
-        *zip(FAMILIES, itertools.cycle(WAYS)),
+        *(
+            case if case[0] in FAST else pytest.param(*case, marks=pytest.mark.slow)
+            for case in zip(FAMILIES, itertools.cycle(WAYS))
+        ),
         *(
             pytest.param(*case, marks=pytest.mark.faults)
             for case in itertools.product(FAMILIES, WAYS)
             if case not in {*zip(FAMILIES, itertools.cycle(WAYS))}
         ),
-        *((name, "grpo with zero 3") for name in WITHOUT_CRITIC),
+        *(pytest.param(name, "grpo with zero 3", marks=pytest.mark.slow) for name in WITHOUT_CRITIC),
         *(pytest.param(*each, marks=pytest.mark.faults) for each in itertools.product(FAMILIES, CROSSED)),
     ],
 )
@@ -86,7 +90,10 @@ def test_a_family_learns_by_reinforcement(model_type: str, way: str, pair_rows: 
 @pytest.mark.parametrize(
     ("model_type", "way"),
     [
-        *zip(itertools.cycle(["qwen3_moe", "gpt_oss"]), REPLAY),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow if REPLAY[case[1]][0] > 1 else ())
+            for case in zip(itertools.cycle(["qwen3_moe", "gpt_oss"]), REPLAY)
+        ),
         ("gemma4_text", "grpo with one update"),
         *(
             pytest.param(*case, marks=pytest.mark.faults)

@@ -72,18 +72,23 @@ def points() -> list[tuple[str, Point]]:
 
 
 POINTS = points()
-QUICK = {
-    ("sft", "write_manifest"),
-    ("reward", "save_file"),
-    ("ppo", "GenerationEngine.generate"),
-    ("ppo", "_update_critic"),
+TIERS = {
+    ("sft", "write_manifest"): (),
+    ("reward", "save_file"): pytest.mark.slow,
+    ("ppo", "GenerationEngine.generate"): pytest.mark.slow,
+    ("ppo", "_update_critic"): (),
 }
+"""Marks of the points that do not wait for `make faults`."""
 assert len(POINTS) >= 40
 
 
 def marked(name: str, point: Point) -> Any:
-    quick = any(name == step and point.place.endswith(word) and "saving" not in point.place for step, word in QUICK)
-    return pytest.param(name, point, marks=() if quick else pytest.mark.faults, id=f"{name}-{point}")
+    marks = [
+        mark
+        for (step, word), mark in TIERS.items()
+        if name == step and point.place.endswith(word) and "saving" not in point.place
+    ]
+    return pytest.param(name, point, marks=marks[0] if marks else pytest.mark.faults, id=f"{name}-{point}")
 
 
 @pytest.fixture(scope="module")
@@ -164,8 +169,14 @@ def test_sigterm_saves_mid_step_and_stops(
 @pytest.mark.parametrize(
     ("point", "code"),
     [
-        (Point(f"{RL}.updates.updater:Updater._update_critic", 7, 0, signal=signal.SIGTERM), STOPPED_EXIT_CODE),
-        (Point(f"{ENGINES}.separate.transfer:WeightTransfer.receive", 4, 1), -signal.SIGKILL),
+        pytest.param(
+            Point(f"{RL}.updates.updater:Updater._update_critic", 7, 0, signal=signal.SIGTERM),
+            STOPPED_EXIT_CODE,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Point(f"{ENGINES}.separate.transfer:WeightTransfer.receive", 4, 1), -signal.SIGKILL, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
