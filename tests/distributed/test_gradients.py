@@ -147,7 +147,7 @@ def expected(
 
 
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.faults), 2, pytest.param(4, marks=pytest.mark.slow)]
+    "ranks", [pytest.param(1, marks=pytest.mark.faults), 2, pytest.param(4, marks=pytest.mark.faults)]
 )
 def test_an_update_does_not_depend_on_how_it_is_cut(
     ranks: int, model_folder: Path, critic_folder: Path, tmp_path: Path, expected: dict[tuple[str, int], torch.Tensor]

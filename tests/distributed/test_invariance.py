@@ -56,24 +56,6 @@ COVERING = {
     "ppo": (3,),
 }
 """Layouts of each step that `make test` runs; `make faults` runs all."""
-SLOW = {
-    "sft": (),
-    "moe": (4,),
-    "reward": (5,),
-    "listwise": (4,),
-    "steps": (5,),
-    "dpo": (5,),
-    "kto": (4,),
-    "ppo": (0, 5),
-}
-"""Layouts that `make slow` runs."""
-
-
-def tier(name: str, place: int) -> list[pytest.MarkDecorator]:
-    """Marks of a layout of a step."""
-    if place in COVERING[name]:
-        return []
-    return [pytest.mark.slow if place in SLOW[name] else pytest.mark.faults]
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +166,11 @@ def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "stage", "micro"),
-    [pytest.param(name, *layout, marks=tier(name, place)) for name in STEPS for place, layout in enumerate(LAYOUTS)],
+    [
+        pytest.param(name, *layout, marks=[] if place in COVERING[name] else pytest.mark.faults)
+        for name in STEPS
+        for place, layout in enumerate(LAYOUTS)
+    ],
 )
 def test_losses_do_not_depend_on_the_layout(name: str, ranks: int, stage: int, micro: str, workspace: Path) -> None:
     launch("reward", workspace, ranks=1, stage=0, micro="8")  # the reward model that PPO needs
@@ -210,9 +196,9 @@ def test_losses_change_with_the_seed(workspace: Path) -> None:
     ("name", "loss", "more"),
     [
         ("sft", "sft/loss", []),
-        pytest.param("sft", "distill/loss", ["--distill.teacher", "moe"], marks=pytest.mark.slow),
-        pytest.param("dpo", "preference/loss", [], marks=pytest.mark.slow),
-        pytest.param("kto", "preference/loss", [], marks=pytest.mark.slow),
+        pytest.param("sft", "distill/loss", ["--distill.teacher", "moe"], marks=pytest.mark.faults),
+        pytest.param("dpo", "preference/loss", [], marks=pytest.mark.faults),
+        pytest.param("kto", "preference/loss", [], marks=pytest.mark.faults),
         ("ppo", "loss/policy", ["--algorithm.epochs", "1", "--algorithm.mini_batches", "1"]),
     ],
 )

@@ -70,7 +70,7 @@ def gone_on(world: World, path: Path, folders: list[Path], settings: dict[str, A
         (1, {"stage": 0}),
         (2, {"stage": 0, "lora": 4}),
         pytest.param(2, {"stage": 1, "dtype": "bfloat16"}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 2, "offload_optimizer": True}, marks=pytest.mark.slow),
+        pytest.param(2, {"stage": 2, "offload_optimizer": True}, marks=pytest.mark.faults),
         (2, {"stage": 3, "dtype": "bfloat16"}),
         pytest.param(2, {"stage": 0, "dtype": "bfloat16"}, marks=pytest.mark.faults),
         pytest.param(
@@ -132,7 +132,7 @@ def refreshed(world: World, path: Path, folder: Path, stage: int) -> bool:
     return all(map(torch.equal, after, want)) and not all(map(torch.equal, after, before))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.faults)])
 def test_a_refreshed_reference_is_kept(stage: int, model_folder: Path, tmp_path: Path) -> None:
     assert all(run_ranks(refreshed, 2, tmp_path / "r", model_folder, tmp_path / "run", stage))
 

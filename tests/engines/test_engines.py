@@ -42,9 +42,9 @@ def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     ("ranks", "settings"),
     [
         (2, {"stage": 0}),
-        pytest.param(2, {"stage": 2, "offload_optimizer": True}, marks=pytest.mark.slow),
+        pytest.param(2, {"stage": 2, "offload_optimizer": True}, marks=pytest.mark.faults),
         (2, {"stage": 3}),
-        pytest.param(2, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}, marks=pytest.mark.slow),
+        pytest.param(2, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}, marks=pytest.mark.faults),
     ],
     ids=str,
 )
@@ -92,8 +92,8 @@ def test_lora_generates_merged_and_saves_merged(ranks: int, stage: int, model_fo
     ("ranks", "stage"),
     [
         (1, 0),
-        pytest.param(1, 2, marks=pytest.mark.slow),
-        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, marks=pytest.mark.faults),
+        pytest.param(2, 1, marks=pytest.mark.faults),
         pytest.param(2, 3, marks=pytest.mark.slow),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_fresh_score_head_is_the_same_however_the_model_is_loaded(model_folder
     assert deviation == pytest.approx(1 / math.sqrt(33), rel=0.4), "N details, no. 8"
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), pytest.param(2, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), pytest.param(2, 3, marks=pytest.mark.faults)])
 def test_a_fresh_value_head_is_zero(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
     assert run_ranks(scorer_heads, ranks, tmp_path, model_folder, stage, "critic")[0] == [0.0] * 32
 

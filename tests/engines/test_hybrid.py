@@ -119,7 +119,7 @@ def both_backends(world: World, path: Path, settings: dict[str, Any]) -> list[An
 
 
 @pytest.mark.parametrize(
-    ("ranks", "settings"), [(1, {"lora": 4}), pytest.param(2, {"stage": 3, "lora": 4}, marks=pytest.mark.slow)]
+    ("ranks", "settings"), [(1, {"lora": 4}), pytest.param(2, {"stage": 3, "lora": 4}, marks=pytest.mark.faults)]
 )
 def test_both_backends_generate_the_same(
     ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path
@@ -269,7 +269,7 @@ def remembered(world: World, path: Path, settings: dict[str, Any]) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "settings"), [(1, {}), pytest.param(2, {"stage": 3, "lora": 4}, marks=pytest.mark.slow)]
+    ("ranks", "settings"), [(1, {}), pytest.param(2, {"stage": 3, "lora": 4}, marks=pytest.mark.faults)]
 )
 def test_memory_is_given_back(ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
     for told in run_ranks(remembered, ranks, tmp_path, model_folder, settings):

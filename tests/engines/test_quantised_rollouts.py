@@ -82,7 +82,7 @@ def test_samples_are_of_the_weights_that_train(
         assert result["dtype"] == "torch.int8" and result["followed"] and result["same"], cases[case]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.faults)])
 def test_a_run_corrects_for_the_rounding(ranks: int, model_folder: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl")
     settings = ["--rollout.quantization", "int8", "--algorithm.correction.method", "truncate"]

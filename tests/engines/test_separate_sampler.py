@@ -192,7 +192,9 @@ COMPARED: dict[int, list[Case]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.faults)]
+)
 def test_separate_ranks_sample_what_the_actor_would(ranks: int, tmp_path: Path) -> None:
     cases = COMPARED[ranks]
     for case in cases:

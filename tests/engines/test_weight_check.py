@@ -334,9 +334,9 @@ def test_what_changes_log_probs_less_than_rounding_is_caught(
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
     [
-        pytest.param("float32", None, marks=pytest.mark.slow),
+        pytest.param("float32", None, marks=pytest.mark.faults),
         ("bfloat16", None),
-        pytest.param("float32", "int8", marks=pytest.mark.slow),
+        pytest.param("float32", "int8", marks=pytest.mark.faults),
     ],
 )
 def test_clean_syncs_raise_no_alarm(dtype: str, quantization: Any, world: World, tmp_path: Path) -> None:

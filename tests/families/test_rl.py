@@ -63,7 +63,7 @@ def train(
     ("model_type", "way"),
     [
         *(
-            case if case[0] in FAST else pytest.param(*case, marks=pytest.mark.slow)
+            case if case[0] in FAST else pytest.param(*case, marks=pytest.mark.faults)
             for case in zip(FAMILIES, itertools.cycle(WAYS))
         ),
         *(
@@ -71,7 +71,7 @@ def train(
             for case in itertools.product(FAMILIES, WAYS)
             if case not in {*zip(FAMILIES, itertools.cycle(WAYS))}
         ),
-        *(pytest.param(name, "grpo with zero 3", marks=pytest.mark.slow) for name in WITHOUT_CRITIC),
+        *(pytest.param(name, "grpo with zero 3", marks=pytest.mark.faults) for name in WITHOUT_CRITIC),
         *(pytest.param(*each, marks=pytest.mark.faults) for each in itertools.product(FAMILIES, CROSSED)),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_family_learns_by_reinforcement(model_type: str, way: str, pair_rows: 
     ("model_type", "way"),
     [
         *(
-            pytest.param(*case, marks=pytest.mark.slow if REPLAY[case[1]][0] > 1 else ())
+            pytest.param(*case, marks=pytest.mark.faults if REPLAY[case[1]][0] > 1 else ())
             for case in zip(itertools.cycle(["qwen3_moe", "gpt_oss"]), REPLAY)
         ),
         ("gemma4_text", "grpo with one update"),

@@ -72,23 +72,13 @@ def points() -> list[tuple[str, Point]]:
 
 
 POINTS = points()
-TIERS = {
-    ("sft", "write_manifest"): (),
-    ("reward", "save_file"): pytest.mark.slow,
-    ("ppo", "GenerationEngine.generate"): pytest.mark.slow,
-    ("ppo", "_update_critic"): (),
-}
-"""Marks of the points that do not wait for `make faults`."""
+QUICK = {("sft", "write_manifest"), ("ppo", "_update_critic")}
 assert len(POINTS) >= 40
 
 
 def marked(name: str, point: Point) -> Any:
-    marks = [
-        mark
-        for (step, word), mark in TIERS.items()
-        if name == step and point.place.endswith(word) and "saving" not in point.place
-    ]
-    return pytest.param(name, point, marks=marks[0] if marks else pytest.mark.faults, id=f"{name}-{point}")
+    quick = any(name == step and point.place.endswith(word) and "saving" not in point.place for step, word in QUICK)
+    return pytest.param(name, point, marks=() if quick else pytest.mark.faults, id=f"{name}-{point}")
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +165,9 @@ def test_sigterm_saves_mid_step_and_stops(
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            Point(f"{ENGINES}.separate.transfer:WeightTransfer.receive", 4, 1), -signal.SIGKILL, marks=pytest.mark.slow
+            Point(f"{ENGINES}.separate.transfer:WeightTransfer.receive", 4, 1),
+            -signal.SIGKILL,
+            marks=pytest.mark.faults,
         ),
     ],
     ids=str,
