@@ -109,6 +109,7 @@ def test_the_address_of_programs_is_that_of_the_config(
         )
 
 
+@pytest.mark.slow
 def test_only_ranks_that_sample_have_an_address(tmp_path: Path, model_folder: Path) -> None:
     """A run whose first port, of the rank that trains, is another's."""
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -135,6 +135,7 @@ def test_a_program_learns_from_the_tokens_of_the_environment_with_the_same_repli
         assert episode_metrics(found) == {**episode_metrics(expected), "environment/sequences": 1.0}
 
 
+@pytest.mark.slow
 def test_of_a_thousand_turns_none_is_tokenised_again(world: World, tmp_path: Path) -> None:
     tiny_model(max_position_embeddings=8192).save_pretrained(tmp_path)
     sampling = replace(SAMPLING, sampling=replace(SAMPLING.sampling, n=20, max_new_tokens=1000))
@@ -287,6 +288,7 @@ def test_mistakes_are_named_before_the_run(world: World) -> None:
             )
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_a_program(tmp_path: Path, model_folder: Path) -> None:
     (tmp_path / "game.py").write_text(
         "import openai\n"

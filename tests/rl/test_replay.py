@@ -217,6 +217,7 @@ def test_a_damaged_token_record_is_named(ppo_run: Path, tmp_path: Path) -> None:
         RecordedStep.read(folder, 5).tokens(0)
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_it_found(ppo_run: Path) -> None:
     line = ["-m", "hybrid_rlhf", "replay", str(ppo_run), "--step", "5"]
     done = run_python([*line, "--index", "3"])

@@ -545,6 +545,7 @@ def test_names_are_distinct() -> None:
         require_distinct_names([RewardComponentConfig(model="a/m"), RewardComponentConfig(model="b/m")])
 
 
+@pytest.mark.slow
 def test_step_3_without_an_endpoint_needs_no_http_client() -> None:
     """None of our modules imports it; huggingface_hub may, as its version wants."""
     script = """

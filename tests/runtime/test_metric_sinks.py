@@ -92,11 +92,20 @@ def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_id = write_twice(tmp_path, "wandb")
     assert run_id and not log_lines
+    limit = time.monotonic() + 30  # W&B's own process writes the files
+    while len(recorded := wandb_history(tmp_path, run_id)) < 6 and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert [row["step"] for row in recorded] == [0, 1, 2, 3, 3, 4]
+    assert [row["sft/loss"] for row in recorded] == [1.0, 0.5, 1 / 3, 0.25, 9.0, 9.0]
+
+
+def wandb_history(folder: Path, run_id: str) -> list[dict[str, Any]]:
+    """Rows of both parts of an offline run, whose settings are checked."""
     from wandb.proto import wandb_internal_pb2
 
     rows: list[dict[str, Any]] = []
     config: dict[str, Any] = {}
-    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2 and all(run_id in file.name for file in files)
     for file in files:
         for data in wandb_records(file):
@@ -108,9 +117,8 @@ def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             if record.HasField("history"):
                 row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
                 rows.append({key: json.loads(value) for key, value in row.items() if not key.startswith("_")})
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 3, 4]
-    assert [row["sft/loss"] for row in rows] == [1.0, 0.5, 1 / 3, 0.25, 9.0, 9.0]
     assert config["seed"] == 42 and config["data.sources"] == ["rows.jsonl"]
+    return rows
 
 
 def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]) -> None:
