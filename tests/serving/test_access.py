@@ -17,11 +17,10 @@ from hybrid_rlhf.cli.saved_models.loading import load_engine
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import SamplingParams
-from hybrid_rlhf.serving.access import AccessRules
 from hybrid_rlhf.serving.app import Access, build_app
-from hybrid_rlhf.serving.background import served_in_background
 from hybrid_rlhf.serving.episodes import EpisodeQueue
 from hybrid_rlhf.serving.service import Service
+from hybrid_rlhf.serving.web import AccessRules, served_in_background
 
 PAGE = "https://app.example"
 COMPLETE = "/v1/completions"

@@ -23,8 +23,8 @@ from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.data.chat.conversation import completion_text, encode_prompt
 from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
 from hybrid_rlhf.serving.app import Access, build_app
-from hybrid_rlhf.serving.background import served_in_background
 from hybrid_rlhf.serving.service import Service
+from hybrid_rlhf.serving.web import served_in_background
 from tests.support.generation import wait_until
 from tests.support.serving import KEY, server_process
 

@@ -9,19 +9,18 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.serving.web import StrictBody
 
 _Path = Annotated[str, Field(min_length=1, max_length=4000)]
 
 
-class SamplingBody(BaseModel):
+class SamplingBody(StrictBody):
     """Sampling parameters of the answers."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     temperature: float = 0.7
     top_p: float = 0.95
@@ -29,10 +28,8 @@ class SamplingBody(BaseModel):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
 
 
-class BoardChatBody(BaseModel):
+class BoardChatBody(StrictBody):
     """POST /api/chat."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     models: list[_Path] = Field(min_length=1, max_length=2)
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=1000)
