@@ -46,7 +46,8 @@ def drive(
 
     monkeypatch.setattr("builtins.input", typed)
     talk = conversation(template)
-    chat.Session(talk, SamplingParams(max_new_tokens=5, seed=0)).run()
+    sampling = SamplingParams(max_new_tokens=5, seed=0)
+    chat.Session(talk, sampling, view=chat.PlainView(), load=pytest.fail, load_scorer=pytest.fail).run()
     return talk, capsys.readouterr().out
 
 

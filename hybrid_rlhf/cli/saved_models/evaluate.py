@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Parse, measure, print; torch is imported after parsing."""
     with user_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        config = parse_config(EvaluateConfig, words, prog=prog, positional="path")
+        config = parse_config(EvaluateConfig, argv, prog=prog, positional="path")
         output = None
         if config.output is not None:
             output = output_file(config.output, "--output", overwrite=config.overwrite)

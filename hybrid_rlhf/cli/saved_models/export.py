@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,7 @@ _GGUF_TYPES: dict[str, GGUFType] = {"float32": "f32", "float16": "f16", "bfloat1
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Parse, then export; torch is imported after parsing."""
     with user_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        config = parse_config(ExportConfig, words, prog=prog, positional="path")
+        config = parse_config(ExportConfig, argv, prog=prog, positional="path")
         output = user_path(config.output)
         if output.exists():
             raise UserError(f"--output must not exist, {config.output} does: choose another, or remove it")

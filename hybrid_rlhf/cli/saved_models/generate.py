@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +16,7 @@ from hybrid_rlhf.runtime.output import print_result
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Parse, then generate; torch is imported after parsing."""
     with user_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        config = parse_config(GenerateConfig, words, prog=prog, positional="path")
+        config = parse_config(GenerateConfig, argv, prog=prog, positional="path")
         _generate(config)
 
 

@@ -6,7 +6,6 @@ Only the model's files are uploaded: a run folder also has checkpoints, metrics 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 
 from hybrid_rlhf.configs.errors import UserError
@@ -39,8 +38,7 @@ MODEL_FILES = (
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Parse, check the folder, upload."""
     with user_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        config = parse_config(PushConfig, words, prog=prog, positional=("path", "repo"))
+        config = parse_config(PushConfig, argv, prog=prog, positional=("path", "repo"))
         _push(config, _model_files(config.path))
 
 

@@ -14,13 +14,12 @@ from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Parse, load the model, serve; torch is imported after parsing."""
     with user_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        config = parse_config(ServeConfig, words, prog=prog, positional="path")
+        config = parse_config(ServeConfig, argv, prog=prog, positional="path")
         api_key = config.expanded_api_key()
         from hybrid_rlhf.serving.packages import require_packages
 
         require_packages("serve")
-        from hybrid_rlhf.cli.saved_models.loading import adapted_engine, engine_at, find_model, load_scorer
+        from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model, load_scorer
         from hybrid_rlhf.models.pretrained.folders import load_config
         from hybrid_rlhf.models.pretrained.loading import is_scorer
         from hybrid_rlhf.serving.scores import ScoreService
@@ -35,10 +34,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
                 config.check_scores_alone()
                 alone = ScoreService(load_scorer(place), max_queue=config.max_queue, name=config.served_name)
                 return Served(None, alone)
-            if config.adapters:
-                engine = adapted_engine(place, config.adapters, kv_cache_gib=config.kv_cache_gib)
-            else:
-                engine = engine_at(place, kv_cache_gib=config.kv_cache_gib)
+            engine = engine_at(place, kv_cache_gib=config.kv_cache_gib, adapters=config.adapters)
             judge = config.reward_model
             scores = ScoreService(load_scorer(find_model(config, judge)), max_queue=config.max_queue) if judge else None
             return Served(LoadedModel(engine, place.tokenizer, place.device), scores)
