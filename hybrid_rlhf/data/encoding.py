@@ -25,7 +25,13 @@ from hybrid_rlhf.data.chat.conversation import (
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.chat.template import refused, unrendered
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.formats import ConversationRow, read_labelled_row, read_preference_row, read_prompt_row
+from hybrid_rlhf.data.rows.formats import (
+    ConversationRow,
+    read_labelled_row,
+    read_preference_row,
+    read_prompt_row,
+    read_sft_row,
+)
 
 _MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "responses")
 
@@ -58,6 +64,11 @@ def encode_conversation_row(
         }
         for number, row in enumerate(encoded)
     ]
+
+
+def encode_sft_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
+    """Encode a row for SFT; see `encode_conversation_row`."""
+    return encode_conversation_row(location, read_sft_row(location, row), tokenizer, limit)
 
 
 def encode_preference_row(

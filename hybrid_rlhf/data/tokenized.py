@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import datasets
@@ -28,6 +29,7 @@ from hybrid_rlhf.data.encoding import (
     encode_labelled_row,
     encode_preference_row,
     encode_prompt_row,
+    encode_sft_row,
     require_rendered,
 )
 from hybrid_rlhf.data.row_views import column_array
@@ -83,10 +85,7 @@ def load_sft_data(
 ) -> TokenizedData:
     """Columns `input_ids`, `loss_mask`, `length`; with `conditional`, prompts name the bucket of the score."""
     if conditional is None or not config.sources:
-        encoding = RowEncoding(
-            "sft", lambda p, row, t, limit: encode_conversation_row(p, read_sft_row(p, row), t, limit), 0
-        )
-        return _load(encoding, config, tokenizer, config.max_length, seed, world)
+        return _load(RowEncoding("sft", encode_sft_row, 0), config, tokenizer, config.max_length, seed, world)
     buckets = find_score_buckets(
         conditional, config, lambda rows: _split_rows(rows, config, 0, seed)[0].tolist(), world
     )
@@ -132,10 +131,7 @@ def _reward_encoding(preference: RewardObjectiveConfig) -> RowEncoding:
     separator = preference.step_separator
     encodings: dict[str, tuple[str, Encode]] = {
         "binary": ("labelled", encode_labelled_row),
-        "steps": (
-            f"stepwise {separator!r}",
-            lambda location, row, t, limit: encode_stepwise_row(location, row, t, limit, separator=separator),
-        ),
+        "steps": (f"stepwise {separator!r}", partial(encode_stepwise_row, separator=separator)),
     }
     name, encode = encodings.get(preference.loss, ("reward", encode_preference_row))
     if not heads:
