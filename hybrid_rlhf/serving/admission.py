@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from dataclasses import dataclass
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
@@ -22,14 +23,14 @@ _RETRY_SECONDS = 5
 """Time after which a client may repeat a request to a stopping server, or to its successor."""
 
 
+@dataclass
 class Activity:
     """Current activity of a server."""
 
-    def __init__(self) -> None:
-        self.requests = 0
-        """Number of requests that are being answered."""
-        self.stops = False
-        """True if further requests are refused."""
+    requests: int = 0
+    """Number of requests that are being answered."""
+    stops: bool = False
+    """True if further requests are refused."""
 
 
 class Admission:
