@@ -180,19 +180,6 @@ def test_metrics_are_read_on_and_again_after_a_resume(tmp_path: Path) -> None:
     assert metrics.series([], after=None, points=10)["step"] == [1, 2, 3] and metrics.problem is None
 
 
-def test_a_run_that_holds_its_folder_is_running(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "output" / "live", steps=1)
-    process = hold_lock(folder)
-    try:
-        with served_board(tmp_path / "output") as board:
-            assert board.run("live")["state"] == "running"
-            process.terminate()
-            process.wait()
-            assert board.run("live")["state"] == "stopped"
-    finally:
-        process.kill()
-
-
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_run_ended_by_sigkill_is_killed_with_the_time_of_its_last_line(tmp_path: Path, steps: int) -> None:
     """It was shown as stopped, like one that was stopped on purpose."""

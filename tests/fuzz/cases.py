@@ -20,7 +20,6 @@ LINES = [
     ("sft", ["--"], ["--", "--help lists"]),
     ("sft", ["-x"], ["got '-x'", "--help"]),
     ("sft", [""], ["got ''", "--help"]),
-    ("sft", ["seed=3"], ["got 'seed=3'", "--help"]),
     ("sft", ["--seed"], ["--seed", "got none", "--seed"]),
     ("sft", ["--optimizer.lr", "--seed", "1"], ["--optimizer.lr", "got none", "--optimizer.lr"]),
     ("sft", ["--config"], ["--config", "got none", "--config"]),
@@ -31,9 +30,7 @@ LINES = [
         ["UTF-8", "got 'a\\udcffb'", "write it again"],
     ),
     ("sft", ["--optimizer.lr", "fast"], ["optimizer.lr", "float", "got fast", "--help"]),
-    ("sft", ["--optimizer.lr", "nan"], ["optimizer.lr", "float", "got nan", "--help"]),
     ("sft", ["--optimizer.lr", ".inf"], ["optimizer.lr", "finite number", "got inf"]),
-    ("sft", ["--optimizer.lr", "1e400"], ["optimizer.lr", "finite number", "got inf"]),
     ("sft", ["--optimizer.lr", "-1"], ["optimizer.lr", "0 or more", "got -1.0", "leave it out"]),
     ("sft", ["--optimizer.betas", "0.9"], ["optimizer.betas", "tuple[float, float]", "got 0.9", "--help"]),
     (
@@ -47,15 +44,8 @@ LINES = [
         ["--optimizer", "{weight_decay: }"],
         ["optimizer.weight_decay", "float", "got null"],
     ),
-    (
-        "sft",
-        ["--optimizer", "5"],
-        ["optimizer", "mapping", "got 5"],
-    ),
     ("sft", ["--seed", "-1"], ["seed", "0 or more", "got -1", "42"]),
     ("sft", ["--seed", "1.5"], ["seed", "int", "got 1.5", "--help"]),
-    ("sft", ["--seed", "true"], ["seed", "int", "got True", "--help"]),
-    ("sft", ["--seed", ""], ["seed", "int", "got ", "--help"]),
     (
         "sft",
         ["--seed", "9999999999999999999999999"],
@@ -65,12 +55,6 @@ LINES = [
     ("sft", ["--train.max_steps", "none"], ["train.max_steps", "int or null", "got none", "--help"]),
     ("sft", ["--train.max_steps", "0"], ["train.max_steps", "1 or more", "got 0"]),
     ("sft", ["--train.global_batch_size", "-4"], ["train.global_batch_size", "1 or more", "got -4", "raise"]),
-    ("sft", ["--train.global_batch_size", "8.0"], ["train.global_batch_size", "int", "got 8.0", "--help"]),
-    (
-        "sft",
-        ["--logging.samples_every", "-1"],
-        ["logging.samples_every", "0 (none) or more", "got -1", "10"],
-    ),
     (
         "sft",
         ["--logging.profile_steps", "[0]"],
@@ -101,19 +85,12 @@ LINES = [
         ["zero.offload_optimizer", "zero.stage", "got 0", "zero.stage"],
     ),
     ("sft", ["--lora.rank", "-1"], ["lora.rank", "1 to 65536", "got -1", "16", "lora null"]),
-    ("sft", ["--lora.rank", "99999"], ["lora.rank", "1 to 65536", "got 99999", "16", "lora null"]),
     ("sft", ["--lora.alpha", "0"], ["lora.alpha", "above 0", "got 0.0", "16"]),
     (
         "sft",
         ["--data.split", "[1, 2]"],
         ["data.split", "three", "got [1.0, 2.0]", "[2, 4, 4]"],
     ),
-    (
-        "sft",
-        ["--data.split", "[1, 2, -1]"],
-        ["data.split", "three", "got [1.0, 2.0, -1.0]", "[2, 4, 4]"],
-    ),
-    ("sft", ["--data.split", "[1, 2, .inf]"], ["data.split", "finite number", "got inf"]),
     (
         "sft",
         ["--data.sources", "[a, {path: b, weigth: 2}]"],
@@ -144,7 +121,6 @@ LINES = [
         ["--data.sources", "[{weight: 1}]"],
         ["data.sources", "got {'weight': 1}"],
     ),
-    ("sft", ["--data.sources", "[5]"], ["data.sources", "list[str or DataSource]", "got 5", "--help"]),
     (
         "sft",
         ["--data.sources", "[a, b"],
@@ -157,7 +133,6 @@ LINES = [
     ),
     ("sft", ["--data.max_length", "1"], ["data.max_length", "2 tokens or more", "got 1", "raise"]),
     ("sft", ["--config", "absent.yaml"], ["--config", "absent.yaml", "does not exist"]),
-    ("sft", ["--config", "/tmp"], ["--config", "/tmp", "is a folder"]),
     ("sft", ["--config", "/dev/zero"], ["--config", "/dev/zero", "pipe or a device"]),
     (
         "sft",
@@ -192,11 +167,6 @@ LINES = [
     ),
     (
         "rl",
-        ["--reward.components", "[{urls: ['http://h:99999/']}]"],
-        ["reward.components", "URL", "http://HOST:PORT/PATH", "got http://h:99999/"],
-    ),
-    (
-        "rl",
         ["--reward.components", "[{model: a, weight: .nan}]"],
         ["reward.components", "finite number", "got nan", "1.0"],
     ),
@@ -223,11 +193,6 @@ LINES = [
     ),
     (
         "pipeline",
-        ["--steps", ""],
-        ["--steps", "sft, reward, preference and rl", "got ''", "--steps"],
-    ),
-    (
-        "pipeline",
         ["--launcher.num_processes", "0"],
         ["launcher.num_processes", "1 or more", "got 0"],
     ),
@@ -235,16 +200,6 @@ LINES = [
         "pipeline",
         ["--launcher.hostfile", "absent"],
         ["launcher.hostfile", " absent ", "does not exist"],
-    ),
-    (
-        "pipeline",
-        ["--launcher.hostfile", "/tmp"],
-        ["launcher.hostfile", "/tmp", "is a folder"],
-    ),
-    (
-        "pipeline",
-        ["--data.split", "[1, 1]"],
-        ["data.split", "three", "got [1.0, 1.0]", "[2, 4, 4]"],
     ),
     (
         "pipeline",
@@ -257,11 +212,6 @@ LINES = [
         "generate",
         ["--path", "m", "--input", "x", "--output", "y", "--sampling.n", "0"],
         ["sampling.n", "1 or more", "got 0", "change"],
-    ),
-    (
-        "generate",
-        ["--path", "m", "--input", "x", "--output", "y", "--sampling.seed", "-2"],
-        ["sampling.seed", "0 or more", "got -2"],
     ),
     (
         "generate",
@@ -370,8 +320,6 @@ DATA = [
         "sft",
         ["D/rows.jsonl:1", "JSON", "(Expecting property name enclosed in double quotes at column 14)"],
     ),
-    ("rows.jsonl", "[1]\n", "sft", ["D/rows.jsonl:1", "JSON", "object", "got list"]),
-    ("rows.jsonl", "null\n", "sft", ["D/rows.jsonl:1", "JSON", "object", "got NoneType"]),
     ("rows.jsonl", '"text"\n', "sft", ["D/rows.jsonl:1", "JSON", "object", "got str"]),
     (
         "rows.jsonl",
@@ -409,31 +357,11 @@ DATA = [
     ("rows.jsonl", b'{"text": "\xe9"}\n', "sft", ["D/rows.jsonl", "UTF-8", "convert"]),
     ("rows.jsonl", b"PK\x03\x04\xff", "sft", ["D/rows.jsonl", "zip archive", "unzip"]),
     ("rows.jsonl", '{"text": NaN}\n', "sft", ["D/rows.jsonl:1", "'text'", "text", "got float"]),
-    ("rows.jsonl", '{"text": ""}\n', "sft", ["D/rows.jsonl:1", "'text'", "empty", "got ''", "remove"]),
-    ("rows.jsonl", '{"text": 3}\n', "sft", ["D/rows.jsonl:1", "'text'", "text", "got int"]),
-    (
-        "rows.jsonl",
-        '{"messages": []}\n',
-        "sft",
-        ["D/rows.jsonl:1", "'messages'", "text or a list", "got an empty list"],
-    ),
-    (
-        "rows.jsonl",
-        '{"messages": "q"}\n',
-        "sft",
-        ["D/rows.jsonl:1", "'messages'", "text or a list", "got str"],
-    ),
     (
         "rows.jsonl",
         '{"messages": [null]}\n',
         "sft",
         ["D/rows.jsonl:1", "'messages'", "'role'", "'content'", "got None"],
-    ),
-    (
-        "rows.jsonl",
-        '{"messages": [{"role": "user"}]}\n',
-        "sft",
-        ["D/rows.jsonl:1", "'messages'", "'role'", "'content'", "got {'role': 'user'}"],
     ),
     (
         "rows.jsonl",
@@ -466,40 +394,6 @@ DATA = [
     ),
     (
         "rows.jsonl",
-        '{"prompt": "q"}\n',
-        "sft",
-        [
-            "D/rows.jsonl:1",
-            "messages or prompt + completion or prompt + chosen or text",
-            "got columns prompt",
-            "rename",
-        ],
-    ),
-    (
-        "rows.jsonl",
-        '{"prompt": {}, "completion": "a"}\n',
-        "sft",
-        ["D/rows.jsonl:1", "'prompt'", "text or a list", "got dict"],
-    ),
-    (
-        "rows.jsonl",
-        '{"prompt": "q", "chosen": "a"}\n',
-        "pair",
-        [
-            "D/rows.jsonl:1",
-            "prompt + chosen + rejected or prompt + responses + ranks",
-            "got columns chosen, prompt",
-            "rename",
-        ],
-    ),
-    (
-        "rows.jsonl",
-        '{"prompt": "q", "chosen": "a", "rejected": "a"}\n',
-        "pair",
-        ["D/rows.jsonl:1", "'chosen'", "'rejected'", "must differ", "both", "'a'", "remove"],
-    ),
-    (
-        "rows.jsonl",
         '{"prompt": "q", "chosen": "a", "rejected": "b", "margin": NaN}\n',
         "pair",
         ["D/rows.jsonl:1", "'margin'", "finite number", "got nan"],
@@ -509,12 +403,6 @@ DATA = [
         '{"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1e999}\n',
         "pair",
         ["D/rows.jsonl:1", "'margin'", "finite number", "got inf"],
-    ),
-    (
-        "rows.jsonl",
-        '{"prompt": "q", "chosen": "a", "rejected": "b", "margin": "1"}\n',
-        "pair",
-        ["D/rows.jsonl:1", "'margin'", "finite number", "got '1'"],
     ),
     (
         "rows.jsonl",
@@ -550,12 +438,6 @@ DATA = [
         '{"prompt": "q", "responses": ["a", "b"], "ranks": [NaN, NaN]}\n',
         "pair",
         ["D/rows.jsonl:1", "'ranks'", "finite numbers", "got [nan, nan]"],
-    ),
-    (
-        "rows.jsonl",
-        '{"prompt": "q", "responses": ["a", "b"], "ranks": [1, null]}\n',
-        "pair",
-        ["D/rows.jsonl:1", "'ranks'", "finite numbers", "got [1, None]"],
     ),
     (
         "rows.jsonl",
@@ -652,18 +534,6 @@ DATA = [
         "head",
         ["D/rows.jsonl:1", "'head'", "one of helpful, harmless", "got None"],
     ),
-    (
-        "rows.jsonl",
-        '{"text": "q"}\n',
-        "prompt",
-        ["D/rows.jsonl:1", "prompt or messages", "got columns text", "rename"],
-    ),
-    (
-        "rows.jsonl",
-        '{"messages": [{"role": "assistant", "content": "a"}]}\n',
-        "prompt",
-        ["D/rows.jsonl:1", "'messages'", "got only an assistant turn", "remove"],
-    ),
     ("rows.jsonl", '{"prompt": "  "}\n', "prompt", ["D/rows.jsonl:1", "'prompt'", "empty", "got '  '", "remove"]),
     ("rows.json", "[]", "sft", ["D/rows.json", "empty"]),
     ("rows.json", " ", "sft", ["D/rows.json:1", ".json", "JSON", "(Expecting value)", ".jsonl"]),
@@ -707,10 +577,5 @@ DATA = [
             "(Parquet file size is 12 bytes, smaller than the size reported by footer's (2021161080bytes))",
         ],
     ),
-    ("rows.csv", "a,b\n", "sft", ["must have rows", "D/rows.csv", "empty"]),
-    ("rows.csv", "a,a\nb,c\n", "sft", ["D/rows.csv:1", "each once", "got a, a"]),
-    ("rows.csv", 'text\n"a\n', "sft", ["D/rows.csv:2", "CSV", "(unexpected end of data)"]),
-    ("rows.jsonl.gz", "x", "sft", ["D/rows.jsonl.gz", "not valid gzip", "(Truncated compressed stream)"]),
-    ("rows.txt", "x", "sft", [".jsonl", ".json", ".csv", ".parquet", "got D/rows.txt", "convert"]),
     ("rows", "x", "sft", [".jsonl", ".json", ".parquet", "got D/rows", "convert"]),
 ]

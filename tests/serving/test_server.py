@@ -232,14 +232,11 @@ def test_a_client_that_disconnects_frees_its_row(served: Served, streams: bool) 
 
 
 def test_what_exceeds_the_queue_is_refused_and_may_come_later(served: Served) -> None:
-    running = [
-        served.client.completions.create(model=NAME, prompt="x", stream=True, n=ROWS + QUEUE, **LONG) for _ in range(1)
-    ]
+    running = served.client.completions.create(model=NAME, prompt="x", stream=True, n=ROWS + QUEUE, **LONG)
     with pytest.raises(openai.RateLimitError, match=f"{ROWS + QUEUE} completions run or wait"):
         served.client.completions.create(model=NAME, prompt="x", max_tokens=1)
     assert served.metric("rows_waiting") >= QUEUE
-    for stream in running:
-        stream.close()
+    running.close()
     wait_until(lambda: served.metric("rows_running") + served.metric("rows_waiting") == 0)
     served.client.completions.create(model=NAME, prompt="x", max_tokens=1)
 
@@ -404,20 +401,14 @@ def test_empty_content_of_a_user_is_accepted(served: Served) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        {"prompt": ["a"] * 300_000},
         {"prompt": [1, "a"] * 150_000},
-        {"prompt": "ab " * 1_000_000},
-        {"prompt": "x", "stop": ["a"] * 300_000},
         {"messages": HELLO * 100_000},
         {"messages": [{"role": "user", "content": "ab " * 1_000_000}]},
-        {"messages": HELLO, "tools": [{}] * 300_000},
         {"prompt": "x", "user": [[]] * 1_500_000},
     ],
-    ids=["prompts", "mixed", "long", "stops", "messages", "content", "tools", "lists"],
+    ids=["mixed", "messages", "content", "lists"],
 )
-def test_a_large_body_is_refused_before_its_texts_are_tokenized(
-    served: Served, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_body_is_refused_before_its_texts_are_tokenized(served: Served, body: dict[str, Any]) -> None:
     """Of sizes that took the event loop seconds: limits are checked first, and on another thread."""
     content = json.dumps({"model": NAME, **body}).encode()
     slowest, done = 0.0, threading.Event()
