@@ -7,6 +7,7 @@ truncated), `usable` (true if the rest can be trained on) and `ignored` (keys th
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -112,7 +113,9 @@ def _encode_completions(
         raise UserError(f"{location}: {error}") from error
     sequences = [sequence.input_ids for sequence in encoded]
     masks = [sequence.loss_mask for sequence in encoded]
-    shared = min(_shared_prefix(sequences), *(mask.index(True) if any(mask) else len(mask) for mask in masks))
+    shared = min(
+        len(os.path.commonprefix(sequences)), *(mask.index(True) if any(mask) else len(mask) for mask in masks)
+    )
     if cut:
         head = min(head, shared)
         surplus = min(shared - head, full_length - limit)
@@ -184,11 +187,3 @@ def _ignored(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, to
     """Keys that the chat template does not render, one entry per message, comma-separated: Arrow columns have one
     type."""
     return ",".join(unrendered(messages, tokenizer, tools))
-
-
-def _shared_prefix(sequences: list[list[int]]) -> int:
-    """The number of leading tokens that all sequences share."""
-    shared = 0
-    while all(shared < len(ids) and ids[shared] == sequences[0][shared] for ids in sequences):
-        shared += 1
-    return shared

@@ -205,7 +205,9 @@ def _load(
 def _split_rows(rows: int, config: DataConfig, step_index: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """The indices in a source of the rows that a step trains on, and of the rows that it holds out."""
     mine = _step_rows(rows, config.split, step_index, seed)
-    count = 0 if config.eval_sources else _held_out_count(len(mine), config)
+    count = 0
+    if not config.eval_sources and config.eval_fraction and len(mine) >= 2:
+        count = min(config.max_eval_rows, max(1, round(len(mine) * config.eval_fraction)))
     return mine[count:], mine[:count]
 
 
@@ -232,12 +234,6 @@ def _step_rows(rows: int, split: list[float] | None, step_index: int, seed: int)
         return order
     edges = np.round(np.cumsum([0.0, *split]) / sum(split) * rows).astype(int)
     return order[edges[step_index] : edges[step_index + 1]]
-
-
-def _held_out_count(rows: int, config: DataConfig) -> int:
-    if config.eval_fraction == 0 or rows < 2:
-        return 0
-    return min(config.max_eval_rows, max(1, round(rows * config.eval_fraction)))
 
 
 def _blend(parts: list[datasets.Dataset], sources: list[str | DataSource], seed: int) -> datasets.Dataset:

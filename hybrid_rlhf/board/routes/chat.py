@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
@@ -50,7 +49,8 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
         paths, reward = await asyncio.to_thread(_paths, workspace, body)
         sampling = SamplingParams(**body.sampling.model_dump())
         events = await workspace.chats.answers(paths, body.messages, sampling, reward)
-        return StreamingResponse(_lines(events), media_type="text/event-stream")
+        lines = (f"data: {json.dumps(event)}\n\n" async for event in events)
+        return StreamingResponse(lines, media_type="text/event-stream")
 
     return router
 
@@ -59,8 +59,3 @@ def _paths(workspace: BoardWorkspace, body: BoardChatBody) -> tuple[list[str], s
     """Paths of the models and of the reward model. It reads folders, so it must not run on the event loop."""
     models = [workspace.models.path_of(model, "chat") for model in body.models]
     return models, None if body.reward is None else workspace.models.path_of(body.reward, "reward")
-
-
-async def _lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-    async for event in events:
-        yield f"data: {json.dumps(event)}\n\n"
