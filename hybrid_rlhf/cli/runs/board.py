@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
+from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.inference import InferenceConfig
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 from hybrid_rlhf.serving.packages import require_packages
 
@@ -18,22 +14,18 @@ _KV_CACHE_GIB = 1.0
 """KV cache of each chat model: a run may need the rest of the device."""
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Parse, then serve until a signal."""
-    with user_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        folders = list(takewhile(lambda word: not word.startswith("-"), words))
-        line = [*([f"--folders={json.dumps(folders)}"] if folders else []), *words[len(folders) :]]
-        config = parse_config(BoardConfig, line, prog=prog)
-        require_packages("board", "board")
-        from hybrid_rlhf.board.server import run_board
+@command(BoardConfig, positional="folders")
+def main(config: BoardConfig) -> None:
+    """Serve the board until a signal."""
+    require_packages("board", "board")
+    from hybrid_rlhf.board.server import run_board
 
-        def report(runs: int, url: str) -> None:
-            print_result({"event": "serving", "runs": runs, "url": url}, f"board of {runs} runs on {url}")
+    def report(runs: int, url: str) -> None:
+        print_result({"event": "serving", "runs": runs, "url": url}, f"board of {runs} runs on {url}")
 
-        run_board(config, _load, _load_scorer, report)
-        if wants_json():
-            print_document({"folders": config.folders})
+    run_board(config, _load, _load_scorer, report)
+    if wants_json():
+        print_document({"folders": config.folders})
 
 
 def _load(config: InferenceConfig) -> Any:

@@ -10,16 +10,16 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ChatConfig
 from hybrid_rlhf.configs.parsing.values import check_values, is_text
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.output import print_document, wants_json
 
@@ -80,32 +80,29 @@ class PlainView:
             print()
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Parse, load the model, chat; torch is imported after parsing."""
-    with user_errors():
-        config = parse_config(ChatConfig, argv, prog=prog, positional=("path", "compare"))
-        from hybrid_rlhf.cli.saved_models.loading import find_model, load_engine, load_scorer
-        from hybrid_rlhf.data.chat.conversation import encode_prompt
-        from hybrid_rlhf.generation.chat import ChatSession
+@command(ChatConfig, positional=("path", "compare"))
+def main(config: ChatConfig) -> None:
+    """Load the model and chat."""
+    from hybrid_rlhf.cli.saved_models.loading import find_model, load_engine, load_scorer
+    from hybrid_rlhf.data.chat.conversation import encode_prompt
+    from hybrid_rlhf.generation.chat import ChatSession
 
-        def load(name: str | None = None) -> ChatSession:
-            engine, tokenizer = load_engine(config, name=name)
-            return ChatSession(
-                engine, tokenizer, lambda messages: encode_prompt(messages, tokenizer), system=config.system
-            )
+    def load(name: str | None = None) -> ChatSession:
+        engine, tokenizer = load_engine(config, name=name)
+        return ChatSession(engine, tokenizer, lambda messages: encode_prompt(messages, tokenizer), system=config.system)
 
-        session = Session(
-            load(),
-            config.sampling,
-            view=_view(),
-            load=load,
-            load_scorer=lambda name: load_scorer(find_model(config, name)),
-        )
-        if config.compare is not None:
-            session.compare(config.compare)
-        session.run()
-        if wants_json():
-            print_document(session.content())
+    session = Session(
+        load(),
+        config.sampling,
+        view=_view(),
+        load=load,
+        load_scorer=lambda name: load_scorer(find_model(config, name)),
+    )
+    if config.compare is not None:
+        session.compare(config.compare)
+    session.run()
+    if wants_json():
+        print_document(session.content())
 
 
 def _view() -> ChatView:

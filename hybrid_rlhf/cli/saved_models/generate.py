@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
+from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.inference import GenerateConfig
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.files.atomic import output_file, write_whole
 from hybrid_rlhf.runtime.output import print_result
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Parse, then generate; torch is imported after parsing."""
-    with user_errors():
-        config = parse_config(GenerateConfig, argv, prog=prog, positional="path")
-        _generate(config)
-
-
-def _generate(config: GenerateConfig) -> None:
+@command(GenerateConfig, positional="path")
+def main(config: GenerateConfig) -> None:
+    """Complete the prompts, and print or write them."""
     from hybrid_rlhf.cli.saved_models.loading import load_engine
     from hybrid_rlhf.data.chat.conversation import encode_prompt
     from hybrid_rlhf.data.rows.formats import read_prompt_row
