@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -17,6 +16,7 @@ def main(config: GenerateConfig) -> None:
     """Complete the prompts, and print or write them."""
     from hybrid_rlhf.cli.saved_models.loading import load_engine
     from hybrid_rlhf.data.chat.conversation import encode_prompt
+    from hybrid_rlhf.data.rows.files import json_line
     from hybrid_rlhf.data.rows.formats import read_prompt_row
     from hybrid_rlhf.data.rows.sources import open_source
 
@@ -43,8 +43,7 @@ def main(config: GenerateConfig) -> None:
         texts = [sample["text"] for sample in completed[0]["completions"]]
         print_result(completed[0], "\n---\n".join(texts))
         return
-    # default=str: Parquet has types that JSON lacks (dates, decimals, bytes)
-    write_whole(output, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in completed))
+    write_whole(output, b"".join(map(json_line, completed)))
     tokens = sum(len(sample.token_ids) for samples in completions for sample in samples)
     rate = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens per second"
     document = {"output": output, "prompts": len(rows), "tokens": tokens, "seconds": seconds}

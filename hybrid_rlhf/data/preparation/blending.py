@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.preparation.lines import json_line
-from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.files import Row, json_line
 from hybrid_rlhf.data.rows.sources import RowReader, open_source
 from hybrid_rlhf.runtime.files.atomic import whole_file
 

@@ -10,6 +10,7 @@ import contextlib
 import csv
 import hashlib
 import io
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -84,6 +85,11 @@ def decode_cells(rows: LocatedRows, on_bad_line: OnBadLine) -> LocatedRows:
             on_bad_line(error)
             continue
         yield location, decoded
+
+
+def json_line(row: Row) -> bytes:
+    """A row as a line of UTF-8; types that JSON lacks (dates, decimals, bytes in Parquet) become text."""
+    return f"{json.dumps(row, ensure_ascii=False, default=str)}\n".encode()
 
 
 def without_nulls(value: Any) -> Any:
