@@ -236,11 +236,11 @@ def test_a_run_is_started_stopped_and_resumed(board: ServedBoard, model_folder: 
         board.wait("mine", lambda run: run["state"] != "running")
 
 
-def test_a_run_that_cannot_start_shows_its_error(board: ServedBoard, model_folder: Path) -> None:
-    values = {"model.path": str(model_folder), "data.sources": ["/no/such/file.jsonl"], "output_dir": "broken"}
-    assert board.post("/api/runs", {"command": "sft", "values": values}).status_code == 200
-    run = board.wait("broken", lambda run: run["state"] != "running")
-    assert run["state"] == "broken" and "/no/such/file.jsonl" in run["problem"] and run["problem"].startswith("error: ")
+def test_a_run_that_cannot_start_shows_its_error(tmp_path: Path) -> None:
+    error = "error: a data source must be a file, /no/such/file.jsonl does not exist: check the path"
+    (write_run(tmp_path / "broken") / "board.log").write_text(f"loading\n{error}\n")
+    summary = RunSummaries().summary(*RunFolders([tmp_path]).all())
+    assert (summary["state"], summary["problem"]) == ("broken", error)
 
 
 def test_a_run_without_a_folder_gets_an_unused_one_of_the_first_folder(tmp_path: Path) -> None:

@@ -466,7 +466,6 @@ def test_a_hostfile(content: str, expected: list[str], tmp_path: Path) -> None:
 
 COMMANDS = [
     (["train.py", "--steps", "sft", "--setps", "x"], ["--setps", "nearest is steps"]),
-    (["train.py", "--sft.model.path"], ["--sft.model.path", "got none", "--sft.model.path"]),
     (
         ["training/step3_ppo/main.py", "--reward.components", "[{urls: ['http://me:pass@h/'], weight: x, timeout: 1}]"],
         ["timeout", "reward.components", "nearest is timeout_seconds"],
