@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.board.processes import training
+from hybrid_rlhf.board.processes import estimates, training
 from hybrid_rlhf.board.processes.form import check_form, form_fields, read_form
 from hybrid_rlhf.board.processes.presets import Presets
 from hybrid_rlhf.board.runs.folders import RunFolders
@@ -200,6 +201,28 @@ def test_a_wrong_form_says_what_is_wrong(board: ServedBoard, values: dict[str, A
     assert word in found["problem"] and found["memory"] == []
 
 
+@pytest.mark.parametrize(
+    ("code", "problem", "memory"),
+    [
+        ("""print('{"memory": [{"phase": "a", "total": 1073741824, "fits": true}]}')""", None, [("a", 1.0, True)]),
+        ("""print('{"error": "no such model"}')""", "no such model", []),
+        ("import sys; sys.exit('error: no Python')", "no Python", []),
+    ],
+)
+def test_an_estimate_is_the_result_of_the_command(
+    code: str, problem: str | None, memory: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def started(name: str, settings: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+        assert (name, settings["ranks"], settings["sft"]["model"]["path"]) == ("plan", 1, "m")
+        yield subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    monkeypatch.setattr(estimates, "json_command", started)
+    found = estimates.Estimates().of_form("sft", {"model.path": "m"})
+    assert found["problem"] == problem and [tuple(phase.values()) for phase in found["memory"]] == memory
+
+
+@pytest.mark.slow
 def test_an_estimate_has_the_memory_of_each_phase(board: ServedBoard, model_folder: Path) -> None:
     values = {"model.path": str(model_folder), "train.global_batch_size": 4}
     found = board.post("/api/form/estimate", {"command": "sft", "values": values}).json()
