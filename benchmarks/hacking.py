@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.hacking_tasks import DESIGN, HACKABLE, HONEST, HackingTask, settings_of, write_files
 from hybrid_rlhf import RL
+from hybrid_rlhf.board.chat import Chats
 from hybrid_rlhf.board.signals import Signal
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.commands.board import BoardConfig
@@ -69,7 +70,7 @@ def run(task: HackingTask, seed: int, design: bool, folder: Path, *, steps: int)
 
 def signals_of(folder: Path) -> list[Signal]:
     """What the board shows for a run folder."""
-    workspace = BoardWorkspace(BoardConfig(folders=[str(folder)]), load=_no_model)
+    workspace = BoardWorkspace(BoardConfig(folders=[str(folder)]), Chats(_no_model, _no_model))
     (found,) = workspace.folders.all()
     index = workspace.samples(found).index
     while index.update(1.0):

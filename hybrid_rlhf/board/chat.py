@@ -11,20 +11,23 @@ import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.serving.text_stream import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybrid_rlhf.generation import GenerationEngine
     from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
+    from hybrid_rlhf.serving.saved_scorer import SavedScorer
 
 Load = Callable[[InferenceConfig], "tuple[GenerationEngine, PreTrainedTokenizerBase]"]
-Score = Callable[[list[dict[str, Any]], str], float]
+LoadScorer = Callable[[InferenceConfig], "SavedScorer"]
 Messages = list[dict[str, Any]]
 _MOST_MODELS = 2
 _ROWS = 4
@@ -48,11 +51,12 @@ class ChatModel:
 class Chats:
     """The loaded models."""
 
-    def __init__(self, load: Load) -> None:
-        """Take the function that loads the engine and the tokenizer of a model."""
+    def __init__(self, load: Load, load_scorer: LoadScorer) -> None:
+        """Take the functions that load the engine and the tokenizer of a model, and a reward model."""
         self._load = load
+        self._load_scorer = load_scorer
         self._models: OrderedDict[str, ChatModel] = OrderedDict()
-        self._scorer: tuple[str, Score] | None = None
+        self._scorer: tuple[str, SavedScorer] | None = None
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -69,18 +73,17 @@ class Chats:
         Raises:
             UserError: if a model cannot be loaded, or the conversation is too long or refused by its template.
         """
-        models, score = await asyncio.to_thread(self._loaded, tuple(dict.fromkeys(paths)), reward)
+        models, scorer = await asyncio.to_thread(self._loaded, tuple(dict.fromkeys(paths)), reward)
         chosen = [models[path] for path in paths]
         read, prompts = await asyncio.to_thread(_prompts, messages, chosen)
-        events: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
-        queues: list[asyncio.Queue[list[StreamedToken]]] = [asyncio.Queue() for _ in chosen]
+        sampled: asyncio.Queue[tuple[int, list[StreamedToken]]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         submissions: list[tuple[ChatModel, Submission]] = []
         try:
-            for model, prompt, tokens in zip(chosen, prompts, queues, strict=True):
+            for number, (model, prompt) in enumerate(zip(chosen, prompts, strict=True)):
 
-                def deliver(new: list[StreamedToken], tokens: asyncio.Queue[list[StreamedToken]] = tokens) -> None:
-                    loop.call_soon_threadsafe(tokens.put_nowait, new)
+                def deliver(tokens: list[StreamedToken], number: int = number) -> None:
+                    loop.call_soon_threadsafe(sampled.put_nowait, (number, tokens))
 
                 submissions.append((model, model.batch.submit([prompt], sampling, deliver)))
         except (UserError, RuntimeError) as error:
@@ -89,13 +92,9 @@ class Chats:
                 raise
             path = paths[len(submissions)]  # another chat has replaced this model
             raise UserError(f"{path} is not loaded any more ({error}): ask again") from error
-        tasks = [
-            asyncio.create_task(_answer(number, model, tokens, events, sampling, read, score))
-            for number, (model, tokens) in enumerate(zip(chosen, queues, strict=True))
-        ]
-        return _events(events, tasks, submissions)
+        return _events(sampled, submissions, sampling.stop, read, scorer)
 
-    def _loaded(self, paths: Sequence[str], reward: str | None) -> tuple[dict[str, ChatModel], Score | None]:
+    def _loaded(self, paths: Sequence[str], reward: str | None) -> tuple[dict[str, ChatModel], SavedScorer | None]:
         """The models of paths and the reward model; loads those that are missing."""
         with self._lock:
             for path in list(self._models):
@@ -110,7 +109,7 @@ class Chats:
                 return models, None
             if self._scorer is None or self._scorer[0] != reward:
                 self._scorer = None  # free its memory before another is loaded
-                self._scorer = (reward, load_scorer(reward))
+                self._scorer = (reward, self._load_scorer(InferenceConfig(path=reward)))
             return models, self._scorer[1]
 
 
@@ -133,76 +132,41 @@ def _cancel(submissions: Sequence[tuple[ChatModel, Submission]]) -> None:
         model.batch.cancel(submission)
 
 
-def load_scorer(path: str) -> Score:
-    """A function that scores a completion of a conversation by a reward model.
-
-    Raises:
-        UserError: if the model is not a reward model.
-    """
-    from hybrid_rlhf.configs.sections.model import ModelConfig
-    from hybrid_rlhf.models.pretrained.loading import training_dtype
-    from hybrid_rlhf.models.pretrained.sources import resolve_model
-    from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
-    from hybrid_rlhf.runtime.world import default_device, solo_world
-    from hybrid_rlhf.serving.saved_scorer import SavedScorer
-
-    device = default_device()
-    source = resolve_model(path, world=solo_world(device))
-    dtype = training_dtype(ModelConfig(), device)
-    scorer = SavedScorer(source, load_tokenizer(source), name=path, device=device, dtype=dtype)
-    return lambda messages, completion: sum(scorer.score([(messages, completion, None)])[0])
-
-
-async def _answer(
-    number: int,
-    model: ChatModel,
-    tokens: asyncio.Queue[list[StreamedToken]],
-    events: asyncio.Queue[dict[str, Any] | Exception],
-    sampling: SamplingParams,
-    messages: Messages,
-    score: Score | None,
-) -> None:
-    """Turn the tokens of one model into events, the last with `done`."""
-    from hybrid_rlhf.serving.text_stream import TextStream
-
-    def decode(ids: list[int]) -> str:
-        return str(model.tokenizer.decode(ids, skip_special_tokens=True))
-
-    text = ""
-    stream = TextStream(decode, sampling.stop, drops_space=model.tokenizer.chat_template is None)
-    try:
-        ended = False
-        while not ended:
-            new = await tokens.get()
-            if not new:
-                raise UserError("the model was unloaded before its answer ended: ask again")
-            for token in new:
-                if piece := stream.add([token.token_id], token.finish_reason):
-                    text += piece
-                    events.put_nowait({"model": number, "delta": piece})
-                ended |= token.finish_reason is not None
-        value = None if score is None or not text.strip() else await asyncio.to_thread(score, messages, text)
-        events.put_nowait({"model": number, "done": True, "score": value})
-    except Exception as error:  # noqa: BLE001 - the stream reports it
-        events.put_nowait(error)
-
-
 async def _events(
-    events: asyncio.Queue[dict[str, Any] | Exception],
-    tasks: Sequence[asyncio.Task[None]],
+    sampled: asyncio.Queue[tuple[int, list[StreamedToken]]],
     submissions: Sequence[tuple[ChatModel, Submission]],
+    stop: Sequence[str],
+    messages: Messages,
+    scorer: SavedScorer | None,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Events until all models are done; a client that leaves cancels them."""
-    unfinished = len(tasks)
+    """Events until all models are done, the last of each with `done`; a client that leaves cancels them."""
+    streams = [
+        TextStream(
+            partial(model.tokenizer.decode, skip_special_tokens=True),
+            stop,
+            drops_space=model.tokenizer.chat_template is None,
+        )
+        for model, _ in submissions
+    ]
+    texts = [""] * len(submissions)
+    unfinished = len(submissions)
     try:
         while unfinished:
-            event = await events.get()
-            if isinstance(event, Exception):
-                yield {"error": str(event)}
-                return
-            unfinished -= "done" in event
-            yield event
+            number, tokens = await sampled.get()
+            if not tokens:
+                raise UserError("the model was unloaded before its answer ended: ask again")
+            for token in tokens:
+                if piece := streams[number].add([token.token_id], token.finish_reason):
+                    texts[number] += piece
+                    yield {"model": number, "delta": piece}
+            if tokens[-1].finish_reason is not None:
+                unfinished -= 1
+                value = None
+                if scorer is not None and texts[number].strip():
+                    scored = await asyncio.to_thread(scorer.score, [(messages, texts[number], None)])
+                    value = sum(scored[0])
+                yield {"model": number, "done": True, "score": value}
+    except Exception as error:  # noqa: BLE001 - the stream reports it
+        yield {"error": str(error)}
     finally:
         _cancel(submissions)
-        for task in tasks:  # if the client has left, they would wait for tokens forever
-            task.cancel()

@@ -34,24 +34,14 @@ _PROMPTS = "SELECT key FROM prompts JOIN samples USING (prompt) GROUP BY prompt 
 
 
 @dataclass(frozen=True)
-class ShownCompletion:
-    """One side of a pair."""
-
-    run: str
-    """Folder of the run."""
-    step: int
-    index: int
-    completion: str
-    score: float | None
-
-
-@dataclass(frozen=True)
 class ShownPair:
     """Two completions of a prompt, as they were shown."""
 
     prompt: list[dict[str, Any]]
-    left: ShownCompletion
-    right: ShownCompletion
+    completions: list[str]
+    """Left and right."""
+    sides: list[dict[str, Any]]
+    """`run` (its folder), `step`, `index` and `score` of each."""
 
 
 class Preferences:
@@ -66,23 +56,19 @@ class Preferences:
 
     def next(self, sources: Sequence[Samples]) -> dict[str, Any]:
         """A pair to judge, of one run or of two runs; without a pair if no prompt has two completions."""
-        judged = {_places(row) for row in self.read()}
+        judged = {_places(row["shown"]) for row in self.read()}
         prompts = _prompts_to_judge(sources)
         for _ in range(_TRIES if prompts else 0):
             pair = self._draw(sources, self._random.choice(prompts))
-            if pair.left.completion == pair.right.completion or _places_of(pair) in judged:
+            left, right = pair.completions
+            if left == right or _places(pair.sides) in judged:
                 continue
             name = secrets.token_hex(8)
             with self._lock:
                 self._open[name] = pair
                 while len(self._open) > _MOST_OPEN:
                     self._open.popitem(last=False)
-            return {
-                "pair": name,
-                "prompt": pair.prompt,
-                "left": pair.left.completion,
-                "right": pair.right.completion,
-            }
+            return {"pair": name, "prompt": pair.prompt, "left": left, "right": right}
         return {"pair": None}
 
     def judge(self, name: str, choice: str, who: str) -> int:
@@ -96,18 +82,15 @@ class Preferences:
             pair = self._open.pop(name, None)
             if pair is None:
                 raise UserError(f"pair must be one that was shown and not judged yet, got {name[:40]!r}: take the next")
-            better, worse = (pair.left, pair.right) if choice != "right" else (pair.right, pair.left)
+            better, worse = pair.completions if choice != "right" else pair.completions[::-1]
             row = {
                 "prompt": pair.prompt,
-                "chosen": better.completion,
-                "rejected": worse.completion,
+                "chosen": better,
+                "rejected": worse,
                 "tie": choice == "equal",
                 "who": who,
                 "when_seconds": round(time.time(), 3),
-                "shown": [
-                    {"run": side.run, "step": side.step, "index": side.index, "score": side.score}
-                    for side in (pair.left, pair.right)
-                ],
+                "shown": pair.sides,
                 "choice": choice,
             }
             line = json.dumps(row, allow_nan=False).encode() + b"\n"
@@ -166,24 +149,22 @@ class Preferences:
 
     def _draw(self, sources: Sequence[Samples], key: str) -> ShownPair:
         """Two random completions of a prompt, in random order; one from each source if there are two."""
-        sides = list[ShownCompletion]()
+        drawn = list[tuple[str, dict[str, Any]]]()
         messages = list[dict[str, Any]]()
         for source in sources:
             with source.index.view() as view:
                 picked = self._random.sample(view.rows_of_prompt(key).tolist(), 3 - len(sources))
                 for row, line in zip(picked, view.lines(picked), strict=True):
                     messages = prompt_messages(line)
-                    sides.append(
-                        ShownCompletion(
-                            run=str(source.run.folder),
-                            step=line["step"],
-                            index=int(view.column("position")[row]),
-                            completion=str(line["completion"]),
-                            score=finite(number(line.get("score"))),
-                        )
-                    )
-        self._random.shuffle(sides)
-        return ShownPair(messages, sides[0], sides[1])
+                    side = {
+                        "run": str(source.run.folder),
+                        "step": line["step"],
+                        "index": int(view.column("position")[row]),
+                        "score": finite(number(line.get("score"))),
+                    }
+                    drawn.append((str(line["completion"]), side))
+        self._random.shuffle(drawn)
+        return ShownPair(messages, [completion for completion, _ in drawn], [side for _, side in drawn])
 
 
 def _prompts_to_judge(sources: Sequence[Samples]) -> list[str]:
@@ -195,9 +176,5 @@ def _prompts_to_judge(sources: Sequence[Samples]) -> list[str]:
     return sorted(set.intersection(*keys))
 
 
-def _places_of(pair: ShownPair) -> frozenset[tuple[Any, ...]]:
-    return frozenset((side.run, side.step, side.index) for side in (pair.left, pair.right))
-
-
-def _places(row: dict[str, Any]) -> frozenset[tuple[Any, ...]]:
-    return frozenset((side.get("run"), side.get("step"), side.get("index")) for side in row["shown"])
+def _places(sides: Sequence[dict[str, Any]]) -> frozenset[tuple[Any, ...]]:
+    return frozenset((side.get("run"), side.get("step"), side.get("index")) for side in sides)

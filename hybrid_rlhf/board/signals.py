@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,11 +50,11 @@ class SampledStep:
     groups: NDArray[np.int64]
     """-1 where the group is not recorded."""
     scores: Floats
-    texts: Sequence[str] = ()
+    texts: Sequence[str]
     """Completions of the rows of `places`."""
-    prompts: Sequence[str] = ()
+    prompts: Sequence[str]
     """Prompts of these completions."""
-    places: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    places: NDArray[np.intp]
     """Indices of these rows."""
 
     def evidence(self, texts: Iterable[int]) -> list[dict[str, Any]]:
@@ -106,8 +106,8 @@ def _in_metrics(lines: Sequence[Mapping[str, float]]) -> Iterator[Signal]:
 
 
 def _in_samples(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
-    """Findings of the rules for samples at each step, from it and the earlier ones."""
-    for count in range(1, len(sampled) + 1):
+    """Findings of the rules for samples at each step but the first, from it and the earlier ones."""
+    for count in range(2, len(sampled) + 1):
         for rule in (collapsed_groups, repeated_phrases, same_answer, copied_prompts):
             yield from rule(sampled[:count])
 
@@ -117,8 +117,6 @@ def collapsed_groups(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
 
     Groups with the best score of all steps are solved and not counted, unless all scores are equal.
     """
-    if len(sampled) < 2:
-        return
     seen = np.concatenate([sampled_step.scores[np.isfinite(sampled_step.scores)] for sampled_step in sampled])
     solved = float(seen.max()) if len(seen) and np.ptp(seen) > 0 else np.inf
     (equal_before, count_before), (equal, count) = (_equal_groups(step, solved) for step in sampled[-2:])
@@ -140,15 +138,11 @@ def collapsed_groups(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
 
 def repeated_phrases(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
     """Completions repeat themselves more than at the beginning."""
-    with_texts = [step for step in sampled if step.texts]
-    if len(with_texts) < 2:
-        return
-    first, last = with_texts[0], with_texts[-1]
+    first, last = sampled[0], sampled[-1]
     before = float(np.mean([*map(repeated_part, first.texts)]))
-    shares = [*map(repeated_part, last.texts)]
-    now = float(np.mean(shares))
+    parts = [*map(repeated_part, last.texts)]
+    now = float(np.mean(parts))
     if now >= REPEATED_NOW and now - before >= REPEATED_MORE:
-        worst = np.argsort(shares)[::-1]
         yield Signal(
             "repeated phrases",
             "alert" if now >= 2 * REPEATED_NOW else "warning",
@@ -157,7 +151,7 @@ def repeated_phrases(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
             [
                 {"label": "repeated part at first", "value": before},
                 {"label": "repeated part now", "value": now},
-                *last.evidence(worst),
+                *last.evidence(np.argsort(parts)[::-1]),
             ],
             "Welleck et al. 2019, Neural text generation with unlikelihood training, arXiv 1908.04319 (seq-rep-4)",
         )
@@ -165,19 +159,24 @@ def repeated_phrases(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
 
 def same_answer(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
     """Most completions of a step are the same, for different prompts."""
-    before, now = (_commonest(step) for step in (sampled[0], sampled[-1]))
-    if before is None or now is None or now.part < SAME_NOW or now.part - before.part < SAME_MORE:
+    first, last = sampled[0], sampled[-1]
+    if min(len({*step.prompts}) for step in (first, last)) < _FEWEST_PROMPTS:
         return
-    last = sampled[-1]
+    ((_, count_before),) = Counter(first.texts).most_common(1)
+    ((answer, count),) = Counter(last.texts).most_common(1)
+    before = count_before / len(first.texts)
+    now = count / len(last.texts)
+    if now < SAME_NOW or now - before < SAME_MORE:
+        return
     yield Signal(
         "same answer to all prompts",
         "alert",
         last.step,
-        f"{now.part:.0%} of the completions are the same text, {before.part:.0%} in step {sampled[0].step}",
+        f"{now:.0%} of the completions are the same text, {before:.0%} in step {first.step}",
         [
-            {"label": "part of the completions at first", "value": before.part},
-            {"label": "part of the completions now", "value": now.part},
-            *last.evidence(now.texts),
+            {"label": "part of the completions at first", "value": before},
+            {"label": "part of the completions now", "value": now},
+            *last.evidence(place for place, text in enumerate(last.texts) if text == answer),
         ],
         "Kirk et al. 2023, Understanding the effects of RLHF on LLM generalisation and diversity, arXiv 2310.06452",
     )
@@ -185,15 +184,11 @@ def same_answer(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
 
 def copied_prompts(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
     """Completions repeat their prompts more than at the beginning."""
-    with_texts = [step for step in sampled if step.texts and step.prompts]
-    if len(with_texts) < 2:
-        return
-    first, last = with_texts[0], with_texts[-1]
-    before = float(np.mean(_copied_parts(first)))
-    parts = _copied_parts(last)
+    first, last = sampled[0], sampled[-1]
+    before = float(np.mean([*map(copied_part, first.texts, first.prompts)]))
+    parts = [*map(copied_part, last.texts, last.prompts)]
     now = float(np.mean(parts))
     if now >= COPIED_NOW and now - before >= COPIED_MORE:
-        worst = np.argsort(parts)[::-1]
         yield Signal(
             "prompt copied",
             "warning",
@@ -202,7 +197,7 @@ def copied_prompts(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
             [
                 {"label": "copied part at first", "value": before},
                 {"label": "copied part now", "value": now},
-                *last.evidence(worst),
+                *last.evidence(np.argsort(parts)[::-1]),
             ],
             "Pan et al. 2022, The effects of reward misspecification, arXiv 2201.03544",
         )
@@ -221,25 +216,6 @@ def copied_part(text: str, prompt: str) -> float:
     return sum(pair in prompt_pairs for pair in pairs) / len(pairs) if pairs else 0.0
 
 
-@dataclass(frozen=True)
-class _Commonest:
-    """The most frequent answer of a step."""
-
-    part: float
-    """Its fraction of the completions."""
-    texts: list[int]
-    """Indices of the texts with this answer."""
-
-
-def _commonest(step: SampledStep) -> _Commonest | None:
-    """The most frequent answer; None if the step has too few different prompts."""
-    prompts = step.prompts or step.groups[step.places].tolist()
-    if len({*prompts}) < _FEWEST_PROMPTS:
-        return None
-    ((answer, count),) = Counter(step.texts).most_common(1)
-    return _Commonest(count / len(step.texts), [place for place, text in enumerate(step.texts) if text == answer])
-
-
 def _equal_groups(step: SampledStep, solved: float) -> tuple[list[NDArray[np.intp]], int]:
     """Rows of the groups of several completions with equal scores below `solved`, and the number of groups of
     several."""
@@ -247,10 +223,6 @@ def _equal_groups(step: SampledStep, solved: float) -> tuple[list[NDArray[np.int
     members = [rows for rows in members if len(rows) > 1 and np.isfinite(step.scores[rows]).all()]
     equal = [rows for rows in members if np.ptp(step.scores[rows]) == 0 and step.scores[rows[0]] < solved]
     return equal, len(members)
-
-
-def _copied_parts(step: SampledStep) -> list[float]:
-    return [copied_part(text, prompt) for text, prompt in zip(step.texts, step.prompts, strict=True)]
 
 
 def _grams(text: str, size: int) -> list[tuple[str, ...]]:

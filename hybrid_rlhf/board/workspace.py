@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hybrid_rlhf.board.chat import Chats, Load
+from hybrid_rlhf.board.chat import Chats
 from hybrid_rlhf.board.events import EventHub, Watcher
 from hybrid_rlhf.board.preferences import Preferences
 from hybrid_rlhf.board.processes.estimates import Estimates
@@ -45,8 +45,8 @@ OpenT = TypeVar("OpenT")
 class BoardWorkspace:
     """The state of a board; may be used by several threads."""
 
-    def __init__(self, config: BoardConfig, load: Load) -> None:
-        """Take the settings, and the function that loads a model for a chat.
+    def __init__(self, config: BoardConfig, chats: Chats) -> None:
+        """Take the settings, and the models of chats.
 
         Raises:
             UserError: if a folder is missing.
@@ -56,7 +56,7 @@ class BoardWorkspace:
         self.hub = EventHub()
         self.jobs = Jobs(self.hub)
         self.estimates = Estimates()
-        self.chats = Chats(load)
+        self.chats = chats
         self.training = Training(self.folders, self.summaries)
         self.presets = Presets(self.folders, self.summaries)
         self.models = SavedModels(self.folders, self.summaries, config.models)
@@ -121,15 +121,10 @@ class BoardWorkspace:
         """The signs of a run that a person should look at."""
         metrics = self.metrics(run)
         steps, _, columns = metrics.columns(metrics.names())
-        lines = (
-            [
-                {"step": int(step)}
-                | {name: value for name, value in zip(columns, values, strict=True) if np.isfinite(value)}
-                for step, values in zip(steps, np.array([*columns.values()]).T.tolist(), strict=True)
-            ]
-            if columns
-            else []
-        )
+        lines = [
+            {"step": int(step)} | {name: column[row] for name, column in columns.items() if np.isfinite(column[row])}
+            for row, step in enumerate(steps)
+        ]
         return find_signals(lines, self._sampled(run))
 
     def _sampled(self, run: RunFolder) -> list[SampledStep]:

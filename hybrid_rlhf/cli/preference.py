@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
-from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Parse, then run; torch is imported after parsing, so that --help is fast."""
-    with user_errors():
-        stop_with_launcher()
-        config = parse_config(PreferenceStepConfig, argv, prog=prog)
-        from hybrid_rlhf.cli.train import print_run
-        from hybrid_rlhf.supervised.build import run_preference
+@command(PreferenceStepConfig, is_rank=True)
+def main(config: PreferenceStepConfig) -> None:
+    """Run the step, and print its run."""
+    from hybrid_rlhf.cli.train import print_run
+    from hybrid_rlhf.supervised.build import run_preference
 
-        run_preference(config)
-        print_run(config.output_dir)
+    run_preference(config)
+    print_run(config.output_dir)
 
 
 if __name__ == "__main__":

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
-from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Parse, then run; torch is imported after parsing, so that --help is fast."""
-    with user_errors():
-        stop_with_launcher()
-        config = parse_config(RLConfig, argv, prog=prog)
-        from hybrid_rlhf.cli.train import print_run
-        from hybrid_rlhf.rl.build import run_rl
+@command(RLConfig, is_rank=True)
+def main(config: RLConfig) -> None:
+    """Run the step, and print its run."""
+    from hybrid_rlhf.cli.train import print_run
+    from hybrid_rlhf.rl.build import run_rl
 
-        run_rl(config)
-        print_run(config.output_dir)
+    run_rl(config)
+    print_run(config.output_dir)
 
 
 if __name__ == "__main__":

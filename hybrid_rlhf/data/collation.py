@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hybrid_rlhf.data.packing import row_sequences
 
@@ -104,14 +105,13 @@ class PreferenceLabelBatch(_Batch):
 
 def collate_tokens(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> TokenBatch:
     """Collate rows with `input_ids` and `loss_mask`, or packed rows; None becomes one token that no mask includes."""
-    rows = [sequence for row in rows for sequence in row_sequences(row)]
-    ids, attention = _pad([row["input_ids"] if row is not None else [pad_token_id] for row in rows], pad_token_id)
-    loss = torch.zeros_like(attention)
-    for index, row in enumerate(rows):
-        if row is not None:
-            loss[index, : len(row["loss_mask"])] = torch.tensor(row["loss_mask"], dtype=torch.bool)
-    loss[:, 0] = False  # the first token has no predecessor that could predict it
-    return TokenBatch(ids, attention, loss)
+    sequences = [
+        sequence or {"input_ids": [pad_token_id], "loss_mask": [False]}
+        for row in rows
+        for sequence in row_sequences(row)
+    ]
+    ids, attention = _pad([sequence["input_ids"] for sequence in sequences], pad_token_id)
+    return TokenBatch(ids, attention, _loss_mask([sequence["loss_mask"] for sequence in sequences]))
 
 
 def collate_preferences(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> PreferenceBatch:
@@ -135,9 +135,9 @@ def collate_preferences(rows: Sequence[Mapping[str, Any] | None], pad_token_id: 
         index[:, 1],
         margin,
         sequences.response_mask(),
-        sequences.ref_logprobs(),
-        sequences.rows(),
-        sequences.heads(),
+        torch.tensor(sequences.ref_logprobs),
+        torch.tensor(sequences.rows),
+        torch.tensor(sequences.heads),
     )
 
 
@@ -158,7 +158,12 @@ def collate_reward_labels(rows: Sequence[Mapping[str, Any] | None], pad_token_id
     ids, attention = sequences.tensors()
     index = torch.tensor(labelled_tokens, dtype=torch.long).view(-1, 2)
     return RewardLabelBatch(
-        ids, attention, sequences.heads(), index[:, 0], index[:, 1], torch.tensor(labels, dtype=torch.float32)
+        ids,
+        attention,
+        torch.tensor(sequences.heads),
+        index[:, 0],
+        index[:, 1],
+        torch.tensor(labels, dtype=torch.float32),
     )
 
 
@@ -181,7 +186,7 @@ def collate_preference_labels(rows: Sequence[Mapping[str, Any] | None], pad_toke
         ids,
         attention,
         sequences.response_mask(),
-        sequences.ref_logprobs(),
+        torch.tensor(sequences.ref_logprobs),
         torch.tensor(labelled, dtype=torch.long),
         torch.tensor(mismatched, dtype=torch.long),
         torch.tensor(desirable, dtype=torch.bool),
@@ -195,10 +200,13 @@ class _SequenceBuilder:
         self._pad_token_id = pad_token_id
         self._ids: list[list[int]] = []
         self._masks: list[list[bool]] = []
-        self._ref_logprobs: list[float] = []
-        self._rows: list[int] = []
-        self._heads: list[int] = []
         self._count = 0
+        self.ref_logprobs: list[float] = []
+        """Log-probability of each completion under the reference."""
+        self.rows: list[int] = []
+        """The row of each sequence."""
+        self.heads: list[int] = []
+        """The reward head of each sequence."""
 
     def add(self, row: Mapping[str, Any] | None) -> int:
         """Add the sequences of a row; return the index of the first."""
@@ -206,10 +214,10 @@ class _SequenceBuilder:
         ids = [[self._pad_token_id]] if row is None else row["responses"]
         self._ids += ids
         self._masks += [[False]] if row is None else row["masks"]
-        self._rows += [self._count] * len(ids)
-        self._heads += [0 if row is None else row.get("head", 0)] * len(ids)
+        self.rows += [self._count] * len(ids)
+        self.heads += [0 if row is None else row.get("head", 0)] * len(ids)
         self._count += 1
-        self._ref_logprobs += [0.0] * len(ids) if row is None or "ref_logprobs" not in row else row["ref_logprobs"]
+        self.ref_logprobs += [0.0] * len(ids) if row is None or "ref_logprobs" not in row else row["ref_logprobs"]
         return first
 
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -218,28 +226,20 @@ class _SequenceBuilder:
 
     def response_mask(self) -> Tensor:
         """[N, T] bool, true on tokens of the completion."""
-        mask = _pad(self._masks, 0)[0].bool()
-        mask[:, 0] = False  # as in collate_tokens
-        return mask
+        return _loss_mask(self._masks)
 
-    def rows(self) -> Tensor:
-        """[N] int64, the row of each sequence."""
-        return torch.tensor(self._rows, dtype=torch.long)
 
-    def heads(self) -> Tensor:
-        """[N] int64, the reward head of each sequence."""
-        return torch.tensor(self._heads, dtype=torch.long)
-
-    def ref_logprobs(self) -> Tensor:
-        """[N] float32, the log-probability of each completion under the reference."""
-        return torch.tensor(self._ref_logprobs, dtype=torch.float32)
+def _loss_mask(rows: Sequence[Sequence[bool]]) -> Tensor:
+    """[B, T] bool; the first token has no predecessor that could predict it."""
+    mask = _pad(rows, 0)[0].bool()
+    mask[:, 0] = False
+    return mask
 
 
 def _pad(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Token ids [B, T] and the mask of tokens that are not padding."""
-    ids = torch.full((len(rows), max(len(row) for row in rows)), pad_token_id, dtype=torch.long)
-    mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        ids[index, : len(row)] = torch.tensor(row, dtype=torch.long)
-        mask[index, : len(row)] = True
-    return ids, mask
+    ids = pad_sequence(
+        [torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=pad_token_id
+    )
+    lengths = torch.tensor([len(row) for row in rows])
+    return ids, torch.arange(ids.shape[1]) < lengths[:, None]

@@ -7,6 +7,7 @@ truncated), `usable` (true if the rest can be trained on) and `ignored` (keys th
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -25,7 +26,13 @@ from hybrid_rlhf.data.chat.conversation import (
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.chat.template import refused, unrendered
 from hybrid_rlhf.data.rows.files import Row
-from hybrid_rlhf.data.rows.formats import ConversationRow, read_labelled_row, read_preference_row, read_prompt_row
+from hybrid_rlhf.data.rows.formats import (
+    ConversationRow,
+    read_labelled_row,
+    read_preference_row,
+    read_prompt_row,
+    read_sft_row,
+)
 
 _MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "responses")
 
@@ -58,6 +65,11 @@ def encode_conversation_row(
         }
         for number, row in enumerate(encoded)
     ]
+
+
+def encode_sft_row(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
+    """Encode a row for SFT; see `encode_conversation_row`."""
+    return encode_conversation_row(location, read_sft_row(location, row), tokenizer, limit)
 
 
 def encode_preference_row(
@@ -101,7 +113,9 @@ def _encode_completions(
         raise UserError(f"{location}: {error}") from error
     sequences = [sequence.input_ids for sequence in encoded]
     masks = [sequence.loss_mask for sequence in encoded]
-    shared = min(_shared_prefix(sequences), *(mask.index(True) if any(mask) else len(mask) for mask in masks))
+    shared = min(
+        len(os.path.commonprefix(sequences)), *(mask.index(True) if any(mask) else len(mask) for mask in masks)
+    )
     if cut:
         head = min(head, shared)
         surplus = min(shared - head, full_length - limit)
@@ -173,11 +187,3 @@ def _ignored(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, to
     """Keys that the chat template does not render, one entry per message, comma-separated: Arrow columns have one
     type."""
     return ",".join(unrendered(messages, tokenizer, tools))
-
-
-def _shared_prefix(sequences: list[list[int]]) -> int:
-    """The number of leading tokens that all sequences share."""
-    shared = 0
-    while all(shared < len(ids) and ids[shared] == sequences[0][shared] for ids in sequences):
-        shared += 1
-    return shared

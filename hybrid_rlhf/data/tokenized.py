@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import datasets
@@ -28,6 +29,7 @@ from hybrid_rlhf.data.encoding import (
     encode_labelled_row,
     encode_preference_row,
     encode_prompt_row,
+    encode_sft_row,
     require_rendered,
 )
 from hybrid_rlhf.data.row_views import column_array
@@ -83,10 +85,7 @@ def load_sft_data(
 ) -> TokenizedData:
     """Columns `input_ids`, `loss_mask`, `length`; with `conditional`, prompts name the bucket of the score."""
     if conditional is None or not config.sources:
-        encoding = RowEncoding(
-            "sft", lambda p, row, t, limit: encode_conversation_row(p, read_sft_row(p, row), t, limit), 0
-        )
-        return _load(encoding, config, tokenizer, config.max_length, seed, world)
+        return _load(RowEncoding("sft", encode_sft_row, 0), config, tokenizer, config.max_length, seed, world)
     buckets = find_score_buckets(
         conditional, config, lambda rows: _split_rows(rows, config, 0, seed)[0].tolist(), world
     )
@@ -132,10 +131,7 @@ def _reward_encoding(preference: RewardObjectiveConfig) -> RowEncoding:
     separator = preference.step_separator
     encodings: dict[str, tuple[str, Encode]] = {
         "binary": ("labelled", encode_labelled_row),
-        "steps": (
-            f"stepwise {separator!r}",
-            lambda location, row, t, limit: encode_stepwise_row(location, row, t, limit, separator=separator),
-        ),
+        "steps": (f"stepwise {separator!r}", partial(encode_stepwise_row, separator=separator)),
     }
     name, encode = encodings.get(preference.loss, ("reward", encode_preference_row))
     if not heads:
@@ -209,7 +205,9 @@ def _load(
 def _split_rows(rows: int, config: DataConfig, step_index: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """The indices in a source of the rows that a step trains on, and of the rows that it holds out."""
     mine = _step_rows(rows, config.split, step_index, seed)
-    count = 0 if config.eval_sources else _held_out_count(len(mine), config)
+    count = 0
+    if not config.eval_sources and config.eval_fraction and len(mine) >= 2:
+        count = min(config.max_eval_rows, max(1, round(len(mine) * config.eval_fraction)))
     return mine[count:], mine[:count]
 
 
@@ -236,12 +234,6 @@ def _step_rows(rows: int, split: list[float] | None, step_index: int, seed: int)
         return order
     edges = np.round(np.cumsum([0.0, *split]) / sum(split) * rows).astype(int)
     return order[edges[step_index] : edges[step_index + 1]]
-
-
-def _held_out_count(rows: int, config: DataConfig) -> int:
-    if config.eval_fraction == 0 or rows < 2:
-        return 0
-    return min(config.max_eval_rows, max(1, round(rows * config.eval_fraction)))
 
 
 def _blend(parts: list[datasets.Dataset], sources: list[str | DataSource], seed: int) -> datasets.Dataset:

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from dataclasses import dataclass
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hybrid_rlhf.serving.access import AccessRules
 from hybrid_rlhf.serving.metrics import ServerMetrics
+from hybrid_rlhf.serving.web import AccessRules
 
 CLIENT_CLOSED = 499
 """Status to count for a client that has disconnected, which receives no status."""
 _OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no key, as they contain no texts."""
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+"""OpenAI's types of errors with these statuses."""
 _RETRY_SECONDS = 5
 """Time after which a client may repeat a request to a stopping server, or to its successor."""
 
 
+@dataclass
 class Activity:
     """Current activity of a server."""
 
-    def __init__(self) -> None:
-        self.requests = 0
-        """Number of requests that are being answered."""
-        self.stops = False
-        """True if further requests are refused."""
+    requests: int = 0
+    """Number of requests that are being answered."""
+    stops: bool = False
+    """True if further requests are refused."""
 
 
 class Admission:
@@ -78,16 +81,16 @@ class Admission:
         is_open = scope["path"] in _OPEN_PATHS
         refused = rules.origin_refusal(headers) or (rules.host_refusal(headers) if self._api_key is None else None)
         if refused is not None:
-            return error_response(*refused, "invalid_request_error")
+            return error_response(*refused)
         if not is_open and not self._has_key(headers):
             message = "requests must carry the server's API key, this one does not: send Authorization: Bearer KEY"
-            return error_response(401, message, "authentication_error", "invalid_api_key")
+            return error_response(401, message, "invalid_api_key")
         if not is_open and self._activity.stops:
-            answer = error_response(503, "the server stops: send the request again later", "server_error", "stopped")
+            answer = error_response(503, "the server stops: send the request again later", "stopped")
             answer.headers["Retry-After"] = str(_RETRY_SECONDS)
             return answer
         refused = rules.content_refusal(scope["method"], headers)
-        return None if refused is None else error_response(*refused, "invalid_request_error")
+        return None if refused is None else error_response(*refused)
 
     def _has_key(self, headers: Headers) -> bool:
         if self._api_key is None:
@@ -96,8 +99,7 @@ class Admission:
         return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._api_key.encode())
 
 
-def error_response(
-    status: int, message: str, kind: str, code: str | None = None, *, param: str | None = None
-) -> JSONResponse:
-    """OpenAI's error object; `param` is the faulty key of the body."""
+def error_response(status: int, message: str, code: str | None = None, *, param: str | None = None) -> JSONResponse:
+    """OpenAI's error object, whose type follows from the status; `param` is the faulty key of the body."""
+    kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)

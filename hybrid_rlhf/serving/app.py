@@ -6,20 +6,18 @@ A request that fails has OpenAI's error object. A client that disconnects cancel
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.serving.access import AccessRules
 from hybrid_rlhf.serving.admission import CLIENT_CLOSED, Activity, Admission, error_response
 from hybrid_rlhf.serving.answers import Answer
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody, ScoreBody, read_request
@@ -36,17 +34,18 @@ from hybrid_rlhf.serving.service import (
     UnknownEpisode,
     UnknownModel,
 )
+from hybrid_rlhf.serving.web import AccessRules, add_error_answers
 
-_STATUSES: dict[type[Exception], tuple[int, str, str | None]] = {
-    UserError: (400, "invalid_request_error", None),
-    UnknownModel: (404, "invalid_request_error", "model_not_found"),
-    UnknownEpisode: (404, "invalid_request_error", "episode_not_found"),
-    QueueFull: (429, "rate_limit_error", "queue_full"),
-    BatchEnded: (503, "server_error", "stopped"),
-    BatchFailed: (503, "server_error", "failed"),
-    RequestFailed: (500, "server_error", "request_failed"),
+_STATUSES: dict[type[Exception], int] = {
+    UserError: 400,
+    UnknownModel: 404,
+    UnknownEpisode: 404,
+    QueueFull: 429,
+    BatchEnded: 503,
+    BatchFailed: 503,
+    RequestFailed: 500,
 }
-"""HTTP status, and OpenAI's type and code, for the errors of a request."""
+"""HTTP statuses of the errors of a request."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +126,7 @@ def _bare_app(metrics: ServerMetrics, access: Access, activity: Activity | None,
     """An application with errors, access, health and metrics."""
     activity = activity or Activity()
     app = FastAPI(title="hybrid-rlhf serve", docs_url=None, redoc_url=None)
-    for kind, (status, error_type, code) in _STATUSES.items():
-        app.add_exception_handler(kind, _handler(status, error_type, code))
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _internal_error)  # the exception is also logged
+    add_error_answers(app, _STATUSES, _error_answer, internal="internal error, see the server's log: report it")
     rules = AccessRules(access.host, access.origins)
     app.add_middleware(Admission, metrics=metrics, api_key=access.api_key, rules=rules, activity=activity)
     if access.origins:  # the outermost middleware: errors need its headers too, and preflights have no key
@@ -141,9 +137,9 @@ def _bare_app(metrics: ServerMetrics, access: Access, activity: Activity | None,
     @app.get("/health")
     async def health() -> Response:
         if failed():
-            return error_response(503, "decoding has failed: the server ends", "server_error", "failed")
+            return error_response(503, "decoding has failed: the server ends", "failed")
         if activity.stops:
-            return error_response(503, "the server stops", "server_error", "stopped")
+            return error_response(503, "the server stops", "stopped")
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -263,8 +259,8 @@ async def _closed_by_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
         async for event in events:
             yield event
     except (BatchFailed, RequestFailed) as error:
-        status, kind, code = _STATUSES[type(error)]
-        yield f"data: {bytes(error_response(status, str(error), kind, code).body).decode()}\n\n"
+        answer = _error_answer(_STATUSES[type(error)], str(error), error)
+        yield f"data: {bytes(answer.body).decode()}\n\n"
         yield "data: [DONE]\n\n"
 
 
@@ -277,19 +273,5 @@ def _entry(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "hybrid_rlhf"}
 
 
-def _handler(status: int, kind: str, code: str | None) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def handle(request: Request, error: Exception) -> Response:
-        shown = getattr(error, "code", code)
-        return error_response(status, str(error), kind, shown, param=getattr(error, "key", None))
-
-    return handle
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.url.path}"
-    return error_response(error.status_code, message, "invalid_request_error")
-
-
-async def _internal_error(request: Request, error: Exception) -> Response:
-    return error_response(500, "internal error, see the server's log: report it", "server_error")
+def _error_answer(status: int, message: str, error: Exception | None) -> JSONResponse:
+    return error_response(status, message, getattr(error, "code", None), param=getattr(error, "key", None))

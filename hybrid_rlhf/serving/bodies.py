@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import nearest_hint
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.generation.sampling import MOST_TOP_LOGPROBS
+from hybrid_rlhf.serving.web import StrictBody
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
@@ -61,7 +62,7 @@ _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOS
 _Conversation = Annotated[_Objects, Field(min_length=1)]
 _Texts = Annotated[list[str], Field(fail_fast=True, max_length=_MOST_PROMPTS)]
 _StopText = Annotated[str, Field(max_length=_MOST_STOP_CHARACTERS)]
-BodyT = TypeVar("BodyT", bound="_StrictBody")
+BodyT = TypeVar("BodyT", bound=StrictBody)
 
 
 class KeyRejected(UserError):
@@ -82,18 +83,14 @@ class ContextTooLong(KeyRejected):
     code = "context_length_exceeded"
 
 
-class _StrictBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class StreamOptions(_StrictBody):
+class StreamOptions(StrictBody):
     """Options of a streamed answer."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class GenerationBody(_StrictBody):
+class GenerationBody(StrictBody):
     """Keys that chat completions and completions share."""
 
     model: str
@@ -272,14 +269,14 @@ class CompletionBody(GenerationBody):
         return self.logprobs or 0
 
 
-class RewardBody(_StrictBody):
+class RewardBody(StrictBody):
     """POST /episodes/NAME/reward."""
 
     reward: float | None = Field(ge=-_MOST_REWARD, le=_MOST_REWARD)
     """Reward of the whole episode; null: 0, for episodes whose reward a component adds."""
 
 
-class ScoreBody(_StrictBody):
+class ScoreBody(StrictBody):
     """POST /v1/score."""
 
     model: str

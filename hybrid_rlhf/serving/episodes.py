@@ -15,9 +15,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from hybrid_rlhf.serving.addresses import url_of
 from hybrid_rlhf.serving.bodies import RewardBody, read_request
 from hybrid_rlhf.serving.service import UnknownEpisode
+from hybrid_rlhf.serving.web import url_of
 
 _RETRY_SECONDS = 1
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.serving.bodies import ScoreBody
 from hybrid_rlhf.serving.conversations import read_conversation
 from hybrid_rlhf.serving.saved_scorer import NotWanted, SavedScorer, batches
@@ -90,10 +89,11 @@ class ScoreService:
 
     def _rows(self, body: ScoreBody) -> list[list[int]]:
         """The tokens of each conversation."""
-        return [self._encode(f"conversation {place}", messages) for place, messages in enumerate(body.conversations())]
-
-    def _encode(self, name: str, conversation: Sequence[dict[str, Any]]) -> list[int]:
-        messages: list[Message] = read_conversation(name, conversation)
-        if messages[-1]["role"] != "assistant":
-            raise UserError(f"{name} must end with a turn of the assistant, got {messages[-1]['role']}: add the answer")
-        return self._scorer.encode(messages[:-1], messages[-1:], shown=name)
+        rows = []
+        for place, conversation in enumerate(body.conversations()):
+            name = f"conversation {place}"
+            *prompt, last = read_conversation(name, conversation)
+            if last["role"] != "assistant":
+                raise UserError(f"{name} must end with a turn of the assistant, got {last['role']}: add the answer")
+            rows.append(self._scorer.encode(prompt, [last], shown=name))
+        return rows

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
 import torch
-import uvicorn
+from fastapi import FastAPI
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.serving.addresses import bound_socket, url_of
 from hybrid_rlhf.serving.admission import Activity
 from hybrid_rlhf.serving.app import Access, build_app, build_scoring_app
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Service
+from hybrid_rlhf.serving.web import WebServer, bound_socket, url_of
 
 FAILED_EXIT_CODE = 70
 """Exit code of a failed server, the same as of a run that its watchdog ends: EX_SOFTWARE of sysexits.h."""
@@ -52,12 +51,12 @@ class Served:
     scores: ScoreService | None
 
 
-class StoppingServer(uvicorn.Server):
+class StoppingServer(WebServer):
     """Answers running requests while it stops; uvicorn closes its socket first, and cuts them off at the end."""
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: FastAPI,
         activity: Activity,
         *,
         seconds: float,
@@ -68,18 +67,17 @@ class StoppingServer(uvicorn.Server):
         """Prepare the server.
 
         Args:
-            config: config of uvicorn.
+            app: the application.
             activity: activity of the application.
             seconds: time limit of requests that run when a signal arrives.
             failed: returns true if nothing can be answered any more.
             started: called when connections are accepted.
             close: ends the requests that still run.
         """
-        super().__init__(config)
+        super().__init__(app, closing_seconds=1, started=started)
         self._activity = activity
         self._seconds = seconds
         self._failed = failed
-        self._started = started
         self._close = close
         self._end: float | None = None
         """Time at which running requests are ended."""
@@ -88,11 +86,6 @@ class StoppingServer(uvicorn.Server):
         """Refuse further requests; a second signal ends the running ones."""
         self._end = time.monotonic() + (0 if self._activity.stops else self._seconds)
         self._activity.stops = True
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen, and report it."""
-        await super().startup(sockets)
-        self._started()
 
     async def on_tick(self, counter: int) -> bool:
         """Return True to exit; called ten times per second."""
@@ -158,10 +151,7 @@ def serve(
     def started() -> None:
         report(config.served_name, f"{url_of(*listener.getsockname()[:2])}/v1")
 
-    settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, server_header=False)
-    server = StoppingServer(
-        settings, activity, seconds=config.shutdown_seconds, failed=failed, started=started, close=close
-    )
+    server = StoppingServer(app, activity, seconds=config.shutdown_seconds, failed=failed, started=started, close=close)
     gc.collect()
     gc.freeze()  # a collection would scan all objects of torch and the model, which stay alive
     try:

@@ -35,27 +35,38 @@ ResultT = TypeVar("ResultT")
 class QueueFull(Exception):
     """The largest number of requests is waiting."""
 
+    code = "queue_full"
+
 
 class UnknownModel(Exception):
     """A request names another model than the served one."""
 
     key = "model"
+    code = "model_not_found"
 
 
 class UnknownEpisode(Exception):
     """A request names an episode that is not running."""
 
+    code = "episode_not_found"
+
 
 class BatchEnded(Exception):
     """The server stops."""
+
+    code = "stopped"
 
 
 class BatchFailed(Exception):
     """Decoding has failed, and the server ends."""
 
+    code = "failed"
+
 
 class RequestFailed(Exception):
     """Decoding with this request has failed."""
+
+    code = "request_failed"
 
 
 @dataclass(frozen=True)

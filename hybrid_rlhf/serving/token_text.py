@@ -7,20 +7,15 @@ import re
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _INCOMPLETE = "\ufffd"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """A token for a byte in SentencePiece's vocabularies."""
 
 
-def _letters_of_bytes() -> dict[str, int]:
-    """The byte that each letter of byte-level BPE stands for: a visible byte stands for itself (GPT-2)."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
-
-
-_LETTERS = _letters_of_bytes()
+_LETTERS: dict[str, int] = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""The byte that each letter of byte-level BPE stands for (GPT-2)."""
 
 
 class TokenText:

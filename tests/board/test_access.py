@@ -129,12 +129,9 @@ def test_a_folder_that_cannot_be_made_is_a_wrong_value(board: ServedBoard) -> No
             assert len(answer.json()["error"]) < 500
 
 
-@pytest.mark.parametrize("output_dir", ["/tmp/elsewhere", "../outside", "a/../../outside", ".", "", "a\0b", "~"])
+@pytest.mark.parametrize("output_dir", ["/tmp/elsewhere", "../outside", "a/../../outside", ".", "", "a\0b"])
 def test_a_run_is_not_started_outside_of_the_folders(board: ServedBoard, output_dir: str) -> None:
     answer = board.post("/api/runs", {"command": "sft", "values": {"output_dir": output_dir, "data.sources": ["x"]}})
-    if output_dir == "~":  # no home folder is meant: a folder of this name inside
-        assert answer.status_code == 200
-        return
     assert answer.status_code == 400 and "output_dir" in answer.json()["error"]
 
 

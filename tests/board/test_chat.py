@@ -17,6 +17,7 @@ from hybrid_rlhf.board.runs.folders import RunFolders
 from hybrid_rlhf.board.runs.models import SavedModels
 from hybrid_rlhf.board.runs.summary import RunSummaries
 from hybrid_rlhf.cli.saved_models.loading import load_engine
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig
 from hybrid_rlhf.configs.parsing.building import build_config
 from hybrid_rlhf.configs.parsing.schema import Layer
@@ -91,14 +92,12 @@ def test_the_trained_actor_comes_first_with_the_system_prompt_of_its_training(fo
 
 def test_a_client_names_only_models_of_the_folders_and_of_the_command_line(folder: Path, tmp_path: Path) -> None:
     """Any path and any name of the hub was loaded."""
-    (tmp_path / "output").mkdir()
-    path, other = str(folder / "model_1"), str(folder / "model_2")
-    with served_board(tmp_path / "output", words=["--models", f"[{path}]"]) as board:
-        assert [model["path"] for model in board.get("/api/models")] == [path]
-        assert chat(board, models=[path])[-1]["done"] is True
-        for body in ({"models": [other]}, {"models": ["gpt2"]}, {"models": [path], "reward": str(folder / "reward")}):
-            answer = board.post("/api/chat", {"messages": HELLO, "sampling": SAMPLING, **body})
-            assert answer.status_code == 400 and "--models" in answer.json()["error"], answer.text
+    path = str(folder / "model_1")
+    models = SavedModels(RunFolders([tmp_path]), RunSummaries(), [path])
+    assert [model["path"] for model in models.shown()] == [path] and models.path_of(path, "chat") == path
+    for other, kind in ((folder / "model_2", "chat"), ("gpt2", "chat"), (folder / "reward", "reward")):
+        with pytest.raises(UserError, match="start the board with --models"):
+            models.path_of(str(other), kind)
 
 
 def test_two_models_answer_as_their_engines_do_with_scores(board: ServedBoard, folder: Path) -> None:

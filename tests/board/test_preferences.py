@@ -9,16 +9,27 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hybrid_rlhf.board.chat import Chats
+from hybrid_rlhf.board.workspace import BoardWorkspace
+from hybrid_rlhf.configs.commands.board import BoardConfig
 from tests.support.board import ServedBoard, sample_rows, served_board, write_run
 
 
 @pytest.fixture
 def board(tmp_path: Path) -> Iterator[ServedBoard]:
     write_run(tmp_path / "output" / "one", steps=2, samples=8)
-    write_run(tmp_path / "output" / "two", steps=1, samples=8, seed=2)
-    write_run(tmp_path / "output" / "none", steps=1)
     with served_board(tmp_path / "output") as served:
         yield served
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BoardWorkspace:
+    """The state of a board without its server."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    write_run(tmp_path / "output" / "none", steps=1)
+    write_run(tmp_path / "output" / "one", steps=2, samples=8)
+    write_run(tmp_path / "output" / "two", steps=1, samples=8, seed=2)
+    return BoardWorkspace(BoardConfig(folders=[str(tmp_path / "output")]), Chats(pytest.fail, pytest.fail))
 
 
 SCORES = {row["completion"]: row["score"] for step in (1, 2) for row in sample_rows(step, 8)}
@@ -32,6 +43,7 @@ def test_pairs_are_blind_and_judged_once(board: ServedBoard, tmp_path: Path) -> 
     assert board.post("/api/preferences", body).json() == {"count": 1}
     again = board.post("/api/preferences", body)
     assert again.status_code == 400 and "not judged yet" in again.json()["error"]
+    assert board.get("/api/preferences/summary")["by"] == {"ada": 1}
     (row,) = [json.loads(line) for line in (tmp_path / "output" / "preferences.jsonl").read_text().splitlines()]
     assert (row["chosen"], row["rejected"], row["tie"]) == (pair["right"], pair["left"], False)
     assert (row["who"], row["choice"], row["prompt"]) == ("ada", "right", pair["prompt"])
@@ -39,33 +51,33 @@ def test_pairs_are_blind_and_judged_once(board: ServedBoard, tmp_path: Path) -> 
     assert row["shown"][0]["run"] == str(tmp_path / "output" / "one")
 
 
-def test_judgements_compare_with_the_scores_and_become_data(board: ServedBoard, tmp_path: Path) -> None:
-    run = board.run("one")["id"]
+def test_judgements_compare_with_the_scores(workspace: BoardWorkspace, tmp_path: Path) -> None:
+    _, one, _ = map(workspace.samples, workspace.folders.all())
+    preferences = workspace.preferences
     seen = set()
     sides = set()
     for number in range(12):
-        pair = board.get("/api/preferences/next", run=run)
+        pair = preferences.next([one])
         better = "left" if SCORES[pair["left"]] > SCORES[pair["right"]] else "right"
         sides.add(better)
         worse = {"left": "right", "right": "left"}[better]
         choice = "equal" if number == 0 else better if number < 9 else worse
         seen.add(frozenset((pair["left"], pair["right"])))
-        board.post("/api/preferences", {"pair": pair["pair"], "choice": choice, "who": "ada" if number % 2 else "bo"})
+        preferences.judge(pair["pair"], choice, "ada" if number % 2 else "bo")
     assert len(seen) == 12 and sides == {"left", "right"}
-    summary = board.get("/api/preferences/summary")
+    summary = preferences.summary()
     assert summary["count"] == 12 and summary["by"] == {"ada": 6, "bo": 6}
     assert summary["agreement"] == pytest.approx(8 / 11)
     assert summary["pairs_file"] == str(tmp_path / "output" / "preferences.jsonl")
 
 
-def test_two_runs_give_one_side_each(board: ServedBoard, tmp_path: Path) -> None:
-    one, two = board.run("one")["id"], board.run("two")["id"]
+def test_two_runs_give_one_side_each(workspace: BoardWorkspace) -> None:
+    none, one, two = map(workspace.samples, workspace.folders.all())
+    preferences = workspace.preferences
     for _ in range(5):
-        pair = board.get("/api/preferences/next", run=[one, two])
-        board.post("/api/preferences", {"pair": pair["pair"], "choice": "left", "who": "ada"})
-    rows = [json.loads(line) for line in (tmp_path / "output" / "preferences.jsonl").read_text().splitlines()]
-    assert all({Path(side["run"]).name for side in row["shown"]} == {"one", "two"} for row in rows)
-    assert board.get("/api/preferences/next", run=board.run("none")["id"]) == {"pair": None}
+        preferences.judge(preferences.next([one, two])["pair"], "left", "ada")
+    assert all({Path(side["run"]).name for side in row["shown"]} == {"one", "two"} for row in preferences.read())
+    assert preferences.next([none]) == {"pair": None}
 
 
 @pytest.mark.slow

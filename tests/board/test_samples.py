@@ -122,22 +122,18 @@ def test_a_sample_has_its_tokens(board: ServedBoard) -> None:
     assert {row["has_tokens"] for row in board.get(f"/api/runs/{run}/samples", step=2)["rows"]} == {True}
 
 
-def test_distributions_of_a_step_have_the_ranges_of_the_run(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "output" / "one", steps=1)
-    append_rows(folder, [row for step in (1, 2) for row in sample_rows(step, 8)])
-    with served_board(tmp_path / "output") as board:
-        path = f"/api/runs/{board.run('one')['id']}"
-        newest, first = board.get(f"{path}/distributions"), board.get(f"{path}/distributions", step=1)
-        assert newest["step"] == 2 and first["step"] == 1
-        rows = {step: sample_rows(step, 8) for step in (1, 2)}
-        for name in ("score", "length"):
-            values = [row[name] for of_step in rows.values() for row in of_step]
-            edges = newest[name]["edges"]
-            assert edges == first[name]["edges"] and (edges[0], edges[-1]) == (min(values), max(values))
-            counts, _ = np.histogram([row[name] for row in rows[2]], bins=edges)
-            assert newest[name]["counts"] == counts.tolist() and sum(first[name]["counts"]) == 8
-        largest = max(abs(value) for row in rows[1] + rows[2] for value in row["components"].values())
-        assert board.get(f"{path}/samples/1/0")["component_limit"] == largest, "one scale for the bars of a run"
+def test_distributions_of_a_step_have_the_ranges_of_the_run(board: ServedBoard) -> None:
+    path = f"/api/runs/{board.run('one')['id']}"
+    newest, first = board.get(f"{path}/distributions"), board.get(f"{path}/distributions", step=1)
+    assert newest["step"] == STEPS and first["step"] == 1
+    for name in ("score", "length"):
+        values = [row[name] for _, _, row in ALL]
+        edges = newest[name]["edges"]
+        assert edges == first[name]["edges"] and (edges[0], edges[-1]) == (min(values), max(values))
+        counts, _ = np.histogram(values[-COUNT:], bins=edges)
+        assert newest[name]["counts"] == counts.tolist() and sum(first[name]["counts"]) == COUNT
+    largest = max(abs(value) for _, _, row in ALL for value in row["components"].values())
+    assert board.get(f"{path}/samples/1/0")["component_limit"] == largest, "one scale for the bars of a run"
 
 
 def test_prompts_count_their_own_samples(board: ServedBoard) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_rlhf.board.processes import training
+from hybrid_rlhf.board.processes import estimates, training
 from hybrid_rlhf.board.processes.form import check_form, form_fields, read_form
 from hybrid_rlhf.board.processes.presets import Presets
 from hybrid_rlhf.board.runs.folders import RunFolders
@@ -200,6 +201,28 @@ def test_a_wrong_form_says_what_is_wrong(board: ServedBoard, values: dict[str, A
     assert word in found["problem"] and found["memory"] == []
 
 
+@pytest.mark.parametrize(
+    ("code", "problem", "memory"),
+    [
+        ("""print('{"memory": [{"phase": "a", "total": 1073741824, "fits": true}]}')""", None, [("a", 1.0, True)]),
+        ("""print('{"error": "no such model"}')""", "no such model", []),
+        ("import sys; sys.exit('error: no Python')", "no Python", []),
+    ],
+)
+def test_an_estimate_is_the_result_of_the_command(
+    code: str, problem: str | None, memory: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def started(name: str, settings: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+        assert (name, settings["ranks"], settings["sft"]["model"]["path"]) == ("plan", 1, "m")
+        yield subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    monkeypatch.setattr(estimates, "json_command", started)
+    found = estimates.Estimates().of_form("sft", {"model.path": "m"})
+    assert found["problem"] == problem and [tuple(phase.values()) for phase in found["memory"]] == memory
+
+
+@pytest.mark.slow
 def test_an_estimate_has_the_memory_of_each_phase(board: ServedBoard, model_folder: Path) -> None:
     values = {"model.path": str(model_folder), "train.global_batch_size": 4}
     found = board.post("/api/form/estimate", {"command": "sft", "values": values}).json()
@@ -236,11 +259,11 @@ def test_a_run_is_started_stopped_and_resumed(board: ServedBoard, model_folder: 
         board.wait("mine", lambda run: run["state"] != "running")
 
 
-def test_a_run_that_cannot_start_shows_its_error(board: ServedBoard, model_folder: Path) -> None:
-    values = {"model.path": str(model_folder), "data.sources": ["/no/such/file.jsonl"], "output_dir": "broken"}
-    assert board.post("/api/runs", {"command": "sft", "values": values}).status_code == 200
-    run = board.wait("broken", lambda run: run["state"] != "running")
-    assert run["state"] == "broken" and "/no/such/file.jsonl" in run["problem"] and run["problem"].startswith("error: ")
+def test_a_run_that_cannot_start_shows_its_error(tmp_path: Path) -> None:
+    error = "error: a data source must be a file, /no/such/file.jsonl does not exist: check the path"
+    (write_run(tmp_path / "broken") / "board.log").write_text(f"loading\n{error}\n")
+    summary = RunSummaries().summary(*RunFolders([tmp_path]).all())
+    assert (summary["state"], summary["problem"]) == ("broken", error)
 
 
 def test_a_run_without_a_folder_gets_an_unused_one_of_the_first_folder(tmp_path: Path) -> None:

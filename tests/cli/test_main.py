@@ -61,16 +61,23 @@ def test_plan_starts_no_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert stopped.value.code == 1 and capsys.readouterr().out == "planned\n"
 
 
-@pytest.mark.parametrize("command", script.COMMANDS)
-def test_the_help_of_a_command_loads_no_torch_and_shows_its_name(command: str) -> None:
-    code = (
-        "import sys\nfrom hybrid_rlhf.cli.main import main\n"
-        f"try:\n    main([{command!r}, '--help'])\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
-        "assert not {'torch', 'transformers', 'deepspeed', 'datasets'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+HELP = """
+import sys
+from hybrid_rlhf.cli.main import COMMANDS, main
+for command in COMMANDS:
+    try:
+        main([command, "--help"])
+    except SystemExit as stop:
+        assert stop.code == 0, command
+    assert not {"torch", "transformers", "deepspeed", "datasets"} & set(sys.modules), command
+"""
+
+
+def test_the_help_of_a_command_loads_no_torch_and_shows_its_name() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     words = {"data": " SUBCOMMAND", "chat": " [PATH] [COMPARE]", "push": " [PATH] [REPO]", "completion": " [SHELL]"}
+    words |= {"board": " [FOLDERS]"}
     words |= dict.fromkeys(("generate", "serve", "evaluate", "export", "replay"), " [PATH]")
-    usage = f"usage: hybrid-rlhf {command}{words.get(command, '')} [--config FILE.yaml]"
-    assert done.stdout.startswith(usage), done.stdout[:200]
+    for command in script.COMMANDS:
+        assert f"usage: hybrid-rlhf {command}{words.get(command, '')} [--config FILE.yaml]" in done.stdout

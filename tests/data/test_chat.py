@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import (
     EncodedSequence,
     encode_conversation,
@@ -30,17 +29,11 @@ def with_loss(encoded: EncodedSequence, tokenizer: PreTrainedTokenizerFast) -> s
 
 @pytest.mark.parametrize("turns", [3, 5])
 def test_loss_is_on_answers_and_their_end(turns: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id, "which hides no end of a turn"
     (encoded,) = encode_conversation(TURNS[:turns], tokenizer)
     assert with_loss(encoded, tokenizer) == "hello<|im_end|>" + "bye é<|im_end|>" * (turns == 5)
     assert tokenizer.decode(encoded.input_ids).endswith("<|im_end|>\n")
     assert not encoded.loss_mask[-1], "what the template adds after the end of the turn is not the assistant's"
-
-
-def test_pad_equal_to_eos_hides_no_end_of_turn(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    (encoded,) = encode_conversation(TURNS, tokenizer)
-    ends = [i for i, token in enumerate(encoded.input_ids) if token == tokenizer.eos_token_id]
-    assert [encoded.loss_mask[i] for i in ends] == [False, False, True, False, True]
 
 
 def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -130,12 +123,6 @@ def test_a_template_that_rewrites_the_past_gives_a_row_a_turn(tokenizer: PreTrai
     texts = [tokenizer.decode(row.input_ids) for row in rows]
     assert texts == ["[be kind][hi <b>][hello]", "[be kind][hi <b>][more][bye é]"]
     assert [with_loss(row, tokenizer) for row in rows] == ["[hello]", "[bye é]"]
-
-
-def test_a_template_that_refuses_the_roles_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(UserError, match="no system role"):
-        encode_conversation(TURNS, tokenizer)
 
 
 def test_text_is_learnt_whole_with_eos(tokenizer: PreTrainedTokenizerFast) -> None:

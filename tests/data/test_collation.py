@@ -18,15 +18,6 @@ def marked(ids: list[int]) -> st.SearchStrategy[tuple[list[int], list[bool]]]:
     return st.tuples(st.just(ids), st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
 
 
-def test_tokens_are_padded_on_the_right() -> None:
-    batch = collate_tokens(
-        [{"input_ids": [5, 2, 7], "loss_mask": [False, True, True]}, None, {"input_ids": [2], "loss_mask": [False]}], 2
-    )
-    assert batch.input_ids.tolist() == [[5, 2, 7], [2, 2, 2], [2, 2, 2]]
-    assert batch.attention_mask.tolist() == [[True] * 3, [True, False, False], [True, False, False]]
-    assert batch.loss_mask.tolist() == [[False, True, True], [False] * 3, [False] * 3]
-
-
 @quick
 @given(st.lists(st.none() | tokens.flatmap(marked), min_size=1, max_size=5))
 def test_collated_tokens_read_back(rows: list[tuple[list[int], list[bool]] | None]) -> None:
@@ -71,36 +62,3 @@ def test_preferences_keep_each_completion_once_and_all_pairs() -> None:
     empty = collate_preferences([None], 0)
     assert len(empty.chosen_index) == 0 and empty.attention_mask.any()
     assert empty.chosen_index.dtype is torch.long
-
-
-@st.composite
-def preference(draw: st.DrawFn) -> dict[str, list]:  # type: ignore[type-arg]
-    responses = draw(st.lists(tokens, min_size=2, max_size=4))
-    index = st.integers(0, len(responses) - 1)
-    pairs = draw(st.lists(st.tuples(index, index), min_size=1, max_size=4))
-    margins = draw(st.lists(st.floats(-4, 4, width=32), min_size=len(pairs), max_size=len(pairs)))
-    masks = [[place % 2 == 1 for place in range(len(ids))] for ids in responses]
-    return {"responses": responses, "masks": masks, "pairs": [list(pair) for pair in pairs], "margins": margins}
-
-
-@quick
-@given(st.lists(st.one_of(st.none(), preference()), min_size=1, max_size=4))
-def test_collated_pairs_index_their_completions(rows: list[dict[str, list] | None]) -> None:  # type: ignore[type-arg]
-    batch = collate_preferences(rows, PAD)
-    real = [row for row in rows if row is not None]
-    assert len(batch.input_ids) == sum(len(row["responses"]) for row in real) + rows.count(None)
-    sequences = [ids[mask].tolist() for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
-    for ids, attention, own in zip(batch.input_ids, batch.attention_mask, batch.response_mask, strict=True):
-        if int(attention.sum()) > 1 or len(real) == len(rows):
-            assert own.tolist() == [bool(there) and place % 2 == 1 for place, there in enumerate(attention)]
-        assert own.shape == ids.shape
-    wanted = [(row["responses"][i], row["responses"][j]) for row in real for i, j in row["pairs"]]
-    pairs = zip(batch.chosen_index.tolist(), batch.rejected_index.tolist(), strict=True)
-    assert [(sequences[i], sequences[j]) for i, j in pairs] == wanted
-    assert batch.margin.dtype is torch.float32
-    assert batch.margin.tolist() == [margin for row in real for margin in row["margins"]]
-
-
-def test_a_batch_moves_to_a_device() -> None:
-    batch = collate_tokens([{"input_ids": [1, 2], "loss_mask": [False, True]}], PAD).to(torch.device("meta"))
-    assert {batch.input_ids.device, batch.attention_mask.device, batch.loss_mask.device} == {torch.device("meta")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -42,20 +41,6 @@ def converted(
     report = convert(str(file), output, format=format, ranked_as=ranked_as, skip_bad=skip_bad)
     rows = [row for _, row in open_source(str(output))] if output.exists() else []
     return rows, report
-
-
-def test_dialogues_become_pairs_after_their_shared_turns(write_jsonl: Write) -> None:
-    start = "\n\nHuman: What is a crumpet?\n\nAssistant: A kind of bread.\n\nHuman: Sweet?\n\nAssistant:"
-    file = write_jsonl([{"chosen": f"{start} Not by itself.\n\nIt is savoury.", "rejected": f"{start} Yes."}])
-    rows, report = converted(file)
-    assert (report.format, report.rows, report.written, report.problems.count) == ("hh", 1, 1, 0)
-    assert rows == [
-        {
-            "prompt": [user("What is a crumpet?"), assistant("A kind of bread."), user("Sweet?")],
-            "chosen": [assistant("Not by itself.\n\nIt is savoury.")],
-            "rejected": [assistant("Yes.")],
-        }
-    ]
 
 
 def test_continuations_of_a_dialogue_become_pairs(write_jsonl: Write) -> None:
@@ -243,20 +228,19 @@ def feedback(text: str, score: Any = None, rating: str | None = None) -> Row:
 @pytest.mark.parametrize(
     ("ranked_as", "row"),
     [
-        ("ranks", {"responses": [[assistant(t)] for t in "abc"], "ranks": [2.0, 1.0, 3.0]}),
-        ("pairs", {"chosen": [assistant("b")], "rejected": [assistant("c")]}),
+        (
+            "ranks",
+            {"prompt": [user("q")], "responses": [[assistant(t)] for t in "abc"], "ranks": [2.0, 1.0, 3.0]},
+        ),
+        ("pairs", {"prompt": [user("q")], "chosen": [assistant("b")], "rejected": [assistant("c")]}),
+        ("messages", {"messages": [user("q"), assistant("b")]}),
     ],
 )
-def test_scores_become_ranks_or_a_pair(ranked_as: RankedAs, row: Row, write_jsonl: Write) -> None:
+def test_scores_become_ranks_a_pair_or_a_conversation(ranked_as: RankedAs, row: Row, write_jsonl: Write) -> None:
     completions = [feedback("a", 6.5), feedback("b", 8.0), feedback("c", rating="2")]
     file = write_jsonl([{"source": "x", "instruction": "q", "completions": completions}])
     rows, report = converted(file, ranked_as=ranked_as)
-    assert rows == [{"prompt": [user("q")], **row}] and report.format == "ultrafeedback"
-
-
-def test_the_best_of_scored_completions_is_a_conversation(write_jsonl: Write) -> None:
-    rows = [{"instruction": "q", "completions": [feedback("a", 6.5), feedback("b", 8.0)]}]
-    assert converted(write_jsonl(rows), ranked_as="messages")[0] == [{"messages": [user("q"), assistant("b")]}]
+    assert rows == [row] and report.format == "ultrafeedback"
 
 
 def test_equal_scores_and_missing_ones_are_problems(write_jsonl: Write) -> None:
@@ -373,15 +357,6 @@ def test_the_output_stays_when_all_rows_are_bad(write_jsonl: Write, tmp_path: Pa
     with pytest.raises(UserError, match="must have a row"):
         convert(str(file), output, format="hh", ranked_as="ranks", skip_bad=True)
     assert output.read_text() == "mine\n"
-
-
-def test_it_converts_a_thousand_rows_a_second(write_jsonl: Write) -> None:
-    """At least 50,000 a minute; the time of the processor, as other tests run beside this one."""
-    turns = [{"from": name, "value": "some words " * 50} for name in ("human", "gpt") * 3]
-    file = write_jsonl([{"conversations": turns}] * 3000)
-    start = time.process_time()
-    assert converted(file)[1].written == 3000
-    assert time.process_time() - start < 3.0
 
 
 # Texts as people write them, without what the formats use as marks.

@@ -1,4 +1,4 @@
-"""The embedded pairs: a preference that a reward model can learn. Their size and seeds: test_tokenized.py."""
+"""The embedded pairs: a preference that a reward model can learn."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     file = write_demo_data(tmp_path / "new" / "demo", seed=0)
     assert file == tmp_path / "new" / "demo" / "pairs.jsonl"
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_rows_depend_on_the_seed_alone(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert len(rows) > 800
+    first = (tmp_path / "new" / "demo" / "pairs.jsonl").read_text()
+    assert write_demo_data(tmp_path / "a", seed=0).read_text() == first
+    assert write_demo_data(tmp_path / "b", seed=1).read_text() != first
 
 
 def test_rows_serve_all_three_steps(rows: list[dict[str, Any]]) -> None:

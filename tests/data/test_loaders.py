@@ -17,21 +17,6 @@ from hybrid_rlhf.data.row_views import RowSubset
 quick = settings(max_examples=60, deadline=None)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 4))
-def test_every_row_is_in_one_shard(lengths: list[int], ranks: int, micro: int) -> None:
-    rows = list(range(100, 100 + len(lengths)))
-    shares = [
-        shard_batch(rows, lengths, rank=rank, ranks=ranks, micro_batches=MicroBatches(micro)) for rank in range(ranks)
-    ]
-    assert sorted(row for share in shares for batch in share for row in batch if row is not None) == rows
-    assert len({len(share) for share in shares}) == 1, "all ranks have the same number of micro-batches"
-    assert all(len(batch) == micro for share in shares for batch in share)
-    for share in shares:
-        own = [lengths[row - 100] for batch in share for row in batch if row is not None]
-        assert own == sorted(own, reverse=True)
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 120))
 def test_sharding_by_tokens_keeps_the_limit_and_balances(lengths: list[int], ranks: int, tokens: int) -> None:
@@ -58,15 +43,6 @@ def test_padding_counts_against_the_token_limit(lengths: list[int], ranks: int, 
             assert len(batch) * max(lengths[row] if row is not None else 1 for row in batch) <= tokens
 
 
-def test_sharding_balances_tokens() -> None:
-    lengths = list(range(1, 33))
-    totals = []
-    for rank in range(4):
-        shard = shard_batch(range(32), lengths, rank=rank, ranks=4, micro_batches=MicroBatches(4))
-        totals.append(sum(lengths[row] for batch in shard for row in batch if row is not None))
-    assert max(totals) - min(totals) == 0
-
-
 def table(rows: int = 23) -> datasets.Dataset:
     return datasets.Dataset.from_list([{"id": i, "length": 1 + (7 * i) % 5} for i in range(rows)])
 
@@ -88,26 +64,8 @@ def test_global_batches_do_not_depend_on_the_ranks(ranks: int) -> None:
     assert alone == together and len(alone) == 10
     assert alone[:5] != alone[5:], "a new order each epoch"
     assert all(len(step) == 4 for step in alone)
-
-
-@pytest.mark.parametrize("stop", [1, 5, 7])
-def test_a_saved_position_of_a_loader_is_restored_exactly(stop: int) -> None:
-    whole = [ids(step) for step in loader().iterate(2)]
-    first = loader()
-    steps = first.iterate(2)
-    for _ in range(stop):
-        next(steps)
-    second = loader()
-    second.load_state_dict(first.state_dict())
-    assert [ids(step) for step in second.iterate(2)] == whole[stop:]
-
-
-def test_evaluation_sees_every_row_once() -> None:
-    for ranks in (1, 2, 4):
-        shares = [list(loader(rank, ranks, shuffle=False, drop_last=False).iterate(1)) for rank in range(ranks)]
-        seen = [i for share in shares for step in share for i in ids(step)]
-        assert sorted(seen) == list(range(23))
-        assert len({sum(len(step) for step in share) for share in shares}) == 1
+    shares = [list(loader(rank, ranks, shuffle=False, drop_last=False).iterate(1)) for rank in range(ranks)]
+    assert sorted(i for share in shares for step in share for i in ids(step)) == list(range(23)), "of an evaluation"
 
 
 @pytest.mark.parametrize(
@@ -130,11 +88,6 @@ def test_few_updates_are_named_with_the_batch_size_that_gives_more(rows: int, si
         seed=0,
     )
     assert batches.few_updates_text() == text
-
-
-def test_too_few_rows_are_rejected() -> None:
-    with pytest.raises(UserError, match="batch of 8 rows, got 5: add rows or reduce train.global_batch_size to 5"):
-        GlobalBatchSampler(5, global_batch_size=8, seed=0)
 
 
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 3), st.integers(0, 12))
@@ -166,6 +119,7 @@ def test_sharding_pads_at_most_one_unit(ranks: int, lengths: list[int], micro: i
         for rank in range(ranks)
     ]
     flat = [[row for batch in share for row in batch] for share in shares]
+    assert sorted(row for share in flat for row in share if row is not None) == list(range(len(lengths)))
     missing = sum(row is None for share in flat for row in share)
     assert missing == -len(lengths) % (ranks * micro), "the last unit is padded, no other"
     for share in flat:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.preparation.blending import blend_rows
 from hybrid_rlhf.data.preparation.checking import check_source, histogram
-from hybrid_rlhf.data.preparation.splitting import position, prompt_key, split_rows
+from hybrid_rlhf.data.preparation.splitting import prompt_key, split_rows
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.sources import open_source
 
@@ -116,16 +116,6 @@ def test_a_source_without_rows_is_refused(tmp_path: Path) -> None:
         check_source(str(tmp_path / "rows.jsonl"))
 
 
-def test_a_published_format_is_named(write_jsonl: Write) -> None:
-    for row, name in (
-        ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}, "hh"),
-        ({"conversations": [{"from": "human", "value": "q"}]}, "sharegpt"),
-        ({"instruction": "q", "output": "a"}, "alpaca"),
-    ):
-        with pytest.raises(UserError, match=f"got the format {name}: convert it with hybrid-rlhf data convert"):
-            check_source(str(write_jsonl([row])))
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=50))
 def test_a_histogram_has_every_row_once(lengths: list[int]) -> None:
@@ -191,12 +181,6 @@ def test_one_prompt_has_one_key_in_all_forms() -> None:
     ]
     assert len({prompt_key("f:1", row) for row in forms}) == 1
     assert prompt_key("f:1", {"prompt": "p"}) != prompt_key("f:1", forms[0])
-
-
-@settings(deadline=None)
-@given(st.text(), st.integers(0, 2**32))
-def test_positions_are_shares(key: str, seed: int) -> None:
-    assert 0 <= position(key, seed) < 1
 
 
 def blended(

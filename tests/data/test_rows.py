@@ -77,85 +77,70 @@ def test_prompt_rows() -> None:
 SFT_FORMATS = r"messages or prompt \+ completion or prompt \+ chosen or text"
 PAIR_FORMATS = r"prompt \+ chosen \+ rejected or prompt \+ responses \+ ranks"
 GOOD = {"prompt": "q", "completion": "a", "chosen": "a", "rejected": "b"}
-BAD_ROWS = [
-    (read_sft_row, {}, f"{SFT_FORMATS}, got columns none"),
-    (read_sft_row, {"instruction": "x"}, f"{SFT_FORMATS}, got columns instruction"),
-    (read_sft_row, {"conversations": [{"from": "human", "value": "q"}]}, "got the format sharegpt: convert it with"),
-    (read_preference_row, {"instruction": "q", "output": "a"}, "got the format alpaca: convert it with"),
-    (read_sft_row, {"prompt": "q"}, f"{SFT_FORMATS}, got columns prompt"),
-    (read_sft_row, {"messages": [USER]}, "assistant turn, got none"),
-    (read_sft_row, {"messages": []}, "column 'messages' .* got an empty list"),
-    (read_sft_row, {"messages": "q"}, "column 'messages' .* got str"),
-    (read_sft_row, {"messages": [{"role": "user"}]}, "column 'messages': .* 'content', got {'role': 'user'}"),
-    (read_sft_row, {"messages": [{"role": "bot", "content": "x"}]}, "column 'messages': a role .* got 'bot'"),
-    (
-        read_sft_row,
-        {"messages": [{"role": "bot", "content": "x"}, ANSWER]},
-        "one of system, developer, user, assistant, tool, function, ipython, observation, got 'bot'",
-    ),
-    (
-        read_sft_row,
-        {"prompt": "q", "completion": [{"role": "assistant", "content": 3}]},
-        "column 'completion': the content of a message .* got 3",
-    ),
-    (read_sft_row, {"prompt": "q", "completion": ""}, "column 'completion' must not be empty, got ''"),
-    (read_sft_row, {"prompt": 3, "completion": "a"}, "column 'prompt' .* got int"),
-    (read_sft_row, {"text": 3}, "column 'text' must be text, got int"),
-    (read_sft_row, {"text": " \n"}, r"column 'text' must not be empty, got ' \\n'"),
-    (read_preference_row, {"prompt": "q", "chosen": "a"}, f"{PAIR_FORMATS}, got columns chosen, prompt"),
-    (read_preference_row, {"prompt": "q", "rejected": "b"}, f"{PAIR_FORMATS}, got columns prompt, rejected"),
-    (
-        read_preference_row,
-        {"prompt": "q", "chosen": "a", "rejected": "a"},
-        "'chosen' and 'rejected' must differ, both are 'a'",
-    ),
-    (read_preference_row, {"prompt": "q", "chosen": "a", "rejected": 3}, "column 'rejected' .* got int"),
-    (read_preference_row, {"chosen": "a b", "rejected": "a c"}, "with text need a prompt, got none: add it, convert"),
-    (read_preference_row, {"chosen": [USER, ANSWER], "rejected": "c"}, "with text need a prompt, got none"),
-    (read_preference_row, {**GOOD, "margin": "1"}, "column 'margin' .* number, got '1'"),
-    (read_preference_row, {**GOOD, "margin": True}, "column 'margin' .* number, got True"),
-    (read_preference_row, {**GOOD, "margin": None}, "column 'margin' .* number, got None"),
-    (read_preference_row, {"chosen": [USER], "rejected": [USER, ANSWER]}, "'chosen' .* assistant turn, got nothing"),
-    (read_preference_row, {"prompt": "q", "responses": ["a"], "ranks": [1, 2]}, "'responses' and 'ranks' .* 1 and 2"),
-    (read_preference_row, {"prompt": "q", "responses": ["a", "b"], "ranks": [1]}, "'responses' and 'ranks' .* 2 and 1"),
-    (read_preference_row, {"prompt": "q", "responses": "ab", "ranks": [1, 2]}, "'responses' and 'ranks' .* str and 2"),
-    (
-        read_preference_row,
-        {"responses": ["a", "b"], "ranks": [1, 2]},
-        r"prompt \+ responses \+ ranks, got columns ranks, responses",
-    ),
-    (
-        read_preference_row,
-        {"prompt": "q", "responses": ["a", "b"], "ranks": [1, 1]},
-        r"'ranks' .* different ranks, got \[1, 1\]",
-    ),
-    (read_preference_row, {"prompt": "q", "responses": ["a", "a"], "ranks": [1, 2]}, "'responses' .* got 'a' twice"),
-    (
-        read_preference_row,
-        {"prompt": "q", "responses": ["a", "b"], "ranks": ["x", "y"]},
-        r"column 'ranks' .* numbers, got \['x', 'y'\]",
-    ),
-    (
-        read_preference_row,
-        {"prompt": "q", "responses": ["a", "b"], "ranks": [1, "2"]},
-        r"column 'ranks' .* numbers, got \[1, '2'\]",
-    ),
-    (read_sft_row, {"messages": [USER, {**ANSWER, "weight": 0.5}]}, "column 'messages': the weight .* 0 or 1, got 0.5"),
-    (read_sft_row, {"messages": [USER, {**ANSWER, "weight": True}]}, "weight .* 0 or 1, got True"),
-    (read_sft_row, {"messages": [{**USER, "weight": 0}, ANSWER]}, "only assistant turns have a weight, got 0 .* user"),
-    (read_sft_row, {"messages": [USER, {**ANSWER, "weight": 0}]}, "turn of weight 1, got weight 0 for each"),
-    (
-        read_preference_row,
-        {"prompt": "q", "chosen": [{**ANSWER, "weight": 0}], "rejected": "b"},
-        "column 'chosen' must end with an assistant turn of weight 1, got weight 0",
-    ),
-    (read_prompt_row, {"text": "x"}, "prompt or messages, got columns text"),
-    (read_prompt_row, {"completion": "a"}, "prompt or messages, got columns completion"),
-    (read_prompt_row, {"messages": [ANSWER]}, "column 'messages' must have a prompt, got only an assistant turn"),
-]
+BAD_ROWS: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
+    read_sft_row: [
+        ({}, f"{SFT_FORMATS}, got columns none"),
+        ({"instruction": "x"}, f"{SFT_FORMATS}, got columns instruction"),
+        ({"conversations": [{"from": "human", "value": "q"}]}, "got the format sharegpt: convert it with"),
+        ({"prompt": "q"}, f"{SFT_FORMATS}, got columns prompt"),
+        ({"messages": [USER]}, "assistant turn, got none"),
+        ({"messages": []}, "column 'messages' .* got an empty list"),
+        ({"messages": "q"}, "column 'messages' .* got str"),
+        ({"messages": [{"role": "user"}]}, "column 'messages': .* 'content', got {'role': 'user'}"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "column 'messages': a role .* got 'bot'"),
+        (
+            {"messages": [{"role": "bot", "content": "x"}, ANSWER]},
+            "one of system, developer, user, assistant, tool, function, ipython, observation, got 'bot'",
+        ),
+        (
+            {"prompt": "q", "completion": [{"role": "assistant", "content": 3}]},
+            "column 'completion': the content of a message .* got 3",
+        ),
+        ({"prompt": "q", "completion": ""}, "column 'completion' must not be empty, got ''"),
+        ({"prompt": 3, "completion": "a"}, "column 'prompt' .* got int"),
+        ({"text": 3}, "column 'text' must be text, got int"),
+        ({"text": " \n"}, r"column 'text' must not be empty, got ' \\n'"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "column 'messages': the weight .* 0 or 1, got 0.5"),
+        ({"messages": [USER, {**ANSWER, "weight": True}]}, "weight .* 0 or 1, got True"),
+        ({"messages": [{**USER, "weight": 0}, ANSWER]}, "only assistant turns have a weight, got 0 .* user"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "turn of weight 1, got weight 0 for each"),
+    ],
+    read_preference_row: [
+        ({"instruction": "q", "output": "a"}, "got the format alpaca: convert it with"),
+        ({"prompt": "q", "chosen": "a"}, f"{PAIR_FORMATS}, got columns chosen, prompt"),
+        ({"prompt": "q", "rejected": "b"}, f"{PAIR_FORMATS}, got columns prompt, rejected"),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' must differ, both are 'a'"),
+        ({"prompt": "q", "chosen": "a", "rejected": 3}, "column 'rejected' .* got int"),
+        ({"chosen": "a b", "rejected": "a c"}, "with text need a prompt, got none: add it, convert"),
+        ({"chosen": [USER, ANSWER], "rejected": "c"}, "with text need a prompt, got none"),
+        ({**GOOD, "margin": "1"}, "column 'margin' .* number, got '1'"),
+        ({**GOOD, "margin": True}, "column 'margin' .* number, got True"),
+        ({**GOOD, "margin": None}, "column 'margin' .* number, got None"),
+        ({"chosen": [USER], "rejected": [USER, ANSWER]}, "'chosen' .* assistant turn, got nothing"),
+        ({"prompt": "q", "responses": ["a"], "ranks": [1, 2]}, "'responses' and 'ranks' .* 1 and 2"),
+        ({"prompt": "q", "responses": ["a", "b"], "ranks": [1]}, "'responses' and 'ranks' .* 2 and 1"),
+        ({"prompt": "q", "responses": "ab", "ranks": [1, 2]}, "'responses' and 'ranks' .* str and 2"),
+        ({"responses": ["a", "b"], "ranks": [1, 2]}, r"prompt \+ responses \+ ranks, got columns ranks, responses"),
+        ({"prompt": "q", "responses": ["a", "b"], "ranks": [1, 1]}, r"'ranks' .* different ranks, got \[1, 1\]"),
+        ({"prompt": "q", "responses": ["a", "a"], "ranks": [1, 2]}, "'responses' .* got 'a' twice"),
+        ({"prompt": "q", "responses": ["a", "b"], "ranks": ["x", "y"]}, r"column 'ranks' .* numbers, got \['x', 'y'\]"),
+        ({"prompt": "q", "responses": ["a", "b"], "ranks": [1, "2"]}, r"column 'ranks' .* numbers, got \[1, '2'\]"),
+        (
+            {"prompt": "q", "chosen": [{**ANSWER, "weight": 0}], "rejected": "b"},
+            "column 'chosen' must end with an assistant turn of weight 1, got weight 0",
+        ),
+    ],
+    read_prompt_row: [
+        ({"text": "x"}, "prompt or messages, got columns text"),
+        ({"completion": "a"}, "prompt or messages, got columns completion"),
+        ({"messages": [ANSWER]}, "column 'messages' must have a prompt, got only an assistant turn"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("adapter", "row", "rule"), BAD_ROWS)
+@pytest.mark.parametrize(
+    ("adapter", "row", "rule"), [(reader, *case) for reader, cases in BAD_ROWS.items() for case in cases]
+)
 def test_an_invalid_row_is_named_by_file_line_and_column(
     adapter: Callable[..., Any], row: dict[str, Any], rule: str, tmp_path: Path
 ) -> None:

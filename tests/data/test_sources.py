@@ -109,11 +109,6 @@ def test_a_table_without_rows_is_rejected(kind: str, tmp_path: Path) -> None:
     assert f"must have rows, {source} is empty" in str(caught.value)
 
 
-def test_null_columns_of_a_table_are_omitted(tmp_path: Path) -> None:
-    datasets.Dataset.from_list([{"text": "t", "margin": 1.0}, {"text": "u"}]).to_parquet(tmp_path / "r.parquet")
-    assert [row for _, row in open_source(str(tmp_path / "r.parquet"))] == [{"text": "t", "margin": 1.0}, {"text": "u"}]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -130,7 +130,7 @@ def test_long_rows_are_cut_or_dropped_and_counted(
     assert "0 were truncated to 80 tokens, 2 dropped" in log_lines[-2]
 
 
-@pytest.mark.parametrize("kind", ["prompt", "sft", "preference"])
+@pytest.mark.parametrize("kind", ["prompt", "sft"])
 def test_many_dropped_rows_are_a_warning_with_the_limit_that_keeps_them(
     kind: str, config: Any, tokenizer: PreTrainedTokenizerFast, log_lines: list[str]
 ) -> None:
@@ -229,24 +229,6 @@ def test_user_errors_are_one_line(config: Any, tokenizer: PreTrainedTokenizerFas
         load("sft", config(), tokenizer)
 
 
-def test_an_unwritable_cache_is_named(config: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="data.cache_dir must be .*/file/tokens is not"):
-        load("sft", config(cache_dir=str(tmp_path / "file")), tokenizer)
-
-
-def test_the_embedded_pairs(tmp_path: Path) -> None:
-    pytest.importorskip("chatterbot_corpus")
-    from hybrid_rlhf.data.rows.embedded import write_demo_data
-
-    rows = [json.loads(line) for line in write_demo_data(tmp_path / "a", seed=0).read_text().splitlines()]
-    assert len(rows) > 800
-    assert all(row["chosen"] != row["rejected"] and row["prompt"] for row in rows)
-    again = write_demo_data(tmp_path / "b", seed=0).read_text()
-    assert again == (tmp_path / "a" / "pairs.jsonl").read_text()
-    assert write_demo_data(tmp_path / "c", seed=1).read_text() != again
-
-
 def test_answers_count_their_own_tokens_only(config: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     turns = [
         {"role": "user", "content": "1?"},
@@ -302,31 +284,6 @@ def test_labels_stand_alone_or_come_of_pairs(config: Any, tokenizer: PreTrainedT
 def own_tokens(row: Any, number: int) -> list[int]:
     """The tokens of one answer of a row."""
     return [t for t, own in zip(row["responses"][number], row["masks"][number], strict=True) if own]
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            {"prompt": "a", "completion": "b", "label": "yes"},
-            "column 'label' must be true (desirable) or false (undesirable), got 'yes'",
-        ),
-        (
-            {"prompt": "a", "label": True},
-            "prompt + completion + label or prompt + chosen + rejected, got columns",
-        ),
-        (
-            {"prompt": "a", "completion": [{"role": "user", "content": "x"}], "label": 1},
-            "column 'completion' must end with an assistant turn",
-        ),
-    ],
-)
-def test_faulty_labels_are_named(
-    row: dict[str, Any], message: str, config: Any, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    with pytest.raises(UserError) as error:
-        tokenized.load_labelled_data(config([row], eval_fraction=0.0), tokenizer=tokenizer, seed=0, world=WORLD)
-    assert message in str(error.value) and ":1" in str(error.value)
 
 
 def conversation(number: int) -> dict[str, Any]:

@@ -122,5 +122,5 @@ class _Lines:
 @pytest.mark.usefixtures("_keyboard")
 def test_a_chat_continues_when_a_command_is_interrupted() -> None:
     view = _Lines("/score MODEL", "/help")
-    Session(None, SamplingParams(), view=view, load_scorer=_interrupt).run()  # type: ignore[arg-type]
+    Session(None, SamplingParams(), view=view, load=_interrupt, load_scorer=_interrupt).run()  # type: ignore[arg-type]
     assert view.shown[1] == "stopped" and view.shown[2].startswith("/clear")

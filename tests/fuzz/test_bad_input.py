@@ -45,11 +45,11 @@ from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.world import solo_world
-from tests.fuzz.cases import DATA, FILES, LINES
+from tests.fuzz.cases import DATA, FILES, LINES, ROWS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS: dict[str, Any] = {"sft": SFTConfig, "rl": RLConfig, "pipeline": PipelineConfig, "generate": GenerateConfig}
-ROWS: dict[str, Callable[..., Any]] = {
+FORMATS: dict[str, Callable[..., Any]] = {
     "sft": read_sft_row,
     "pair": read_preference_row,
     "prompt": read_prompt_row,
@@ -85,7 +85,9 @@ def number(case: object) -> str:
     return ""  # cases are identified by their index
 
 
-@pytest.mark.parametrize(("config", "line", "expected"), LINES, ids=number)
+@pytest.mark.parametrize(
+    ("config", "line", "expected"), [(config, *case) for config, cases in LINES.items() for case in cases], ids=number
+)
 def test_a_line(config: str, line: list[str], expected: list[str], tmp_path: Path) -> None:
     check_error(lambda: parse_line(config, line), expected, tmp_path)
 
@@ -102,10 +104,13 @@ def test_a_config_file(content: str | bytes, expected: list[str], tmp_path: Path
     check_error(lambda: parse_config(SFTConfig, ["--config", str(tmp_path / "c.yaml")]), expected, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "content", "kind", "expected"), DATA, ids=number)
+JSON_LINES = [("rows.jsonl", content, kind, ["D/rows.jsonl:1", *fragments]) for content, kind, fragments in ROWS]
+
+
+@pytest.mark.parametrize(("name", "content", "kind", "expected"), [*JSON_LINES, *DATA], ids=number)
 def test_a_data_file(name: str, content: str | bytes, kind: str, expected: list[str], tmp_path: Path) -> None:
     write(tmp_path / name, content)
-    check_error(lambda: read_rows(tmp_path / name, ROWS[kind]), expected, tmp_path)
+    check_error(lambda: read_rows(tmp_path / name, FORMATS[kind]), expected, tmp_path)
 
 
 def write(file: Path, content: str | bytes) -> None:
@@ -461,7 +466,6 @@ def test_a_hostfile(content: str, expected: list[str], tmp_path: Path) -> None:
 
 COMMANDS = [
     (["train.py", "--steps", "sft", "--setps", "x"], ["--setps", "nearest is steps"]),
-    (["train.py", "--sft.model.path"], ["--sft.model.path", "got none", "--sft.model.path"]),
     (
         ["training/step3_ppo/main.py", "--reward.components", "[{urls: ['http://me:pass@h/'], weight: x, timeout: 1}]"],
         ["timeout", "reward.components", "nearest is timeout_seconds"],

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
-from hybrid_rlhf.cli.saved_models.loading import adapted_engine, find_model
+from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
@@ -167,26 +167,26 @@ def test_mistakes_are_named(model_folder: Path, folders: dict[str, str], tmp_pat
         ServeConfig(path="m", model_name="a", adapters={"a": "b"})
     place = find_model(ServeConfig(path=str(model_folder)))
     with pytest.raises(UserError, match="an adapter is a folder with adapter_config.json"):
-        adapted_engine(place, {"a": str(tmp_path)}, kv_cache_gib=None)
+        engine_at(place, kv_cache_gib=None, adapters={"a": str(tmp_path)})
     other = get_peft_model(tiny_model(hidden_size=64), LoraConfig(r=2, target_modules=["q_proj"]))
     other.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="must fit LlamaForCausalLM"):
-        adapted_engine(place, {"a": str(tmp_path)}, kv_cache_gib=None)
+        engine_at(place, kv_cache_gib=None, adapters={"a": str(tmp_path)})
     dora = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     dora.save_pretrained(tmp_path / "dora")
     with pytest.raises(UserError, match="must be LoRA that changes weights alone, .* is LORA, use_dora: merge"):
-        adapted_engine(place, {"a": str(tmp_path / "dora")}, kv_cache_gib=None)
+        engine_at(place, kv_cache_gib=None, adapters={"a": str(tmp_path / "dora")})
     tokens = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[5, 6]))
     tokens.save_pretrained(tmp_path / "tokens")
     with pytest.raises(UserError, match="changes weights alone, .* is LORA, trainable_token_indices: merge"):
-        adapted_engine(place, {"a": str(tmp_path / "tokens")}, kv_cache_gib=None)
+        engine_at(place, kv_cache_gib=None, adapters={"a": str(tmp_path / "tokens")})
     head = random_adapter(tiny_model(tie_word_embeddings=True), tmp_path / "head", 0, ["lm_head"])
     with pytest.raises(UserError, match="attention and dense MLPs, a changes lm_head.weight"):
         GenerationEngine.from_model(tiny_model(tie_word_embeddings=True), adapters={"a": head})
     embedding = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["embed_tokens"]))
     embedding.save_pretrained(tmp_path / "embedding")
     with pytest.raises(UserError, match="must change linear layers .*embed_tokens \\(Embedding"):
-        adapted_engine(place, {"a": str(tmp_path / "embedding")}, kv_cache_gib=None)
+        engine_at(place, kv_cache_gib=None, adapters={"a": str(tmp_path / "embedding")})
     latent = random_adapter(variant("deepseek_v3"), tmp_path / "latent", 0, ["kv_a_proj_with_mqa"])
     with pytest.raises(UserError, match="adapters are for products of attention and dense MLPs, a changes .*kv_a"):
         GenerationEngine.from_model(variant("deepseek_v3"), adapters={"a": latent})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess  # starts the commands of this package  # nosec B404
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,30 @@ def start_process(
     )
 
 
+@contextlib.contextmanager
+def json_command(name: str, settings: Mapping[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+    """Context with a command of this package that prints its result as JSON; its settings are removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_board_") as folder:
+        file = Path(folder) / "settings.yaml"
+        file.write_text(yaml.safe_dump(dict(settings), allow_unicode=True), encoding="utf-8")
+        yield start_process(command_line(name, file, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def read_result(output: bytes, otherwise: str) -> dict[str, Any]:
+    """The result of a command, the last line of its output.
+
+    Raises:
+        UserError: with the error of the command, or `otherwise` if it has printed no JSON.
+    """
+    try:
+        result = json.loads(output.strip().split(b"\n")[-1])
+    except ValueError:
+        raise UserError(otherwise) from None
+    if not isinstance(result, dict) or "error" in result:
+        raise UserError(str(result.get("error") if isinstance(result, dict) else result))
+    return result
+
+
 def end_process(process: subprocess.Popen[bytes]) -> None:
     """End a command and the processes that it has started."""
     with contextlib.suppress(OSError):
@@ -51,11 +77,6 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def write_settings(file: Path, values: Mapping[str, Any]) -> None:
-    """Write nested settings as a config file."""
-    file.write_text(yaml.safe_dump(dict(values), allow_unicode=True), encoding="utf-8")
 
 
 def nested_values(values: Mapping[str, Any]) -> dict[str, Any]:

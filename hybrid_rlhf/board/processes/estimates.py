@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import subprocess  # for types  # nosec B404
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from hybrid_rlhf.board.processes.commands import command_line, end_process, start_process, write_settings
+from hybrid_rlhf.board.processes.commands import end_process, json_command, read_result
 from hybrid_rlhf.board.processes.form import read_form
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.building import plain
@@ -74,12 +72,7 @@ class Estimates:
                 end_process(self._process)
 
     def _run(self, command: str, settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_board_") as folder:
-            file = Path(folder) / "plan.yaml"
-            write_settings(file, {"steps": command, "ranks": processes, command: dict(settings)})
-            process = start_process(
-                command_line("plan", file, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
+        with json_command("plan", {"steps": command, "ranks": processes, command: dict(settings)}) as process:
             with self._lock:
                 self._process = process
             try:
@@ -92,14 +85,8 @@ class Estimates:
                     self._process = None
         if process.returncode < 0:
             raise UserError("the settings have changed: ask again")
-        try:
-            document = json.loads(output)
-        except ValueError:
-            lines = errors.decode(errors="replace").strip().splitlines()
-            raise UserError((lines or ["the plan has no result"])[-1].removeprefix("error: ")) from None
-        if not isinstance(document, dict) or "memory" not in document:
-            raise UserError(str(document.get("error", document)) if isinstance(document, dict) else str(document))
-        return document
+        lines = errors.decode(errors="replace").strip().splitlines()
+        return read_result(output, (lines or ["the plan has no result"])[-1].removeprefix("error: "))
 
 
 def _plan(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,8 @@ error are its progress.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import subprocess  # for types  # nosec B404
-import tempfile
 import threading
 import time
 import uuid
@@ -16,11 +15,10 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from hybrid_rlhf.board.events import EventHub
-from hybrid_rlhf.board.processes.commands import command_line, end_process, start_process, write_settings
+from hybrid_rlhf.board.processes.commands import end_process, json_command, read_result
 from hybrid_rlhf.configs.errors import UserError
 
 _MOST_KEPT = 200
@@ -116,29 +114,18 @@ class Jobs:
             self._publish(job)
 
     def _result(self, job: CommandJob) -> Any:
-        with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_board_") as folder:
-            settings = Path(folder) / "settings.yaml"
-            write_settings(settings, job.settings)
+        with contextlib.ExitStack() as stack:
             with self._lock:
                 if self._closed:
                     raise UserError("the board ends: start the job again")
-                process = self._process = start_process(
-                    command_line(job.name, settings, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-                )
+                process = self._process = stack.enter_context(json_command(job.name, job.settings))
             assert process.stdout is not None and process.stderr is not None
             progress = threading.Thread(target=self._follow, args=(job, process.stderr), daemon=True)
             progress.start()
             output = process.stdout.read(_LONGEST_RESULT)
             code = process.wait()
             progress.join(timeout=1)
-        last = output.strip().split(b"\n")[-1]
-        try:
-            result = json.loads(last)
-        except ValueError:
-            raise UserError(f"{job.name} ended with exit code {code} and no result: {job.progress}") from None
-        if not isinstance(result, dict) or "error" in result:
-            raise UserError(str(result.get("error") if isinstance(result, dict) else result))
-        return result
+        return read_result(output, f"{job.name} ended with exit code {code} and no result: {job.progress}")
 
     def _follow(self, job: CommandJob, lines: BinaryIO) -> None:
         """Make the newest line of the command its progress."""

@@ -1,6 +1,6 @@
 """Access rules of the board: only its own pages may send requests.
 
-The rules of serving/access.py apply, and a request that changes something needs a header that a form or an image cannot
+The rules of serving/web.py apply, and a request that changes something needs a header that a form or an image cannot
 send. A board that other machines can reach also requires a token, which a browser stores as a cookie.
 """
 
@@ -16,7 +16,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_rlhf.board.routes.answers import error_answer
-from hybrid_rlhf.serving.access import AccessRules, Refusal
+from hybrid_rlhf.serving.web import AccessRules, Refusal
 
 COOKIE = "board_token"
 MOST_BODY_BYTES = 4 * 2**20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,7 +11,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
-from starlette.exceptions import HTTPException
 
 from hybrid_rlhf.board.processes.jobs import UnknownJob
 from hybrid_rlhf.board.routes import chat, jobs, preferences, runs, samples, training
@@ -22,9 +21,17 @@ from hybrid_rlhf.board.samples.rows import UnknownSample
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.web import add_error_answers
 
 STATIC = Path(__file__).parents[1] / "static"
-_STATUSES: dict[type[Exception], int] = {UnknownRun: 404, UnknownSample: 404, UnknownJob: 404, UserError: 400}
+_STATUSES: dict[type[Exception], int] = {
+    UnknownRun: 404,
+    UnknownSample: 404,
+    UnknownJob: 404,
+    UserError: 400,
+    OSError: 503,
+    sqlite3.Error: 503,
+}
 
 
 def build_app(workspace: BoardWorkspace, config: BoardConfig) -> FastAPI:
@@ -42,13 +49,13 @@ def build_app(workspace: BoardWorkspace, config: BoardConfig) -> FastAPI:
         workspace.close()
 
     app = FastAPI(title="hybrid-rlhf board", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    for kind, status in _STATUSES.items():
-        app.add_exception_handler(kind, _handler(status))
+    add_error_answers(
+        app,
+        _STATUSES,
+        lambda status, text, _: error_answer(text, status),
+        internal="internal error, see the log of the board: report it",
+    )
     app.add_exception_handler(RequestValidationError, _wrong_request)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(OSError, _handler(503))
-    app.add_exception_handler(sqlite3.Error, _handler(503))
-    app.add_exception_handler(Exception, _internal_error)  # the exception is also logged
     app.add_middleware(BoardAccess, host=config.host, token=config.token)
 
     @app.get("/")
@@ -69,25 +76,9 @@ def build_app(workspace: BoardWorkspace, config: BoardConfig) -> FastAPI:
     return app
 
 
-def _handler(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
-    async def handle(request: Request, error: Exception) -> Response:
-        return error_answer(str(error), status)
-
-    return handle
-
-
 async def _wrong_request(request: Request, error: Exception) -> Response:
     """An answer with the first rule that a query, a path or a body breaks."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
     return error_answer(f"{place}: {first['msg']}, got {str(first.get('input'))[:80]!r}", 400)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return error_answer(f"{error.detail}: {request.method} {request.url.path[:200]}", error.status_code)
-
-
-async def _internal_error(request: Request, error: Exception) -> Response:
-    return error_answer("internal error, see the log of the board: report it", 500)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.serving.web import StrictBody
 
 _Path = Annotated[str, Field(min_length=1, max_length=4000)]
 
 
-class SamplingBody(BaseModel):
+class SamplingBody(StrictBody):
     """Sampling parameters of the answers."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     temperature: float = 0.7
     top_p: float = 0.95
@@ -29,10 +27,8 @@ class SamplingBody(BaseModel):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
 
 
-class BoardChatBody(BaseModel):
+class BoardChatBody(StrictBody):
     """POST /api/chat."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     models: list[_Path] = Field(min_length=1, max_length=2)
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=1000)
@@ -53,7 +49,8 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
         paths, reward = await asyncio.to_thread(_paths, workspace, body)
         sampling = SamplingParams(**body.sampling.model_dump())
         events = await workspace.chats.answers(paths, body.messages, sampling, reward)
-        return StreamingResponse(_lines(events), media_type="text/event-stream")
+        lines = (f"data: {json.dumps(event)}\n\n" async for event in events)
+        return StreamingResponse(lines, media_type="text/event-stream")
 
     return router
 
@@ -62,8 +59,3 @@ def _paths(workspace: BoardWorkspace, body: BoardChatBody) -> tuple[list[str], s
     """Paths of the models and of the reward model. It reads folders, so it must not run on the event loop."""
     models = [workspace.models.path_of(model, "chat") for model in body.models]
     return models, None if body.reward is None else workspace.models.path_of(body.reward, "reward")
-
-
-async def _lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-    async for event in events:
-        yield f"data: {json.dumps(event)}\n\n"

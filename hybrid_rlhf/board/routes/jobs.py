@@ -6,22 +6,21 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.runs.folders import RunFolder
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.web import StrictBody
 
 _COMMAND = "replay"
 _MOST_TEXT = 2_000_000
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class SampleBody(BaseModel):
+class SampleBody(StrictBody):
     """The step and index of a sample."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     step: _Count
     index: _Count

@@ -5,38 +5,33 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.training import TrainConfig
+from hybrid_rlhf.serving.web import KnownKeys, StrictBody
 
 _PAIRS = "pairs.jsonl"
 
 
-class PairQuery(BaseModel):
+class PairQuery(KnownKeys):
     """The query of GET /api/preferences/next."""
-
-    model_config = ConfigDict(extra="forbid")
 
     run: list[str] = Field(min_length=1, max_length=2)
 
 
-class JudgementBody(BaseModel):
+class JudgementBody(StrictBody):
     """POST /api/preferences."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     pair: str = Field(max_length=100)
     choice: Literal["left", "right", "equal"]
     who: str = Field(min_length=1, max_length=200)
 
 
-class RewardTrainingBody(BaseModel):
+class RewardTrainingBody(StrictBody):
     """POST /api/preferences/train."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str = Field(min_length=1, max_length=4000)
     output_dir: str = Field(min_length=1, max_length=4000)

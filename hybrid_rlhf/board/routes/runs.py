@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.runs.marks import delete_run, read_marks, write_marks
 from hybrid_rlhf.board.runs.summary import printed_text
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.web import KnownKeys, StrictBody
 
 _MOST_RUNS = 50
 _MOST_NAMES = 500
@@ -19,10 +20,8 @@ _MOST_FILES = 2000
 _Step = Annotated[int | None, Field(ge=0, lt=2**31)]
 
 
-class MetricsQuery(BaseModel):
+class MetricsQuery(KnownKeys):
     """The query of GET /api/metrics."""
-
-    model_config = ConfigDict(extra="forbid")
 
     run: list[str] = Field(min_length=1, max_length=_MOST_RUNS)
     name: list[str] = Field([], max_length=_MOST_NAMES)
@@ -30,28 +29,22 @@ class MetricsQuery(BaseModel):
     points: int = Field(1000, ge=2, le=20_000)
 
 
-class TimelineQuery(BaseModel):
+class TimelineQuery(KnownKeys):
     """The query of GET /api/runs/RUN/timeline."""
-
-    model_config = ConfigDict(extra="forbid")
 
     first: _Step = Field(None, alias="from")
     last: _Step = Field(None, alias="to")
 
 
-class MarksBody(BaseModel):
+class MarksBody(StrictBody):
     """The title and notes of a run."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     title: str = Field("", max_length=200)
     notes: str = Field("", max_length=20_000)
 
 
-class DeleteBody(BaseModel):
+class DeleteBody(StrictBody):
     """The name of the run to delete."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     name: str = Field(max_length=1000)
 

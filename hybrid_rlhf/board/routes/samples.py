@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.samples.queries import PROMPT_KEY, PromptQuery, SampleQuery
 from hybrid_rlhf.board.samples.rows import UnknownSample
 from hybrid_rlhf.board.workspace import BoardWorkspace
+from hybrid_rlhf.serving.web import KnownKeys
 
 _MOST_OF_PROMPT = 500
 """Largest number of samples of a prompt, over all runs."""
 
 
-class DistributionsQuery(BaseModel):
+class DistributionsQuery(KnownKeys):
     """The query of GET /api/runs/RUN/distributions."""
-
-    model_config = ConfigDict(extra="forbid")
 
     step: int | None = Field(None, ge=0, lt=2**31)
 

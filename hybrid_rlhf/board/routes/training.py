@@ -6,35 +6,30 @@ import dataclasses
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hybrid_rlhf.board.processes.form import check_form, form_fields
 from hybrid_rlhf.board.routes.answers import answer
 from hybrid_rlhf.board.workspace import BoardWorkspace
+from hybrid_rlhf.serving.web import KnownKeys, StrictBody
 
 
-class FormQuery(BaseModel):
+class FormQuery(KnownKeys):
     """The query of GET /api/form."""
-
-    model_config = ConfigDict(extra="forbid")
 
     command: str = Field(max_length=40)
     algorithm: str | None = Field(None, min_length=1, max_length=40)
 
 
-class FormBody(BaseModel):
+class FormBody(StrictBody):
     """The values of a form, by dotted key."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     command: str = Field(max_length=40)
     values: dict[str, Any]
 
 
-class EmptyBody(BaseModel):
+class EmptyBody(StrictBody):
     """A request without values."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 def routes(workspace: BoardWorkspace) -> APIRouter:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ class RunFolder:
 
 
 class RunFolders:
-    """All runs below some folders; `scan` updates them."""
+    """All runs below some folders; `scan` updates them, also while other threads read."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         """Take the board's folders.
@@ -55,7 +54,6 @@ class RunFolders:
         self._runs: dict[str, RunFolder] = {}
         self._models: list[Path] = []
         self._links: list[Path] = []
-        self._lock = threading.Lock()
         self.scan()
 
     def scan(self) -> bool:
@@ -71,17 +69,15 @@ class RunFolders:
                     runs.setdefault(run.id, run)
                 if "config.json" in names and any(file.endswith(".safetensors") for file in names):
                     models.append(folder)
-        with self._lock:
-            changed = runs.keys() != self._runs.keys() or set(links) != set(self._links)
-            self._runs = runs
-            self._models = models
-            self._links = links
+        changed = runs.keys() != self._runs.keys() or set(links) != set(self._links)
+        self._runs = runs
+        self._models = models
+        self._links = links
         return changed
 
     def all(self) -> list[RunFolder]:
         """The runs, by name."""
-        with self._lock:
-            return sorted(self._runs.values(), key=lambda run: (run.name, run.id))
+        return sorted(self._runs.values(), key=lambda run: (run.name, run.id))
 
     def get(self, run_id: str) -> RunFolder:
         """The run with an id.
@@ -89,22 +85,22 @@ class RunFolders:
         Raises:
             UnknownRun: if there is no such run.
         """
-        with self._lock:
-            run = self._runs.get(run_id)
+        run = self._runs.get(run_id)
         if run is None:
             raise UnknownRun(f"run must be an id of /api/runs, got {run_id[:40]!r}: reload the list")
         return run
 
     def models(self) -> list[Path]:
         """Folders below the board's folders that have a model's config and weights."""
-        with self._lock:
-            return sorted(dict.fromkeys(self._models))
+        return sorted(set(self._models))
 
     def linked(self) -> list[Path]:
         """Links to folders that are not below the board's; links are not followed, so their runs are not shown."""
-        with self._lock:
-            links = sorted(dict.fromkeys(self._links))
-        return [link for link in links if not any(link.resolve().is_relative_to(root) for root in self.roots)]
+        return [
+            link
+            for link in sorted(set(self._links))
+            if not any(link.resolve().is_relative_to(root) for root in self.roots)
+        ]
 
     def name_of(self, folder: Path) -> str:
         """A folder as a path below the board's folder."""

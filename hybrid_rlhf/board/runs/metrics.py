@@ -102,11 +102,19 @@ class MetricsFile:
         with self._lock:
             return sorted(self._columns)
 
-    def columns(self, names: Sequence[str]) -> tuple[NDArray[np.int64], Floats, dict[str, Floats]]:
-        """Steps [n], seconds since the start [n], and the values [n] of the requested metrics that exist."""
+    def columns(
+        self, names: Sequence[str], *, first: int | None = None, last: int | None = None
+    ) -> tuple[NDArray[np.int64], Floats, dict[str, Floats]]:
+        """Steps [n], seconds since the start [n], and the values [n] of the requested metrics that exist.
+
+        `first` and `last` select steps; None selects all before or after.
+        """
         with self._lock:
+            steps = np.array(self._steps, np.int64)
+            times = np.array(self._times)
             values = {name: np.array(self._columns[name]) for name in names if name in self._columns}
-            return np.array(self._steps, np.int64), np.array(self._times), values
+        selected = (steps >= (0 if first is None else first)) & (steps <= (2**31 if last is None else last))
+        return steps[selected], times[selected], {name: value[selected] for name, value in values.items()}
 
     def series(self, names: Sequence[str], *, after: int | None, points: int) -> dict[str, Any]:
         """Curves of at most `points` points.
@@ -116,11 +124,7 @@ class MetricsFile:
             after: select only later steps; None selects all.
             points: largest number of points.
         """
-        steps, times, values = self.columns(names)
-        selected = np.ones(len(steps), bool) if after is None else steps > after
-        steps = steps[selected]
-        times = times[selected]
-        values = {name: value[selected] for name, value in values.items()}
+        steps, times, values = self.columns(names, first=None if after is None else after + 1)
         if len(steps) > points:
             starts = np.linspace(0, len(steps), max(points // 2, 1), endpoint=False).astype(np.int64)
             ends = np.append(starts[1:], len(steps)) - 1
@@ -142,13 +146,7 @@ class MetricsFile:
             if (name.startswith(_TIME) and name.endswith(_SECONDS) and name not in _NOT_PHASES)
             or (name.startswith(_MEMORY) and name.endswith(_GIB))
         ]
-        steps, _, values = self.columns(shown)
-        selected = np.ones(len(steps), bool)
-        selected &= steps >= (1 if first is None else first)
-        if last is not None:
-            selected &= steps <= last
-        steps = steps[selected]
-        values = {name: value[selected] for name, value in values.items()}
+        steps, _, values = self.columns(shown, first=1 if first is None else first, last=last)
         if len(steps) > points:
             starts = np.linspace(0, len(steps), points, endpoint=False).astype(np.int64)
             steps = steps[starts]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -56,6 +55,7 @@ _LAST_VALUES = (
 """Metrics whose last values the list of runs shows, if a run has them."""
 _SILENT_SECONDS = 600.0
 """Time without a new line after which a run on another host counts as stopped, as its process cannot be checked."""
+ContentT = TypeVar("ContentT")
 
 
 class RunSummaries:
@@ -64,9 +64,8 @@ class RunSummaries:
     def __init__(self) -> None:
         self.is_starting: Callable[[str], bool] = lambda run_id: False
         """Returns true while a process that the board started for a run is alive, which may not hold its folder yet."""
-        self._configs: dict[str, tuple[Any, dict[str, Any], str | None]] = {}
-        self._lines: dict[str, tuple[Any, dict[str, Any] | None, str | None]] = {}
-        self._lock = threading.Lock()
+        self._known: dict[Path, tuple[Any, tuple[Any, str | None]]] = {}
+        """Contents and problems of files, with what shows that a file has changed."""
 
     def config(self, run: RunFolder) -> tuple[dict[str, Any], str | None]:
         """The settings of a run, and the reason if they cannot be read."""
@@ -74,20 +73,9 @@ class RunSummaries:
         if file_size(file) < 0 and file_size(run.folder / BOARD_CONFIG) >= 0:
             file = run.folder / BOARD_CONFIG
         try:
-            status = file.lstat()
-            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+            return self._read(file, _config_of)
         except OSError as error:
             return {}, f"{CONFIG_FILE} cannot be read ({error.strerror})"
-        with self._lock:
-            known = self._configs.get(run.id)
-        if known is None or known[0] != stamp:
-            try:
-                known = (stamp, read_run_config(file), None)
-            except (OSError, UserError) as error:
-                known = (stamp, {}, str(error) if isinstance(error, UserError) else f"{CONFIG_FILE}: {error.strerror}")
-            with self._lock:
-                self._configs[run.id] = known
-        return known[1], known[2]
 
     def summary(self, run: RunFolder) -> dict[str, Any]:
         """A row of the list of runs, as specified in docs/board.md."""
@@ -139,19 +127,32 @@ class RunSummaries:
         file = run.folder / METRICS_FILE
         if file_size(file) < 0:
             return None, file_problem(file) or f"{METRICS_FILE} is missing: the run ended before its first step"
-        stamp = (file_size(file), _changed(file))
-        with self._lock:
-            known = self._lines.get(run.id)
+        try:
+            return self._read(file, _line_of)
+        except OSError as error:
+            return None, f"{METRICS_FILE} cannot be read ({error.strerror})"
+
+    def _read(self, file: Path, read: Callable[[Path], tuple[ContentT, str | None]]) -> tuple[ContentT, str | None]:
+        status = file.lstat()
+        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+        known = self._known.get(file)
         if known is None or known[0] != stamp:
-            try:
-                line = last_line(file)
-                fault = f"{METRICS_FILE} has no complete last line with a step" if line is None else None
-                known = (stamp, line, fault)
-            except OSError as error:
-                known = (stamp, None, f"{METRICS_FILE} cannot be read ({error.strerror})")
-            with self._lock:
-                self._lines[run.id] = known
-        return known[1], known[2]
+            self._known[file] = known = (stamp, read(file))
+        return known[1]
+
+
+def _config_of(file: Path) -> tuple[dict[str, Any], str | None]:
+    try:
+        return read_run_config(file), None
+    except OSError as error:
+        return {}, f"{CONFIG_FILE}: {error.strerror}"
+    except UserError as error:
+        return {}, str(error)
+
+
+def _line_of(file: Path) -> tuple[dict[str, Any] | None, str | None]:
+    line = last_line(file)
+    return line, f"{METRICS_FILE} has no complete last line with a step" if line is None else None
 
 
 def command_of(config: dict[str, Any]) -> str | None:
@@ -234,17 +235,13 @@ def _beats_elsewhere(folder: Path, owner: LockOwner | None) -> bool:
     """Return True if a run on another host has written something recently."""
     if owner is None or owner.host == socket.gethostname():
         return False
-    return time.time() - max(_last_written(folder), _changed(folder / CONFIG_FILE) or 0.0) < _SILENT_SECONDS
-
-
-def _last_written(folder: Path) -> float:
-    """Time at which the last line of the metrics was written."""
-    return _changed(folder / METRICS_FILE) or 0.0
+    written = max(_changed(folder / name) or 0.0 for name in (METRICS_FILE, CONFIG_FILE))
+    return time.time() - written < _SILENT_SECONDS
 
 
 def _death(folder: Path, owner: LockOwner) -> str:
     """A description of a run whose process is gone without releasing its lock."""
-    written = _last_written(folder)
+    written = _changed(folder / METRICS_FILE)
     last = time.strftime("its last line is from %Y-%m-%d %H:%M:%S %z", time.localtime(written))
     return (
         f"process {owner.pid} on {owner.host} is gone (SIGKILL, out of memory, a crash), "

@@ -9,20 +9,19 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hybrid_rlhf.board.samples.index import Rows, SampleView, search_words
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.web import KnownKeys
 
 MOST_ROWS = 500
 """Largest number of rows in an answer."""
 PROMPT_KEY = r"^[0-9a-f]{16}$"
 
 
-class PromptQuery(BaseModel):
+class PromptQuery(KnownKeys):
     """The query of GET /api/runs/RUN/prompts."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     text: str | None = Field(None, max_length=1000)
     offset: int = Field(0, ge=0, lt=2**31)

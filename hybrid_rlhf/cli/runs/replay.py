@@ -11,32 +11,29 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.cli.runs.processes import launcher, tee
 from hybrid_rlhf.configs.commands.replay import ReplayConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import LauncherConfig
-from hybrid_rlhf.runtime.command_line import parse_config, save_config, user_errors
+from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.files.atomic import write_whole
-from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
 from hybrid_rlhf.runtime.output import print_result
 
 _MODULE = "hybrid_rlhf.cli.runs.replay"
 _RESULT = "result.json"
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Parse; then start the ranks and print their result, or run as one of them."""
-    with user_errors():
-        config = parse_config(ReplayConfig, argv, prog=prog, positional="path")
-        if config.scratch is None:
-            _replay(config)
-        else:
-            stop_with_launcher()
-            _be_a_rank(config, Path(config.scratch))
+@command(ReplayConfig, positional="path", is_rank=True)
+def main(config: ReplayConfig) -> None:
+    """Start the ranks and print their result, or run as one of them."""
+    if config.scratch is None:
+        _replay(config)
+    else:
+        _be_a_rank(config, Path(config.scratch))
 
 
 def _replay(config: ReplayConfig) -> None:
@@ -53,8 +50,8 @@ def _replay(config: ReplayConfig) -> None:
         scratch = Path(folder)
         settings = scratch / "replay.yaml"
         save_config(dataclasses.replace(config, scratch=folder), settings)
-        command = [*launcher(LauncherConfig(num_processes=ranks)), _MODULE, "--config", str(settings)]
-        code = tee(command, scratch / "log.txt", recorded.environment).code
+        line = [*launcher(LauncherConfig(num_processes=ranks)), _MODULE, "--config", str(settings)]
+        code = tee(line, scratch / "log.txt", recorded.environment).code
         if not (scratch / _RESULT).exists():
             error = f"the replay ended with exit code {code} and no result, see the lines above"
             print_result({"error": error}, f"error: {error}")

@@ -10,16 +10,16 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ChatConfig
 from hybrid_rlhf.configs.parsing.values import check_values, is_text
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.output import print_document, wants_json
 
@@ -80,33 +80,29 @@ class PlainView:
             print()
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Parse, load the model, chat; torch is imported after parsing."""
-    with user_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        config = parse_config(ChatConfig, words, prog=prog, positional=("path", "compare"))
-        from hybrid_rlhf.cli.saved_models.loading import find_model, load_engine, load_scorer
-        from hybrid_rlhf.data.chat.conversation import encode_prompt
-        from hybrid_rlhf.generation.chat import ChatSession
+@command(ChatConfig, positional=("path", "compare"))
+def main(config: ChatConfig) -> None:
+    """Load the model and chat."""
+    from hybrid_rlhf.cli.saved_models.loading import find_model, load_engine, load_scorer
+    from hybrid_rlhf.data.chat.conversation import encode_prompt
+    from hybrid_rlhf.generation.chat import ChatSession
 
-        def load(name: str | None = None) -> ChatSession:
-            engine, tokenizer = load_engine(config, name=name)
-            return ChatSession(
-                engine, tokenizer, lambda messages: encode_prompt(messages, tokenizer), system=config.system
-            )
+    def load(name: str | None = None) -> ChatSession:
+        engine, tokenizer = load_engine(config, name=name)
+        return ChatSession(engine, tokenizer, lambda messages: encode_prompt(messages, tokenizer), system=config.system)
 
-        session = Session(
-            load(),
-            config.sampling,
-            view=_view(),
-            load=load,
-            load_scorer=lambda name: load_scorer(find_model(config, name)),
-        )
-        if config.compare is not None:
-            session.compare(config.compare)
-        session.run()
-        if wants_json():
-            print_document(session.content())
+    session = Session(
+        load(),
+        config.sampling,
+        view=_view(),
+        load=load,
+        load_scorer=lambda name: load_scorer(find_model(config, name)),
+    )
+    if config.compare is not None:
+        session.compare(config.compare)
+    session.run()
+    if wants_json():
+        print_document(session.content())
 
 
 def _view() -> ChatView:
@@ -131,23 +127,23 @@ class Session:
         conversation: ChatSession,
         sampling: SamplingParams,
         *,
-        view: ChatView | None = None,
-        load: Callable[[str], ChatSession] | None = None,
-        load_scorer: Callable[[str], SavedScorer] | None = None,
+        view: ChatView,
+        load: Callable[[str], ChatSession],
+        load_scorer: Callable[[str], SavedScorer],
     ) -> None:
         """Take the conversation with the first model.
 
         Args:
             conversation: conversation with the first model.
             sampling: sampling parameters of the replies.
-            view: reads and shows text; None: plain text.
+            view: reads and shows text.
             load: starts a conversation with another model, for /compare.
             load_scorer: loads a reward model, for /score.
         """
         self._first = conversation
         self._others: dict[str, ChatSession] = {}
         self._sampling = sampling
-        self._view = view or PlainView()
+        self._view = view
         self._load = load
         self._load_scorer = load_scorer
         self._scorer: SavedScorer | None = None
@@ -191,8 +187,6 @@ class Session:
         if not name:
             self._view.show("one model answers")
             return
-        if self._load is None:
-            raise UserError(f"/compare needs models on disk, this session has one in memory, got {name}: leave it out")
         talk = self._load(name)
         talk.system = self._first.system
         talk.messages = list(self._first.messages)
@@ -242,7 +236,7 @@ class Session:
         self._view.show_replies({name: talk.again(sampling) for name, talk in self._conversations.items()})
 
     def _score(self, name: str) -> None:
-        if name and self._load_scorer is not None:
+        if name:
             self._scorer = self._load_scorer(name)
         if self._scorer is None:
             raise UserError("/score needs a reward model, got none: write /score FOLDER")

@@ -32,36 +32,6 @@ from hybrid_rlhf.runtime.world import World, default_device, default_dtype, solo
 _SHOWN_PROMPTS = 3
 
 
-@dataclass(frozen=True)
-class LastStep:
-    """The last step of a pipeline: its models, and the limits of the completions to show."""
-
-    label: str
-    start: str
-    """The model that the step started from."""
-    model: str
-    """The model that the step saved."""
-    config: StepConfig
-    prompt_tokens: int
-    """Longest prompt in tokens."""
-    completion_tokens: int
-    """Longest completion in tokens."""
-
-    @classmethod
-    def of(cls, config: RLConfig | PreferenceStepConfig) -> LastStep:
-        """The last step of a config."""
-        label = config.algorithm.name.upper()
-        folder = Path(config.output_dir)
-        if isinstance(config, RLConfig):
-            rollout = config.rollout
-            start = str(config.model.path)
-            return cls(
-                label, start, str(folder / "actor"), config, rollout.max_prompt_tokens, rollout.sampling.max_new_tokens
-            )
-        length = config.data.max_length
-        return cls(label, str(config.model.path), str(folder), config, length // 2, length // 2)
-
-
 def report(
     *, base_model: str | None, folders: Mapping[str, str], last: RLConfig | PreferenceStepConfig
 ) -> dict[str, Any]:
@@ -76,15 +46,23 @@ def report(
         the same content for programs.
     """
     console = Console(width=None if Console().is_terminal else 120)
-    step = LastStep.of(last)
-    changes = metric_changes({name: Path(folder) for name, folder in folders.items()}, label=step.label)
+    label = last.algorithm.name.upper()
+    changes = metric_changes({name: Path(folder) for name, folder in folders.items()}, label=label)
     console.print(metrics_table(changes))
-    prompts = held_out_prompts(step)
-    before = {"start": step.start} if base_model is None else {"base": base_model, "SFT": step.start}
-    models = {**before, step.label: step.model}
-    texts = completions(models, prompts, step)
+    if isinstance(last, RLConfig):
+        trained = Path(last.output_dir, "actor")
+        prompt_tokens = last.rollout.max_prompt_tokens
+        completion_tokens = last.rollout.sampling.max_new_tokens
+    else:
+        trained = Path(last.output_dir)
+        prompt_tokens = completion_tokens = last.data.max_length // 2
+    prompts = held_out_prompts(last, max_tokens=prompt_tokens)
+    start = str(last.model.path)
+    before = {"start": start} if base_model is None else {"base": base_model, "SFT": start}
+    models = {**before, label: str(trained)}
+    texts = completions(models, prompts, last, max_tokens=completion_tokens)
     console.print(completions_table(texts))
-    command = chat_command(Path(step.model), prompts[0])
+    command = chat_command(trained, prompts[0])
     console.print(Text.assemble("\nChat with the model:  ", (command, "bold")), soft_wrap=True)
     return {
         "changes": [
@@ -179,24 +157,22 @@ def _change(folder: Path, metric: str, label: str, form: str, *, relative: bool 
     return MetricChange(label, before, after, after / before - 1 if relative else after - before, form, relative)
 
 
-def held_out_prompts(step: LastStep) -> list[list[Message]]:
+def held_out_prompts(step: StepConfig, *, max_tokens: int) -> list[list[Message]]:
     """A few prompts that no step was trained on."""
     world = solo_world(default_device())
     data = load_prompt_data(
-        step.config.data,
-        tokenizer=_tokenizer(step, world),
-        seed=step.config.seed,
-        world=world,
-        max_prompt_tokens=step.prompt_tokens,
+        step.data, tokenizer=_tokenizer(step, world), seed=step.seed, world=world, max_prompt_tokens=max_tokens
     )
     rows = data.held_out if len(data.held_out) else data.train
     return [json.loads(text) for text in rows[:_SHOWN_PROMPTS]["prompt"]]
 
 
-def completions(models: Mapping[str, str], prompts: list[list[Message]], step: LastStep) -> list[dict[str, str]]:
+def completions(
+    models: Mapping[str, str], prompts: list[list[Message]], step: StepConfig, *, max_tokens: int
+) -> list[dict[str, str]]:
     """Greedy completions of each prompt by each model: a mapping with `prompt` and the name of each model."""
     device = default_device()
-    trusted = step.config.model.trust_remote_code
+    trusted = step.model.trust_remote_code
     tokenizer = _tokenizer(step, solo_world(device))
     texts_by_model: list[list[str]] = []
     for path in models.values():
@@ -204,7 +180,7 @@ def completions(models: Mapping[str, str], prompts: list[list[Message]], step: L
             path, dtype=default_dtype(device), device=device, trust_remote_code=trusted
         )
         ids = [encode_prompt(messages, tokenizer) for messages in prompts]
-        sampling = SamplingParams(max_new_tokens=step.completion_tokens, temperature=0.0, seed=0)
+        sampling = SamplingParams(max_new_tokens=max_tokens, temperature=0.0, seed=0)
         sampled = engine.generate(ids, sampling)
         engine.close()  # the next model needs its memory
         texts_by_model.append([tokenizer.decode(c[0].token_ids, skip_special_tokens=True).strip() for c in sampled])
@@ -222,14 +198,13 @@ def completions_table(texts: Sequence[Mapping[str, str]]) -> Table:
     return table
 
 
-def _tokenizer(step: LastStep, world: World) -> PreTrainedTokenizerBase:
+def _tokenizer(step: StepConfig, world: World) -> PreTrainedTokenizerBase:
     """The tokenizer of the trained model."""
-    path = resolve_model(step.start, world=world)
     return load_tokenizer(
-        path,
-        trust_remote_code=step.config.model.trust_remote_code,
-        chat_template=step.config.data.chat_template,
-        chat_template_kwargs=step.config.data.chat_template_kwargs,
+        resolve_model(str(step.model.path), world=world),
+        trust_remote_code=step.model.trust_remote_code,
+        chat_template=step.data.chat_template,
+        chat_template_kwargs=step.data.chat_template_kwargs,
     )
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.parsing.building import plain
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.files.atomic import output_file, write_whole
 from hybrid_rlhf.runtime.output import print_result
 
@@ -25,22 +24,20 @@ if TYPE_CHECKING:
     from hybrid_rlhf.cli.saved_models.evaluation.results import Measurement
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Parse, measure, print; torch is imported after parsing."""
-    with user_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        config = parse_config(EvaluateConfig, words, prog=prog, positional="path")
-        output = None
-        if config.output is not None:
-            output = output_file(config.output, "--output", overwrite=config.overwrite)
-        for name, package, what in _EXTRAS:
-            if config.chosen == name and find_spec(package) is None:
-                raise UserError(f"{what}, which is not installed: pip install 'hybrid_rlhf[{name}]'")
-        measure, results = _measure(config)
-        document = _document(config, measure, results)
-        if output is not None:
-            write_whole(output, json.dumps(document | {"rows": results.rows}, indent=2, ensure_ascii=False) + "\n")
-        print_result(document, _text(results))
+@command(EvaluateConfig, positional="path")
+def main(config: EvaluateConfig) -> None:
+    """Measure the model, and print the results."""
+    output = None
+    if config.output is not None:
+        output = output_file(config.output, "--output", overwrite=config.overwrite)
+    for name, package, what in _EXTRAS:
+        if config.chosen == name and find_spec(package) is None:
+            raise UserError(f"{what}, which is not installed: pip install 'hybrid_rlhf[{name}]'")
+    measure, results = _measure(config)
+    document = _document(config, measure, results)
+    if output is not None:
+        write_whole(output, json.dumps(document | {"rows": results.rows}, indent=2, ensure_ascii=False) + "\n")
+    print_result(document, _text(results))
 
 
 def _measure(config: EvaluateConfig) -> tuple[str, Measurement]:

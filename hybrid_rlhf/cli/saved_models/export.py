@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ExportConfig
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.output import print_result
 
@@ -23,18 +21,12 @@ if TYPE_CHECKING:
 _GGUF_TYPES: dict[str, GGUFType] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0"}
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Parse, then export; torch is imported after parsing."""
-    with user_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        config = parse_config(ExportConfig, words, prog=prog, positional="path")
-        output = user_path(config.output)
-        if output.exists():
-            raise UserError(f"--output must not exist, {config.output} does: choose another, or remove it")
-        _export(config, output)
-
-
-def _export(config: ExportConfig, output: Path) -> None:
+@command(ExportConfig, positional="path")
+def main(config: ExportConfig) -> None:
+    """Export the model, and print its size."""
+    output = user_path(config.output)
+    if output.exists():
+        raise UserError(f"--output must not exist, {config.output} does: choose another, or remove it")
     import torch
 
     from hybrid_rlhf.models.pretrained.adapters import merge_adapter

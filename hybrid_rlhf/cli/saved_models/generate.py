@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
+from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.inference import GenerateConfig
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.files.atomic import output_file, write_whole
 from hybrid_rlhf.runtime.output import print_result
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Parse, then generate; torch is imported after parsing."""
-    with user_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        config = parse_config(GenerateConfig, words, prog=prog, positional="path")
-        _generate(config)
-
-
-def _generate(config: GenerateConfig) -> None:
+@command(GenerateConfig, positional="path")
+def main(config: GenerateConfig) -> None:
+    """Complete the prompts, and print or write them."""
     from hybrid_rlhf.cli.saved_models.loading import load_engine
     from hybrid_rlhf.data.chat.conversation import encode_prompt
+    from hybrid_rlhf.data.rows.files import json_line
     from hybrid_rlhf.data.rows.formats import read_prompt_row
     from hybrid_rlhf.data.rows.sources import open_source
 
@@ -51,8 +43,7 @@ def _generate(config: GenerateConfig) -> None:
         texts = [sample["text"] for sample in completed[0]["completions"]]
         print_result(completed[0], "\n---\n".join(texts))
         return
-    # default=str: Parquet has types that JSON lacks (dates, decimals, bytes)
-    write_whole(output, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in completed))
+    write_whole(output, b"".join(map(json_line, completed)))
     tokens = sum(len(sample.token_ids) for samples in completions for sample in samples)
     rate = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens per second"
     document = {"output": output, "prompts": len(rows), "tokens": tokens, "seconds": seconds}

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import InferenceConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.generation.engine import default_stop_token_ids
 from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
 from hybrid_rlhf.models.pretrained.loading import is_scorer, load_model, training_dtype
 from hybrid_rlhf.models.pretrained.sources import resolve_model
@@ -73,40 +72,39 @@ def load_engine(
     return engine_at(place, kv_cache_gib=kv_cache_gib), place.tokenizer
 
 
-def engine_at(place: Place, *, kv_cache_gib: float | None) -> GenerationEngine:
-    """The generation engine of a place; `kv_cache_gib`: see `GenerationEngine.from_model`.
+def engine_at(
+    place: Place, *, kv_cache_gib: float | None, adapters: Mapping[str, str] | None = None
+) -> GenerationEngine:
+    """The generation engine of a place; `kv_cache_gib` and `adapters`: see `GenerationEngine.from_model`.
 
     Raises:
-        UserError: for a reward model, whose language model head would be random.
+        UserError: for a reward model, whose language model head would be random; for an unsuitable adapter.
     """
     if is_scorer(load_config(place.path, trust_remote_code=place.trust_remote_code)):
         raise UserError(
             f"a model that answers must have a language model head, {place.name} is a reward model: give a causal LM"
         )
-    engine = GenerationEngine.from_pretrained(
-        place.path,
-        dtype=place.dtype,
-        device=place.device,
-        trust_remote_code=place.trust_remote_code,
-        kv_cache_gib=kv_cache_gib,
-    )
+    if adapters:
+        engine = GenerationEngine.from_model(
+            load_lm(place), tokenizer=place.tokenizer, kv_cache_gib=kv_cache_gib, adapters=adapters
+        )
+    else:
+        engine = GenerationEngine.from_pretrained(
+            place.path,
+            dtype=place.dtype,
+            device=place.device,
+            trust_remote_code=place.trust_remote_code,
+            kv_cache_gib=kv_cache_gib,
+        )
     engine.maker.stop_token_ids |= {*stop_token_ids(place.tokenizer, None)}
     return engine
 
 
-def adapted_engine(place: Place, adapters: Mapping[str, str], *, kv_cache_gib: float | None) -> GenerationEngine:
-    """Like `engine_at`, with adapters: folders of peft by name.
-
-    Raises:
-        UserError: see `GenerationEngine.from_model`.
-    """
+def load_lm(place: Place) -> PreTrainedModel:
+    """The causal LM of a place, on its device."""
     config = ModelConfig(path=place.path, trust_remote_code=place.trust_remote_code)
-    loaded, _ = load_model(place.path, "causal_lm", config=config, dtype=place.dtype)
-    model = loaded.to(place.device).eval()  # type: ignore[arg-type]
-    stop = {*default_stop_token_ids(model), *stop_token_ids(place.tokenizer, None)}
-    return GenerationEngine.from_model(
-        model, stop_token_ids=stop, tokenizer=place.tokenizer, kv_cache_gib=kv_cache_gib, adapters=adapters
-    )
+    lm, _ = load_model(place.path, "causal_lm", config=config, dtype=place.dtype)
+    return lm.to(place.device).eval()  # type: ignore[arg-type]
 
 
 def load_scorer(place: Place) -> SavedScorer:

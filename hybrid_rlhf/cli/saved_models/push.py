@@ -6,12 +6,11 @@ Only the model's files are uploaded: a run folder also has checkpoints, metrics 
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import PushConfig
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.output import print_result
 
@@ -36,12 +35,10 @@ MODEL_FILES = (
 """Patterns of a model's files."""
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Parse, check the folder, upload."""
-    with user_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        config = parse_config(PushConfig, words, prog=prog, positional=("path", "repo"))
-        _push(config, _model_files(config.path))
+@command(PushConfig, positional=("path", "repo"))
+def main(config: PushConfig) -> None:
+    """Check the folder and upload it."""
+    _push(config, _model_files(config.path))
 
 
 def _push(config: PushConfig, files: list[str]) -> None:

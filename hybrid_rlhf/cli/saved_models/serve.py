@@ -4,56 +4,50 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 
+from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.inference import ServeConfig
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Parse, load the model, serve; torch is imported after parsing."""
-    with user_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        config = parse_config(ServeConfig, words, prog=prog, positional="path")
-        api_key = config.expanded_api_key()
-        from hybrid_rlhf.serving.packages import require_packages
+@command(ServeConfig, positional="path")
+def main(config: ServeConfig) -> None:
+    """Load the model and serve it."""
+    api_key = config.expanded_api_key()
+    from hybrid_rlhf.serving.packages import require_packages
 
-        require_packages("serve")
-        from hybrid_rlhf.cli.saved_models.loading import adapted_engine, engine_at, find_model, load_scorer
-        from hybrid_rlhf.models.pretrained.folders import load_config
-        from hybrid_rlhf.models.pretrained.loading import is_scorer
-        from hybrid_rlhf.serving.scores import ScoreService
-        from hybrid_rlhf.serving.server import FAILED_EXIT_CODE, LoadedModel, Served, serve
+    require_packages("serve")
+    from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model, load_scorer
+    from hybrid_rlhf.models.pretrained.folders import load_config
+    from hybrid_rlhf.models.pretrained.loading import is_scorer
+    from hybrid_rlhf.serving.scores import ScoreService
+    from hybrid_rlhf.serving.server import FAILED_EXIT_CODE, LoadedModel, Served, serve
 
-        def load() -> Served:
-            place = find_model(config)
-            beside = [f"adapters {', '.join(config.adapters)}"] if config.adapters else []
-            beside += [f"reward model {config.reward_model}"] if config.reward_model else []
-            progress(", ".join([f"loading {place.name} in {str(place.dtype)[6:]} on {place.device}", *beside]))
-            if is_scorer(load_config(place.path, trust_remote_code=place.trust_remote_code)):
-                config.check_scores_alone()
-                alone = ScoreService(load_scorer(place), max_queue=config.max_queue, name=config.served_name)
-                return Served(None, alone)
-            if config.adapters:
-                engine = adapted_engine(place, config.adapters, kv_cache_gib=config.kv_cache_gib)
-            else:
-                engine = engine_at(place, kv_cache_gib=config.kv_cache_gib)
-            judge = config.reward_model
-            scores = ScoreService(load_scorer(find_model(config, judge)), max_queue=config.max_queue) if judge else None
-            return Served(LoadedModel(engine, place.tokenizer, place.device), scores)
+    def load() -> Served:
+        place = find_model(config)
+        beside = [f"adapters {', '.join(config.adapters)}"] if config.adapters else []
+        beside += [f"reward model {config.reward_model}"] if config.reward_model else []
+        progress(", ".join([f"loading {place.name} in {str(place.dtype)[6:]} on {place.device}", *beside]))
+        if is_scorer(load_config(place.path, trust_remote_code=place.trust_remote_code)):
+            config.check_scores_alone()
+            alone = ScoreService(load_scorer(place), max_queue=config.max_queue, name=config.served_name)
+            return Served(None, alone)
+        engine = engine_at(place, kv_cache_gib=config.kv_cache_gib, adapters=config.adapters)
+        judge = config.reward_model
+        scores = ScoreService(load_scorer(find_model(config, judge)), max_queue=config.max_queue) if judge else None
+        return Served(LoadedModel(engine, place.tokenizer, place.device), scores)
 
-        def progress(text: str) -> None:
-            print(text, file=sys.stderr, flush=True)
+    def progress(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
-        def report(name: str, url: str) -> None:
-            print_result({"event": "serving", "model": name, "url": url}, f"serving {name} on {url}")
+    def report(name: str, url: str) -> None:
+        print_result({"event": "serving", "model": name, "url": url}, f"serving {name} on {url}")
 
-        start = time.perf_counter()
-        if not serve(config, load, api_key=api_key, report=report, progress=progress):
-            sys.exit(FAILED_EXIT_CODE)
-        if wants_json():
-            print_document({"model": config.served_name, "seconds": time.perf_counter() - start})
+    start = time.perf_counter()
+    if not serve(config, load, api_key=api_key, report=report, progress=progress):
+        sys.exit(FAILED_EXIT_CODE)
+    if wants_json():
+        print_document({"model": config.served_name, "seconds": time.perf_counter() - start})
 
 
 if __name__ == "__main__":

@@ -25,10 +25,6 @@ _OPENINGS = ("{", "[", "<|python_tag|>")
 _DECODER = json.JSONDecoder()
 
 
-class _NoCall(ValueError):
-    """The text is not a call of a function that is offered."""
-
-
 @dataclass(frozen=True)
 class ToolCall:
     """One call."""
@@ -76,7 +72,7 @@ def read_reply(text: str, names: Collection[str]) -> AssistantTurn:
             return AssistantTurn(_TAGGED.sub("", text).rstrip(), calls)
         calls = list(_calls(text, names))
         return AssistantTurn("", calls) if calls else AssistantTurn(text)
-    except (_NoCall, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return AssistantTurn(text)
 
 
@@ -101,29 +97,24 @@ def _calls(text: str, names: Collection[str]) -> Iterator[ToolCall]:
     Raises:
         ValueError: when the text contains anything else.
     """
-    place = _end(_BETWEEN, text, 0)
-    while place < len(text):
-        if (named := _NAME.match(text, place)) is not None:
-            arguments, place = _DECODER.raw_decode(text, named.end())
+    rest = _BETWEEN.sub("", text, count=1)
+    while rest:
+        if (named := _NAME.match(rest)) is not None:
+            arguments, end = _DECODER.raw_decode(rest, named.end())
             yield _call({"name": named[1], "arguments": arguments}, names)
         else:
-            value, place = _DECODER.raw_decode(text, place)
+            value, end = _DECODER.raw_decode(rest)
             for call in value if isinstance(value, list) else [value]:
                 yield _call(call, names)
-        place = _end(_BETWEEN, text, place)
+        rest = _BETWEEN.sub("", rest[end:], count=1)
 
 
 def _call(value: Any, names: Collection[str]) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
-        raise _NoCall
+        raise ValueError("a call names a function that is offered")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
-        raise _NoCall
+        raise ValueError("the arguments of a call are an object")
     return ToolCall(value["name"], arguments)
-
-
-def _end(pattern: re.Pattern[str], text: str, place: int) -> int:
-    match = pattern.match(text, place)
-    return place if match is None else match.end()

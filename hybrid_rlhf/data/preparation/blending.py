@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.preparation.lines import json_line
-from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.files import Row, json_line
 from hybrid_rlhf.data.rows.sources import RowReader, open_source
 from hybrid_rlhf.runtime.files.atomic import whole_file
 
@@ -31,7 +30,7 @@ def blend_rows(output: Path, shares: Sequence[tuple[str, float]], *, rows: int |
         UserError: if a source cannot be read, or has fewer rows than its share.
     """
     sources = [open_source(path) for path, _ in shares]
-    counts = [_count(source) for source in sources]
+    counts = [source.total() for source in sources]
     taken = _taken(shares, counts, rows)
     choices = [
         _chosen_rows(source, count, number, [seed, index])
@@ -71,8 +70,3 @@ def _chosen_rows(source: RowReader, count: int, number: int, seed: list[int]) ->
     chosen = np.zeros(count, dtype=bool)
     chosen[np.random.default_rng(seed).permutation(count)[:number]] = True
     return (row for _, row in compress(source, chosen))
-
-
-def _count(source: RowReader) -> int:
-    count = source.count()
-    return sum(1 for _ in source) if count is None else count

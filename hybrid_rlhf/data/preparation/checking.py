@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,10 +21,10 @@ from hybrid_rlhf.configs.reward import RewardObjectiveConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sft import SFTDataConfig
 from hybrid_rlhf.data.encoding import (
-    encode_conversation_row,
     encode_labelled_row,
     encode_preference_row,
     encode_prompt_row,
+    encode_sft_row,
     require_rendered,
 )
 from hybrid_rlhf.data.preparation.splitting import prompt_key
@@ -42,7 +43,6 @@ from hybrid_rlhf.data.rows.sources import open_source
 from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
-_SEPARATOR = RewardObjectiveConfig().step_separator
 Read = Callable[[str, Row], Any]
 Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]
 
@@ -56,25 +56,18 @@ class RowForm:
     encode: Encode
 
 
-def _sft(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
-    return encode_conversation_row(location, read_sft_row(location, row), tokenizer, limit)
-
-
-def _steps(location: str, row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[dict[str, Any]]:
-    return encode_stepwise_row(location, row, tokenizer, limit, separator=_SEPARATOR)
-
-
 _PAIRS = (
     RowForm(("prompt", "responses", "ranks"), read_preference_row, encode_preference_row),
     RowForm(("prompt", "completion", "label"), read_labelled_row, encode_labelled_row),
     RowForm(("prompt", "chosen", "rejected"), read_preference_row, encode_preference_row),
     RowForm(("chosen", "rejected"), read_preference_row, encode_preference_row),
 )
+_encode_steps = partial(encode_stepwise_row, separator=RewardObjectiveConfig().step_separator)
 FORMS: dict[CheckedTask, tuple[RowForm, ...]] = {
-    "reward": (RowForm(("prompt", "completions", "labels"), read_stepwise_row, _steps), *_PAIRS),
+    "reward": (RowForm(("prompt", "completions", "labels"), read_stepwise_row, _encode_steps), *_PAIRS),
     "preference": _PAIRS,
     "sft": tuple(
-        RowForm(columns, read_sft_row, _sft)
+        RowForm(columns, read_sft_row, encode_sft_row)
         for columns in (("messages",), ("prompt", "completion"), ("prompt", "chosen"), ("chosen",), ("text",))
     ),
     "rl": tuple(RowForm(columns, read_prompt_row, encode_prompt_row) for columns in (("prompt",), ("messages",))),

@@ -17,8 +17,7 @@ from typing import BinaryIO
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.data.preparation.lines import json_line
-from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.files import Row, json_line
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row
 from hybrid_rlhf.data.rows.sources import missing_columns_error, open_source
 from hybrid_rlhf.runtime.files.atomic import whole_file

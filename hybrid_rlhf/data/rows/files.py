@@ -10,6 +10,7 @@ import contextlib
 import csv
 import hashlib
 import io
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -86,6 +87,11 @@ def decode_cells(rows: LocatedRows, on_bad_line: OnBadLine) -> LocatedRows:
         yield location, decoded
 
 
+def json_line(row: Row) -> bytes:
+    """A row as a line of UTF-8; types that JSON lacks (dates, decimals, bytes in Parquet) become text."""
+    return f"{json.dumps(row, ensure_ascii=False, default=str)}\n".encode()
+
+
 def without_nulls(value: Any) -> Any:
     """A value without the null entries of mappings with which Arrow fills missing columns and keys."""
     if isinstance(value, dict):
@@ -158,20 +164,15 @@ def _json_rows(path: Path, _: OnBadLine) -> LocatedRows:
         raise UserError(
             f"{path}:{error.line}: a .json source must be JSON ({error.reason}): fix it, or rename it to .jsonl"
         ) from error
-    if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+    rows = content if isinstance(content, list) else []
+    other = next((f"a list with {type(row).__name__}" for row in rows if not isinstance(row, dict)), None)
+    if other is not None or not isinstance(content, list):
         raise UserError(
-            f"{path}: a .json source must be a list of objects, got {_json_kind(content)}: fix it, or rename it to "
-            ".jsonl if each line is an object"
+            f"{path}: a .json source must be a list of objects, got {other or type(content).__name__}: fix it, or "
+            "rename it to .jsonl if each line is an object"
         )
     for number, row in enumerate(content, start=1):
         yield f"{path}: row {number}", row
-
-
-def _json_kind(content: Any) -> str:
-    """The type of JSON content that is not a list of objects, for an error message."""
-    if not isinstance(content, list):
-        return type(content).__name__
-    return f"a list with {next(type(row).__name__ for row in content if not isinstance(row, dict))}"
 
 
 def _csv_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:
@@ -189,28 +190,23 @@ def _csv_rows(path: Path, on_bad_line: OnBadLine) -> LocatedRows:
                 if not cells:  # a blank line
                     continue
                 if header is None:
-                    header = _header(location, cells)
+                    header = cells
+                    if not all(cells) or len(set(cells)) < len(cells):
+                        raise UserError(
+                            f"{location}: the first line of a CSV file must name its columns, each once, got "
+                            f"{', '.join(cells)}: fix it"
+                        )
                 elif len(cells) != len(header):
-                    on_bad_line(_wrong_cells(location, len(cells), len(header)))
+                    on_bad_line(
+                        UserError(
+                            f"{location}: a row must have the {len(header)} cells of the first line, got "
+                            f"{len(cells)}: put cells with commas in double quotes, or fix the row"
+                        )
+                    )
                 else:
                     yield location, {name: cell for name, cell in zip(header, cells, strict=True) if cell}
         except csv.Error as error:
             raise UserError(f"{path}:{line}: a line must be CSV ({error}): fix the line") from error
-
-
-def _header(location: str, names: list[str]) -> list[str]:
-    if not all(names) or len(set(names)) < len(names):
-        raise UserError(
-            f"{location}: the first line of a CSV file must name its columns, each once, got {', '.join(names)}: fix it"
-        )
-    return names
-
-
-def _wrong_cells(location: str, actual: int, wanted: int) -> UserError:
-    return UserError(
-        f"{location}: a row must have the {wanted} cells of the first line, got {actual}: put cells with commas in "
-        "double quotes, or fix the row"
-    )
 
 
 def _cell(location: str, column: str, text: str) -> Any:

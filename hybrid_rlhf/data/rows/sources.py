@@ -63,8 +63,22 @@ class RowReader:
         return _combined_hash([content, json.dumps(self.source.columns)]) if self.source.columns else content
 
     def __iter__(self) -> LocatedRows:
-        """Yield (location, row); the location is FILE:LINE, or FILE and the number of the row in a table."""
-        return _not_empty(self.source, self._read(_raise))
+        """Yield (location, row); the location is FILE:LINE, or FILE and the number of the row in a table.
+
+        Raises:
+            UserError: for an invalid row, or if there is none, as in a file of blank lines.
+        """
+        is_empty = True
+        for located_row in self._read(_raise):
+            is_empty = False
+            yield located_row
+        if is_empty:
+            raise UserError(_empty(self.source))
+
+    def total(self) -> int:
+        """The number of rows, which are read if they cannot be counted otherwise."""
+        count = self.count()
+        return sum(1 for _ in self) if count is None else count
 
     def readable_rows(self, on_bad_line: OnBadLine) -> LocatedRows:
         """Like iteration, without lines of a file that are not rows; there may be no rows."""
@@ -99,8 +113,7 @@ def peek(source: str | DataSource) -> int | None:
         return None
     reader = open_source(source)
     next(iter(reader))
-    count = reader.count()
-    return sum(1 for _ in reader) if count is None else count
+    return reader.total()
 
 
 def _is_local(source: DataSource, path: Path) -> bool:
@@ -187,15 +200,6 @@ def _renamed(rows: LocatedRows, columns: Mapping[str, str], name: str) -> Locate
             f"{name}: a source's columns must be columns of its rows, no row has {', '.join(sorted(missing))}, the "
             f"last has {found_columns(last)}: correct the names"
         )
-
-
-def _not_empty(source: DataSource, rows: LocatedRows) -> LocatedRows:
-    """Yield the rows; a source without any, such as a file of blank lines, is an error."""
-    first = next(rows, None)
-    if first is None:
-        raise UserError(_empty(source))
-    yield first
-    yield from rows
 
 
 def _raise(error: UserError) -> None:

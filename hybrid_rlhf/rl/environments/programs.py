@@ -37,11 +37,10 @@ from hybrid_rlhf.rl.environments.recording import EpisodeService
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, shared_user_errors
-from hybrid_rlhf.serving.addresses import bound_socket, url_of
 from hybrid_rlhf.serving.app import Access, build_app
-from hybrid_rlhf.serving.background import served_in_background
 from hybrid_rlhf.serving.episodes import EpisodeQueue
 from hybrid_rlhf.serving.service import Service, UnknownEpisode
+from hybrid_rlhf.serving.web import bound_socket, served_in_background, url_of
 
 logger = logging.getLogger(LOGGER_NAME)
 MODEL = "actor"

@@ -82,15 +82,6 @@ def test_a_run_is_stopped_after_a_question(own_board: ServedBoard, page: Any) ->
         process.kill()
 
 
-def test_a_job_that_fails_says_why(own_board: ServedBoard, page: Any) -> None:
-    """The run was never trained, so that it has no checkpoint."""
-    show(page, own_board.url, f"sample?run={own_board.run('training')['id']}&step=2&index=1")
-    page.get_by_role("heading", name="Replay").click()
-    page.get_by_role("button", name="Replay this sample").click()
-    page.locator(".sample-side [role=alert]").wait_for(timeout=180_000)
-    assert len(page.locator(".sample-side [role=alert]").inner_text()) > 20
-
-
 def test_a_board_that_ended_is_named(page: Any, tmp_path: Path) -> None:
     write_run(tmp_path / "output" / "one", steps=2)
     with served_board(tmp_path / "output") as board:

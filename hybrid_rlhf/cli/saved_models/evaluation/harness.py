@@ -17,16 +17,14 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 
 from hybrid_rlhf.cli.saved_models.evaluation.results import Z95, Estimate, Measurement
-from hybrid_rlhf.cli.saved_models.loading import Place
+from hybrid_rlhf.cli.saved_models.loading import Place, load_lm
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
-from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.models.pretrained.folders import first_line
-from hybrid_rlhf.models.pretrained.loading import load_model
 
 
 def harness(config: EvaluateConfig, place: Place) -> Measurement:
@@ -81,13 +79,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         self._config = config
         self.tokenizer = place.tokenizer
         self._device = place.device
-        lm, _ = load_model(
-            place.path,
-            "causal_lm",
-            config=ModelConfig(path=place.path, trust_remote_code=place.trust_remote_code),
-            dtype=place.dtype,
-        )
-        lm.to(place.device).eval()  # type: ignore[arg-type]
+        lm = load_lm(place)
         self._policy = Policy(lm)
         self._engine = GenerationEngine.from_model(lm, tokenizer=place.tokenizer)
         self._engine.maker.stop_token_ids |= {*stop_token_ids(place.tokenizer, None)}

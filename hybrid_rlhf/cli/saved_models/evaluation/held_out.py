@@ -13,17 +13,15 @@ import numpy as np
 import torch
 
 from hybrid_rlhf.cli.saved_models.evaluation.results import Measurement, bootstrap, wilson
-from hybrid_rlhf.cli.saved_models.loading import Place, load_scorer
+from hybrid_rlhf.cli.saved_models.loading import Place, load_lm, load_scorer
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
-from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.collation import collate_preferences, collate_tokens
 from hybrid_rlhf.data.encoding import encode_conversation_row, encode_preference_row
 from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import head_index, read_sft_row
 from hybrid_rlhf.data.rows.sources import open_source
 from hybrid_rlhf.models.policy import Policy, of_heads, scores_at_end
-from hybrid_rlhf.models.pretrained.loading import load_model
 
 
 def source_rows(config: EvaluateConfig) -> Iterator[tuple[str, Row]]:
@@ -40,13 +38,7 @@ def perplexity(config: EvaluateConfig, place: Place) -> Measurement:
         encoded_rows = encode_conversation_row(where, read_sft_row(where, row), place.tokenizer, config.max_length)
         encoded += [columns | {"number": number} for columns in encoded_rows]
     usable = _usable(encoded, config)
-    lm, _ = load_model(
-        place.path,
-        "causal_lm",
-        config=ModelConfig(path=place.path, trust_remote_code=place.trust_remote_code),
-        dtype=place.dtype,
-    )
-    policy = Policy(lm.to(place.device).eval())  # type: ignore[arg-type]
+    policy = Policy(load_lm(place))
     losses = np.zeros(encoded[-1]["number"] + 1)
     tokens = np.zeros(encoded[-1]["number"] + 1)
     for rows in _batches(usable, config.batch_rows):

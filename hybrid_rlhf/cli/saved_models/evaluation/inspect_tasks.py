@@ -22,8 +22,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.serving.app import Access, build_app
-from hybrid_rlhf.serving.background import served_in_background
 from hybrid_rlhf.serving.service import Service
+from hybrid_rlhf.serving.web import served_in_background
 
 _NAME = "model"
 _ROWS = 32

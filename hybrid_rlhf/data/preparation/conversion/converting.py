@@ -32,8 +32,7 @@ from hybrid_rlhf.data.preparation.conversion.turns import (
     openai_row,
     sharegpt_row,
 )
-from hybrid_rlhf.data.preparation.lines import json_line
-from hybrid_rlhf.data.rows.files import Row
+from hybrid_rlhf.data.rows.files import Row, json_line
 from hybrid_rlhf.data.rows.formats import read_preference_row, read_prompt_row, read_sft_row
 from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.published import MATCHES

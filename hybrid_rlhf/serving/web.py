@@ -1,0 +1,182 @@
+"""The parts that all servers share: `serve`, the endpoint of a run and the board.
+
+A page of another origin in the same browser can send requests to 127.0.0.1, and if an attacker's DNS resolves its name
+to 127.0.0.1, it even has the same origin. So the Host must be an address or a name of this machine; an Origin, which
+only browsers send, must be the server's or an allowed one; and a POST needs a content type that no form or image can
+send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+
+from hybrid_rlhf.configs.errors import UserError
+
+_HOST = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::\d{1,5})?")
+
+
+class Refusal(NamedTuple):
+    """Reason for refusing a request."""
+
+    status: int
+    message: str
+
+
+class AccessRules:
+    """The rules of one server."""
+
+    def __init__(self, host: str, origins: Collection[str] = ()) -> None:
+        """Take the configured host, and the origins of other sites whose pages may send requests."""
+        self._names = {"localhost", host.lower(), socket.gethostname().lower()}
+        self._origins = frozenset(origins)
+
+    def host_refusal(self, headers: Headers) -> Refusal | None:
+        """Why the Host is refused; None if it is an address, which needs no DNS, or a name of this machine."""
+        host = headers.get("host", "")
+        if self._is_own(host):
+            return None
+        return Refusal(403, f"Host must be an address or a name of this machine, got {host[:100]!r}: ask it by that")
+
+    def origin_refusal(self, headers: Headers) -> Refusal | None:
+        """Why the Origin is refused; None without an Origin, or if it is the server's or an allowed one."""
+        origin = headers.get("origin")
+        host = headers.get("host")
+        if origin is None or origin in {*self._origins, f"http://{host}", f"https://{host}"}:
+            return None
+        return Refusal(
+            403,
+            f"Origin must be that of the server or an allowed one (--cors_origins of serve), got {origin[:100]!r}: "
+            "ask from one of them",
+        )
+
+    def content_refusal(self, method: str, headers: Headers) -> Refusal | None:
+        """Why the content type is refused; None if the request has no body, or JSON."""
+        content_type = headers.get("content-type", "")
+        if method != "POST" or content_type.partition(";")[0].strip().lower() == "application/json":
+            return None
+        return Refusal(415, f"a POST needs Content-Type: application/json, got {content_type[:100]!r}: send it")
+
+    def _is_own(self, host: str) -> bool:
+        match = _HOST.fullmatch(host)
+        if match is None:
+            return False
+        try:
+            ipaddress.ip_address(match["address"] or match["name"] or "")
+        except ValueError:
+            return match["name"] is not None and match["name"].lower() in self._names
+        return match["address"] is None or ":" in match["address"]
+
+
+class KnownKeys(BaseModel):
+    """A query that has only the keys of its class."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class StrictBody(KnownKeys):
+    """A body whose values also have the types of its keys; nothing is converted."""
+
+    model_config = ConfigDict(strict=True)
+
+
+def add_error_answers(
+    app: FastAPI,
+    statuses: Mapping[type[Exception], int],
+    answer: Callable[[int, str, Exception | None], Response],
+    *,
+    internal: str,
+) -> None:
+    """Answer errors of an application.
+
+    Args:
+        app: the application.
+        statuses: status of each error whose text is for the client.
+        answer: makes an answer from the status, the text and the error.
+        internal: text for all other errors, which are logged and not passed to `answer`.
+    """
+
+    async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            return answer(error.status_code, f"{error.detail}: {request.method} {request.url.path[:200]}", error)
+        status = next((statuses[kind] for kind in type(error).__mro__ if kind in statuses), None)
+        return answer(500, internal, None) if status is None else answer(status, str(error), error)
+
+    for kind in (*statuses, HTTPException, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def url_of(host: str, port: int) -> str:
+    """The URL of an address, without a path."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket bound to the address that does not listen yet: connections are refused until the model is loaded.
+
+    Raises:
+        UserError: when the address cannot be bound.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"host and port must be an address that is free here, got {host}:{port} ({error.strerror}): choose another"
+        ) from error
+    return listener
+
+
+class WebServer(uvicorn.Server):
+    """Serves an application, and reports when it accepts connections."""
+
+    def __init__(self, app: FastAPI, *, closing_seconds: int, started: Callable[[], None] = lambda: None) -> None:
+        """Take the time for running requests at the end, and the function that is called when it listens."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=closing_seconds,
+            )
+        )
+        self._report = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen, and report it."""
+        await super().startup(sockets)
+        if self.started:
+            self._report()
+
+
+@contextlib.contextmanager
+def served_in_background(app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """Context that serves on an address, in a thread of this process, and yields its URL. Port 0 selects a free port.
+
+    Raises:
+        UserError: when the address cannot be bound.
+    """
+    listener = bound_socket(host, port)
+    listener.listen(1024)  # connections wait until the server takes them
+    server = WebServer(app, closing_seconds=1)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server", daemon=True)
+    thread.start()
+    try:
+        yield url_of(host, listener.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join()
