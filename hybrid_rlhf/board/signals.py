@@ -6,6 +6,7 @@ Each rule names its source and reports its numbers. The thresholds are conventio
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +19,6 @@ from hybrid_rlhf.loop.advice.advisor import advice_text
 from hybrid_rlhf.loop.advice.curves import Curves
 from hybrid_rlhf.loop.advice.rules import RULES
 
-Floats = NDArray[np.float64]
-EQUAL_GROUPS = 0.5
-"""Fraction of the groups with equal scores, which give no gradient, so that half of the rollout is lost. A single step
-is noise: with eight groups, half of them are occasionally equal by chance."""
 REPEATED_NOW = 0.2
 """Fraction of repeated 4-grams; in human text it is about a twentieth."""
 REPEATED_MORE = 0.1
@@ -43,24 +40,19 @@ _MOST_LOOKS = 200
 
 @dataclass(frozen=True)
 class SampledStep:
-    """The samples of one step."""
+    """Some samples of one step."""
 
     step: int
     indices: NDArray[np.int64]
-    groups: NDArray[np.int64]
-    """-1 where the group is not recorded."""
-    scores: Floats
+    """Index of each sample in its step."""
     texts: Sequence[str]
-    """Completions of the rows of `places`."""
+    """Its completion."""
     prompts: Sequence[str]
-    """Prompts of these completions."""
-    places: NDArray[np.intp]
-    """Indices of these rows."""
+    """Its prompt."""
 
-    def evidence(self, texts: Iterable[int]) -> list[dict[str, Any]]:
-        """References to the samples of the first five of some texts."""
-        rows = [self.places[text] for text in texts][:5]
-        return [{"step": self.step, "index": int(self.indices[row])} for row in rows]
+    def evidence(self, places: Iterable[int]) -> list[dict[str, Any]]:
+        """References to the first five of some of the samples."""
+        return [{"step": self.step, "index": int(self.indices[place])} for place in itertools.islice(places, 5)]
 
 
 @dataclass(frozen=True)
@@ -108,32 +100,8 @@ def _in_metrics(lines: Sequence[Mapping[str, float]]) -> Iterator[Signal]:
 def _in_samples(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
     """Findings of the rules for samples at each step but the first, from it and the earlier ones."""
     for count in range(2, len(sampled) + 1):
-        for rule in (collapsed_groups, repeated_phrases, same_answer, copied_prompts):
+        for rule in (repeated_phrases, same_answer, copied_prompts):
             yield from rule(sampled[:count])
-
-
-def collapsed_groups(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
-    """The completions of a prompt all have the same score, so that their advantages are 0, in two steps in a row.
-
-    Groups with the best score of all steps are solved and not counted, unless all scores are equal.
-    """
-    seen = np.concatenate([sampled_step.scores[np.isfinite(sampled_step.scores)] for sampled_step in sampled])
-    solved = float(seen.max()) if len(seen) and np.ptp(seen) > 0 else np.inf
-    (equal_before, count_before), (equal, count) = (_equal_groups(step, solved) for step in sampled[-2:])
-    if min(len(equal_before) / max(count_before, 1), len(equal) / max(count, 1)) >= EQUAL_GROUPS:
-        step = sampled[-1]
-        yield Signal(
-            "collapsed groups",
-            "alert" if len(equal) == count else "warning",
-            step.step,
-            f"{len(equal)} of {count} groups have equal scores, {len(equal_before)} of {count_before} in step "
-            f"{sampled[-2].step}: they teach nothing",
-            [
-                {"label": "part of equal groups", "value": len(equal) / count},
-                *({"step": step.step, "index": int(step.indices[rows[0]])} for rows in equal[:5]),
-            ],
-            "Yu et al. 2025, DAPO, arXiv 2503.14476, section 3.2",
-        )
 
 
 def repeated_phrases(sampled: Sequence[SampledStep]) -> Iterator[Signal]:
@@ -214,15 +182,6 @@ def copied_part(text: str, prompt: str) -> float:
     pairs = _grams(text, _PAIR)
     prompt_pairs = set(_grams(prompt, _PAIR))
     return sum(pair in prompt_pairs for pair in pairs) / len(pairs) if pairs else 0.0
-
-
-def _equal_groups(step: SampledStep, solved: float) -> tuple[list[NDArray[np.intp]], int]:
-    """Rows of the groups of several completions with equal scores below `solved`, and the number of groups of
-    several."""
-    members = [np.flatnonzero(step.groups == group) for group in np.unique(step.groups[step.groups >= 0])]
-    members = [rows for rows in members if len(rows) > 1 and np.isfinite(step.scores[rows]).all()]
-    equal = [rows for rows in members if np.ptp(step.scores[rows]) == 0 and step.scores[rows[0]] < solved]
-    return equal, len(members)
 
 
 def _grams(text: str, size: int) -> list[tuple[str, ...]]:

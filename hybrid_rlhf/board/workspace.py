@@ -131,17 +131,16 @@ class BoardWorkspace:
         """Steps with samples, the first and the last among them, with some texts of each."""
         sampled = []
         with self.samples(run).view() as view:
-            index, group, score = (view.column(name) for name in ("position", "group_number", "score"))
+            index = view.column("position")
             steps = np.unique(view.column("step"))
             for place in np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _SIGNAL_STEPS)).astype(int)):
                 rows = np.flatnonzero(view.column("step") == steps[place])
                 # spread over the step, as its first rows may belong to few prompts
-                read = np.linspace(0, len(rows) - 1, min(len(rows), _SIGNAL_TEXTS)).astype(int)
-                lines = view.lines(rows[read])
+                rows = rows[np.linspace(0, len(rows) - 1, min(len(rows), _SIGNAL_TEXTS)).astype(int)]
+                lines = view.lines(rows)
                 texts = [str(line["completion"]) for line in lines]
                 prompts = [last_text(prompt_messages(line)) for line in lines]
-                of_step = (index[rows].astype(int), group[rows].astype(int), score[rows])
-                sampled.append(SampledStep(int(steps[place]), *of_step, texts, prompts, read))
+                sampled.append(SampledStep(int(steps[place]), index[rows].astype(int), texts, prompts))
         return sampled
 
     def forget(self, run: RunFolder) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,23 +37,21 @@ def lines(**values: np.ndarray) -> list[dict[str, float]]:
     ]
 
 
-def sampled(equal_groups: int = 0, last_text: str = "reply {} of words that all differ") -> list[SampledStep]:
+def sampled(last_text: str = "reply {} of words that all differ") -> list[SampledStep]:
     """A first step and two last ones of four groups of four; {} in the text is the group."""
     groups = np.repeat(np.arange(4), 4)
-    scores = np.where(groups < equal_groups, 1.0, np.arange(16.0))
     prompts = [f"say {group} in one new way" for group in groups]
     texts = [
         [text.replace("{}", str(group)) for group in groups]
         for text in ("answer {} has words that all differ", last_text)
     ]
     rows = np.arange(16)
-    first = SampledStep(1, rows, groups, np.arange(16.0), texts[0], prompts, rows)
-    return [first, *(SampledStep(step, rows, groups, scores, texts[1], prompts, rows) for step in (50, 60))]
+    return [SampledStep(1, rows, texts[0], prompts), *(SampledStep(step, rows, texts[1], prompts) for step in (50, 60))]
 
 
 CASES: dict[str, Callable[[], tuple[list[dict[str, float]], list[SampledStep]]]] = {
     "diverging components": lambda: (lines(reward__format__mean=-0.1 * STEPS), sampled()),
-    "collapsed groups": lambda: (lines(), sampled(equal_groups=3)),
+    "groups of equal scores": lambda: (lines(rollout__frac_reward_zero_std=np.where(STEPS > 50, 0.9, 0.1)), sampled()),
     "length drift": lambda: (lines(completions__mean_length=100 + 2 * STEPS), sampled()),
     "repeated phrases": lambda: (lines(), sampled(last_text="{} it is as it is {} it is as it is {} it is")),
     "same answer to all prompts": lambda: (lines(), sampled(last_text="a reply of words that all differ")),
@@ -80,20 +77,6 @@ def test_a_run_that_learns_has_none() -> None:
     assert find_signals(lines(), sampled()) == []
     assert find_signals([], []) == []
     assert find_signals(lines()[:3], sampled()[:1]) == []
-
-
-def test_all_groups_equal_is_an_alert() -> None:
-    (signal,) = find_signals(lines(), sampled(equal_groups=4))
-    assert signal.severity == "alert" and signal.evidence[0] == {"label": "part of equal groups", "value": 1.0}
-
-
-def test_solved_groups_are_not_collapsed() -> None:
-    first, *last = sampled(equal_groups=4)
-    solved = [replace(step, scores=np.full(16, 15.0)) for step in last]
-    assert find_signals(lines(), [first, *solved]) == [], "15 is the best score of the first step"
-    assert find_signals(lines(), [first, solved[0], last[1]]) == [], "one step alone is noise"
-    equal = [replace(step, scores=np.zeros(16)) for step in last]
-    assert [signal.name for signal in find_signals(lines(), equal)] == ["collapsed groups"], "nothing is ever learnt"
 
 
 def test_texts_are_read_from_all_of_a_step(tmp_path: Path) -> None:
