@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
 from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
 
@@ -97,15 +99,27 @@ def split_memory(model: ShapedModel, *, dtype: torch.dtype, ranks: int, device: 
     return EngineMemory(model, MemoryUse(inference=held), MemoryUse(), 0.0, 0.0, 0.0, 0.0)
 
 
-def engine_memory(model: ShapedModel, zero: dict[str, Any], *, dtype: torch.dtype, ranks: int) -> EngineMemory:
+def engine_memory(
+    model: ShapedModel,
+    zero_config: ZeroConfig,
+    optimizer: OptimizerConfig | None,
+    *,
+    dtype: torch.dtype,
+    ranks: int,
+    overrides: dict[str, Any],
+) -> EngineMemory:
     """Memory of an engine under DeepSpeed 0.19. Tests compare it with measurements on a CPU.
 
     Args:
         model: shapes of the model.
-        zero: section zero_optimization of the engine's DeepSpeed JSON.
+        zero_config: how the states are sharded and offloaded.
+        optimizer: none: the model is frozen.
         dtype: data type of the weights.
         ranks: number of ranks that shard the states.
+        overrides: the user's DeepSpeed JSON.
     """
+    json = deepspeed_config(zero=zero_config, dtype=dtype, optimizer=optimizer, overrides=overrides)
+    zero = json["zero_optimization"]
     e = model.elements
     low = dtype.itemsize
     stage = int(zero["stage"])

@@ -8,14 +8,15 @@ import torch
 
 from hybrid_rlhf.configs.pipeline import PlanConfig, has_model, start_of
 from hybrid_rlhf.planning.phase_memory import AnyStep, Device, PhaseMemory, own_device
-from hybrid_rlhf.planning.remedies import PhasePlanner, Remedy, remedies
+from hybrid_rlhf.planning.remedies import Remedy, remedies
+from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.runtime.hostfile import process_count
 
 _COLUMNS = ("weights", "gradients", "optimizer", "activations", "inference", "cache", "buffers")
 
 
 def table(
-    planner: PhasePlanner[AnyStep],
+    planner: Planner,
     planned: Mapping[str, Sequence[PhaseMemory]],
     steps: Mapping[str, AnyStep],
     *,
