@@ -20,8 +20,6 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import isotonic_regression
 
-from hybrid_rlhf.configs.sections.rules import require
-
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "transfer"]
 """What ranks exchange. Bytes are those of the whole tensor: the result of an all-gather, the input of a reduce-scatter;
 a transfer is from one rank to another, between hosts what all ranks of a host send or receive at once."""
@@ -207,14 +205,8 @@ class MachineCurves:
 
     def corrected(self, ratios: Mapping[str, float]) -> MachineCurves:
         """The curves with predictions of some kinds of work multiplied by measured / predicted."""
-        known = {**self.corrections}
-        for kind, ratio in ratios.items():
-            require(
-                math.isfinite(ratio) and ratio > 0,
-                f"a correction must be above 0, got {ratio} for {kind}: leave it out",
-            )
-            known[kind] = known.get(kind, 1.0) * ratio
-        return replace(self, corrections=known)
+        known = {kind: self.corrections.get(kind, 1.0) * ratio for kind, ratio in ratios.items()}
+        return replace(self, corrections={**self.corrections, **known})
 
     def collective(self, kind: Collective, *, ranks: int, size_bytes: Size, hosts: int) -> Size:
         """Seconds of a collective of so many ranks on so many hosts, of a size or of each of many."""

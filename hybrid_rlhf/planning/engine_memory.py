@@ -126,7 +126,7 @@ def engine_memory(
     trained = e.trained / (ranks if stage else 1)
     weights = low * e.all / (ranks if stage == 3 else 1)
     masters = FLOAT32 if stage or low < FLOAT32 else 0
-    optimizer = (masters + _ADAM) * trained
+    states = (masters + _ADAM) * trained
     gradients = low * (trained if stage >= 2 else e.trained)
     bucket = low * float(zero.get("reduce_bucket_size", 5e8)) if stage and e.trained else 0.0
     lowered = FLOAT32 if low < FLOAT32 else 0
@@ -136,7 +136,7 @@ def engine_memory(
     else:
         updated = min(trained, float(zero.get("sub_group_size", 1e9))) if stage == 3 else trained
         optimizer_step = (low + lowered) * updated
-    held = MemoryUse(weights=weights, optimizer=optimizer)
+    held = MemoryUse(weights=weights, optimizer=states)
     accumulated = MemoryUse(gradients=gradients)
     offloads = "offload_optimizer" in zero and bool(e.trained)
     if stage == 3 and e.trained:  # the gradient buffer and the bucket are allocated permanently
@@ -150,7 +150,7 @@ def engine_memory(
         backward_end = 2 * bucket + 2 * low * e.largest + (0.0 if offloads else gradients)
     if offloads:
         # master weights and moments, float32 gradients, gradients in the training dtype
-        host = optimizer + (FLOAT32 + low) * trained + 2 * FLOAT32 * e.largest
+        host = states + (FLOAT32 + low) * trained + 2 * FLOAT32 * e.largest
         on_device = low * e.largest if stage < 3 else 0.0
         held = replace(held, optimizer=0.0, gradients=0.0, host=host, buffers=held.buffers + on_device)
         accumulated = MemoryUse(gradients=gradients if stage == 1 else 0.0)

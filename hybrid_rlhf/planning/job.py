@@ -76,14 +76,12 @@ def dimensions(model: ShapedModel) -> ModelDimensions:
     family = family_of(model.lm)
     own = {} if family is None else family.settings(config)
     heads, kv_heads, head_dim = attention_sizes(config, own)
-    names = [name for name, _ in model.lm.named_parameters()]
-    embedded = sum(
-        each.numel() for name, each in model.lm.named_parameters() if "embed" in name or name.startswith("lm_head")
-    )
+    sizes = {name: each.numel() for name, each in model.lm.named_parameters()}
+    embedded = sum(size for name, size in sizes.items() if "embed" in name or name.startswith("lm_head"))
     experts, chosen = (
         next((value for key in keys if (value := getattr(config, key, None))), None) for keys in (_EXPERTS, _CHOSEN)
     )
-    routed = sum(each.numel() for name, each in model.lm.named_parameters() if ".experts." in name)
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
     layers = config.num_hidden_layers
     in_layers = float(model.elements.all - embedded)
     idle = routed * (1 - chosen / experts) if chosen and experts else 0.0
@@ -98,7 +96,7 @@ def dimensions(model: ShapedModel) -> ModelDimensions:
         parameters=float(model.elements.all),
         trained=float(model.elements.trained),
         active=1 - idle / in_layers,
-        gated=any("gate" in name for name in names),
+        gated=any("gate" in name for name in sizes),
     )
 
 

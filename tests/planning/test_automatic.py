@@ -119,7 +119,7 @@ def test_the_log_has_the_command_that_resumes_under_a_faster_placement(
     resumed = parse_config(RLConfig, [*config_line(model_folder, tmp_path, SHORT), *words[2:]])
     assert words[:4] == ["--config", f"{config.output_dir}/config.yaml", "--resume", "auto"]
     assert watch.answer.best is not None and resumed.resume == "auto"
-    assert resumed.placement == read_placement(watch.answer.best.plan.placement_setting())
+    assert resumed.placement == read_placement(watch.answer.best.plan.placement_setting().as_given())
     assert len(watch.answer.best.plan.sampling.ranks) == 2
 
 

@@ -160,8 +160,6 @@ def test_a_correction_multiplies_an_earlier_one() -> None:
     assert curves.factor("forward") == 3.0 and curves.factor("decode") == 1.0
     plain = machine().collective("all_reduce", ranks=4, size_bytes=1e6, hosts=1)
     assert curves.collective("all_reduce", ranks=4, size_bytes=1e6, hosts=1) == pytest.approx(3 * plain)
-    with pytest.raises(UserError, match="above 0, got 0.0 for decode"):
-        machine().corrected({"decode": 0.0})
 
 
 def test_a_report_gives_errors_by_phase_and_the_ratios_that_correct_them() -> None:

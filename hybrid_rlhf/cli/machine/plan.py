@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         answer = planning.answer(steps["rl"], advised.get("rl")) if "rl" in planned and planning is not None else None
         if answer is not None and answer.configured is None:
             planned["rl"] = [*answer.result.ranked[0].memory.phases]
-        lines, fits = table(planner, planned, steps, single=name is not None, advised=advised)
+        lines, fits = table(machine, planned, advised, single=name is not None)
         if "rl" in planned:
             key = "placement" if name is not None else "rl.placement"
             if answer is not None and answer.best is not None and not all(phase.fits for phase in planned["rl"]):

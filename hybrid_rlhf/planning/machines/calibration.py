@@ -68,7 +68,7 @@ def calibrate(
     """
     sizes = measured_sizes(gpu=torch.cuda.is_available(), quick=quick)
     show(f"collectives and ZeRO-3 on {ranks} ranks")
-    times, sharing, sharded = run_on_ranks(_together, ranks, sizes)[0]
+    times, sharded = run_on_ranks(_together, ranks, sizes)[0]
     show("matrix products, attention, optimizer steps, copies; small models")
     base, models = run_on_ranks(_alone, 1, sizes)[0]
     surfaces = {kind: Surface.of(points) for kind, points in times.items() if points}
@@ -77,7 +77,6 @@ def calibrate(
     curves = replace(
         base,
         collectives=surfaces,
-        slowdown=Curve.of(sharing) if base.device == "cpu" else Curve.zero(),
         device_gib=_device_gib(ranks),
         ranks_per_host=ranks,
     )
@@ -145,12 +144,9 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
     )
 
 
-def _together(
-    world: World, sizes: MeasuredSizes
-) -> tuple[collectives.Times, list[tuple[float, float]], list[tuple[int, ModelTimes]]]:
-    """Collectives, how much ranks slow each other down, and models under ZeRO-3 by number of ranks."""
+def _together(world: World, sizes: MeasuredSizes) -> tuple[collectives.Times, list[tuple[int, ModelTimes]]]:
+    """Collectives, and models under ZeRO-3 by number of ranks."""
     times = collectives.time_collectives(world, sizes.bytes)
-    sharing = collectives.time_sharing(world)
     groups = [range(ranks) for ranks in collectives.group_sizes(world.size)]
     create_groups(groups)
     sharded = []
@@ -159,7 +155,7 @@ def _together(
             models = [each for each in sizes.models if each.zero]
             sharded += [(part.size, layers.time_model(part, each, sizes.batches[:1], [])) for each in models]
         world.barrier()
-    return times, sharing, sharded
+    return times, sharded
 
 
 def _alone(world: World, sizes: MeasuredSizes) -> tuple[MachineCurves, list[ModelTimes]]:
