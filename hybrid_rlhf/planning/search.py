@@ -219,11 +219,12 @@ class Search:
         """
         roomy = {name: self._roomy(layout, name, offload) for name in self._job.roles}
         fits = all(len(some) == len(self._ways_of(layout, name, offload)) for name, some in roomy.items())
+        sampled = {way.sharding: self._fastest_sampling(layout, offload, way.sharding) for way in roomy["actor"]}
         plans = []
         for chosen in itertools.product(*roomy.values()):
             ways = dict(zip(roomy, chosen, strict=True))
             actor = ways["actor"].sharding
-            if self._seconds(layout, ways, self._fastest_sampling(layout, offload, actor)) >= limit:
+            if self._seconds(layout, ways, sampled[actor]) >= limit:
                 continue
             if not self._has_room(layout, ways):
                 fits = False

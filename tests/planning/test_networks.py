@@ -35,9 +35,7 @@ B70 = ModelDimensions(80, 8192, 8192, 2048, 64, 855_638_016.0, 128256, 70.55e9, 
 """Llama 2 7B and Llama 3 70B."""
 
 
-def grpo(
-    sizes: ModelDimensions, *, prompts: int, n: int, prompt: int, mean: int, most: int
-) -> RLJob:
+def grpo(sizes: ModelDimensions, *, prompts: int, n: int, prompt: int, mean: int, most: int) -> RLJob:
     """GRPO with a reference of the actor's size and a reward without a model."""
     config = RLConfig(
         algorithm=GRPOConfig(),
