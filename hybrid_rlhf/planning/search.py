@@ -217,8 +217,9 @@ class Search:
             the seconds with how the roles are shared and how is sampled, and false if any were left out for their
             memory.
         """
-        roomy = {name: self._roomy(layout, name, offload) for name in self._job.roles}
-        fits = all(len(some) == len(self._ways_of(layout, name, offload)) for name, some in roomy.items())
+        every = {name: self._ways_of(layout, name, offload) for name in self._job.roles}
+        roomy = {name: self._roomy(layout, every, name) for name in every}
+        fits = roomy == every
         sampled = {way.sharding: self._fastest_sampling(layout, offload, way.sharding) for way in roomy["actor"]}
         plans = []
         for chosen in itertools.product(*roomy.values()):
@@ -297,16 +298,14 @@ class Search:
         update = self.costs.updates(role, plan).seconds if role.is_trained else 0.0
         return _Way(sharding, read, update, *self.memory.of_role(plan, name))
 
-    def _roomy(self, layout: Layout, name: str, offload: Offload) -> list[_Way]:
+    def _roomy(self, layout: Layout, ways: Mapping[str, list[_Way]], name: str) -> list[_Way]:
         """The ways of a role that leave room for the least of the others."""
-        ways = self._ways_of(layout, name, offload)
         beside = 0.0
         for names in layout.classes:
             if name in names:
                 others = [other for other in names if other not in (name, SAMPLER)]
-                least = (min(way.held for way in self._ways_of(layout, other, offload)) for other in others)
-                beside = max(beside, sum(least))
-        return [way for way in ways if beside + way.held + way.added <= self._device_bytes]
+                beside = max(beside, sum(min(way.held for way in ways[other]) for other in others))
+        return [way for way in ways[name] if beside + way.held + way.added <= self._device_bytes]
 
     def _has_room(self, layout: Layout, ways: Mapping[str, _Way]) -> bool:
         for names in layout.classes:
