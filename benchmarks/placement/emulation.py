@@ -74,7 +74,7 @@ class Emulation:
             tuple(work.seconds for work in costs.sampling(plan, rows_at_once=rows_at_once)),
             costs.weight_sync(plan).seconds,
             plan.placement.with_actor,
-            costs.exchange(1.0, kind="all_gather").seconds,
+            costs.exchange("all_gather").seconds,
             job.lengths.completions,
             shrink,
             pace,

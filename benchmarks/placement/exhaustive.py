@@ -39,14 +39,14 @@ from benchmarks.results import RESULTS
 from hybrid_rlhf.configs.algorithms import ReinforceConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.planning.candidates import Options, joinings, layouts, plan_of, tensor_parallels
+from hybrid_rlhf.planning.candidates import layouts, plan_of, samplings
 from hybrid_rlhf.planning.costs import Costs
-from hybrid_rlhf.planning.job import JobReader, StepLengths
+from hybrid_rlhf.planning.job import StepLengths, read_job
 from hybrid_rlhf.planning.machines.stored import load_curves
+from hybrid_rlhf.planning.phase_memory import Device
 from hybrid_rlhf.planning.placed_memory import MemoryModel
-from hybrid_rlhf.planning.plans import Cluster, StepPlan, flattening
+from hybrid_rlhf.planning.plans import StepPlan, flattening
 from hybrid_rlhf.planning.search import Candidate, Search
-from hybrid_rlhf.planning.shapes import Shapes
 from hybrid_rlhf.runtime.command_line import parse_config
 from tests.support.ranks import run_ranks
 
@@ -86,15 +86,10 @@ def main() -> None:
 def family(search: Search) -> list[Candidate]:
     """All placements of the family that fit; flattening first."""
     job, cluster = search.costs.job, search.costs.cluster
-    options = [
-        (layout, Options((), together, 0))
-        for layout in layouts(job, cluster)
-        for together in tensor_parallels(job, layout, cluster)
-    ]
     plans = [
-        plan_of(layout, replace(each, with_actor=joins))
-        for layout, each in options
-        for joins in joinings(layout, cluster, each)
+        plan_of(job, layout, {}, sampling=sampling)
+        for layout in layouts(job, cluster)
+        for sampling in samplings(job, layout, cluster)
     ]
     return [found for found in map(search.evaluate, plans) if found.time is not None]
 
@@ -110,7 +105,7 @@ def _emulated(folder: Path, *, steps: int) -> tuple[Search, Measure]:
     roles = {name: role for name, role in job.roles.items() if name in ("actor", "model")}
     job = replace(job, config=config, roles=roles)
     costs = Costs(job, whole.costs.curves, whole.costs.cluster)
-    search = Search(costs, MemoryModel(job, device_bytes=whole.costs.curves.device_gib * GIB))
+    search = Search(costs, MemoryModel(job, Device(job.device, RANKS, costs.curves.device_gib * GIB)))
 
     def measure(candidate: Candidate, flattened: Candidate) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(dir=folder) as own:
@@ -131,8 +126,9 @@ def _measured(folder: Path, *, steps: int) -> tuple[Search, Measure]:
     tokens = _run(folder, whole, steps=2).mean_tokens
     config = parse_config(RLConfig, _run_line(folder, "predicted", whole, steps=steps))
     lengths = StepLengths(_PROMPT_TOKENS, (round(tokens),) * REAL_ROWS)
-    job = JobReader(torch.device("cpu"), Shapes())(config, lengths, overrides={})
-    search = Search(Costs(job, curves, Cluster(RANKS, RANKS)), MemoryModel(job, device_bytes=curves.device_gib * GIB))
+    job = read_job(config, torch.device("cpu"), lengths=lengths)
+    machine = Device(job.device, RANKS, curves.device_gib * GIB)
+    search = Search(Costs(job, curves, machine.cluster), MemoryModel(job, machine))
 
     def measure(candidate: Candidate, flattened: Candidate) -> dict[str, Any]:
         return {"measured_seconds": _run(folder, candidate.plan, steps=steps).step_seconds}

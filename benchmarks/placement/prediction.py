@@ -21,10 +21,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -34,12 +36,12 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
-from hybrid_rlhf.planning.job import JobReader, StepLengths
+from hybrid_rlhf.planning.job import StepLengths, read_job
 from hybrid_rlhf.planning.machines.runs import ALL_ROWS
 from hybrid_rlhf.planning.machines.stored import load_curves
-from hybrid_rlhf.planning.plans import Cluster, StepPlan
-from hybrid_rlhf.planning.prediction_errors import STEP, PredictionReport, summary
-from hybrid_rlhf.planning.shapes import Shapes
+from hybrid_rlhf.planning.phase_memory import Cluster
+from hybrid_rlhf.planning.plans import StepPlan
+from hybrid_rlhf.planning.prediction_errors import STEP, PredictionReport
 from hybrid_rlhf.planning.step_time import step_time
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.placement import PlacedRoles, resolve_placement
@@ -189,6 +191,18 @@ def main() -> None:
         options.json.write_text(json.dumps(records, indent=1))
 
 
+def summary(reports: Sequence[PredictionReport], phase: str = STEP) -> dict[str, float]:
+    """Errors of many runs: mean absolute, and the 90th percentile, linear between two errors.
+
+    Raises:
+        ValueError: when no report has the phase.
+    """
+    errors = [abs(report.seconds[phase].relative) for report in reports if phase in report.seconds]
+    if not errors:
+        raise ValueError(f"no report has the phase {phase}")
+    return {"mean_absolute_error": statistics.fmean(errors), "percentile_90_error": float(np.percentile(errors, 90))}
+
+
 def prepare(folder: Path, case: Case) -> list[str]:
     """Write models and prompts; the settings of the run."""
     config = LlamaConfig(
@@ -245,7 +259,7 @@ def predict(line: list[str], curves: MachineCurves, case: Case, measured: dict[s
     """Predicted seconds of the phases, and of the step without communication as "silent"."""
     config = parse_config(RLConfig, line)
     lengths = StepLengths(PROMPT_TOKENS, (round(measured["tokens"]),) * case.prompts)
-    costs = Costs(JobReader(torch.device("cpu"), Shapes())(config, lengths, overrides={}), curves, case.cluster)
+    costs = Costs(read_job(config, torch.device("cpu"), lengths=lengths), curves, case.cluster)
     plan = plan_of(config, case)
     time = step_time(costs, plan, rows_at_once=ALL_ROWS)
     silent = without_communication(costs, plan, rows_at_once=ALL_ROWS)

@@ -144,8 +144,8 @@ def chatlearn(folder: Path) -> str:
         if best.time is None:
             misfit = best.memory.misfit
             assert misfit is not None
-            total, there = misfit.phase.total / 2**30, misfit.phase.machine.device_bytes / 2**30
-            big.append(f"| {ranks} | does not fit: {misfit.phase.name} takes {total:.0f} of {there:.0f} GiB | |")
+            total, there = misfit.total / 2**30, misfit.machine.device_bytes / 2**30
+            big.append(f"| {ranks} | does not fit: {misfit.name} takes {total:.0f} of {there:.0f} GiB | |")
         else:
             big.append(f"| {ranks} | {best.seconds:.0f} s | {_plan(best)} |")
         _tell(big)

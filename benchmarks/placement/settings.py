@@ -16,16 +16,13 @@ from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.planning.costs import Costs
-from hybrid_rlhf.planning.job import JobReader, RLJob, modelled_lengths
+from hybrid_rlhf.planning.job import RLJob, modelled_lengths, read_job
 from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, modelled_curves
-from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB
+from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.placed_memory import MemoryModel
-from hybrid_rlhf.planning.plans import Cluster
 from hybrid_rlhf.planning.search import Search
-from hybrid_rlhf.planning.shapes import Shapes
 
 GIB = 2.0**30
-_SHAPES = Shapes()
 _CACHE_GIB = 16.0
 """Of a sampler that runs ahead: 32,768 tokens of a model of 7B."""
 
@@ -117,8 +114,10 @@ class Setting:
         """The planner of the setting; configs of the models are written to a folder."""
         curves = modelled_curves(DATA_SHEETS[self.machine], link_gib_per_second=self.link_gib_per_second)
         job = self.job(folder)
-        memory = MemoryModel(job, device_bytes=(curves.device_gib - GPU_RESERVE_GIB) * GIB)
-        return Search(Costs(job, curves, Cluster(self.ranks, min(self.ranks, self.ranks_per_host))), memory)
+        device_bytes = (curves.device_gib - GPU_RESERVE_GIB) * GIB
+        local = min(self.ranks, self.ranks_per_host)
+        machine = Device(job.device, self.ranks, device_bytes, ranks_per_host=local)
+        return Search(Costs(job, curves, machine.cluster), MemoryModel(job, machine))
 
     def job(self, folder: Path) -> RLJob:
         """What a step computes."""
@@ -146,7 +145,7 @@ class Setting:
             mean_tokens=self.new_tokens if self.mean_tokens is None else self.mean_tokens,
             max_tokens=self.new_tokens,
         )
-        return JobReader(torch.device("cuda"), _SHAPES)(config, lengths, overrides={})
+        return read_job(config, torch.device("cuda"), lengths=lengths)
 
 
 @cache

@@ -16,21 +16,19 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import RolePlacements, is_automatic
-from hybrid_rlhf.engines.ds_config import read_overrides
+from hybrid_rlhf.configs.sections.placement import is_automatic
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
-from hybrid_rlhf.planning.job import JobReader, RLJob, StepLengths, default_lengths, measured_lengths
+from hybrid_rlhf.planning.dotted_keys import with_settings
+from hybrid_rlhf.planning.job import RLJob, StepLengths, measured_lengths, read_job
 from hybrid_rlhf.planning.machines.collectives import Times, time_between_hosts
 from hybrid_rlhf.planning.machines.links import with_measured_link
 from hybrid_rlhf.planning.machines.stored import load_curves
 from hybrid_rlhf.planning.phase_memory import Device, own_device
 from hybrid_rlhf.planning.placed_memory import MemoryModel
-from hybrid_rlhf.planning.placement_table import PlacementAnswer, plan_placement, with_micro_batches
-from hybrid_rlhf.planning.plans import Cluster, StepPlan
+from hybrid_rlhf.planning.placement_table import plan_placement, with_micro_batches
+from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.prediction_errors import STEP, PredictionReport, memory_errors
-from hybrid_rlhf.planning.remedies import with_settings
-from hybrid_rlhf.planning.shapes import Shapes
 from hybrid_rlhf.planning.step_time import StepTime, step_time
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import CONFIG_FILE
@@ -41,25 +39,6 @@ LINK_SIZES = [2**8, 2**14, 2**18, 2**20, 2**22, 2**24]
 """Bytes that are exchanged to measure the link between hosts."""
 _MEASURED_STEPS = 4
 """First steps that are compared; the first of them is left out, as caches are cold."""
-
-
-@dataclass(frozen=True)
-class PlannedSettings:
-    """The plan as settings of the config, from the first rank to all."""
-
-    placement: RolePlacements
-    others: dict[str, Any]
-    """Dotted keys."""
-
-    @classmethod
-    def of(cls, plan: StepPlan, config: RLConfig) -> PlannedSettings:
-        """A plan as settings of a config with `placement: auto`."""
-        return cls(plan.placement_setting(), plan.settings(config))
-
-    def applied(self, config: RLConfig) -> RLConfig:
-        """The config under the plan."""
-        changed: RLConfig = with_settings(config, {**self.others, "placement": self.placement})
-        return changed
 
 
 @dataclass(frozen=True)
@@ -84,89 +63,31 @@ def choose_placement(config: RLConfig, world: World) -> tuple[RLConfig, Placemen
     if not is_automatic(config.placement):
         return config, None
     watch = None
-    choice = None
+    choice: dict[str, Any] = {}
     link = time_between_hosts(world, LINK_SIZES) if world.size > world.local_size else None
     with shared_user_errors(world):
         if world.is_main:
-            watch = PlacementWatch(_PlanRequest.of(config, world, link=link))
-            choice = PlannedSettings.of(watch.plan, config)
+            watch = PlacementWatch.of(config, world, link=link)
+            choice = {**watch.plan.settings(config), "placement": watch.plan.placement_setting()}
             for line in watch.answer.lines():
                 logger.info("%s", line)
-    choice = world.broadcast_object(choice)
-    assert choice is not None
-    return choice.applied(config), watch
-
-
-@dataclass(frozen=True)
-class _PlanRequest:
-    """Input of the planner."""
-
-    job: RLJob
-    curves: MachineCurves
-    cluster: Cluster
-    machine: Device
-
-    @classmethod
-    def of(cls, config: RLConfig, world: World, *, link: Times | None = None) -> _PlanRequest:
-        """The request of a run.
-
-        Args:
-            config: of the run.
-            world: all of its ranks.
-            link: what was measured between its hosts; none: it has one host.
-
-        Raises:
-            UserError: when this machine has no curves.
-        """
-        curves = load_curves(config.data.cache_dir) or load_curves()
-        if curves is None or curves.device != world.device.type:
-            raise UserError(
-                "placement auto needs measured curves of this machine, got none: run hybrid-rlhf calibrate, or name a "
-                "placement"
-            )
-        if link is not None:
-            curves = with_measured_link(curves, link)
-        lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
-        job = JobReader(world.device, Shapes())(config, lengths, overrides=read_overrides(config.deepspeed_config))
-        return cls(job, curves, Cluster(world.size, world.local_size), own_device(world.size, local=world.local_size))
-
-    def corrected(self, ratios: Mapping[str, float]) -> _PlanRequest:
-        """The request with predictions corrected by measured / predicted of some kinds of work."""
-        return replace(self, curves=self.curves.corrected(ratios))
-
-    def with_lengths(self, steps: Sequence[StepLengths]) -> _PlanRequest:
-        """The request for completions as long as those of some steps."""
-        rollout = self.job.config.rollout
-        lengths = measured_lengths(steps, prompts=rollout.prompts_per_step, per_prompt=rollout.sampling.n)
-        return replace(self, job=self.job.at(lengths=lengths))
-
-    def seconds(self, plan: StepPlan) -> dict[str, float]:
-        """What a plan is expected to take, by phase and of the whole step."""
-        job = with_micro_batches(self.job, plan.micro_batch_tokens)
-        machine = self.machine
-        memory = MemoryModel(job, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes)
-        costs = Costs(job, self.curves, self.cluster)
-        return _seconds(step_time(costs, plan, rows_at_once=memory(plan).rows_at_once))
-
-    def answer(self) -> PlacementAnswer:
-        """The planner's."""
-        machine = self.machine
-        return plan_placement(
-            self.job, self.curves, self.cluster, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes
-        )
+    chosen: RLConfig = with_settings(config, world.broadcast_object(choice))
+    return chosen, watch
 
 
 class PlacementWatch:
     """Compares times and memory of steps with the planner's."""
 
-    def __init__(self, question: _PlanRequest) -> None:
+    def __init__(self, job: RLJob, curves: MachineCurves, machine: Device) -> None:
         """Ask the planner; its best plan runs.
 
         Raises:
             UserError: when no placement fits.
         """
-        self._question = question
-        self.answer = question.answer()
+        self.job = job
+        self.curves = curves
+        self.machine = machine
+        self.answer = plan_placement(job, curves, machine)
         best = self.answer.best
         if best is None:
             why = self.answer.why(self.answer.result.ranked[0])
@@ -179,6 +100,34 @@ class PlacementWatch:
         self._memory = best.memory.phases
         self._predicted = _seconds(best.time)
         self._measured: list[MeasuredStep] = []
+
+    @classmethod
+    def of(cls, config: RLConfig, world: World, *, link: Times | None = None) -> PlacementWatch:
+        """The watch of a run.
+
+        Args:
+            config: of the run.
+            world: all of its ranks.
+            link: what was measured between its hosts; none: it has one host.
+
+        Raises:
+            UserError: when this machine has no curves, or no placement fits.
+        """
+        curves = load_curves(config.data.cache_dir) or load_curves()
+        if curves is None or curves.device != world.device.type:
+            raise UserError(
+                "placement auto needs measured curves of this machine, got none: run hybrid-rlhf calibrate, or name a "
+                "placement"
+            )
+        if link is not None:
+            curves = with_measured_link(curves, link)
+        return cls(read_job(config, world.device), curves, own_device(world.size, local=world.local_size))
+
+    def seconds(self, plan: StepPlan) -> dict[str, float]:
+        """What a plan is expected to take, by phase and of the whole step."""
+        job = with_micro_batches(self.job, plan.micro_batch_tokens)
+        costs = Costs(job, self.curves, self.machine.cluster)
+        return _seconds(step_time(costs, plan, rows_at_once=MemoryModel(job, self.machine)(plan).rows_at_once))
 
     def metrics(self, measured: MeasuredStep) -> dict[str, float]:
         """Predictions and their errors for a step."""
@@ -197,22 +146,26 @@ class PlacementWatch:
     def _conclude(self) -> None:
         """Log the errors, and what measured lengths and corrected curves say."""
         kept = self._measured[1:]
-        assumed = self._question.job.lengths
+        assumed = self.job.lengths
         medians = {name: statistics.median(each.seconds.get(name, 0.0) for each in kept) for name in kept[0].seconds}
         # first the lengths, or the curves of decoding would be corrected for them
-        self._question = self._question.with_lengths([each.lengths for each in kept])
-        report = self._compared(self._question.seconds(self.plan), medians, kept[-1].peaks)
+        rollout = self.job.config.rollout
+        lengths = measured_lengths(
+            [each.lengths for each in kept], prompts=rollout.prompts_per_step, per_prompt=rollout.sampling.n
+        )
+        self.job = replace(self.job, lengths=lengths)
+        report = self._compared(self.seconds(self.plan), medians, kept[-1].peaks)
         logger.info(
             "placement: predicted and measured seconds of steps 2 to %d, for the measured completions of %.1f tokens "
             "in the mean; the plan assumed %.1f",
             _MEASURED_STEPS,
-            statistics.fmean(self._question.job.lengths.completions),
+            statistics.fmean(lengths.completions),
             statistics.fmean(assumed.completions),
         )
         for line in report.lines():
             logger.info("%s", line)
-        self._question = self._question.corrected(report.ratios())
-        self.answer = self._question.answer()
+        self.curves = self.curves.corrected(report.ratios())
+        self.answer = plan_placement(self.job, self.curves, self.machine)
         best = self.answer.best
         if best is None or best.plan.placement == self.plan.placement:
             return
@@ -221,8 +174,8 @@ class PlacementWatch:
             "stop the run and resume it with hybrid-rlhf rl --config %s/%s --resume auto %s",
             best.plan.placement.style,
             best.seconds,
-            self._question.seconds(self.plan)[STEP],
-            self._question.job.config.output_dir,
+            self.seconds(self.plan)[STEP],
+            self.job.config.output_dir,
             CONFIG_FILE,
             self.answer.best_options("placement"),
         )

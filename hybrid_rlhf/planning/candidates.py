@@ -3,22 +3,22 @@
 Roles are divided into those on all ranks and groups on disjoint ranges of consecutive ranks, the largest range first,
 so that ranges begin at hosts where sizes allow; a separate sampler is in another group than the actor. With this come
 ZeRO stages, tensor parallelism of the sampler and of frozen roles, the actor's ranks as further samplers, and settings
-that offload. HybridFlow (arXiv
-2409.19256, algorithm 1) enumerates the same set partitions, without roles on all ranks.
+that offload. HybridFlow (arXiv 2409.19256, algorithm 1) enumerates the same set partitions, without roles on all ranks.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
 from hybrid_rlhf.configs.sections.placement import ZeroStage
-from hybrid_rlhf.planning.job import RLJob, RoleJob
-from hybrid_rlhf.planning.plans import SAMPLER, Cluster, StepPlan, style_of
+from hybrid_rlhf.planning.job import RLJob
+from hybrid_rlhf.planning.phase_memory import Cluster
+from hybrid_rlhf.planning.plans import SAMPLER, StepPlan, style_of
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 
 PARTS = 16
@@ -29,19 +29,14 @@ PARTS = 16
 class Layout:
     """The ranks of each role."""
 
-    ranks: tuple[tuple[str, tuple[int, ...]], ...]
+    places: Mapping[str, tuple[int, ...]]
     style: str
 
     @cached_property
     def classes(self) -> list[list[str]]:
         """The roles of each set of ranks that hold the same ones."""
-        firsts = {ranks[0] for _, ranks in self.ranks}
-        return [[name for name, ranks in self.ranks if ranks[0] <= first <= ranks[-1]] for first in sorted(firsts)]
-
-    @cached_property
-    def places(self) -> dict[str, tuple[int, ...]]:
-        """The ranks by role."""
-        return dict(self.ranks)
+        firsts = sorted({ranks[0] for ranks in self.places.values()})
+        return [[name for name, ranks in self.places.items() if ranks[0] <= first <= ranks[-1]] for first in firsts]
 
 
 class Sharding(NamedTuple):
@@ -52,20 +47,15 @@ class Sharding(NamedTuple):
     """Size of the tensor-parallel groups of a frozen role."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What besides the ranks a plan chooses; each field is one choice."""
+class Offload(NamedTuple):
+    """What a plan offloads, as the fields of StepPlan with these names."""
 
-    shardings: tuple[tuple[str, Sharding], ...]
-    """How each role is shared."""
-    tensor_parallel: int
-    """Size of the tensor-parallel groups that sample."""
-    policy_lag: int
     offload_frozen: bool = False
     offload_states: bool = False
     offload_optimizer: bool = False
-    with_actor: bool = False
-    """True if the actor's ranks sample beside a sampler's."""
+
+
+NOTHING = Offload()
 
 
 def unit_of(cluster: Cluster) -> int:
@@ -77,7 +67,7 @@ def unit_of(cluster: Cluster) -> int:
     return next(size for size in divisors if cluster.ranks_per_host % size == 0 or size % cluster.ranks_per_host == 0)
 
 
-def placed(job: RLJob, everywhere: Sequence[str], groups: Sequence[tuple[Sequence[str], int]], ranks: int) -> Layout:
+def _placed(job: RLJob, everywhere: Sequence[str], groups: Sequence[tuple[Sequence[str], int]], ranks: int) -> Layout:
     """A layout of roles on all ranks and groups of roles on ranges of the given sizes."""
     found = dict.fromkeys(everywhere, _range(0, ranks))
     start = 0
@@ -87,13 +77,13 @@ def placed(job: RLJob, everywhere: Sequence[str], groups: Sequence[tuple[Sequenc
     for role in job.roles.values():
         if role.bound_to is not None:
             found[role.name] = found[role.bound_to]
-    return Layout(tuple(sorted(found.items())), style_of(found, ranks))
+    return Layout(dict(sorted(found.items())), style_of(found, ranks))
 
 
 def layouts(job: RLJob, cluster: Cluster) -> Iterator[Layout]:
     """All layouts; flattening first."""
     free = [role.name for role in job.roles.values() if role.bound_to is None]
-    yield placed(job, free, (), cluster.ranks)
+    yield _placed(job, free, (), cluster.ranks)
     unit = unit_of(cluster)
     # a thread that samples ahead needs ranks on which nothing trains
     apart = {"actor", "critic"} if job.config.rollout.policy_lag else {"actor"}
@@ -108,7 +98,7 @@ def layouts(job: RLJob, cluster: Cluster) -> Iterator[Layout]:
                         continue
                     for sizes in _compositions(cluster.ranks // unit, len(groups)):
                         sized = [(group, size * unit) for group, size in zip(groups, sizes, strict=True)]
-                        yield placed(job, everywhere, sized, cluster.ranks)
+                        yield _placed(job, everywhere, sized, cluster.ranks)
 
 
 def shardings(job: RLJob, cluster: Cluster, name: str, ranks: tuple[int, ...]) -> list[Sharding]:
@@ -119,7 +109,9 @@ def shardings(job: RLJob, cluster: Cluster, name: str, ranks: tuple[int, ...]) -
         return [Sharding(0)]
     role = job.roles[name]
     if not role.is_trained:
-        together = _largest_split(job, cluster, role, ranks)
+        # of tensor-parallel groups, only the largest within a host are tried
+        refreshed = name == "reference" and job.config.reference.refresh_every
+        together = max(_group_sizes(ranks, cluster, role.sizes.heads)) if role.can_split and not refreshed else 1
         split = [Sharding(0, together)] if together > 1 else []
         return [Sharding(0), *split, *([Sharding(3)] if len(ranks) > 1 else [])]
     if role.bound_to is not None or any(other.bound_to == name for other in job.roles.values()):
@@ -127,13 +119,6 @@ def shardings(job: RLJob, cluster: Cluster, name: str, ranks: tuple[int, ...]) -
     else:
         stages = (0, 2) if len(ranks) == 1 else (0, 1, 2, 3)
     return [Sharding(stage) for stage in stages]
-
-
-def _largest_split(job: RLJob, cluster: Cluster, role: RoleJob, ranks: tuple[int, ...]) -> int:
-    """The one size of a frozen role's tensor-parallel groups that is tried: the largest within a host."""
-    if not role.can_split or (role.name == "reference" and job.config.reference.refresh_every):
-        return 1
-    return max(_group_sizes(ranks, cluster, role.sizes.heads))
 
 
 def _group_sizes(ranks: tuple[int, ...], cluster: Cluster, heads: int) -> list[int]:
@@ -146,54 +131,50 @@ def _group_sizes(ranks: tuple[int, ...], cluster: Cluster, heads: int) -> list[i
     ]
 
 
-def tensor_parallels(job: RLJob, layout: Layout, cluster: Cluster) -> list[int]:
-    """Sizes of tensor-parallel groups that divide the ranks that sample, within a host."""
+def samplings(job: RLJob, layout: Layout, cluster: Cluster) -> list[tuple[int, bool]]:
+    """Ways to sample: sizes of tensor-parallel groups that divide the ranks that sample, within a host, and true where
+    the actor's ranks sample too: beside a sampler, without a lag, in groups of as many ranks."""
     places = layout.places
     environment = job.config.environment
-    if job.config.rollout.policy_lag and SAMPLER not in places:
-        return [1]  # beside training on the same ranks, sampling runs no collectives
+    lag = job.config.rollout.policy_lag
+    if lag and SAMPLER not in places:
+        return [(1, False)]  # beside training on the same ranks, sampling runs no collectives
+    sizes = _group_sizes(places.get(SAMPLER, places["actor"]), cluster, job.actor.sizes.heads)
     if environment is not None and environment.path is None:
-        return [1]  # a program asks one rank
-    return _group_sizes(places.get(SAMPLER, places["actor"]), cluster, job.actor.sizes.heads)
+        sizes = [1]  # a program asks one rank
+    joint = [] if lag or SAMPLER not in places else _group_sizes(places["actor"], cluster, job.actor.sizes.heads)
+    return [(size, joins) for size in sizes for joins in ((False, True) if size in joint else (False,))]
 
 
-def joinings(layout: Layout, cluster: Cluster, options: Options) -> tuple[bool, ...]:
-    """Choices of `with_actor`: true too beside a sampler, without a lag, in groups of as many ranks."""
-    places = layout.places
-    together = options.tensor_parallel
-    if SAMPLER not in places or options.policy_lag or together not in _group_sizes(places["actor"], cluster, together):
-        return (False,)
-    return (False, True)
+def lag_of(job: RLJob, layout: Layout) -> int:
+    """The policy lag: the configured one where a separate sampler allows it."""
+    return job.config.rollout.policy_lag if SAMPLER in layout.places else 0
 
 
-def lags(job: RLJob, layout: Layout) -> tuple[int, ...]:
-    """Policy lags: the configured one where a separate sampler allows it."""
-    return (job.config.rollout.policy_lag,) if SAMPLER in layout.places else (0,)
-
-
-def offloads(job: RLJob, layout: Layout) -> list[tuple[bool, bool, bool]]:
-    """offload_frozen, offload_states and offload_optimizer; none first. A CPU is its own host."""
+def offloads(job: RLJob, layout: Layout) -> list[Offload]:
+    """What may be offloaded; nothing first. A CPU is its own host."""
     if job.device.type == "cpu":
-        return [(False, False, False)]
-    separate = SAMPLER in layout.places
-    found = itertools.product((False, True) if job.frozen else (False,), (False,) if separate else (False, True))
-    return sorted((frozen, states, optimizer) for frozen, states in found for optimizer in (False, True))
+        return [Offload()]
+    frozen = (False, True) if job.frozen else (False,)
+    states = (False,) if SAMPLER in layout.places else (False, True)
+    return [Offload(*each) for each in itertools.product(frozen, states, (False, True))]
 
 
-def plan_of(layout: Layout, options: Options) -> StepPlan:
-    """The plan of a layout and options."""
-    shared = dict(options.shardings)
-    sampling = SAMPLER if SAMPLER in layout.places else "actor"
-    roles = {name: RolePlacement(ranks, *shared.get(name, Sharding(0))) for name, ranks in layout.ranks}
-    for name in {sampling, "actor"} if options.with_actor else {sampling}:
-        roles[name] = replace(roles[name], tensor_parallel=options.tensor_parallel)
-    return StepPlan(
-        Placement(roles, layout.style, options.with_actor),
-        options.policy_lag,
-        options.offload_frozen,
-        options.offload_states,
-        options.offload_optimizer,
-    )
+def plan_of(
+    job: RLJob,
+    layout: Layout,
+    shared: Mapping[str, Sharding],
+    *,
+    sampling: tuple[int, bool] = (1, False),
+    offload: Offload = NOTHING,
+) -> StepPlan:
+    """The plan of a layout, how its roles are shared, a way to sample and what is offloaded."""
+    together, joins = sampling
+    sampler = SAMPLER if SAMPLER in layout.places else "actor"
+    roles = {name: RolePlacement(ranks, *shared.get(name, Sharding(0))) for name, ranks in layout.places.items()}
+    for name in {sampler, "actor"} if joins else {sampler}:
+        roles[name] = replace(roles[name], tensor_parallel=together)
+    return StepPlan(Placement(roles, layout.style, joins), lag_of(job, layout), *offload)
 
 
 @cache
@@ -214,11 +195,7 @@ def _partitions(names: Sequence[str]) -> Iterator[list[list[str]]]:
             yield [*groups[:place], [first, *group], *groups[place + 1 :]]
 
 
-def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+def _compositions(total: int, parts: int) -> Iterator[list[int]]:
     """All sizes of 1 or more with a sum, in order."""
-    if parts == 1:
-        yield (total,)
-        return
-    for first in range(1, total - parts + 2):
-        for rest in _compositions(total - first, parts - 1):
-            yield (first, *rest)
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        yield [after - before for before, after in itertools.pairwise((0, *cuts, total))]

@@ -9,28 +9,24 @@ size and seconds; below its first point it is constant (latency), above its last
 from __future__ import annotations
 
 import bisect
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import isotonic_regression
 
-from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.rules import require
-
-FORMAT = 4
-"""Format of the file; a file of another format is refused."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "transfer"]
 """What ranks exchange. Bytes are those of the whole tensor: the result of an all-gather, the input of a reduce-scatter;
 a transfer is from one rank to another, between hosts what all ranks of a host send or receive at once."""
 LinkSource = Literal["measured", "given", "data sheet"]
 Kind = Literal["forward", "backward", "optimizer", "prefill", "decode", "weight_sync", "collective"]
 """Kinds of work, each with a factor that corrects its predictions (`MachineCurves.corrected`)."""
+Size = TypeVar("Size", float, npt.NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -52,6 +48,12 @@ class Curve:
         return cls(tuple(zip(sizes, np.exp(levels).tolist(), strict=True)))
 
     @classmethod
+    def line(cls, latency: float, per_unit: float) -> Curve:
+        """latency + size x per_unit, at sizes two apart: between them the curve bends as the sum does, within a few
+        percent."""
+        return cls.of((2.0**power, latency + per_unit * 2.0**power) for power in range(61))
+
+    @classmethod
     def zero(cls) -> Curve:
         """A curve of work that costs nothing."""
         return cls(())
@@ -60,28 +62,14 @@ class Curve:
         """A curve with its seconds multiplied by a factor."""
         return Curve(tuple((size, seconds * factor) for size, seconds in self.points))
 
-    def __call__(self, size: float) -> float:
-        """Seconds of one size; 0 for nothing."""
-        if size <= 0 or not self.points:
-            return 0.0
-        place = bisect.bisect_left(self.points, (size,))
-        if place == 0:
-            return self.points[0][1]
-        (size0, seconds0) = self.points[place - 1]
-        if place == len(self.points):
-            return seconds0 * size / size0
-        (size1, seconds1) = self.points[place]
-        share = math.log(size / size0) / math.log(size1 / size0)
-        return seconds0 * (seconds1 / seconds0) ** share
-
-    def each(self, sizes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Seconds of each of many sizes."""
+    def __call__(self, size: Size) -> Size:
+        """Seconds of a size, or of each of many; 0 for nothing."""
         if not self.points:
-            return np.zeros_like(sizes)
+            return size * 0.0
         last, most = self.points[-1]
-        seconds = np.exp(np.interp(np.log(np.maximum(sizes, 1e-300)), *self._logs))
-        seconds = np.where(sizes > last, most * sizes / last, seconds)
-        return np.where(sizes <= 0, 0.0, seconds)
+        between = np.exp(np.interp(np.log(np.maximum(size, 1e-300)), *self._logs))
+        seconds = np.where(np.greater(size, last), most * size / last, between)
+        return np.where(np.greater(size, 0), seconds, 0.0)[()]  # type: ignore[return-value]
 
     @cached_property
     def _logs(self) -> npt.NDArray[np.float64]:
@@ -101,36 +89,34 @@ class Surface:
     curves: tuple[tuple[float, Curve], ...]
     """(first size, curve over the second size), first sizes ascending."""
 
+    @classmethod
+    def of(cls, points: Iterable[tuple[float, float, float]]) -> Surface:
+        """A surface through points (first size, second size, seconds) in any order."""
+        by_first: dict[float, list[tuple[float, float]]] = defaultdict(list)
+        for first, second, seconds in points:
+            by_first[float(first)].append((second, seconds))
+        return cls(tuple((first, Curve.of(curve)) for first, curve in sorted(by_first.items())))
+
     def scaled(self, factor: float) -> Surface:
         """A surface with its seconds multiplied by a factor."""
         return Surface(tuple((first, curve.scaled(factor)) for first, curve in self.curves))
 
-    def __call__(self, first: float, second: float) -> float:
-        """Seconds of one pair of sizes."""
-        return float(self._between(first, lambda curve: curve(second), max)) if second > 0 else 0.0
-
-    def each(self, first: float, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Seconds of one first size and many second sizes."""
-        return np.asarray(self._between(first, lambda curve: curve.each(seconds), np.maximum))
-
-    def _between(self, first: float, value: Callable[[Curve], Any], larger: Callable[[Any, Any], Any]) -> Any:
-        """Between the curves around a first size, each at least as high as those before it."""
-        sizes = self._sizes
+    def __call__(self, first: float, second: Size) -> Size:
+        """Seconds of one first size with a second one, or with each of many: between the curves around the first size,
+        each at least as high as those before it."""
+        sizes = [size for size, _ in self.curves]
         place = bisect.bisect_left(sizes, first)
-        below = value(self.curves[0][1])
+        below: Size = self.curves[0][1](second)
         for _, curve in self.curves[1:place]:
-            below = larger(below, value(curve))
+            below = np.maximum(below, curve(second))
         if place == 0:
             return below
         if place == len(sizes):
             return below * (first / sizes[-1])
-        above = larger(below, value(self.curves[place][1]))
+        above: Size = np.maximum(below, self.curves[place][1](second))
         share = math.log(first / sizes[place - 1]) / math.log(sizes[place] / sizes[place - 1])
-        return larger(below, 1e-300) ** (1 - share) * larger(above, 1e-300) ** share
-
-    @cached_property
-    def _sizes(self) -> list[float]:
-        return [size for size, _ in self.curves]
+        result: Size = below ** (1 - share) * above**share
+        return result
 
 
 @dataclass(frozen=True)
@@ -219,30 +205,15 @@ class MachineCurves:
 
     def corrected(self, ratios: Mapping[str, float]) -> MachineCurves:
         """The curves with predictions of some kinds of work multiplied by measured / predicted."""
-        known = {**self.corrections}
-        for kind, ratio in ratios.items():
-            require(
-                math.isfinite(ratio) and ratio > 0,
-                f"a correction must be above 0, got {ratio} for {kind}: leave it out",
-            )
-            known[kind] = known.get(kind, 1.0) * ratio
-        return replace(self, corrections=known)
+        known = {kind: self.corrections.get(kind, 1.0) * ratio for kind, ratio in ratios.items()}
+        return replace(self, corrections={**self.corrections, **known})
 
-    def collective(self, kind: Collective, *, ranks: int, size_bytes: float, hosts: int) -> float:
-        """Seconds of a collective of so many ranks on so many hosts."""
-        if ranks <= 1 or size_bytes <= 0:
-            return 0.0
-        size = size_bytes * self._unfilled(ranks / hosts, hosts)
-        return self.factor("collective") * self._surface(kind, hosts)(ranks, size)
-
-    def collective_each(
-        self, kind: Collective, *, ranks: int, size_bytes: npt.NDArray[np.float64], hosts: int
-    ) -> npt.NDArray[np.float64]:
-        """The same of many sizes."""
+    def collective(self, kind: Collective, *, ranks: int, size_bytes: Size, hosts: int) -> Size:
+        """Seconds of a collective of so many ranks on so many hosts, of a size or of each of many."""
         if ranks <= 1:
-            return np.zeros_like(size_bytes)
+            return size_bytes * 0.0
         sizes = size_bytes * self._unfilled(ranks / hosts, hosts)
-        return self.factor("collective") * self._surface(kind, hosts).each(ranks, sizes)
+        return self._surface(kind, hosts)(ranks, sizes) * self.factor("collective")
 
     def transfer(self, size_bytes: float, *, hosts: int, at_once: int) -> float:
         """Seconds in which a rank sends to another, while so many ranks of its host send as much, and share its link
@@ -257,25 +228,18 @@ class MachineCurves:
     def _surface(self, kind: Collective, hosts: int) -> Surface:
         return (self.collectives if hosts == 1 else self.between_hosts)[kind]
 
-    def to_json(self) -> str:
-        """The file of the curves."""
-        return json.dumps({"format": FORMAT, **_plain(self)}, indent=1)
+    def to_json(self) -> dict[str, Any]:
+        """The curves as JSON has them."""
+        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
-    def from_json(cls, text: str, *, place: str) -> MachineCurves:
-        """The curves of a file.
+    def from_json(cls, content: Mapping[str, Any]) -> MachineCurves:
+        """The curves that `to_json` gave.
 
         Raises:
-            UserError: when the text is not such a file.
+            KeyError, TypeError, ValueError: when they are damaged.
         """
-        fix = "run hybrid-rlhf calibrate --renew true"
-        try:
-            found = json.loads(text)
-            known = found.pop("format", None)
-            require(known == FORMAT, f"{place} must have format {FORMAT}, got {known}: {fix}")
-            return cls(**{each.name: _read(each.type, found[each.name]) for each in fields(cls)})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{place} must hold curves of a machine, it is damaged ({error!r}): {fix}") from error
+        return cls(**{each.name: _read(each.type, content[each.name]) for each in fields(cls)})
 
 
 def _plain(value: Any) -> Any:
@@ -283,8 +247,6 @@ def _plain(value: Any) -> Any:
         return [list(point) for point in value.points]
     if isinstance(value, Surface):
         return [[first, _plain(curve)] for first, curve in value.curves]
-    if isinstance(value, MachineCurves):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 

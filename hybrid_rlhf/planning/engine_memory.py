@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
 from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
 
@@ -97,22 +99,34 @@ def split_memory(model: ShapedModel, *, dtype: torch.dtype, ranks: int, device: 
     return EngineMemory(model, MemoryUse(inference=held), MemoryUse(), 0.0, 0.0, 0.0, 0.0)
 
 
-def engine_memory(model: ShapedModel, zero: dict[str, Any], *, dtype: torch.dtype, ranks: int) -> EngineMemory:
+def engine_memory(
+    model: ShapedModel,
+    zero_config: ZeroConfig,
+    optimizer: OptimizerConfig | None,
+    *,
+    dtype: torch.dtype,
+    ranks: int,
+    overrides: dict[str, Any],
+) -> EngineMemory:
     """Memory of an engine under DeepSpeed 0.19. Tests compare it with measurements on a CPU.
 
     Args:
         model: shapes of the model.
-        zero: section zero_optimization of the engine's DeepSpeed JSON.
+        zero_config: how the states are sharded and offloaded.
+        optimizer: none: the model is frozen.
         dtype: data type of the weights.
         ranks: number of ranks that shard the states.
+        overrides: the user's DeepSpeed JSON.
     """
+    json = deepspeed_config(zero=zero_config, dtype=dtype, optimizer=optimizer, overrides=overrides)
+    zero = json["zero_optimization"]
     e = model.elements
     low = dtype.itemsize
     stage = int(zero["stage"])
     trained = e.trained / (ranks if stage else 1)
     weights = low * e.all / (ranks if stage == 3 else 1)
     masters = FLOAT32 if stage or low < FLOAT32 else 0
-    optimizer = (masters + _ADAM) * trained
+    states = (masters + _ADAM) * trained
     gradients = low * (trained if stage >= 2 else e.trained)
     bucket = low * float(zero.get("reduce_bucket_size", 5e8)) if stage and e.trained else 0.0
     lowered = FLOAT32 if low < FLOAT32 else 0
@@ -122,7 +136,7 @@ def engine_memory(model: ShapedModel, zero: dict[str, Any], *, dtype: torch.dtyp
     else:
         updated = min(trained, float(zero.get("sub_group_size", 1e9))) if stage == 3 else trained
         optimizer_step = (low + lowered) * updated
-    held = MemoryUse(weights=weights, optimizer=optimizer)
+    held = MemoryUse(weights=weights, optimizer=states)
     accumulated = MemoryUse(gradients=gradients)
     offloads = "offload_optimizer" in zero and bool(e.trained)
     if stage == 3 and e.trained:  # the gradient buffer and the bucket are allocated permanently
@@ -136,7 +150,7 @@ def engine_memory(model: ShapedModel, zero: dict[str, Any], *, dtype: torch.dtyp
         backward_end = 2 * bucket + 2 * low * e.largest + (0.0 if offloads else gradients)
     if offloads:
         # master weights and moments, float32 gradients, gradients in the training dtype
-        host = optimizer + (FLOAT32 + low) * trained + 2 * FLOAT32 * e.largest
+        host = states + (FLOAT32 + low) * trained + 2 * FLOAT32 * e.largest
         on_device = low * e.largest if stage < 3 else 0.0
         held = replace(held, optimizer=0.0, gradients=0.0, host=host, buffers=held.buffers + on_device)
         accumulated = MemoryUse(gradients=gradients if stage == 1 else 0.0)

@@ -15,7 +15,6 @@ from torch import Tensor
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.generation.architecture.hugging_face import recurrent_fields
 from hybrid_rlhf.models.families import Family, family_of, has_float32_logits, unread_weights
-from hybrid_rlhf.models.lora import plain_name
 from hybrid_rlhf.planning.shapes import ShapedModel
 
 _FLOAT32 = 4
@@ -63,7 +62,8 @@ def inference_weight_bytes(
     copied = gathered or dtype != model.lm.dtype
     on_cpu = device.type == "cpu"
     ranks = rollout.tensor_parallel
-    read = base - _unread(model)
+    weights = dict(model.lm.named_parameters())
+    read = base - sum(weights[name].numel() for name in unread_weights(model.lm, weights))  # towers beside it
     products = _products(model, family, ranks)
     if rollout.quantization is not None:
         stored = products.elements + _SCALE_BYTES[device.type] * products.outputs
@@ -150,7 +150,7 @@ def _expert_fields(model: ShapedModel, family: Family) -> dict[str, Any]:
 
 def _named(model: ShapedModel, family: Family, roles: Iterable[str], *, layers: int | None = None) -> Iterator[_Named]:
     """Weights of some roles, in each layer that has them."""
-    weights = {plain_name(name): weight for name, weight in model.lm.named_parameters()}
+    weights = model.weights
     count = model.config.get_text_config().num_hidden_layers if layers is None else layers
     for role in roles:
         for layer in range(count):
@@ -159,12 +159,6 @@ def _named(model: ShapedModel, family: Family, roles: Iterable[str], *, layers: 
             found = next((name for name in names if name in weights), None)
             if found is not None:
                 yield _Named(role, layer, found, weights[found])
-
-
-def _unread(model: ShapedModel) -> int:
-    """Elements of towers beside the language model."""
-    weights = dict(model.lm.named_parameters())
-    return sum(weights[name].numel() for name in unread_weights(model.lm, weights))
 
 
 def _head(model: ShapedModel) -> tuple[int, bool]:

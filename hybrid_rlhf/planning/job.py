@@ -9,21 +9,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig, frozen_zero
+from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.sampling_engine import rounds_otherwise
 from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes
 from hybrid_rlhf.models.families import family_of
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
-from hybrid_rlhf.planning.shapes import ShapedModel, Shapes
+from hybrid_rlhf.planning.shapes import ShapedModel, shaped_model
 
 TAIL_SIGMA = 0.6
 """Sigma of the log-normal law of lengths that a plan assumes where it knows only their mean: the longest of 256
@@ -74,14 +76,12 @@ def dimensions(model: ShapedModel) -> ModelDimensions:
     family = family_of(model.lm)
     own = {} if family is None else family.settings(config)
     heads, kv_heads, head_dim = attention_sizes(config, own)
-    names = [name for name, _ in model.lm.named_parameters()]
-    embedded = sum(
-        each.numel() for name, each in model.lm.named_parameters() if "embed" in name or name.startswith("lm_head")
-    )
+    sizes = {name: each.numel() for name, each in model.lm.named_parameters()}
+    embedded = sum(size for name, size in sizes.items() if "embed" in name or name.startswith("lm_head"))
     experts, chosen = (
         next((value for key in keys if (value := getattr(config, key, None))), None) for keys in (_EXPERTS, _CHOSEN)
     )
-    routed = sum(each.numel() for name, each in model.lm.named_parameters() if ".experts." in name)
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
     layers = config.num_hidden_layers
     in_layers = float(model.elements.all - embedded)
     idle = routed * (1 - chosen / experts) if chosen and experts else 0.0
@@ -96,7 +96,7 @@ def dimensions(model: ShapedModel) -> ModelDimensions:
         parameters=float(model.elements.all),
         trained=float(model.elements.trained),
         active=1 - idle / in_layers,
-        gated=any("gate" in name for name in names),
+        gated=any("gate" in name for name in sizes),
     )
 
 
@@ -144,6 +144,11 @@ class StepLengths:
         """Lengths of completions that have so many tokens with their prompts."""
         return cls((tokens - sum(completions)) / len(completions), tuple(completions))
 
+    @classmethod
+    def shuffled(cls, prompt_tokens: float, completions: npt.NDArray[np.int_]) -> StepLengths:
+        """Completions in an order without meaning, the same in every call."""
+        return cls(prompt_tokens, tuple(np.random.default_rng(0).permutation(completions).tolist()))
+
     @property
     def tokens(self) -> float:
         """Number of tokens of all prompts and completions."""
@@ -176,8 +181,7 @@ def modelled_lengths(
     for _ in range(40):
         scale = (low + high) / 2
         low, high = (scale, high) if np.minimum(spread * scale, max_tokens).mean() < mean_tokens else (low, scale)
-    lengths = np.clip(np.rint(spread * high), 1, max_tokens).astype(int)
-    return StepLengths(prompt_tokens, tuple(np.random.default_rng(0).permutation(lengths).tolist()))
+    return StepLengths.shuffled(prompt_tokens, np.clip(np.rint(spread * high), 1, max_tokens).astype(int))
 
 
 def measured_lengths(steps: Sequence[StepLengths], *, prompts: int, per_prompt: int) -> StepLengths:
@@ -186,7 +190,7 @@ def measured_lengths(steps: Sequence[StepLengths], *, prompts: int, per_prompt: 
     all_of_them = np.sort(np.concatenate([step.completions for step in steps]))
     drawn = all_of_them[((np.arange(count) + 0.5) * len(all_of_them) / count).astype(int)]
     prompt_tokens = sum(step.prompt_tokens * len(step.completions) for step in steps) / len(all_of_them)
-    return StepLengths(prompt_tokens, tuple(np.random.default_rng(0).permutation(drawn).tolist()))
+    return StepLengths.shuffled(prompt_tokens, drawn)
 
 
 @dataclass(frozen=True)
@@ -234,78 +238,72 @@ class RLJob:
         old = self.config.algorithm.actor_scores_rollout(other_sampler=other)
         return int(old) + int(self.reads_own_reference)
 
-    def at(self, *, lengths: StepLengths) -> RLJob:
-        """The same job with other lengths."""
-        return replace(self, lengths=lengths)
 
+def read_job(
+    config: RLConfig,
+    device: torch.device,
+    *,
+    lengths: StepLengths | None = None,
+    starts: Mapping[str, str] | None = None,
+) -> RLJob:
+    """The job of an RL step.
 
-@dataclass(frozen=True)
-class JobReader:
-    """Reads the jobs of configs."""
+    Args:
+        config: of the step.
+        device: of a rank, a GPU or a CPU.
+        lengths: of the completions; none: those of `default_lengths`.
+        starts: folders that an earlier step will write, each with an existing model of the same shape.
 
-    device: torch.device
-    """Device of a rank: a GPU's or a CPU."""
-    shapes: Shapes
-    starts: Mapping[str, str] = field(default_factory=dict)
-    """Folders that an earlier step will write, each with an existing model of the same shape."""
+    Raises:
+        UserError: when a model has no config that transformers can read.
+    """
+    dtype = training_dtype(config.model, device)
+    roles: dict[str, RoleJob] = {}
 
-    def __call__(self, config: RLConfig, lengths: StepLengths, *, overrides: dict[str, Any]) -> RLJob:
-        """The job of an RL step.
-
-        Raises:
-            UserError: when a model has no config that transformers can read.
-        """
-        actor_path = config.model.path
-        reference_path = config.reference.path or actor_path
-        own = config.reads_without_adapters(reference_path, actor_path)
-        section = config.actor
-        found = [self._role(config, "actor", actor_path, "causal_lm", section.zero, section.optimizer, section.lora)]
-        if (critic := config.critic) is not None:
-            path = config.critic_start or actor_path
-            role = self._role(
-                config, "critic", path, "scorer", config.critic_zero, critic.optimizer, config.critic_lora
-            )
-            found.append(replace(role, bound_to="actor" if critic.share_base else None))
-        like_actor, like_critic = (frozen_zero(zero) for zero in (section.zero, config.critic_zero))
-        if config.uses_reference and not own:
-            found.append(self._role(config, "reference", reference_path, "causal_lm", like_actor, None, None))
-        for part in config.reward.named:
-            if part.model:
-                found.append(self._role(config, part.label, part.model, "scorer", like_critic, None, None))
-        dtype = training_dtype(config.model, self.device)
-        return RLJob(
-            config,
-            {role.name: role for role in found},
-            lengths,
-            dtype,
-            DTYPES.get(config.rollout.dtype, dtype),
-            self.device,
-            reads_own_reference=config.uses_reference and own,
-            overrides=overrides,
-        )
-
-    def _role(
-        self,
-        config: RLConfig,
+    def add(
         name: str,
         path: str | None,
         architecture: Architecture,
         zero: ZeroConfig,
-        optimizer: OptimizerConfig | None,
-        lora: LoraConfig | None,
-    ) -> RoleJob:
-        model = self.shapes(
-            self.starts.get(str(path), str(path)),
-            architecture,
-            config=config.model,
-            dtype=training_dtype(config.model, self.device),
-            lora=lora,
-            learns=optimizer is not None,
-        )
-        return RoleJob(name, dimensions(model), model, zero, optimizer)
+        optimizer: OptimizerConfig | None = None,
+        lora: LoraConfig | None = None,
+        *,
+        bound_to: str | None = None,
+    ) -> None:
+        source = (starts or {}).get(str(path), str(path))
+        learns = optimizer is not None
+        model = shaped_model(source, architecture, config=config.model, dtype=dtype, lora=lora, learns=learns)
+        roles[name] = RoleJob(name, dimensions(model), model, zero, optimizer, bound_to)
+
+    actor_path = config.model.path
+    reference_path = config.reference.path or actor_path
+    reads_own = config.reads_without_adapters(reference_path, actor_path)
+    actor = config.actor
+    add("actor", actor_path, "causal_lm", actor.zero, actor.optimizer, actor.lora)
+    if (critic := config.critic) is not None:
+        path = config.critic_start or actor_path
+        base = "actor" if critic.share_base else None
+        add("critic", path, "scorer", config.critic_zero, critic.optimizer, config.critic_lora, bound_to=base)
+    if config.uses_reference and not reads_own:
+        add("reference", reference_path, "causal_lm", frozen_zero(actor.zero))
+    for part in config.reward.named:
+        if part.model:
+            add(part.label, part.model, "scorer", frozen_zero(config.critic_zero))
+    return RLJob(
+        config,
+        roles,
+        lengths or default_lengths(config),
+        dtype,
+        DTYPES.get(config.rollout.dtype, dtype),
+        device,
+        reads_own_reference=config.uses_reference and reads_own,
+        overrides=read_overrides(config.deepspeed_config),
+    )
 
 
-def default_lengths(config: RLConfig, *, prompt_tokens: float | None, mean_tokens: float | None) -> StepLengths:
+def default_lengths(
+    config: RLConfig, *, prompt_tokens: float | None = None, mean_tokens: float | None = None
+) -> StepLengths:
     """Modelled lengths of an RL config: prompts of half their limit and completions of half theirs, unless given."""
     rollout = config.rollout
     limit = rollout.sampling.max_new_tokens

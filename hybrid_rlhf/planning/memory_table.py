@@ -8,33 +8,30 @@ import torch
 
 from hybrid_rlhf.configs.pipeline import PlanConfig, has_model, start_of
 from hybrid_rlhf.planning.phase_memory import AnyStep, Device, PhaseMemory, own_device
-from hybrid_rlhf.planning.remedies import PhasePlanner, Remedy, remedies
+from hybrid_rlhf.planning.remedies import Remedy
 from hybrid_rlhf.runtime.hostfile import process_count
 
 _COLUMNS = ("weights", "gradients", "optimizer", "activations", "inference", "cache", "buffers")
 
 
 def table(
-    planner: PhasePlanner[AnyStep],
+    machine: Device,
     planned: Mapping[str, Sequence[PhaseMemory]],
-    steps: Mapping[str, AnyStep],
+    advised: Mapping[str, Sequence[Remedy]],
     *,
     single: bool = False,
-    advised: Mapping[str, Sequence[Remedy]] | None = None,
 ) -> tuple[list[str], bool]:
     """The plan of the steps that would run.
 
     Args:
-        planner: what planned them.
+        machine: what they are planned for.
         planned: the phases of each step.
-        steps: all steps, resolved, in the order of the pipeline.
+        advised: the remedies of the steps that do not fit.
         single: of one step, whose keys stand for themselves.
-        advised: the remedies of steps that do not fit; of other steps they are looked for.
 
     Returns:
         the lines of the report, and whether everything fits.
     """
-    machine = planner.machine
     host = "" if machine.host_bytes is None else f", {_gib(machine.host_bytes)} of host memory"
     width = max([18, *(len(phase.title) + 1 for phases in planned.values() for phase in phases)])
     lines = [
@@ -46,10 +43,7 @@ def table(
         lines += [_line(phase, width) for phase in phases]
         if misfits := [phase.title for phase in phases if not phase.fits]:
             good = False
-            found = (advised or {}).get(name)
-            advice = _advice(
-                remedies(planner, steps[name]) if found is None else found, prefix="" if single else f"{name}."
-            )
+            advice = _advice(advised.get(name, ()), prefix="" if single else f"{name}.")
             lines.append(f"  {name} does not fit as configured ({', '.join(misfits)}): {advice}")
     return lines, good
 

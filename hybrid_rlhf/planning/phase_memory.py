@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -22,6 +22,27 @@ GPU_RESERVE_GIB = 2.0
 
 
 @dataclass(frozen=True)
+class Cluster:
+    """Ranks on hosts: rank r is on host r // ranks_per_host."""
+
+    ranks: int
+    ranks_per_host: int
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return -(-self.ranks // self.ranks_per_host)
+
+    def host_of(self, rank: int) -> int:
+        """The host of a rank."""
+        return rank // self.ranks_per_host
+
+    def hosts_of(self, ranks: tuple[int, ...]) -> int:
+        """On how many hosts ascending ranks are."""
+        return len({rank // self.ranks_per_host for rank in ranks})
+
+
+@dataclass(frozen=True)
 class Device:
     """The machine, as one rank sees it."""
 
@@ -33,6 +54,11 @@ class Device:
     """The rank's share of the host's free memory, where the host is not the device; none: not known."""
     ranks_per_host: int | None = None
     """None: all of them."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """All ranks on their hosts."""
+        return Cluster(self.ranks, self.ranks_per_host or self.ranks)
 
 
 def own_device(ranks: int, *, local: int) -> Device:
@@ -46,19 +72,23 @@ def own_device(ranks: int, *, local: int) -> Device:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Memory of a phase of a step."""
+    """Memory of a phase of a step on ranks that hold the same."""
 
     name: str
     need: MemoryUse
     machine: Device
     note: str = ""
-    ranks: str = ""
-    """Ranks that need it; empty: all."""
+    ranks: tuple[int, ...] = (0,)
+
+    @property
+    def ranks_in_words(self) -> str:
+        """The ranks, if these are not all of the machine's."""
+        return "" if len(self.ranks) == self.machine.ranks else in_words(self.ranks)
 
     @property
     def title(self) -> str:
-        """The phase, and its ranks if it is not of all."""
-        return f"{self.name} on {self.ranks}" if self.ranks else self.name
+        """The phase, and its ranks if these are not all."""
+        return f"{self.name} on {ranks}" if (ranks := self.ranks_in_words) else self.name
 
     @property
     def total(self) -> float:
@@ -75,18 +105,6 @@ class PhaseMemory:
         """True if device and host have enough memory."""
         host = self.machine.host_bytes
         return self.total <= self.machine.device_bytes and (host is None or self.need.host <= host)
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Memory of a phase on some ranks that hold the same."""
-
-    ranks: tuple[int, ...]
-    phase: PhaseMemory
-
-    def named(self, ranks: int) -> PhaseMemory:
-        """The phase with its ranks, if these are not all of the run's."""
-        return self.phase if len(self.ranks) == ranks else replace(self.phase, ranks=in_words(self.ranks))
 
 
 def micro_batch(

@@ -8,20 +8,19 @@ phases, and with a policy lag its cache too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hybrid_rlhf.configs.sections.training import ZeroConfig
-from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.engines.residency.rules import RoleResidency
 from hybrid_rlhf.planning.engine_memory import FLOAT32, EngineMemory, MemoryUse, engine_memory, split_memory
-from hybrid_rlhf.planning.generation_memory import route_bytes
+from hybrid_rlhf.planning.generation_memory import GenerationMemory, InferenceBytes, route_bytes
 from hybrid_rlhf.planning.job import RLJob, RoleJob
-from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory, RankMemory, micro_batch
+from hybrid_rlhf.planning.memo import Memo
+from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory, micro_batch
 from hybrid_rlhf.planning.plans import SAMPLER, StepPlan
-from hybrid_rlhf.planning.sampling_memory import InferenceBytes, inference_bytes, sampling_memory
 from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, RolePlacement
 
@@ -30,65 +29,48 @@ from hybrid_rlhf.runtime.placement import CRITIC_COPY, RolePlacement
 class PlanMemory:
     """Memory of all ranks in all phases."""
 
-    phases: tuple[RankMemory, ...]
+    phases: tuple[PhaseMemory, ...]
     rows_at_once: int
     """Completions that a sampling group decodes together."""
 
     @property
-    def misfit(self) -> RankMemory | None:
+    def misfit(self) -> PhaseMemory | None:
         """Where most is missing; none: everything fits."""
-        missing = [each for each in self.phases if not each.phase.fits]
-        return max(missing, key=lambda each: each.phase.total, default=None)
+        missing = [each for each in self.phases if not each.fits]
+        return max(missing, key=lambda each: each.total, default=None)
 
     @property
     def peak_bytes(self) -> float:
         """The most that any rank needs in any phase."""
-        return max(each.phase.total for each in self.phases)
+        return max(each.total for each in self.phases)
 
 
 class MemoryModel:
     """Estimates plans; what a search asks for again is computed once."""
 
-    def __init__(
-        self, job: RLJob, *, device_bytes: float, host_bytes: float | None = None, exact: bool = False
-    ) -> None:
-        """Estimate plans of a job.
-
-        Args:
-            job: what is computed.
-            device_bytes: memory of a rank's device.
-            host_bytes: a rank's share of its host's; none: not known.
-            exact: measure each micro-batch, for few plans.
-        """
+    def __init__(self, job: RLJob, machine: Device, *, exact: bool = False) -> None:
+        """Estimate plans of a job on a machine; `exact`: measure each micro-batch, for few plans."""
         self._job = job
         self._exact = exact
-        self._device = Device(job.device, 1, device_bytes, host_bytes)
-        self._engines: dict[tuple[object, ...], EngineMemory] = {}
-        self._uses: dict[tuple[object, ...], MemoryUse] = {}
-        """What engines add with a micro-batch."""
-        self._inference: dict[tuple[int, int, bool, bool], InferenceBytes] = {}
-        self._classes: dict[tuple[object, ...], tuple[tuple[PhaseMemory, ...], int | None]] = {}
-
-    @property
-    def device_bytes(self) -> float:
-        """Memory of a rank's device."""
-        return self._device.device_bytes
+        self.machine = machine
+        self._once = Memo()
 
     def __call__(self, plan: StepPlan) -> PlanMemory:
         """The memory of a plan."""
-        memory: list[RankMemory] = []
+        memory: list[PhaseMemory] = []
         rows = None
         for names, ranks in _alike(tuple((name, role.ranks) for name, role in plan.roles.items())):
             phases, at_once = self._of_class(plan, names)
-            memory += [RankMemory(ranks, phase) for phase in phases]
+            memory += [replace(phase, ranks=ranks) for phase in phases]
             rows = at_once if rows is None else min(rows, at_once or rows)
         return PlanMemory(tuple(memory), rows or 1)
 
     def of_role(self, plan: StepPlan, name: str) -> tuple[float, float]:
         """Bytes of a device that a role holds, and that it adds while it reads or trains."""
         role = self._job.roles[name]
-        uses = [self._reading(role, plan)] + ([self._training(role, plan)] if role.is_trained else [])
-        return self._engine(role, plan).held.device, max(use.device for use in uses)
+        passes = (False, True) if role.is_trained else (False,)
+        added = max(self._passing(role, plan, backward=backward).device for backward in passes)
+        return self._engine(role, plan).held.device, added
 
     def _of_class(self, plan: StepPlan, names: tuple[str, ...]) -> tuple[tuple[PhaseMemory, ...], int | None]:
         sampling = (plan.samplers, sum(len(place.ranks) for place in plan.sampling_places))
@@ -99,9 +81,7 @@ class MemoryModel:
         )
         copied = (plan.roles["critic"], plan.roles[CRITIC_COPY]) if CRITIC_COPY in plan.roles else None
         key = (shares, plan.policy_lag, offloads, sampling, copied)
-        if key not in self._classes:
-            self._classes[key] = self._phases(plan, names)
-        return self._classes[key]
+        return self._once(key, lambda: self._phases(plan, names))
 
     def _phases(self, plan: StepPlan, names: tuple[str, ...]) -> tuple[tuple[PhaseMemory, ...], int | None]:
         job = self._job
@@ -123,22 +103,22 @@ class MemoryModel:
         found += self._reads(plan, names, roles, base)
         for role in roles:
             if role.is_trained:
-                need = base + self._training(role, plan)
+                need = base + self._passing(role, plan, backward=True)
                 if role.name == "critic" and plan.separate and {"actor", "sampler"} & {*names} and not plan.policy_lag:
                     sent = min(BUCKET_ELEMENTS, _shapes(job.actor).elements.all)
                     need += MemoryUse(buffers=2.0 * sent * job.inference_dtype.itemsize)  # weights travel meanwhile
-                found.append(PhaseMemory(f"{role.name} training", need, self._device))
-        return tuple(found) or (PhaseMemory("idle", base, self._device),), rows
+                found.append(PhaseMemory(f"{role.name} training", need, self.machine))
+        return tuple(found) or (PhaseMemory("idle", base, self.machine),), rows
 
     def _reads(
         self, plan: StepPlan, names: tuple[str, ...], roles: list[RoleJob], base: MemoryUse
     ) -> Iterator[PhaseMemory]:
-        reads = [self._reading(role, plan) for role in roles if self._reads_rows(role, plan)]
+        reads = [self._passing(role, plan, backward=False) for role in roles if self._reads_rows(role, plan)]
         if CRITIC_COPY in plan.roles and {"critic", CRITIC_COPY} & {*names}:  # before the first of them reads
             sent = _travelling(_shapes(self._job.roles["critic"]), plan, "critic", CRITIC_COPY)
             reads.append(MemoryUse(buffers=sent * self._job.dtype.itemsize))
         if reads:
-            yield PhaseMemory("scoring", base + max(reads, key=lambda use: use.device), self._device)
+            yield PhaseMemory("scoring", base + max(reads, key=lambda use: use.device), self.machine)
 
     def _reads_rows(self, role: RoleJob, plan: StepPlan) -> bool:
         """True if a role reads completions before the updates."""
@@ -154,10 +134,12 @@ class MemoryModel:
         model = _shapes(job.actor)
         dtype = job.inference_dtype
         separate = sampler == SAMPLER
-        inference = self._inference_bytes(place.tensor_parallel, actor, in_use=separate)
+        rollout = replace(job.config.rollout, tensor_parallel=place.tensor_parallel, async_sampling=None)
+        memory = GenerationMemory(model, rollout, dtype, job.device)
+        inference = self._inference_bytes(memory, actor, in_use=separate)
         copies = 0.0
         if plan.policy_lag and not separate:  # each rollout is sampled from weights of its own
-            copies = plan.policy_lag * self._inference_bytes(place.tensor_parallel, actor, in_use=True).weights
+            copies = plan.policy_lag * self._inference_bytes(memory, actor, in_use=True).weights
         if separate:
             sent = _travelling(model, plan, "actor", SAMPLER) * dtype.itemsize
             inference = replace(inference, building=inference.building + sent)
@@ -165,11 +147,8 @@ class MemoryModel:
         if residency.visits("optimizer"):
             movable = self._engine(job.actor, plan).movable
             base += MemoryUse(optimizer=-movable, host=movable)
-        rollout = replace(job.config.rollout, tensor_parallel=place.tensor_parallel, async_sampling=None)
         ranks = sum(len(each.ranks) for each in plan.sampling_places)
-        sampling = sampling_memory(
-            model, rollout, base, inference, self._device, ranks=ranks, dtype=dtype, copies=copies
-        )
+        sampling = memory.sampling(base, inference, self.machine, ranks=ranks, copies=copies)
         cache = sampling.cache
         kept = MemoryUse()
         if residency.stays("inference weights"):
@@ -182,27 +161,16 @@ class MemoryModel:
         rows = min(cache.rows, int(cache.full_length_rows * longest / job.lengths.mean_row))
         return sampling.phase, kept, max(1, rows)
 
-    def _inference_bytes(self, together: int, actor: RolePlacement, *, in_use: bool) -> InferenceBytes:
-        job = self._job
-        gathers = actor.zero == 3 and (len(actor.ranks) > 1 or job.actor.zero.offload_parameters)
-        key = (together, actor.zero, gathers, in_use)
-        if key not in self._inference:
-            self._inference[key] = inference_bytes(
-                _shapes(job.actor),
-                replace(job.config.rollout, tensor_parallel=together),
-                stage=actor.zero,
-                gathers=gathers,
-                dtype=job.inference_dtype,
-                device=job.device,
-                in_use=in_use,
-            )
-        return self._inference[key]
+    def _inference_bytes(self, memory: GenerationMemory, actor: RolePlacement, *, in_use: bool) -> InferenceBytes:
+        gathers = actor.zero == 3 and (len(actor.ranks) > 1 or self._job.actor.zero.offload_parameters)
+        key = ("inference", memory.rollout.tensor_parallel, actor.zero, gathers, in_use)
+        return self._once(key, lambda: memory.weights(stage=actor.zero, gathers=gathers, in_use=in_use))
 
     def _engine(self, role: RoleJob, plan: StepPlan) -> EngineMemory:
-        key = self._engine_key(role, plan)
-        if key not in self._engines:
-            self._engines[key] = self._built(role, plan.roles[role.name], plan.residency(self._job)[role.name])
-        return self._engines[key]
+        def build() -> EngineMemory:
+            return self._built(role, plan.roles[role.name], plan.residency(self._job)[role.name])
+
+        return self._once(self._engine_key(role, plan), build)
 
     @staticmethod
     def _engine_key(role: RoleJob, plan: StepPlan) -> tuple[object, ...]:
@@ -222,43 +190,37 @@ class MemoryModel:
                 offload_optimizer=residency.at("optimizer", "updates") == "host",
                 offload_parameters=residency.at("weights", "updates") == "host",
             )
-        json = deepspeed_config(
-            zero=config, dtype=self._job.dtype, optimizer=role.optimizer, overrides=self._job.overrides
+        engine = engine_memory(
+            _shapes(role),
+            config,
+            role.optimizer,
+            dtype=self._job.dtype,
+            ranks=len(place.ranks),
+            overrides=self._job.overrides,
         )
-        engine = engine_memory(_shapes(role), json["zero_optimization"], dtype=self._job.dtype, ranks=len(place.ranks))
         if role.bound_to is not None:
             own = engine.held.weights * role.sizes.trained / role.sizes.parameters
             engine = replace(engine, held=replace(engine.held, weights=own))
         return engine.with_weights_on_host() if residency.visits("weights") else engine
 
-    def _training(self, role: RoleJob, plan: StepPlan) -> MemoryUse:
-        return self._passing(role, plan, self._trained)
+    def _passing(self, role: RoleJob, plan: StepPlan, *, backward: bool) -> MemoryUse:
+        """What an engine adds while it trains or reads; in training the actor replays recorded experts."""
+        batch = self._batch(role, plan)
 
-    def _reading(self, role: RoleJob, plan: StepPlan) -> MemoryUse:
-        return self._passing(role, plan, self._read)
+        def measured() -> MemoryUse:
+            engine = self._engine(role, plan)
+            measure = engine.training if backward else engine.forward
+            if self._exact:
+                use = measure(batch)
+            else:  # a row and as many as the settings allow are measured
+                most = self._micro_batch(self._job.learned_rows)
+                use = _between(measure(self._micro_batch(1)), measure(most), batch.rows, most.rows)
+            if backward and role.name == "actor":
+                routes = route_bytes(_shapes(role), self._job.config.rollout)[1]
+                use += MemoryUse(buffers=routes * batch.rows * batch.length)
+            return use
 
-    def _passing(
-        self, role: RoleJob, plan: StepPlan, use: Callable[[RoleJob, EngineMemory, BatchShape], MemoryUse]
-    ) -> MemoryUse:
-        """What an engine adds with its micro-batch."""
-        key = (use.__name__, *self._engine_key(role, plan), batch := self._batch(role, plan))
-        if key not in self._uses:
-            self._uses[key] = use(role, self._engine(role, plan), batch)
-        return self._uses[key]
-
-    def _trained(self, role: RoleJob, engine: EngineMemory, batch: BatchShape) -> MemoryUse:
-        each = route_bytes(_shapes(role), self._job.config.rollout)[1] if role.name == "actor" else 0
-        routes = MemoryUse(buffers=each * batch.rows * batch.length)
-        return routes + self._at(engine.training, batch)
-
-    def _read(self, role: RoleJob, engine: EngineMemory, batch: BatchShape) -> MemoryUse:
-        return self._at(engine.forward, batch)
-
-    def _at(self, use: Callable[[BatchShape], MemoryUse], batch: BatchShape) -> MemoryUse:
-        if self._exact:
-            return use(batch)
-        one, most = self._both()
-        return _between(use(one), use(most), batch.rows, most.rows)
+        return self._once((backward, *self._engine_key(role, plan), batch), measured)
 
     def _batch(self, role: RoleJob, plan: StepPlan) -> BatchShape:
         job = self._job
@@ -266,10 +228,6 @@ class MemoryModel:
         readers = len(place.ranks) if role.is_trained else len(place.groups)
         parts = job.config.algorithm.mini_batches * readers
         return self._micro_batch(-(-job.learned_rows // parts))
-
-    def _both(self) -> tuple[BatchShape, BatchShape]:
-        """A row, and as many as the settings allow: what is measured."""
-        return self._micro_batch(1), self._micro_batch(self._job.learned_rows)
 
     def _micro_batch(self, rows: int) -> BatchShape:
         rollout = self._job.config.rollout

@@ -14,8 +14,9 @@ from hybrid_rlhf.engines.residency.rules import residency_table
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
 from hybrid_rlhf.planning.job import RLJob
+from hybrid_rlhf.planning.phase_memory import Cluster, Device
 from hybrid_rlhf.planning.placed_memory import MemoryModel
-from hybrid_rlhf.planning.plans import Cluster, StepPlan
+from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.search import STYLES, Candidate, Search, SearchResult
 from hybrid_rlhf.planning.step_time import PHASES
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, READS_ACTOR, Placement, role_label
@@ -108,11 +109,10 @@ class PlacementAnswer:
         misfit = candidate.memory.misfit
         best = self.best
         if misfit is not None:
-            phase = misfit.phase
             tried = "by ranks, ZeRO, offloading and micro-batches alone"
             return (
                 f"does not fit {'as configured' if candidate is self.configured else tried}: rank {misfit.ranks[0]}, "
-                f"{phase.name}, {phase.total / _GIB:.1f} of {phase.machine.device_bytes / _GIB:.1f} GiB"
+                f"{misfit.name}, {misfit.total / _GIB:.1f} of {misfit.machine.device_bytes / _GIB:.1f} GiB"
             )
         if candidate.time is None:
             return "fits; times with a copy of the critic are not predicted"
@@ -157,80 +157,81 @@ class PlacementAnswer:
         }
 
     def _as_dict(self, candidate: Candidate) -> dict[str, Any]:
+        plan = candidate.plan
+        time = candidate.time
+        found: dict[str, Any] = {
+            "style": plan.placement.style,
+            "fits": candidate.fits,
+            "roles": {
+                name: {"ranks": in_words(role.ranks), "zero": role.zero, "tensor_parallel": role.tensor_parallel}
+                for name, role in plan.roles.items()
+            },
+            "memory_bytes": [
+                {"ranks": in_words(each.ranks), "phase": each.name, "bytes": each.total}
+                for each in candidate.memory.phases
+            ],
+        }
+        if time is not None:
+            found |= {
+                "step_seconds": time.step_seconds,
+                "phase_seconds": time.phases,
+                "idle_parts": {phase: time.idle(phase) for phase in time.phases},
+                "rows_at_once": candidate.memory.rows_at_once,
+            }
         given = {} if candidate is self.configured else self.given
-        settings = {**given, **candidate.plan.settings(self.job.config)}
-        return {**_as_dict(candidate), "settings": settings, "why": self.why(candidate)}
+        settings = {**given, **plan.settings(self.job.config)}
+        return {**found, "settings": settings, "why": self.why(candidate)}
 
 
 def plan_placement(
-    job: RLJob,
-    curves: MachineCurves,
-    cluster: Cluster,
-    *,
-    device_bytes: float,
-    host_bytes: float | None = None,
-    configured: Placement | None = None,
-    listed: int = 0,
+    job: RLJob, curves: MachineCurves, machine: Device, *, configured: Placement | None = None, listed: int = 0
 ) -> PlacementAnswer:
     """The plans for a job.
 
     Args:
         job: what a step computes.
         curves: how fast the machine is.
-        cluster: its ranks.
-        device_bytes: memory of a rank's device that a run may use.
-        host_bytes: a rank's share of its host's memory; none: not known.
+        machine: its ranks, and the memory that a run may use.
         configured: the placement of the config, to be compared with the best ones.
         listed: how many plans are listed beside the best of each style.
     """
 
     def search_with(tokens: int | None, keep: int = 1) -> Search:
         changed = with_micro_batches(job, tokens)
-        memory = MemoryModel(changed, device_bytes=device_bytes, host_bytes=host_bytes)
-        return Search(Costs(changed, curves, cluster), memory, keep=keep)
+        costs = Costs(changed, curves, machine.cluster)
+        return Search(costs, MemoryModel(changed, machine), keep=keep, micro_batch_tokens=tokens)
 
-    found = None
+    result = None
     styles = list(STYLES)
-    for tokens in _smaller_micro_batches(job):
-        result = search_with(tokens, listed + 1).run(styles).with_micro_batches(tokens)
-        found = result if found is None else found.merged(result)
+    smaller, larger = _micro_batches(job)
+    for tokens in smaller:
+        more = search_with(tokens, listed + 1).run(styles)
+        result = more if result is None else result.merged(more)
         # smaller micro-batches only add time, unless they make room for what is offloaded or does not fit
-        if found.best is not None and not found.best.plan.offloads:
+        if result.best is not None and not result.best.plan.offloads:
             break
-        styles = [each.plan.placement.style for each in found.ranked if each.time is None or each.plan.offloads]
-    assert found is not None
-    for tokens in _larger_micro_batches(job):
-        found = found.merged(_faster(search_with(tokens), found, tokens))
-    own = None
-    if configured is not None:
-        own = configured_plan(job, curves, cluster, configured, device_bytes=device_bytes, host_bytes=host_bytes)
-    return PlacementAnswer(job, curves, cluster, found, own, listed)
+        styles = [each.plan.placement.style for each in result.ranked if each.time is None or each.plan.offloads]
+    assert result is not None
+    for tokens in larger:
+        result = result.merged(_faster(search_with(tokens), result))
+    own = None if configured is None else configured_plan(job, curves, machine, configured)
+    return PlacementAnswer(job, curves, machine.cluster, result, own, listed)
 
 
-def configured_plan(
-    job: RLJob,
-    curves: MachineCurves,
-    cluster: Cluster,
-    placement: Placement,
-    *,
-    device_bytes: float,
-    host_bytes: float | None = None,
-) -> Candidate:
+def configured_plan(job: RLJob, curves: MachineCurves, machine: Device, placement: Placement) -> Candidate:
     """The plan that a job's config is under a placement, with its memory measured exactly."""
-    memory = MemoryModel(job, device_bytes=device_bytes, host_bytes=host_bytes, exact=True)
+    memory = MemoryModel(job, machine, exact=True)
     plan = StepPlan.of(job.config, placement)
     # the time with a copy of the critic is not predicted
     if CRITIC_COPY in plan.roles:
         return Candidate(plan, memory(plan))
-    return Search(Costs(job, curves, cluster), memory).evaluate(plan)
+    return Search(Costs(job, curves, machine.cluster), memory).evaluate(plan)
 
 
-def _faster(search: Search, found: SearchResult, tokens: int) -> SearchResult:
-    """The best plans that are faster with this train.micro_batch_tokens."""
+def _faster(search: Search, found: SearchResult) -> SearchResult:
+    """The best plans that are faster with the train.micro_batch_tokens of a search."""
     tried = [
-        (each, search.evaluate(replace(each.plan, micro_batch_tokens=tokens)))
-        for each in found.ranked
-        if each.time is not None and not each.plan.offloads
+        (each, search.evaluate(each.plan)) for each in found.ranked if each.time is not None and not each.plan.offloads
     ]
     kept = tuple(other for each, other in tried if other.seconds < (1 - _LEAST_GAIN) * each.seconds)
     return SearchResult(kept, len(tried), kept)
@@ -243,22 +244,18 @@ def with_micro_batches(job: RLJob, tokens: int | None) -> RLJob:
     return replace(job, config=replace(job.config, train=replace(job.config.train, micro_batch_tokens=tokens)))
 
 
-def _larger_micro_batches(job: RLJob) -> tuple[int, ...]:
-    """Values of train.micro_batch_tokens above the configured one to look at; a number of rows is kept."""
+def _micro_batches(job: RLJob) -> tuple[list[int | None], list[int]]:
+    """Values of train.micro_batch_tokens to look at: none, which is the configured one, with smaller ones; and larger
+    ones. A number of rows is kept."""
     train = job.config.train
     if train.micro_batch_size is not None:
-        return ()
-    return tuple(train.micro_batch_tokens * 2**power for power in range(1, _DOUBLINGS + 1))
-
-
-def _smaller_micro_batches(job: RLJob) -> tuple[int | None, ...]:
-    """The same below it, and none, which is the configured one."""
-    train = job.config.train
-    if train.micro_batch_size is not None:
-        return (None,)
+        return [None], []
+    tokens = train.micro_batch_tokens
     longest = job.config.rollout.max_prompt_tokens + job.config.rollout.sampling.max_new_tokens
-    halves = [train.micro_batch_tokens // 2**power for power in range(1, _HALVINGS + 1)]
-    return (None, *(tokens for tokens in halves if tokens >= longest))
+    halves = [tokens // 2**power for power in range(1, _HALVINGS + 1)]
+    return [None, *(half for half in halves if half >= longest)], [
+        tokens * 2**power for power in range(1, _DOUBLINGS + 1)
+    ]
 
 
 def _on_one_line(plan: StepPlan) -> str:
@@ -291,31 +288,6 @@ def _roles(candidate: Candidate, job: RLJob) -> list[str]:
         lines.append(f"  {key}: {str(value).lower()}")
     lines.append(f"  {'phase on ranks':28}" + f"{'GiB a rank':>12}  note")
     for each in candidate.memory.phases:
-        where = f"{each.phase.name} on {in_words(each.ranks)}"
-        lines.append(f"  {where:28}{each.phase.total / _GIB:>12.2f}  {each.phase.note}".rstrip())
+        where = f"{each.name} on {in_words(each.ranks)}"
+        lines.append(f"  {where:28}{each.total / _GIB:>12.2f}  {each.note}".rstrip())
     return lines + residency_table(candidate.plan.residency(job))
-
-
-def _as_dict(candidate: Candidate) -> dict[str, Any]:
-    plan = candidate.plan
-    time = candidate.time
-    found: dict[str, Any] = {
-        "style": plan.placement.style,
-        "fits": candidate.fits,
-        "roles": {
-            name: {"ranks": in_words(role.ranks), "zero": role.zero, "tensor_parallel": role.tensor_parallel}
-            for name, role in plan.roles.items()
-        },
-        "memory_bytes": [
-            {"ranks": in_words(each.ranks), "phase": each.phase.name, "bytes": each.phase.total}
-            for each in candidate.memory.phases
-        ],
-    }
-    if time is not None:
-        found |= {
-            "step_seconds": time.step_seconds,
-            "phase_seconds": time.phases,
-            "idle_parts": {phase: time.idle(phase) for phase in time.phases},
-            "rows_at_once": candidate.memory.rows_at_once,
-        }
-    return found

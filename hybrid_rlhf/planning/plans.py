@@ -1,4 +1,4 @@
-"""A plan: the placement of the roles, with what else a planner may choose; and the machines that it is for."""
+"""A plan: the placement of the roles, with what else a planner may choose."""
 
 from __future__ import annotations
 
@@ -10,33 +10,12 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import RolePlacements, RoleRanks, ZeroStage
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency
+from hybrid_rlhf.planning.dotted_keys import setting
 from hybrid_rlhf.planning.job import RLJob
-from hybrid_rlhf.planning.remedies import setting
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 
 LEARNERS = ("actor", "critic")
 SAMPLER = "sampler"
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Ranks on hosts: rank r is on host r // ranks_per_host."""
-
-    ranks: int
-    ranks_per_host: int
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts."""
-        return -(-self.ranks // self.ranks_per_host)
-
-    def host_of(self, rank: int) -> int:
-        """The host of a rank."""
-        return rank // self.ranks_per_host
-
-    def hosts_of(self, ranks: tuple[int, ...]) -> int:
-        """On how many hosts ascending ranks are."""
-        return len({rank // self.ranks_per_host for rank in ranks})
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from hybrid_rlhf.planning.curves import Kind
-from hybrid_rlhf.planning.phase_memory import RankMemory
+from hybrid_rlhf.planning.phase_memory import PhaseMemory
 
 KINDS_OF_PHASES: Mapping[str, tuple[Kind, ...]] = {
     "weight_sync": ("weight_sync",),
@@ -89,19 +87,7 @@ class PredictionReport:
         return {kind: statistics.geometric_mean(ratios) for kind, ratios in by_kind.items()}
 
 
-def summary(reports: Sequence[PredictionReport], phase: str = STEP) -> dict[str, float]:
-    """Errors of many runs: mean absolute, and the 90th percentile, linear between two errors.
-
-    Raises:
-        ValueError: when no report has the phase.
-    """
-    errors = [abs(report.seconds[phase].relative) for report in reports if phase in report.seconds]
-    if not errors:
-        raise ValueError(f"no report has the phase {phase}")
-    return {"mean_absolute_error": statistics.fmean(errors), "percentile_90_error": float(np.percentile(errors, 90))}
-
-
-def memory_errors(planned: Iterable[RankMemory], peaks: Sequence[Mapping[str, float]]) -> dict[str, PredictionError]:
+def memory_errors(planned: Iterable[PhaseMemory], peaks: Sequence[Mapping[str, float]]) -> dict[str, PredictionError]:
     """Errors of the memory of each timed phase, of the rank whose plan is lowest relative to its peak.
 
     Args:
@@ -111,8 +97,8 @@ def memory_errors(planned: Iterable[RankMemory], peaks: Sequence[Mapping[str, fl
     needs: dict[tuple[str, int], float] = {}
     for each in planned:
         for rank in each.ranks:
-            key = each.phase.timed_as, rank
-            needs[key] = max(needs.get(key, 0.0), each.phase.total)
+            key = each.timed_as, rank
+            needs[key] = max(needs.get(key, 0.0), each.total)
     found: dict[str, PredictionError] = {}
     for (phase, rank), need in needs.items():
         if rank < len(peaks) and phase in peaks[rank]:

@@ -9,37 +9,24 @@ remedy is verified by planning again with it.
 from __future__ import annotations
 
 import itertools
-import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.schema import section_type
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
-from hybrid_rlhf.planning.phase_memory import AnyStep, Device, PhaseMemory
+from hybrid_rlhf.planning.dotted_keys import Settings, with_settings
+from hybrid_rlhf.planning.memo import Memo
+from hybrid_rlhf.planning.phase_memory import AnyStep, Device
+from hybrid_rlhf.planning.step_memory import Planner
 
-StepT = TypeVar("StepT", bound=AnyStep, contravariant=True)
-Settings = dict[str, Any]
-"""Dotted keys of a step and their values."""
 _MORE_SETTINGS = 1
 """How many more settings than the smallest remedy another one may have to be looked at."""
 _UNEVEN = ("zero.stage", "rollout.tensor_parallel")
 """Changes of which more may need more memory elsewhere: ZeRO-3 copies inference weights, where others use views."""
 _ADAPTERS = "lora"
-
-
-class PhasePlanner(Protocol[StepT]):
-    """Estimates the phases of steps on a machine."""
-
-    @property
-    def machine(self) -> Device:
-        """The machine."""
-
-    def phases(self, config: StepT) -> list[PhaseMemory]:
-        """The phases of a step."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +56,12 @@ class _Change:
     needs: tuple[str, ...] = ()
     """Changes without which it is not allowed."""
 
+    def changes(self, settings: Settings) -> bool:
+        """True if settings have its keys."""
+        return self.levels[0].keys() <= settings.keys()
 
-def remedies(
-    planner: PhasePlanner[StepT], config: StepT, seconds: Callable[[StepT], float] | None = None
-) -> list[Remedy]:
+
+def remedies(planner: Planner, config: AnyStep, seconds: Callable[[Any], float] | None = None) -> list[Remedy]:
     """Minimal settings with which a step fits, the advised ones first; [] if no known settings do.
 
     Args:
@@ -87,19 +76,20 @@ def remedies(
     return [each for each in (found, adapted) if each is not None]
 
 
-class _RemedySearch(typing.Generic[StepT]):
+class _RemedySearch:
     """Plans a step with settings, each once."""
 
-    def __init__(
-        self, planner: PhasePlanner[StepT], config: StepT, seconds: Callable[[StepT], float] | None = None
-    ) -> None:
+    def __init__(self, planner: Planner, config: AnyStep, seconds: Callable[[Any], float] | None) -> None:
         self._planner = planner
         self._config = config
         self._seconds = seconds
-        self._fitting: dict[tuple[tuple[str, Any], ...], tuple[bool, bool]] = {}
-        known = [replace(each, levels=self._allowed(each)) for each in _changes(config, planner.machine)]
-        self._changes = {each.name: each for each in known if each.levels}
-        self._costs = {name: cost for cost, name in enumerate(self._changes)}
+        self._once = Memo()
+        self._changes: dict[str, _Change] = {}
+        for change in _changes(config, planner.machine):
+            # of those that need others, the rules are not looked at yet
+            levels = [level for level in change.levels if change.needs or self._is_valid(level)]
+            if levels:
+                self._changes[change.name] = replace(change, levels=tuple(levels))
 
     def best(self, *, adapters: bool) -> Remedy | None:
         """The advised remedy, with adapters or without; none: there is none."""
@@ -172,28 +162,25 @@ class _RemedySearch(typing.Generic[StepT]):
 
     def _is_minimal(self, settings: Settings) -> bool:
         """True if no change can be left out."""
-        changed = [each for each in self._changes.values() if each.levels[0].keys() <= settings.keys()]
+        changed = [each for each in self._changes.values() if each.changes(settings)]
         return not any(
             self._fits({key: value for key, value in settings.items() if key not in each.levels[0]}) for each in changed
         )
 
     def _order(self, settings: Settings) -> tuple[float, ...]:
         """The less the better: predicted seconds, or the number of settings and their costs."""
-        used = [each for each in self._changes.values() if each.levels[0].keys() <= settings.keys()]
+        used = [(cost, each) for cost, each in enumerate(self._changes.values()) if each.changes(settings)]
         taken = 0.0 if self._seconds is None else self._seconds(with_settings(self._config, settings))
-        levels = [next(n for n, level in enumerate(each.levels) if level.items() <= settings.items()) for each in used]
-        costs = [self._costs[each.name] for each in used]
-        return (taken, float(len(used)), *sorted(costs, reverse=True), *levels)
+        levels = [
+            next(n for n, level in enumerate(each.levels) if level.items() <= settings.items()) for _, each in used
+        ]
+        return (taken, float(len(used)), *sorted((cost for cost, _ in used), reverse=True), *levels)
 
     def _remedy(self, settings: Settings) -> Remedy:
         config = with_settings(self._config, settings)
         machine = self._planner.machine
         host = 0.0 if machine.device.type == "cpu" else max(each.need.host for each in self._planner.phases(config))
         return Remedy(settings, host, None if self._seconds is None else self._seconds(config))
-
-    def _allowed(self, change: _Change) -> tuple[Settings, ...]:
-        """The levels that the rules of the other settings allow; those of what a change needs are not looked at."""
-        return change.levels if change.needs else tuple(level for level in change.levels if self._is_valid(level))
 
     def _is_valid(self, settings: Settings) -> bool:
         try:
@@ -204,27 +191,16 @@ class _RemedySearch(typing.Generic[StepT]):
 
     def _fits(self, settings: Settings, *, device_alone: bool = False) -> bool:
         """True if a step fits; `device_alone`: whatever it takes of the host, which changes take more of, not less."""
-        key = tuple(sorted(settings.items()))
-        if key not in self._fitting:
+
+        def fits() -> tuple[bool, bool]:
             try:
                 phases = self._planner.phases(with_settings(self._config, settings))
-                on_device = all(phase.total <= phase.machine.device_bytes for phase in phases)
-                self._fitting[key] = on_device, all(phase.fits for phase in phases)
             except UserError:  # violates a rule together with the other settings
-                self._fitting[key] = False, False
-        return self._fitting[key][0 if device_alone else 1]
+                return False, False
+            on_device = all(phase.total <= phase.machine.device_bytes for phase in phases)
+            return on_device, all(phase.fits for phase in phases)
 
-
-def with_settings(config: Any, settings: Settings) -> Any:
-    """A config with dotted keys changed; all keys of a section at once, because its rules check them together."""
-    own = {key: value for key, value in settings.items() if "." not in key}
-    for section in {key.partition(".")[0] for key in settings if "." in key}:
-        inner = {key.partition(".")[2]: value for key, value in settings.items() if key.startswith(f"{section}.")}
-        section_class = section_type(typing.get_type_hints(type(config))[section])
-        value = getattr(config, section)
-        assert section_class is not None
-        own[section] = with_settings(section_class() if value is None else value, inner)
-    return replace(config, **own)
+        return self._once(tuple(sorted(settings.items())), fits)[0 if device_alone else 1]
 
 
 def candidates(config: AnyStep, machine: Device) -> Iterator[Settings]:
@@ -297,13 +273,6 @@ def _engine_changes(config: AnyStep, ranks: int) -> Iterator[_Change]:
         yield _Change("zero.offload_parameters", (each("zero.offload_parameters", True),), needs)
     if any(lora is None for _, lora in sections.values()):
         yield _Change(_ADAPTERS, (each("lora.rank", 16),))
-
-
-def setting(config: Any, key: str) -> Any:
-    """The value of a dotted key; none in a section that is not set."""
-    for name in key.split("."):
-        config = None if config is None else getattr(config, name)
-    return config
 
 
 def _merged(options: Sequence[Settings]) -> Settings:

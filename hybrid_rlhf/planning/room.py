@@ -1,17 +1,20 @@
-"""Checks that a placement has room, before any model is loaded.
+"""Decisions of an RL run that depend on memory, before any model is loaded.
 
 The memory of every rank in every phase comes from configs alone (planning/step_memory.py). It is an upper bound, as
-all rows have the maximum length. Without a placement in the config, a run that may not fit gets a warning only.
+all rows have the maximum length.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+
+import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import in_words
-from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory, own_device
+from hybrid_rlhf.configs.sections.placement import has_separate_sampler, in_words
+from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device, PhaseMemory, own_device
 from hybrid_rlhf.planning.remedies import remedies
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -23,7 +26,7 @@ _GIB = 2**30
 
 
 def require_room(config: RLConfig, placement: Placement, world: World) -> None:
-    """Check the memory of GPUs. Every rank calls.
+    """Check the memory of GPUs; without a placement in the config, what does not fit is a warning. Every rank calls.
 
     Raises:
         UserError: on every rank, when a phase of the placement that the config names does not fit.
@@ -43,16 +46,16 @@ def require_room(config: RLConfig, placement: Placement, world: World) -> None:
 def misfit(config: RLConfig, placement: Placement, machine: Device) -> str | None:
     """The phase that exceeds its memory most, and what would fit; none where everything fits."""
     planner = Planner(machine)
-    misfits = [each for each in planner.memory(config, placement) if not each.phase.fits]
+    misfits = [each for each in planner.memory(config, placement) if not each.fits]
     if not misfits:
         return None
-    largest = max(misfits, key=lambda each: _excess(each.phase)[0])
-    excess, where, has = _excess(largest.phase)
+    largest = max(misfits, key=lambda each: _excess(each)[0])
+    excess, where, has = _excess(largest)
     found = remedies(planner, config)
     advice = "set " + " or ".join(each.in_words() for each in found) if found else "use more ranks, or a smaller model"
     ranks = f"rank{'s' * (len(largest.ranks) > 1)} {in_words(largest.ranks)}"
     return (
-        f"placement {placement.style} must fit into memory, {largest.phase.name} on {ranks} needs "
+        f"placement {placement.style} must fit into memory, {largest.name} on {ranks} needs "
         f"{(has + excess) / _GIB:.2f} GiB, {excess / _GIB:.2f} more than {where} has: {advice}"
     )
 
@@ -64,3 +67,57 @@ def _excess(phase: PhaseMemory) -> tuple[float, str, float]:
     if machine.host_bytes is None:
         return device
     return max(device, (phase.need.host - machine.host_bytes, "its share of the host", machine.host_bytes))
+
+
+def resolve_kv_cache(config: RLConfig, placement: Placement, world: World) -> RLConfig:
+    """The config with the size of the KV cache, if a thread samples beside training. Every rank calls.
+
+    Such a thread cannot take what is free when it starts: training would find that memory taken. So the memory plan of
+    all phases decides.
+
+    Raises:
+        UserError: on every rank, when a model's config cannot be read.
+    """
+    if not config.rollout.policy_lag or config.rollout.kv_cache_gib is not None:
+        return config
+    with shared_user_errors(world):
+        if world.is_main:
+            planner = Planner(own_device(world.size, local=world.local_size))
+            config = planner.with_kv_cache(config, placement)
+            notes = {each.note for each in planner.memory(config, placement)} - {""}
+            logger.info(
+                "rollout.kv_cache_gib %g: by the memory plan, %s",
+                config.rollout.kv_cache_gib,
+                "; ".join(sorted(notes)) or "for all completions of a rollout at full length",
+            )
+    return world.broadcast_object(config)
+
+
+def resolve_keep_weights(config: RLConfig, world: World) -> RLConfig:
+    """The config with `rollout.keep_weights` true or false, unless the sampler has ranks of its own, which decides for
+    itself (engines/separate/). Every rank calls.
+
+    Kept weights are not built again, and on a GPU CUDA graphs for up to twenty batch sizes are not captured again. The
+    memory is missing during training, so weights are kept if the memory plan of all phases has room.
+
+    Raises:
+        UserError: on every rank, when a model's config cannot be read.
+    """
+    if config.rollout.keep_weights != "auto" or has_separate_sampler(config.placement):
+        return config
+    keep = False
+    with shared_user_errors(world):
+        rollout = config.rollout
+        if world.is_main and world.device.type == "cuda" and rollout.backend == "auto" and not rollout.policy_lag:
+            total = torch.cuda.get_device_properties(world.device).total_memory
+            keep = plan_has_room(config, Device(world.device, world.size, total - GPU_RESERVE_GIB * _GIB))
+    keep = world.broadcast_object(keep)
+    if keep and world.is_main:
+        logger.info("inference weights and CUDA graphs stay in memory between rollouts: the memory plan has room")
+    return replace(config, rollout=replace(config.rollout, keep_weights=keep))
+
+
+def plan_has_room(config: RLConfig, machine: Device) -> bool:
+    """True if every phase fits with inference weights and cache kept, and all completions are decoded at once."""
+    kept = replace(config, rollout=replace(config.rollout, keep_weights=True))
+    return all(phase.fits and not phase.note for phase in Planner(machine).phases(kept))

@@ -18,25 +18,24 @@ from typing import NamedTuple
 
 from hybrid_rlhf.configs.sections.placement import STYLES as NAMED_STYLES
 from hybrid_rlhf.planning.candidates import (
+    NOTHING,
     Layout,
-    Options,
+    Offload,
     Sharding,
-    joinings,
-    lags,
+    lag_of,
     layouts,
     offloads,
     plan_of,
+    samplings,
     shardings,
-    tensor_parallels,
 )
 from hybrid_rlhf.planning.costs import Costs
+from hybrid_rlhf.planning.memo import Memo
 from hybrid_rlhf.planning.placed_memory import MemoryModel, PlanMemory
 from hybrid_rlhf.planning.plans import LEARNERS, SAMPLER, StepPlan
 from hybrid_rlhf.planning.step_time import StepTime, step_time
 
 STYLES = (*NAMED_STYLES, "hybrid")
-Offload = tuple[bool, bool, bool]
-"""offload_frozen, offload_states and offload_optimizer of a plan."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,6 @@ class SearchResult:
         """The fastest plan; none if no plan fits."""
         return self.ranked[0] if self.ranked and self.ranked[0].time is not None else None
 
-    def with_micro_batches(self, tokens: int | None) -> SearchResult:
-        """The result as one of plans with this train.micro_batch_tokens."""
-
-        def of(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-            return tuple(replace(each, plan=replace(each.plan, micro_batch_tokens=tokens)) for each in candidates)
-
-        return replace(self, ranked=of(self.ranked), fastest=of(self.fastest))
-
     def merged(self, other: SearchResult) -> SearchResult:
         """The better plan of each style of two results."""
         best: dict[str, Candidate] = {}
@@ -118,8 +109,8 @@ class _Way(NamedTuple):
 class _Sampling(NamedTuple):
     """A way to sample."""
 
-    tensor_parallel: int
-    with_actor: bool
+    kind: tuple[int, bool]
+    """Size of the tensor-parallel groups, and true if the actor's ranks sample beside a sampler's."""
     seconds: float
     sync: float
     """Seconds of the weight sync."""
@@ -130,26 +121,29 @@ class _Sampling(NamedTuple):
 class Search:
     """Looks for the plan with the shortest step that fits into memory."""
 
-    def __init__(self, costs: Costs, memory: MemoryModel, *, keep: int = 1) -> None:
-        """Take the prices, the memory, and how many plans of each style are wanted."""
+    def __init__(
+        self, costs: Costs, memory: MemoryModel, *, keep: int = 1, micro_batch_tokens: int | None = None
+    ) -> None:
+        """Take the prices, the memory, how many plans of each style are wanted, and the train.micro_batch_tokens of the
+        job where it is not the configured one."""
         self.costs = costs
         self.memory = memory
         self._job = costs.job
         self._cluster = costs.cluster
         self._evaluated = 0
         self._keep = keep
+        self._micro_batch_tokens = micro_batch_tokens
         self._fitting: list[Candidate] = []
-        self._ways: dict[tuple[object, ...], list[_Way]] = {}
-        self._known_samplings: dict[tuple[object, ...], list[_Sampling]] = {}
-        self._device_bytes = memory.device_bytes
-        everyone = costs.exchange(1.0, kind="all_gather").seconds + costs.loop().seconds
-        self._fixed = everyone + costs.exchange(1.0, kind="all_reduce").seconds * (1 + bool(self._job.frozen))
+        self._once = Memo()
+        self._device_bytes = memory.machine.device_bytes
+        everyone = costs.exchange("all_gather").seconds + costs.loop().seconds
+        self._fixed = everyone + costs.exchange("all_reduce").seconds * (1 + bool(self._job.frozen))
 
     def run(self, styles: Collection[str] = STYLES) -> SearchResult:
         """The best plans of some styles."""
-        by_style: dict[str, list[Layout]] = {style: [] for style in STYLES}
+        by_style: dict[str, list[Layout]] = {style: [] for style in STYLES if style in styles}
         for layout in layouts(self._job, self._cluster):
-            if layout.style in styles:
+            if layout.style in by_style:
                 by_style[layout.style].append(layout)
         best = [self._best(some) for some in by_style.values() if some]
         fastest = tuple(sorted(self._fitting, key=_order))
@@ -157,38 +151,44 @@ class Search:
 
     def evaluate(self, plan: StepPlan) -> Candidate:
         """Memory and time of one plan."""
-        memory = self.memory(plan)
-        self._evaluated += 1
+        candidate = self._with_memory(plan)
+        memory = candidate.memory
         if memory.misfit is not None:
-            return Candidate(plan, memory)
-        candidate = Candidate(plan, memory, step_time(self.costs, plan, rows_at_once=memory.rows_at_once))
+            return candidate
+        time = step_time(self.costs, plan, rows_at_once=memory.rows_at_once)
+        candidate = replace(candidate, time=time)
         self._fitting.append(candidate)
         return candidate
+
+    def _with_memory(self, plan: StepPlan) -> Candidate:
+        """A plan with its memory."""
+        self._evaluated += 1
+        return Candidate(replace(plan, micro_batch_tokens=self._micro_batch_tokens), self.memory(plan))
 
     def _best(self, some: list[Layout]) -> Candidate:
         """The fastest plan of layouts of a style, or the one nearest to fitting."""
         order = itertools.count()
-        none = (False, False, False)
-        heap = [(self._least_seconds(layout, none), next(order), layout, none) for layout in some]
+        heap = [(self._least_seconds(layout, NOTHING), next(order), layout, NOTHING) for layout in some]
         heapq.heapify(heap)
         fitting: list[Candidate] = []
 
-        def too_slow(seconds: float) -> bool:
-            return len(fitting) >= self._keep and seconds >= fitting[self._keep - 1].seconds
+        def limit() -> float:
+            """Seconds from which a plan is too slow, whatever the rounding of sums."""
+            return fitting[self._keep - 1].seconds * (1 - 1e-12) if len(fitting) >= self._keep else math.inf
 
-        while heap and not too_slow(heap[0][0]):
+        while heap and heap[0][0] < limit():
             _, _, layout, offload = heapq.heappop(heap)
-            limit = fitting[self._keep - 1].seconds if len(fitting) >= self._keep else math.inf
-            plans, fits = self._plans(layout, offload, limit)
-            for number, (seconds, options) in enumerate(plans):
-                if too_slow(seconds):
+            plans, fits = self._plans(layout, offload, limit())
+            for number, (seconds, shared, sampling) in enumerate(plans):
+                if seconds >= limit():
                     break
-                candidate = self.evaluate(plan_of(layout, options))
+                plan = plan_of(self._job, layout, shared, sampling=sampling, offload=offload)
+                candidate = self.evaluate(plan)
                 if candidate.time is not None:
                     bisect.insort(fitting, candidate, key=lambda each: each.seconds)
                 elif number == 0:
                     fits = False
-            if offload == none and not fits:  # offloading only adds time
+            if offload == NOTHING and not fits:  # offloading only adds time
                 for other in offloads(self._job, layout)[1:]:
                     heapq.heappush(heap, (self._least_seconds(layout, other), next(order), layout, other))
         return fitting[0] if fitting else self._nearest(some)
@@ -196,127 +196,123 @@ class Search:
     def _least_seconds(self, layout: Layout, offload: Offload) -> float:
         """Seconds that a step of a layout takes at least: of each role and of sampling the fastest."""
         ways = {name: self._ways_of(layout, name, offload) for name in self._job.roles}
-        reads = {name: min(way.read for way in some) for name, some in ways.items()}
-        updates = {name: min(way.update for way in some) for name, some in ways.items()}
-        fastest = min(self._fastest_sampling(layout, offload, way.sharding) for way in ways["actor"])
-        return self._seconds(layout, reads, updates, _Sampling(1, False, fastest, 0.0, 0.0))
+        sampled = min(self._fastest_sampling(layout, offload, way.sharding) for way in ways["actor"])
+        fastest = {
+            name: some[0]._replace(read=min(way.read for way in some), update=min(way.update for way in some))
+            for name, some in ways.items()
+        }
+        return self._seconds(layout, fastest, sampled)
 
     def _fastest_sampling(self, layout: Layout, offload: Offload, actor: Sharding) -> float:
         """Seconds of sampling with its weight sync, at least."""
         return min(sampling.seconds + sampling.sync for sampling in self._samplings(layout, offload, actor))
 
-    def _plans(self, layout: Layout, offload: Offload, limit: float) -> tuple[list[tuple[float, Options]], bool]:
-        """Options of a layout that take less than a limit, by their seconds with room for all completions; those whose
+    def _plans(
+        self, layout: Layout, offload: Offload, limit: float
+    ) -> tuple[list[tuple[float, dict[str, Sharding], tuple[int, bool]]], bool]:
+        """Plans of a layout that take less than a limit, by their seconds with room for all completions; those whose
         weights alone do not fit are left out.
 
         Returns:
-            the seconds with the options, and false if any were left out for their memory.
+            the seconds with how the roles are shared and how is sampled, and false if any were left out for their
+            memory.
         """
-        names = [*self._job.roles]
-        lag = lags(self._job, layout)[0]
-        roomy = {name: self._roomy(layout, name, offload) for name in names}
-        fits = all(len(some) == len(self._ways_of(layout, name, offload)) for name, some in roomy.items())
-        plans: list[tuple[float, Options]] = []
+        every = {name: self._ways_of(layout, name, offload) for name in self._job.roles}
+        roomy = {name: self._roomy(layout, every, name) for name in every}
+        fits = roomy == every
+        sampled = {way.sharding: self._fastest_sampling(layout, offload, way.sharding) for way in roomy["actor"]}
+        plans = []
         for chosen in itertools.product(*roomy.values()):
-            ways = dict(zip(names, chosen, strict=True))
+            ways = dict(zip(roomy, chosen, strict=True))
             actor = ways["actor"].sharding
-            reads = {name: way.read for name, way in ways.items()}
-            updates = {name: way.update for name, way in ways.items()}
-            fastest = self._fastest_sampling(layout, offload, actor)
-            if self._seconds(layout, reads, updates, _Sampling(1, False, fastest, 0.0, 0.0)) >= limit:
+            if self._seconds(layout, ways, sampled[actor]) >= limit:
                 continue
             if not self._has_room(layout, ways):
                 fits = False
                 continue
-            shared = tuple((name, way.sharding) for name, way in ways.items())
+            shared = {name: way.sharding for name, way in ways.items()}
             for sampling in self._samplings(layout, offload, actor):
-                seconds = self._seconds(layout, reads, updates, sampling)
-                options = Options(shared, sampling.tensor_parallel, lag, *offload, with_actor=sampling.with_actor)
-                plans.append((seconds, options))
+                seconds = self._seconds(layout, ways, sampling.seconds + sampling.sync, sampling.ahead)
+                plans.append((seconds, shared, sampling.kind))
         return sorted(plans, key=lambda plan: plan[0]), fits
 
-    def _seconds(
-        self, layout: Layout, reads: Mapping[str, float], updates: Mapping[str, float], sampling: _Sampling
-    ) -> float:
-        """Seconds of a step with room for all completions; with a policy lag, at least."""
+    def _seconds(self, layout: Layout, ways: Mapping[str, _Way], sampled: float, ahead: float = 0.0) -> float:
+        """Seconds of a step with room for all completions; with a policy lag, at least.
+
+        Args:
+            layout: the ranks of the roles.
+            ways: of each role.
+            sampled: seconds of sampling with its weight sync.
+            ahead: seconds of the transfer during the critic's last update.
+        """
         frozen = 0.0
         values = 0.0
         training = 0.0
         before = 0.0
-        last = updates.get("critic", 0.0) / self._job.updates
+        last = ways["critic"].update / self._job.updates if "critic" in ways else 0.0
         for names in layout.classes:
-            frozen = max(frozen, sum(reads[name] for name in names if name in reads and name not in LEARNERS))
-            values = max(values, sum(reads[name] for name in names if name in LEARNERS))
-            busy = sum(updates[name] for name in names if name in LEARNERS)
+            learners = [ways[name] for name in names if name in LEARNERS]
+            frozen = max(frozen, sum(ways[name].read for name in names if name in ways and name not in LEARNERS))
+            values = max(values, sum(way.read for way in learners))
+            busy = sum(way.update for way in learners)
             training = max(training, busy)
             before = max(before, busy - last * ("critic" in names))
-        main = self._fixed + frozen + values + max(training, before + sampling.ahead)
-        if lags(self._job, layout)[0]:  # ranks that send no weights go on to score during a sync
-            return max(main, sampling.sync + sampling.seconds)
-        return main + sampling.sync + sampling.seconds
+        main = self._fixed + frozen + values + max(training, before + ahead)
+        # with a lag, ranks that send no weights go on to score during a sync
+        return max(main, sampled) if lag_of(self._job, layout) else main + sampled
 
     def _samplings(self, layout: Layout, offload: Offload, actor: Sharding) -> list[_Sampling]:
         """The ways to sample from an actor."""
-        lag = lags(self._job, layout)[0]
-        rows = len(self._job.lengths.completions)
-        key = (layout.places["actor"], layout.places.get(SAMPLER), actor, offload[1], lag)
-        if key in self._known_samplings:
-            return self._known_samplings[key]
-        found = self._known_samplings[key] = []
-        for together in tensor_parallels(self._job, layout, self._cluster):
-            options = Options((("actor", actor),), together, lag, *offload)
-            for joins in joinings(layout, self._cluster, options):
-                plan = plan_of(layout, replace(options, with_actor=joins))
-                seconds = max(work.seconds for work in self.costs.sampling(plan, rows_at_once=rows))
-                ahead = self.costs.transfer_ahead(plan)
-                sync = self.costs.weight_sync(plan).seconds
-                found.append(_Sampling(together, joins, seconds, sync, 0.0 if ahead is None else ahead.seconds))
-        return found
+        places = layout.places
+
+        def sampling(kind: tuple[int, bool]) -> _Sampling:
+            plan = plan_of(self._job, layout, {"actor": actor}, sampling=kind, offload=offload)
+            works = self.costs.sampling(plan, rows_at_once=len(self._job.lengths.completions))
+            ahead = self.costs.transfer_ahead(plan)
+            sync = self.costs.weight_sync(plan).seconds
+            return _Sampling(kind, max(work.seconds for work in works), sync, 0.0 if ahead is None else ahead.seconds)
+
+        key = (places["actor"], places.get(SAMPLER), actor, offload.offload_states)
+        return self._once(key, lambda: [sampling(kind) for kind in samplings(self._job, layout, self._cluster)])
 
     def _ways_of(self, layout: Layout, name: str, offload: Offload) -> list[_Way]:
         """The ways of a role, without those that another one beats."""
         ranks = layout.places[name]
-        lag = lags(self._job, layout)[0]
-        key = (name, ranks, lag, offload)
-        if key not in self._ways:
+
+        def unbeaten() -> list[_Way]:
             ways = [
-                self._way(layout, name, sharding, lag, offload)
+                self._way(layout, name, sharding, offload)
                 for sharding in shardings(self._job, self._cluster, name, ranks)
             ]
-            if name != "actor":  # its stage decides the weight sync too
-                ways = [way for way in ways if not any(other.beats(way) for other in ways)]
-            self._ways[key] = ways
-        return self._ways[key]
+            if name == "actor":  # its stage decides the weight sync too
+                return ways
+            return [way for way in ways if not any(other.beats(way) for other in ways)]
 
-    def _way(self, layout: Layout, name: str, sharding: Sharding, lag: int, offload: Offload) -> _Way:
+        return self._once((name, ranks, lag_of(self._job, layout), offload), unbeaten)
+
+    def _way(self, layout: Layout, name: str, sharding: Sharding, offload: Offload) -> _Way:
         role = self._job.roles[name]
-        plan = plan_of(layout, Options(((name, sharding),), 1, lag, *offload))
-        times = self._job.actor_reads(lag=lag) if name == "actor" else 1
+        plan = plan_of(self._job, layout, {name: sharding}, offload=offload)
+        times = self._job.actor_reads(lag=plan.policy_lag) if name == "actor" else 1
         read = self.costs.read(role, plan, times=times).seconds if times else 0.0
         update = self.costs.updates(role, plan).seconds if role.is_trained else 0.0
         return _Way(sharding, read, update, *self.memory.of_role(plan, name))
 
-    def _roomy(self, layout: Layout, name: str, offload: Offload) -> list[_Way]:
+    def _roomy(self, layout: Layout, ways: Mapping[str, list[_Way]], name: str) -> list[_Way]:
         """The ways of a role that leave room for the least of the others."""
-        least = {
-            other: min(way.held for way in self._ways_of(layout, other, offload))
-            for names in layout.classes
-            if name in names
-            for other in names
-            if other not in (name, SAMPLER)
-        }
-        most = max(sum(least.get(other, 0.0) for other in names) for names in layout.classes if name in names)
-        return [
-            way for way in self._ways_of(layout, name, offload) if most + way.held + way.added <= self._device_bytes
-        ]
+        beside = 0.0
+        for names in layout.classes:
+            if name in names:
+                others = [other for other in names if other not in (name, SAMPLER)]
+                beside = max(beside, sum(min(way.held for way in ways[other]) for other in others))
+        return [way for way in ways[name] if beside + way.held + way.added <= self._device_bytes]
 
     def _has_room(self, layout: Layout, ways: Mapping[str, _Way]) -> bool:
-        return all(
-            sum(ways[name].held for name in names if name != SAMPLER)
-            + max((ways[name].added for name in names if name != SAMPLER), default=0.0)
-            <= self._device_bytes
-            for names in layout.classes
-        )
+        for names in layout.classes:
+            mine = [ways[name] for name in names if name != SAMPLER]
+            if sum(way.held for way in mine) + max((way.added for way in mine), default=0.0) > self._device_bytes:
+                return False
+        return True
 
     def _nearest(self, some: list[Layout]) -> Candidate:
         """The plan of layouts that takes the least memory."""
@@ -328,10 +324,9 @@ class Search:
                 for name in self._job.roles
             }
             held = max(sum(ways[name].held for name in names if name != SAMPLER) for names in layout.classes)
-            shared = tuple((name, way.sharding) for name, way in ways.items())
-            together = tensor_parallels(self._job, layout, self._cluster)[-1]
-            return held, plan_of(layout, Options(shared, together, lags(self._job, layout)[0], *offload))
+            shared = {name: way.sharding for name, way in ways.items()}
+            together, _ = samplings(self._job, layout, self._cluster)[-1]
+            return held, plan_of(self._job, layout, shared, sampling=(together, False), offload=offload)
 
         _, plan = min((smallest(layout) for layout in some), key=lambda pair: pair[0])
-        self._evaluated += 1
-        return Candidate(plan, self.memory(plan))
+        return self._with_memory(plan)

@@ -23,7 +23,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.families import keep_float32_logits
-from hybrid_rlhf.models.lora import base_weight, choose_trained, lora_layers
+from hybrid_rlhf.models.lora import base_weight, choose_trained, lora_layers, plain_name
 from hybrid_rlhf.models.packing import layer_masks, packs, places
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
@@ -87,34 +87,24 @@ class BatchShape:
 class ShapedModel:
     """A model on the meta device."""
 
-    def __init__(
-        self,
-        path: str,
-        architecture: Architecture,
-        *,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        lora: LoraConfig | None,
-        learns: bool,
-    ) -> None:
-        """Read a config and build the model.
-
-        Args:
-            path: folder, hub name, .gguf file or "embedded"; weights are not read.
-            architecture: causal_lm or scorer.
-            config: attention kernel, trust_remote_code, checkpointing and offload of activations.
-            dtype: data type of the weights.
-            lora: adapters of a trained model; none: all of its weights are trained.
-            learns: whether it is trained.
-
-        Raises:
-            UserError: when there is no config that transformers can read.
-        """
-        self.lm = _build(path, architecture, config, dtype, lora, learns=learns)
-        self.config: PreTrainedConfig = self.lm.config
-        self.elements = _count(self.lm, architecture)
-        self._offloads = config.activation_offload
+    def __init__(self, lm: PreTrainedModel, *, offloads: bool) -> None:
+        """Take the model, and whether its activations are offloaded in training."""
+        parameters = list(lm.parameters())
+        self.lm = lm
+        self.config: PreTrainedConfig = lm.config
+        self.elements = ParameterCounts(
+            trained=sum(p.numel() for p in parameters if p.requires_grad),
+            frozen=sum(p.numel() for p in parameters if not p.requires_grad),
+            largest=max(p.numel() for p in parameters),
+            adapted=sum(base_weight(layer).numel() for _, layer in lora_layers(lm)),
+        )
+        self._offloads = offloads
         self._measured: dict[tuple[BatchShape, bool], ForwardMemory] = {}
+
+    @functools.cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by their names without adapters."""
+        return {plain_name(name): weight for name, weight in self.lm.named_parameters()}
 
     def measure(self, batch: BatchShape, *, backward: bool) -> ForwardMemory:
         """Memory of a batch: of a forward and a backward, or of a forward alone."""
@@ -122,24 +112,19 @@ class ShapedModel:
         if key not in self._measured:
             few, many = _LAYERS_RUN
             layers = len(_layer_list(self.lm))
-            with torch.set_grad_enabled(backward), self._shown_faults():
-                memory = self._run(batch, layers=min(many, layers))
-                if layers > many:
-                    memory = self._run(batch, layers=few).extrapolated(memory, (layers - many) / (many - few))
+            try:
+                with torch.set_grad_enabled(backward):
+                    memory = self._run(batch, layers=min(many, layers))
+                    if layers > many:
+                        memory = self._run(batch, layers=few).extrapolated(memory, (layers - many) / (many - few))
+            except (NotImplementedError, RuntimeError, ValueError) as fault:
+                # a forward that needs the values of tensors, or an operation without a shape rule, is the model's own
+                raise UserError(
+                    f"a memory plan runs the model on shapes alone, {type(self.lm).__name__} fails there "
+                    f"({first_line(fault)}): leave out the plan"
+                ) from fault
             self._measured[key] = memory
         return self._measured[key]
-
-    @contextlib.contextmanager
-    def _shown_faults(self) -> Iterator[None]:
-        """A forward that needs the values of tensors, or an operation without a shape rule, is the model's own."""
-        try:
-            yield
-        except (NotImplementedError, RuntimeError, ValueError) as fault:
-            name = type(self.lm).__name__
-            raise UserError(
-                f"a memory plan runs the model on shapes alone, {name} fails there ({first_line(fault)}): leave "
-                "out the plan"
-            ) from fault
 
     def _run(self, batch: BatchShape, *, layers: int) -> ForwardMemory:
         """Run a batch through the first layers and count live bytes."""
@@ -172,29 +157,6 @@ class _MetaOffload(ActivationOffload):
         return torch.empty(host[0], dtype=host[1], device=device)
 
 
-class Shapes:
-    """Cache of shaped models, because a plan needs each several times."""
-
-    def __init__(self) -> None:
-        self._models: dict[str, ShapedModel] = {}
-
-    def __call__(
-        self,
-        path: str,
-        architecture: Architecture,
-        *,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        lora: LoraConfig | None,
-        learns: bool,
-    ) -> ShapedModel:
-        """The model on the meta device."""
-        key = repr((path, architecture, config, dtype, lora, learns))
-        if key not in self._models:
-            self._models[key] = ShapedModel(path, architecture, config=config, dtype=dtype, lora=lora, learns=learns)
-        return self._models[key]
-
-
 @functools.cache
 def read_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The Hugging Face config of a folder, a hub model or a .gguf file (from its header).
@@ -210,16 +172,36 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> PreTrainedConf
         return read_gguf_config(source)
 
 
-def _build(
+_MODELS: dict[str, ShapedModel] = {}
+_MOST_MODELS = 64
+"""Models that this process has built, and how many it keeps: a plan needs each several times."""
+
+
+def shaped_model(
     path: str,
     architecture: Architecture,
+    *,
     config: ModelConfig,
     dtype: torch.dtype,
     lora: LoraConfig | None,
-    *,
     learns: bool,
-) -> PreTrainedModel:
-    """The model as `load_model` and the engines prepare it, on the meta device."""
+) -> ShapedModel:
+    """The model as `load_model` and the engines prepare it, on the meta device.
+
+    Args:
+        path: folder, hub name, .gguf file or "embedded"; weights are not read.
+        architecture: causal_lm or scorer.
+        config: attention kernel, trust_remote_code, checkpointing and offload of activations.
+        dtype: data type of the weights.
+        lora: adapters of a trained model; none: all of its weights are trained.
+        learns: whether it is trained.
+
+    Raises:
+        UserError: when there is no config that transformers can read.
+    """
+    key = repr((path, architecture, config, dtype, lora, learns))
+    if key in _MODELS:
+        return _MODELS[key]
     hf_config = copy.deepcopy(read_config(path, trust_remote_code=config.trust_remote_code))
     adapt_config(hf_config, architecture)
     # Flash attention does not run on the meta device; sdpa keeps the same tensors.
@@ -235,17 +217,10 @@ def _build(
         keep_float32_logits(lm, config.head_dtype == "float32")
         choose_trained(lm, lora, architecture, learns=learns, seed=0)
     lm.train(learns)
-    return lm  # type: ignore[no-any-return]
-
-
-def _count(lm: PreTrainedModel, architecture: Architecture) -> ParameterCounts:
-    parameters = list(lm.parameters())
-    return ParameterCounts(
-        trained=sum(p.numel() for p in parameters if p.requires_grad),
-        frozen=sum(p.numel() for p in parameters if not p.requires_grad),
-        largest=max(p.numel() for p in parameters),
-        adapted=sum(base_weight(layer).numel() for _, layer in lora_layers(lm)),
-    )
+    if len(_MODELS) == _MOST_MODELS:
+        _MODELS.pop(next(iter(_MODELS)))
+    _MODELS[key] = ShapedModel(lm, offloads=config.activation_offload)
+    return _MODELS[key]
 
 
 def _layer_list(lm: PreTrainedModel) -> nn.ModuleList:

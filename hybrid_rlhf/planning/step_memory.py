@@ -14,23 +14,22 @@ from dataclasses import dataclass, field, replace
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.placement import is_automatic
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig, frozen_zero
+from hybrid_rlhf.configs.sections.training import frozen_zero
 from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.engines.ds_config import deepspeed_config, read_overrides
+from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.generation.batching.capacity import FREE_SHARE
 from hybrid_rlhf.models.distillation import CHUNK_LOGITS, CHUNK_TOKENS
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
 from hybrid_rlhf.planning.engine_memory import FLOAT32, EngineMemory, MemoryUse, engine_memory
-from hybrid_rlhf.planning.job import JobReader, default_lengths
-from hybrid_rlhf.planning.phase_memory import AnyStep, Device, PhaseMemory, RankMemory, micro_batch
+from hybrid_rlhf.planning.generation_memory import GenerationMemory
+from hybrid_rlhf.planning.job import read_job
+from hybrid_rlhf.planning.phase_memory import AnyStep, Device, PhaseMemory, micro_batch
 from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import StepPlan
-from hybrid_rlhf.planning.sampling_memory import inference_bytes, sampling_memory
-from hybrid_rlhf.planning.shapes import Shapes
+from hybrid_rlhf.planning.shapes import shaped_model
 from hybrid_rlhf.runtime.placement import Placement, placed_roles, resolve_placement
 
 _LITTLE_GIB = 1e-6
@@ -44,7 +43,6 @@ class Planner:
     """Estimates steps on one machine."""
 
     machine: Device
-    shapes: Shapes = field(default_factory=Shapes)
     starts: dict[str, str] = field(default_factory=dict)
     """Folders that an earlier step will write, each with an existing model of the same shape."""
 
@@ -56,21 +54,18 @@ class Planner:
                 placement does not fit the other settings or the number of ranks.
         """
         if not isinstance(config, RLConfig):
-            return list(self._one_engine(config))
+            everyone = tuple(range(self.machine.ranks))
+            return [replace(phase, ranks=everyone) for phase in self._one_engine(config)]
         placement = None if is_automatic(config.placement) else config.placement
         resolved = resolve_placement(placement, placed_roles(config), ranks=self.machine.ranks)
-        return [each.named(self.machine.ranks) for each in self.memory(config, resolved)]
+        return self.memory(config, resolved)
 
-    def memory(self, config: RLConfig, placement: Placement) -> list[RankMemory]:
+    def memory(self, config: RLConfig, placement: Placement) -> list[PhaseMemory]:
         """The memory of each phase of a step of RL on each rank."""
         if config.rollout.policy_lag and config.rollout.kv_cache_gib is None:
             config = self.with_kv_cache(config, placement)
-        lengths = default_lengths(config, prompt_tokens=None, mean_tokens=None)
-        read = JobReader(self.machine.device, self.shapes, self.starts)
-        job = read(config, lengths, overrides=read_overrides(config.deepspeed_config))
-        machine = self.machine
-        model = MemoryModel(job, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, exact=True)
-        return list(model(StepPlan.of(config, placement)).phases)
+        job = read_job(config, self.machine.device, starts=self.starts)
+        return list(MemoryModel(job, self.machine, exact=True)(StepPlan.of(config, placement)).phases)
 
     def with_kv_cache(self, config: RLConfig, placement: Placement) -> RLConfig:
         """The config with a KV cache for sampling beside training: for all completions of a rollout at their maximum
@@ -80,7 +75,7 @@ class Planner:
         def sampling_phases(gib: float) -> list[PhaseMemory]:
             sized = replace(config, rollout=replace(config.rollout, kv_cache_gib=gib))
             samples = {rank for group in placement.sampling_groups for rank in group}
-            return [each.phase for each in self.memory(sized, placement) if samples & {*each.ranks}]
+            return [phase for phase in self.memory(sized, placement) if samples & {*phase.ranks}]
 
         least, most = (sampling_phases(gib) for gib in (_LITTLE_GIB, _ABUNDANT_GIB))
         one, all_rows = (max(phase.need.cache for phase in phases) for phases in (least, most))
@@ -90,64 +85,42 @@ class Planner:
         return replace(config, rollout=replace(config.rollout, kv_cache_gib=round(gib, 3)))
 
     def _one_engine(self, config: SFTConfig | RewardConfig | PreferenceStepConfig) -> Iterator[PhaseMemory]:
+        machine = self.machine
+        dtype = training_dtype(config.model, machine.device)
+        overrides = read_overrides(config.deepspeed_config)
         architecture: Architecture = "scorer" if isinstance(config, RewardConfig) else "causal_lm"
-        engine = self._engine(config, config.model.path, architecture, config.zero, config.optimizer, config.lora)
-        rows = -(-config.train.global_batch_size // self.machine.ranks)
+
+        def engine(path: str | None, *, learns: bool) -> EngineMemory:
+            source = self.starts.get(str(path), str(path))
+            lora = config.lora if learns else None
+            model = shaped_model(source, architecture, config=config.model, dtype=dtype, lora=lora, learns=learns)
+            zero = config.zero if learns else frozen_zero(config.zero)
+            optimizer = config.optimizer if learns else None
+            return engine_memory(model, zero, optimizer, dtype=dtype, ranks=machine.ranks, overrides=overrides)
+
+        trained = engine(config.model.path, learns=True)
+        rows = -(-config.train.global_batch_size // machine.ranks)
         sides = 1 if isinstance(config, SFTConfig) else 2
         batch = micro_batch(config.train, rows, config.data.max_length, sides=sides)
         name = {SFTConfig: "SFT", RewardConfig: "reward"}.get(type(config), "preference") + " training"
-        base = engine.held
+        base = trained.held
         distillation = MemoryUse()
         if isinstance(config, SFTConfig) and config.distill is not None:
-            base += self._frozen(config, config.distill.teacher)
+            base += engine(config.distill.teacher, learns=False).held
             # the gradient of the head is kept until backward; a chunk has logits of two models
-            model = engine.model.config
+            model = trained.model.config
             head = 0 if config.lora is not None else model.vocab_size * model.hidden_size
             distillation = MemoryUse(buffers=FLOAT32 * (head + CHUNK_LOGITS * CHUNK_TOKENS * model.vocab_size))
             if config.distill.on_policy_fraction:
                 rollout = student_rollout(config, config.distill.sampling)
-                yield self._sampling(rollout, config, engine, base)
+                memory = GenerationMemory(trained.model, rollout, DTYPES.get(rollout.dtype, dtype), machine.device)
+                zero = config.zero
+                gathers = zero.stage == 3 and (machine.ranks > 1 or zero.offload_parameters)
+                inference = memory.weights(stage=zero.stage, gathers=gathers)
+                yield memory.sampling(base, inference, machine, ranks=machine.ranks, records_routes=False).phase
         if isinstance(config, PreferenceStepConfig) and config.reference is not None and config.holds_reference:
-            base += self._frozen(config, config.reference.path or config.model.path)
-        yield PhaseMemory(name, base + distillation + engine.training(batch), self.machine)
-
-    def _frozen(self, config: SFTConfig | PreferenceStepConfig, path: str | None) -> MemoryUse:
-        """The teacher of a distillation, or the reference of a preference run where it is a model of its own."""
-        zero = frozen_zero(config.zero)
-        return self._engine(config, path, "causal_lm", zero, None, None).held
-
-    def _engine(
-        self,
-        config: SFTConfig | RewardConfig | PreferenceStepConfig,
-        path: str | None,
-        architecture: Architecture,
-        zero: ZeroConfig,
-        optimizer: OptimizerConfig | None,
-        lora: LoraConfig | None,
-    ) -> EngineMemory:
-        dtype = training_dtype(config.model, self.machine.device)
-        source = self.starts.get(str(path), str(path))
-        model = self.shapes(
-            source, architecture, config=config.model, dtype=dtype, lora=lora, learns=optimizer is not None
-        )
-        overrides = read_overrides(config.deepspeed_config)
-        json = deepspeed_config(zero=zero, dtype=dtype, optimizer=optimizer, overrides=overrides)
-        return engine_memory(model, json["zero_optimization"], dtype=dtype, ranks=self.machine.ranks)
-
-    def _sampling(
-        self, rollout: RolloutConfig, config: SFTConfig, student: EngineMemory, base: MemoryUse
-    ) -> PhaseMemory:
-        """On-policy distillation's sampling from the student."""
-        machine = self.machine
-        zero = config.zero
-        dtype = DTYPES.get(rollout.dtype, training_dtype(config.model, machine.device))
-        gathers = zero.stage == 3 and (machine.ranks > 1 or zero.offload_parameters)
-        inference = inference_bytes(
-            student.model, rollout, stage=zero.stage, gathers=gathers, dtype=dtype, device=machine.device
-        )
-        return sampling_memory(
-            student.model, rollout, base, inference, machine, ranks=machine.ranks, dtype=dtype, records_routes=False
-        ).phase
+            base += engine(config.reference.path or config.model.path, learns=False).held
+        yield PhaseMemory(name, base + distillation + trained.training(batch), machine)
 
 
 def student_rollout(config: SFTConfig, sampling: SamplingParams) -> RolloutConfig:

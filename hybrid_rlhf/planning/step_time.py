@@ -19,7 +19,8 @@ from functools import lru_cache
 
 from hybrid_rlhf.planning.costs import Costs, Work
 from hybrid_rlhf.planning.job import RoleJob
-from hybrid_rlhf.planning.plans import LEARNERS, Cluster, StepPlan
+from hybrid_rlhf.planning.phase_memory import Cluster
+from hybrid_rlhf.planning.plans import LEARNERS, StepPlan
 
 PHASES = ("weight_sync", "generation", "gather", "scoring", "training", "loop")
 """Named as the metrics `time/*_seconds`; `gather` and `loop` are `time/other_seconds`."""
@@ -82,7 +83,7 @@ def step_time(costs: Costs, plan: StepPlan, *, rows_at_once: int) -> StepTime:
     everyone = tuple(range(cluster.ranks))
     sync = Task("weight_sync", _with_samplers(plan), costs.weight_sync(plan), "actor")
     sampling = _sampling(costs, plan, rows_at_once)
-    gather = Task("gather", everyone, costs.exchange(1.0, kind="all_gather"))
+    gather = Task("gather", everyone, costs.exchange("all_gather"))
     rest = [*_reads(costs, plan), *_updates(costs, plan), Task("loop", everyone, costs.loop())]
     if not plan.policy_lag:
         tasks = [slowed for stage in _stages([sync, sampling, gather, *rest]) for slowed in _sharing(stage, costs)]
@@ -110,7 +111,7 @@ def _sampling(costs: Costs, plan: StepPlan, rows_at_once: int) -> Task:
 
 def _reads(costs: Costs, plan: StepPlan) -> Iterator[Task]:
     job = costs.job
-    reduced = Task("scoring", tuple(range(costs.cluster.ranks)), costs.exchange(1.0, kind="all_reduce"))
+    reduced = Task("scoring", tuple(range(costs.cluster.ranks)), costs.exchange("all_reduce"))
     for role in job.frozen:
         yield Task("scoring", plan.roles[role.name].ranks, costs.read(role, plan), role.name)
     if job.frozen:

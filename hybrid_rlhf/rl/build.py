@@ -35,9 +35,7 @@ from hybrid_rlhf.loop.setup import (
 from hybrid_rlhf.loop.step import ModelSource, Step
 from hybrid_rlhf.loop.user_code import register
 from hybrid_rlhf.planning.automatic import choose_placement
-from hybrid_rlhf.planning.kept_weights import resolve_keep_weights
-from hybrid_rlhf.planning.kv_cache import resolve_kv_cache
-from hybrid_rlhf.planning.room import require_room
+from hybrid_rlhf.planning.room import require_room, resolve_keep_weights, resolve_kv_cache
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.environments import Environment, build_runner
 from hybrid_rlhf.rl.parts import RLParts, RLSession

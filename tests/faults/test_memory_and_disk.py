@@ -28,8 +28,8 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import LoopConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 from hybrid_rlhf.models.pretrained.saving import save_model
+from hybrid_rlhf.planning.dotted_keys import with_settings
 from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
-from hybrid_rlhf.planning.remedies import with_settings
 from hybrid_rlhf.runtime.command_line import save_config, user_errors
 from hybrid_rlhf.runtime.files.disk import DISK_ERRNOS, disk_errors_translated
 from hybrid_rlhf.runtime.world import _SOLO_ENVIRONMENT, solo_world

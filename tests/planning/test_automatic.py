@@ -14,7 +14,8 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import RolePlacements, read_placement
-from hybrid_rlhf.planning.automatic import MeasuredStep, PlacementWatch, _PlanRequest, choose_placement
+from hybrid_rlhf.planning.automatic import MeasuredStep, PlacementWatch, choose_placement
+from hybrid_rlhf.planning.curves import MachineCurves
 from hybrid_rlhf.planning.job import StepLengths, measured_lengths
 from hybrid_rlhf.planning.machines.stored import save_curves
 from hybrid_rlhf.runtime.command_line import parse_config
@@ -42,23 +43,25 @@ def config_of(model: Path, cache: Path, more: str = "") -> RLConfig:
 
 def test_errors_are_told_and_correct_the_curves(model_folder: Path, tmp_path: Path, log_lines: list[str]) -> None:
     save_curves(cpu_machine(), 2, str(tmp_path))
-    request = _PlanRequest.of(config_of(model_folder, tmp_path), World(0, 2, 0, 2, CPU))
-    watch = PlacementWatch(request)
+    watch = PlacementWatch.of(config_of(model_folder, tmp_path), World(0, 2, 0, 2, CPU))
     assert watch.answer.best is not None and watch.answer.best.time is not None
     predicted = {**watch.answer.best.time.phases, "step": watch.answer.best.time.step_seconds}
-    most = max(watch.answer.best.memory.phases, key=lambda each: each.phase.total)
-    took = {most.phase.timed_as: 2 * most.phase.total / 2**30}
-    lengths, peaks = request.job.lengths, [took if rank in most.ranks else {} for rank in range(2)]
+    most = max(watch.answer.best.memory.phases, key=lambda each: each.total)
+    took = {most.timed_as: 2 * most.total / 2**30}
+    lengths = watch.job.lengths
+    first = watch.answer.best
+    slow = watch.curves.corrected({"decode": 100.0})
+    peaks = [took if rank in most.ranks else {} for rank in range(2)]
     for step in range(1, 6):
         measured = {phase: 2.0 * seconds for phase, seconds in predicted.items()}
         told = watch.metrics(MeasuredStep(measured, lengths, peaks))
         assert told["placement/step_seconds_error"] == pytest.approx(-0.5)
         assert told["placement/predicted_training_seconds"] == predicted["training"]
         of_memory = {name: value for name, value in told.items() if "memory" in name}
-        assert of_memory == pytest.approx({f"placement/{most.phase.timed_as}_memory_error": -0.5})
+        assert of_memory == pytest.approx({f"placement/{most.timed_as}_memory_error": -0.5})
         assert any("predicted and measured seconds of steps 2 to 4" in line for line in log_lines) == (step >= 4)
-    corrected = request.corrected({"decode": 100.0}).answer().best
-    assert corrected is not None and corrected.seconds > request.answer().best.seconds  # type: ignore[union-attr]
+    corrected = PlacementWatch(replace(watch.job, lengths=lengths), slow, watch.machine).answer.best
+    assert corrected is not None and corrected.seconds > first.seconds
     assert watch.metrics(MeasuredStep({}, lengths)) == {}
 
 
@@ -67,23 +70,22 @@ def test_measured_lengths_replace_the_assumed_ones_before_the_curves_are_correct
 ) -> None:
     """On a machine that is as fast as its curves say, nothing is left to correct."""
     save_curves(cpu_machine(), 2, str(tmp_path))
-    request = _PlanRequest.of(config_of(model_folder, tmp_path, SHORT), World(0, 2, 0, 2, CPU))
-    watch = PlacementWatch(request)
+    watch = PlacementWatch.of(config_of(model_folder, tmp_path, SHORT), World(0, 2, 0, 2, CPU))
     ratios: dict[str, float] = {}
     sampled = StepLengths(20.0, (1, 1, 1, 1, 1, 2) * 2)
-    took = replace(request, job=request.job.at(lengths=sampled)).seconds(watch.plan)
-    correct = _PlanRequest.corrected
+    took = PlacementWatch(replace(watch.job, lengths=sampled), watch.curves, watch.machine).seconds(watch.plan)
+    correct = MachineCurves.corrected
 
-    def corrected(self: _PlanRequest, found: Mapping[str, float]) -> _PlanRequest:
+    def corrected(self: MachineCurves, found: Mapping[str, float]) -> MachineCurves:
         ratios.update(found)
         return correct(self, found)
 
-    monkeypatch.setattr(_PlanRequest, "corrected", corrected)
-    assumed = statistics.fmean(request.job.lengths.completions)
-    assert took["generation"] < 0.7 * request.seconds(watch.plan)["generation"], "which a wrong curve would explain too"
+    monkeypatch.setattr(MachineCurves, "corrected", corrected)
+    assumed = statistics.fmean(watch.job.lengths.completions)
+    assert took["generation"] < 0.7 * watch.seconds(watch.plan)["generation"], "which a wrong curve would explain too"
     for _ in range(4):
         watch.metrics(MeasuredStep(took, sampled))
-    found = watch._question.job.lengths
+    found = watch.job.lengths
     assert found.prompt_tokens == sampled.prompt_tokens
     assert sorted(found.completions) == sorted(sampled.completions)
     assert {*ratios} >= {"decode", "prefill", "forward", "backward"}
@@ -106,38 +108,19 @@ def test_the_log_has_the_command_that_resumes_under_a_faster_placement(
 ) -> None:
     save_curves(cpu_machine(), 2, str(tmp_path))
     config = config_of(model_folder, tmp_path, SHORT)
-    watch = PlacementWatch(_PlanRequest.of(config, World(0, 2, 0, 2, CPU)))
+    watch = PlacementWatch.of(config, World(0, 2, 0, 2, CPU))
     best = watch.answer.best
     assert best is not None and best.time is not None and len(best.plan.sampling.ranks) == 1
     measured = {**best.time.phases, "generation": 1e6 * best.time.phases["generation"], "step": 1e3}
     for _ in range(4):
-        watch.metrics(MeasuredStep(measured, watch._question.job.lengths))
+        watch.metrics(MeasuredStep(measured, watch.job.lengths))
     (line,) = [line for line in log_lines if "is expected to take" in line]
     words = shlex.split(line.split("hybrid-rlhf rl ")[1])
     resumed = parse_config(RLConfig, [*config_line(model_folder, tmp_path, SHORT), *words[2:]])
     assert words[:4] == ["--config", f"{config.output_dir}/config.yaml", "--resume", "auto"]
     assert watch.answer.best is not None and resumed.resume == "auto"
-    assert resumed.placement == read_placement(watch.answer.best.plan.placement_setting())
+    assert resumed.placement == read_placement(watch.answer.best.plan.placement_setting().as_given())
     assert len(watch.answer.best.plan.sampling.ranks) == 2
-
-
-def test_training_ranks_that_join_in_sampling_are_another_placement(
-    model_folder: Path, tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_curves(cpu_machine(), 2, str(tmp_path))
-    request = _PlanRequest.of(config_of(model_folder, tmp_path, SHORT), World(0, 2, 0, 2, CPU))
-    watch, answer = PlacementWatch(request), request.answer()
-    found = next(each for each in answer.result.ranked if each.plan.separate)
-    placement = found.plan.placement
-    other = replace(placement, with_actor=not placement.with_actor)
-    monkeypatch.setattr(
-        _PlanRequest, "answer", lambda _: replace(answer, result=replace(answer.result, ranked=(found,)))
-    )
-    for runs, differs in ((placement, False), (other, True)):
-        watch._follow(replace(found, plan=replace(found.plan, placement=runs)))
-        for _ in range(4):
-            watch.metrics(MeasuredStep({"step": 1.0}, request.job.lengths))
-        assert any("is expected to take" in line for line in log_lines) == differs
 
 
 def test_the_plan_becomes_the_placement(

@@ -13,13 +13,20 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.costs.passes import ATTENTION_BACKWARD, DECODE_PRODUCTS
 from hybrid_rlhf.planning.curves import Curve, MachineCurves
-from hybrid_rlhf.planning.job import JobReader, StepLengths
+from hybrid_rlhf.planning.job import StepLengths, read_job
 from hybrid_rlhf.planning.machines.calibration import MeasuredSizes, measured_sizes
 from hybrid_rlhf.planning.machines.fitting import fit, with_models
-from hybrid_rlhf.planning.machines.layers import LONG_CONTEXT, SHORT_CONTEXT, ModelTimes, TimedBatch, TimedModel
+from hybrid_rlhf.planning.machines.layers import (
+    LONG_CONTEXT,
+    MEAN_NEW_TOKENS,
+    SHORT_CONTEXT,
+    ModelTimes,
+    TimedBatch,
+    TimedModel,
+)
 from hybrid_rlhf.planning.machines.runs import RunTimes, with_runs
-from hybrid_rlhf.planning.plans import Cluster, StepPlan, flattening
-from hybrid_rlhf.planning.shapes import Shapes
+from hybrid_rlhf.planning.phase_memory import Cluster
+from hybrid_rlhf.planning.plans import StepPlan, flattening
 from hybrid_rlhf.planning.step_time import step_time
 from hybrid_rlhf.runtime.command_line import parse_config
 from tests.support.placement import cost_line, cpu_machine, machine
@@ -51,7 +58,7 @@ def times_of(curves: MachineCurves, model: TimedModel, sizes: MeasuredSizes, noi
         backward[batch] = BACKWARD + model.layers * layer + 2 * head + logits
     whole = {}
     for rows, context in [(rows, SHORT_CONTEXT) for rows in sizes.decoded] + [(sizes.decoded[-1], LONG_CONTEXT)]:
-        tokens = context + ModelTimes(model, {}, {}, 0, 0, {}, {}).mean_new_tokens
+        tokens = context + MEAN_NEW_TOKENS
         layer = DECODE_PRODUCTS * decoded(shape.layer_weights / DECODE_PRODUCTS, rows)
         layer += curves.decode_layer(rows * shape.hidden) + curves.cache_reads(4.0 * rows * tokens * shape.cache_width)
         head = decoded(shape.vocabulary * shape.hidden, rows)
@@ -120,7 +127,7 @@ SIZES = [(1, 64, 8), (1, 64, 64), (1, 64, 256), (1, 256, 32), (1, 512, 32), (2, 
 
 def seconds_of(curves: MachineCurves, config: RLConfig, ranks: int, lengths: StepLengths) -> dict[str, float]:
     """Of a step with all roles on all ranks."""
-    job = JobReader(torch.device("cpu"), Shapes())(config, lengths, overrides={})
+    job = read_job(config, torch.device("cpu"), lengths=lengths)
     costs = Costs(job, curves, Cluster(ranks, ranks))
     found = step_time(costs, StepPlan(flattening([*job.roles], ranks, zero={})), rows_at_once=10**6)
     return {**found.phases, "other": found.phases["loop"], "step": found.step_seconds}

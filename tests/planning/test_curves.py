@@ -15,7 +15,7 @@ import yaml
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import MACHINES
-from hybrid_rlhf.planning.curves import Curve, MachineCurves, Surface
+from hybrid_rlhf.planning.curves import Curve, Surface
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.machines.datasheets import (
     DATA_SHEETS,
@@ -25,8 +25,8 @@ from hybrid_rlhf.planning.machines.datasheets import (
     sheet_of,
 )
 from hybrid_rlhf.planning.machines.stored import curves_file, load_curves, read_curves, save_curves
-from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory, RankMemory
-from hybrid_rlhf.planning.prediction_errors import PredictionReport, memory_errors, summary
+from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
+from hybrid_rlhf.planning.prediction_errors import PredictionReport, memory_errors
 from tests.support.placement import machine
 
 GPU = Device(torch.device("cuda"), 2, 2.0**40)
@@ -37,7 +37,7 @@ def test_a_curve_is_latency_below_its_points_bandwidth_above_and_a_power_law_bet
     assert [curve(size) for size in (0, 1, 10, 100, 1000)] == pytest.approx([0, 1, 1, 4, 40])
     assert curve(math.sqrt(1000)) == pytest.approx(2.0)
     sizes = np.asarray([0.0, 3.0, 10.0, 42.0, 100.0, 1e6])
-    assert curve.each(sizes) == pytest.approx([curve(size) for size in sizes])
+    assert curve(sizes) == pytest.approx([curve(size) for size in sizes])
 
 
 def test_measured_points_that_fall_are_averaged_so_that_no_curve_falls() -> None:
@@ -54,7 +54,7 @@ def test_a_surface_interpolates_in_both_sizes_and_rises_in_both() -> None:
     assert surface(8, 100) == pytest.approx(100.0)  # not below that of a smaller first size
     assert surface(16, 1) == pytest.approx(8.0)
     assert surface(1, 1) == pytest.approx(1.0)
-    assert surface.each(4, np.asarray([1.0, 10.0, 100.0])) == pytest.approx([surface(4, x) for x in (1, 10, 100)])
+    assert surface(4, np.asarray([1.0, 10.0, 100.0])) == pytest.approx([surface(4, x) for x in (1, 10, 100)])
 
 
 @pytest.mark.parametrize("name", DATA_SHEETS)
@@ -155,19 +155,11 @@ def test_curves_of_another_machine_or_version_are_refused_and_not_loaded(tmp_pat
     assert curves_file(2, str(tmp_path)) == path != curves_file(3, str(tmp_path))
 
 
-def test_curves_of_another_format_are_refused() -> None:
-    text = json.dumps({**json.loads(machine().to_json()), "format": 99})
-    with pytest.raises(UserError, match="FILE must have format 4, got 99"):
-        MachineCurves.from_json(text, place="FILE")
-
-
 def test_a_correction_multiplies_an_earlier_one() -> None:
     curves = machine().corrected({"forward": 2.0}).corrected({"forward": 1.5, "collective": 3.0})
     assert curves.factor("forward") == 3.0 and curves.factor("decode") == 1.0
     plain = machine().collective("all_reduce", ranks=4, size_bytes=1e6, hosts=1)
     assert curves.collective("all_reduce", ranks=4, size_bytes=1e6, hosts=1) == pytest.approx(3 * plain)
-    with pytest.raises(UserError, match="above 0, got 0.0 for decode"):
-        machine().corrected({"decode": 0.0})
 
 
 def test_a_report_gives_errors_by_phase_and_the_ratios_that_correct_them() -> None:
@@ -176,9 +168,9 @@ def test_a_report_gives_errors_by_phase_and_the_ratios_that_correct_them() -> No
         {"step": 10.0, "generation": 5.0, "training": 5.0},
         memory=memory_errors(
             [
-                RankMemory((0, 1), PhaseMemory("actor training", MemoryUse(weights=2.0**29), GPU)),
-                RankMemory((0, 1), PhaseMemory("critic training", MemoryUse(weights=2.0**30), GPU)),
-                RankMemory((1,), PhaseMemory("scoring", MemoryUse(weights=2.0**30), GPU)),
+                PhaseMemory("actor training", MemoryUse(weights=2.0**29), GPU, ranks=(0, 1)),
+                PhaseMemory("critic training", MemoryUse(weights=2.0**30), GPU, ranks=(0, 1)),
+                PhaseMemory("scoring", MemoryUse(weights=2.0**30), GPU, ranks=(1,)),
             ],
             [{"training": 1.0, "scoring": 9.0}, {"training": 2.0}],
         ),
@@ -191,6 +183,3 @@ def test_a_report_gives_errors_by_phase_and_the_ratios_that_correct_them() -> No
         {"prefill": 5 / 6, "decode": 5 / 6, "forward": 1.25, "backward": 1.25, "optimizer": 1.25}
     )
     assert report.lines()[-1].startswith("training ") and report.lines()[-1].endswith("-50.0% GiB")
-    other = PredictionReport.of({"step": 7.0}, {"step": 10.0})
-    assert summary([report, other])["mean_absolute_error"] == pytest.approx(0.2)
-    assert summary([report, other])["percentile_90_error"] == pytest.approx(0.28), "linear between 0.1 and 0.3"

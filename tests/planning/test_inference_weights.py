@@ -16,7 +16,7 @@ from hybrid_rlhf.generation.ops.quantisation import Quantization
 from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.models.families import keep_float32_logits
 from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
-from hybrid_rlhf.planning.shapes import ShapedModel
+from hybrid_rlhf.planning.shapes import ShapedModel, shaped_model
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.families import variant
 from tests.support.model_types import tiny_of_type
@@ -42,7 +42,7 @@ def _stored_bytes(product: Any) -> int:
 
 def shaped(lm: Any, folder: Path, *, lora: LoraConfig | None = None) -> ShapedModel:
     lm.save_pretrained(folder)
-    return ShapedModel(str(folder), "causal_lm", config=ModelConfig(), dtype=torch.float32, lora=lora, learns=True)
+    return shaped_model(str(folder), "causal_lm", config=ModelConfig(), dtype=torch.float32, lora=lora, learns=True)
 
 
 @pytest.mark.parametrize(

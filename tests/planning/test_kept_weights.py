@@ -14,13 +14,11 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RewardSumConfig, RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.placement import read_placement
-from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
-from hybrid_rlhf.planning import kept_weights as kept_layout
-from hybrid_rlhf.planning.kept_weights import plan_has_room, resolve_keep_weights
 from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
+from hybrid_rlhf.planning.room import plan_has_room, resolve_keep_weights
 from hybrid_rlhf.planning.step_memory import Planner
-from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 
 GPU = torch.device("cuda", 0)
@@ -52,9 +50,7 @@ def test_auto_asks_the_plan_on_a_gpu_and_is_off_on_a_cpu(model_folder: Path, mon
     config = config_of(model_folder)
     assert config.rollout.keep_weights == "auto"
     total = [2 * needed(config) + GPU_RESERVE_GIB * 2**30]
-    monkeypatch.setattr(
-        kept_layout.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total[0])
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total[0]))
 
     def decided(config: RLConfig, device: str = "cuda") -> bool | str:
         return resolve_keep_weights(config, World(0, 1, 0, 1, torch.device(device), None)).rollout.keep_weights
@@ -69,14 +65,9 @@ def test_auto_asks_the_plan_on_a_gpu_and_is_off_on_a_cpu(model_folder: Path, mon
     assert decided(config) is False
 
 
-def test_the_keys_are_checked(tmp_path: Path) -> None:
-    assert parse_config(RLConfig, ["--rollout.keep_weights", "true"]).rollout.keep_weights is True
-    assert parse_config(RLConfig, ["--rollout.keep_weights", "auto"]).rollout.keep_weights == "auto"
+def test_at_least_a_row_is_decoded() -> None:
     with pytest.raises(UserError, match="max_decode_rows must be 1 or more, got 0"):
         RolloutConfig(max_decode_rows=0)
-    RolloutConfig(async_sampling=AsyncSamplingConfig(), kv_cache_gib=1.0)
-    with pytest.raises(UserError, match="rollout.keep_weights True: give False"):
-        RolloutConfig(async_sampling=AsyncSamplingConfig(), kv_cache_gib=1.0, keep_weights=True)
 
 
 def test_the_plan_follows_the_rows_that_are_decoded_together(model_folder: Path) -> None:

@@ -15,13 +15,14 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.planning.costs import Costs, decode_segments
+from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import MachineCurves
 from hybrid_rlhf.planning.job import ModelDimensions, RLJob, RoleJob, modelled_lengths
 from hybrid_rlhf.planning.machines import collectives
 from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, modelled_curves, with_usual_link
 from hybrid_rlhf.planning.machines.links import LINK_ACHIEVED, with_measured_link
-from hybrid_rlhf.planning.plans import SAMPLER, Cluster, StepPlan, flattening
+from hybrid_rlhf.planning.phase_memory import Cluster
+from hybrid_rlhf.planning.plans import SAMPLER, StepPlan, flattening
 from hybrid_rlhf.planning.search import Search
 from hybrid_rlhf.runtime.world import World
 from tests.support.placement import FlatMemory, placed_at
@@ -34,9 +35,7 @@ B70 = ModelDimensions(80, 8192, 8192, 2048, 64, 855_638_016.0, 128256, 70.55e9, 
 """Llama 2 7B and Llama 3 70B."""
 
 
-def grpo(
-    sizes: ModelDimensions, *, prompts: int, n: int, prompt: int, mean: int, most: int, micro: int = 16384
-) -> RLJob:
+def grpo(sizes: ModelDimensions, *, prompts: int, n: int, prompt: int, mean: int, most: int) -> RLJob:
     """GRPO with a reference of the actor's size and a reward without a model."""
     config = RLConfig(
         algorithm=GRPOConfig(),
@@ -138,17 +137,6 @@ def test_a_70b_model_samples_in_the_time_by_hand() -> None:
     costs = Costs(job, modelled_curves(H100), Cluster(128, 8))
     slowest = max(work.seconds for work in costs.sampling(plan, rows_at_once=10**6))
     assert slowest == pytest.approx(160, rel=0.3)
-
-
-def test_large_groups_of_completions_decode_no_more_tokens_than_they_have() -> None:
-    """512 x 16 completions on 8 ranks: rows of a group were bundled by four, and each lasted as long as the longest."""
-    job = grpo(B7, prompts=512, n=16, prompt=512, mean=1000, most=4096)
-    mine = list(job.lengths.completions[::8])
-    segments = decode_segments(mine, 256.0, 10**6)
-    assert sum(rows * steps for rows, _, steps in segments) == sum(mine)
-    assert sum(steps for _, _, steps in segments) == max(mine)
-    rows, steps = segments[len(segments) // 2][0], sum(steps for _, _, steps in segments[: len(segments) // 2])
-    assert rows == sum(length > steps for length in mine)
 
 
 def test_the_clock_of_a_collective_begins_when_the_first_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

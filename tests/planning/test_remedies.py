@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import LoopConfig
+from hybrid_rlhf.planning.dotted_keys import Settings, with_settings
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
-from hybrid_rlhf.planning.remedies import Settings, group_sizes, remedies, with_settings
+from hybrid_rlhf.planning.remedies import group_sizes, remedies
 
 GIB = 2.0**30
 CONFIG = RLConfig(
@@ -60,7 +62,7 @@ def seconds(config: RLConfig) -> float:
     return found + 2 * config.rollout.offload_states - 5 * (config.actor.lora is not None)
 
 
-def planner(device_gib: float, host_gib: float | None = None) -> SummedPlanner:
+def planner(device_gib: float, host_gib: float | None = None) -> Any:
     host = None if host_gib is None else host_gib * GIB
     return SummedPlanner(Device(torch.device("cuda"), 16, device_gib * GIB, host, ranks_per_host=8))
 

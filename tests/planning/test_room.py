@@ -14,8 +14,8 @@ import yaml
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device, RankMemory
-from hybrid_rlhf.planning.remedies import with_settings
+from hybrid_rlhf.planning.dotted_keys import with_settings
+from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device, PhaseMemory
 from hybrid_rlhf.planning.room import misfit, require_room
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.rl.roles.placing import log_placement
@@ -47,7 +47,7 @@ def needed(config: RLConfig, ranks: int) -> dict[str, float]:
     planner = Planner(Device(GPU, ranks, PLENTY))
     for each in planner.memory(config, placed(config, ranks)):
         for rank in each.ranks:
-            found[str(rank)] = max(found.get(str(rank), 0.0), each.phase.total)
+            found[str(rank)] = max(found.get(str(rank), 0.0), each.total)
     return found
 
 
@@ -136,14 +136,14 @@ def test_the_cache_of_sampling_beside_training_is_what_the_plan_leaves(
     config = replace(config, rollout=replace(config.rollout, kv_cache_gib=None, prompts_per_step=4096))
     where = placed(config, 2)
 
-    def sized(device_bytes: float) -> tuple[float, list[RankMemory]]:
+    def sized(device_bytes: float) -> tuple[float, list[PhaseMemory]]:
         planner = Planner(Device(GPU, 2, device_bytes))
         found = planner.with_kv_cache(config, where).rollout.kv_cache_gib
         assert found is not None
         return found, planner.memory(config, where)
 
     whole, memory = sized(PLENTY)
-    assert not any(each.phase.note for each in memory), "room for all completions at full length"
-    most = max(each.phase.total for each in memory)
+    assert not any(each.note for each in memory), "room for all completions at full length"
+    most = max(each.total for each in memory)
     little, memory = sized(most - 0.4 * whole * 2**30)
-    assert 0 < little < whole and all(each.phase.fits for each in memory)
+    assert 0 < little < whole and all(each.fits for each in memory)

@@ -16,8 +16,8 @@ from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutCon
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.batching.capacity import WorkingMemory
-from hybrid_rlhf.planning.generation_memory import cache_plan, route_bytes, working_memory
-from hybrid_rlhf.planning.shapes import ShapedModel
+from hybrid_rlhf.planning.generation_memory import GenerationMemory, route_bytes
+from hybrid_rlhf.planning.shapes import ShapedModel, shaped_model
 from hybrid_rlhf.rl.batch import RolloutRoutes
 from tests.support.families import variant
 from tests.support.generation import random_tokens
@@ -79,8 +79,8 @@ def test_the_plan_of_a_gpu_has_tables_split_attention_and_a_reserve_for_graphs(t
 
     def planned(rows: int, **changes: Any) -> WorkingMemory:
         rollout = replace(ROLLOUT, sampling=sampling, **changes)
-        model, gpu = shaped(tmp_path), torch.device("cuda", 0)
-        return working_memory(model, rollout, rows=rows, dtype=torch.bfloat16, device=gpu)
+        gpu = torch.device("cuda", 0)
+        return GenerationMemory(shaped(tmp_path), rollout, torch.bfloat16, gpu).working(rows)
 
     many, few = planned(4096), planned(4)
     assert 8 * 32_000 < many.table < 8 * 34_000 and many.cuda_graphs and many.reserve > 0
@@ -100,7 +100,7 @@ def test_a_module_records_none(tmp_path: Path) -> None:
 
 def shaped(folder: Path) -> ShapedModel:
     config = ModelConfig(path="")
-    return ShapedModel(str(folder), "causal_lm", config=config, dtype=torch.float32, lora=None, learns=True)
+    return shaped_model(str(folder), "causal_lm", config=config, dtype=torch.float32, lora=None, learns=True)
 
 
 def states_of(backend: Any) -> list[torch.Tensor]:
@@ -114,14 +114,6 @@ def planned_and_held(lm: PreTrainedModel, tmp_path: Path, *, records_routes: boo
     lm.save_pretrained(tmp_path)
     engine = GenerationEngine.from_model(lm, stop_token_ids=(), kv_cache_gib=1.0)
     engine.generate([random_tokens(20) for _ in range(3)], SAMPLING, record_routes=records_routes)
-    model = shaped(tmp_path)
-    plan = cache_plan(
-        model,
-        ROLLOUT,
-        ranks=1,
-        room_bytes=2.0**30,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        records_routes=records_routes,
-    )
+    memory = GenerationMemory(shaped(tmp_path), ROLLOUT, torch.float32, torch.device("cpu"))
+    plan = memory.cache(ranks=1, room_bytes=2.0**30, records_routes=records_routes)
     return plan.rows, plan.cache_bytes, engine.backend

@@ -30,9 +30,11 @@ from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.models.distillation import TeacherTargets
+from hybrid_rlhf.planning.dotted_keys import with_settings
 from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
-from hybrid_rlhf.planning.remedies import remedies, with_settings
+from hybrid_rlhf.planning.remedies import remedies
+from hybrid_rlhf.planning.shapes import shaped_model
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.parts import RLParts
@@ -45,7 +47,6 @@ from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective
 from tests.support.model_types import tiny_of_type
-from tests.support.placement import machine_file
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 CPU = Device(torch.device("cpu"), 1, 64 * 2**30)
@@ -343,7 +344,7 @@ def test_rollouts_ahead_take_a_copy_each_and_one_cache(model: str) -> None:
         return {phase.name: phase.total for phase in Planner(CPU).phases(config)}
 
     none, one, two = map(totals, (0, 1, 2))
-    shaped = Planner(CPU).shapes(
+    shaped = shaped_model(
         model, "causal_lm", config=ModelConfig(path=model), dtype=torch.float32, lora=None, learns=False
     )
     copy = 4 * shaped.elements.all
@@ -383,22 +384,6 @@ def test_a_remedy_keeps_to_the_rules_of_what_is_set(model: str) -> None:
     assert remedies(on(planner, 2**20), config) == []
     found = remedies(on(planner, needed * 0.98), config)
     assert found and not any(value == 3 for value in found[0].settings.values())
-
-
-def test_plan_says_what_fits_and_exits_so(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder with a config alone is enough; an earlier step's model has the shape of what it starts from."""
-    folder = tmp_path / "config_only"
-    folder.mkdir()
-    (folder / "config.json").write_text((Path(model) / "config.json").read_text())
-    line = ["--base_model", str(folder), "--output_dir", str(tmp_path / "out")]
-    for gib, code in ((80.0, 0), (2.5, 1)):
-        with pytest.raises(SystemExit) as stopped:
-            plan_main([*line, "--ranks", "2", "--machine", machine_file(tmp_path, device_gib=gib)])
-        assert stopped.value.code == code
-    said = capsys.readouterr().out
-    for text in ("2 x cuda of 78.00", "SFT training", "generation", "critic training", "): it fits with --rl."):
-        assert text in said, said
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_step_is_planned_on_the_model_that_it_will_start_from(

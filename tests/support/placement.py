@@ -20,9 +20,9 @@ from hybrid_rlhf.planning.curves import Curve, MachineCurves, Surface
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.job import ModelDimensions, RLJob, RoleJob, StepLengths
 from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, DataSheet
-from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory, RankMemory
+from hybrid_rlhf.planning.phase_memory import Cluster, Device, PhaseMemory
 from hybrid_rlhf.planning.placed_memory import PlanMemory
-from hybrid_rlhf.planning.plans import SAMPLER, Cluster, StepPlan, style_of
+from hybrid_rlhf.planning.plans import SAMPLER, StepPlan, style_of
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "transfer")
@@ -141,7 +141,8 @@ class FlatMemory:
 
     def __init__(self, job: RLJob, device_bytes: float = 1e18) -> None:
         """Take the job and the memory of a rank."""
-        self._job, self._device, self.device_bytes = job, Device(job.device, 1, device_bytes), device_bytes
+        self._job = job
+        self.machine = Device(job.device, 1, device_bytes)
 
     def __call__(self, plan: StepPlan) -> PlanMemory:
         """See MemoryModel."""
@@ -152,7 +153,7 @@ class FlatMemory:
                 totals[rank] = totals.get(rank, 0.0) + own
         alike = {total: [rank for rank in totals if totals[rank] == total] for total in {*totals.values()}}
         found = [
-            RankMemory(tuple(ranks), PhaseMemory("all", MemoryUse(weights=total), self._device))
+            PhaseMemory("all", MemoryUse(weights=total), self.machine, ranks=tuple(ranks))
             for total, ranks in alike.items()
         ]
         return PlanMemory(tuple(found), 10**6)
@@ -208,7 +209,7 @@ class FixedCosts:
         """See Costs."""
         return Work(self._seconds.get(f"train {role.name}", 0.0))
 
-    def exchange(self, elements_per_token: float, *, kind: str) -> Work:
+    def exchange(self, kind: str) -> Work:
         """See Costs."""
         return Work()
 

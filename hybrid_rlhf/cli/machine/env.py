@@ -12,7 +12,7 @@ from hybrid_rlhf.runtime.command_line import parse_config, user_errors
 from hybrid_rlhf.runtime.output import print_result
 
 if TYPE_CHECKING:
-    from hybrid_rlhf.runtime.installation import Fault, Installation
+    from hybrid_rlhf.runtime.installation import Installation
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
@@ -60,11 +60,9 @@ def _lines(installation: Installation, compiled: bool) -> list[str]:
     for extra, missing in installation.extras.items():
         state = f"lacks {', '.join(missing)}: pip install 'hybrid_rlhf[{extra}]'" if missing else "installed"
         lines.append(f"{'extra ' + extra:24} {state}")
-    return [*lines, "", *(_fault_line(fault) for fault in installation.faults)] if installation.faults else lines
-
-
-def _fault_line(fault: Fault) -> str:
-    return f"problem: {fault.problem}: {fault.fix}"
+    if installation.faults:
+        lines += ["", *(f"problem: {fault.problem}: {fault.fix}" for fault in installation.faults)]
+    return lines
 
 
 if __name__ == "__main__":

@@ -80,9 +80,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         advised = _advised(planner, planned, steps, planning)
         answer = planning.answer(steps["rl"], advised.get("rl")) if "rl" in planned and planning is not None else None
         if answer is not None and answer.configured is None:
-            phases = answer.result.ranked[0].memory.phases
-            planned["rl"] = [each.named(answer.cluster.ranks) for each in phases]
-        lines, fits = table(planner, planned, steps, single=name is not None, advised=advised)
+            planned["rl"] = [*answer.result.ranked[0].memory.phases]
+        lines, fits = table(machine, planned, advised, single=name is not None)
         if "rl" in planned:
             key = "placement" if name is not None else "rl.placement"
             if answer is not None and answer.best is not None and not all(phase.fits for phase in planned["rl"]):
@@ -202,31 +201,24 @@ class _Placements:
     """Placements of an RL step on a machine with curves."""
 
     def __init__(self, config: PlanConfig, planner: Planner, curves: MachineCurves) -> None:
-        from hybrid_rlhf.planning.plans import Cluster
-
-        machine = planner.machine
         self._config = config
         self._planner = planner
         self._curves = curves
-        self._cluster = Cluster(machine.ranks, machine.ranks_per_host or machine.ranks)
-        self._memory: dict[str, Any] = {"device_bytes": machine.device_bytes, "host_bytes": machine.host_bytes}
 
     def answer(self, rl: RLConfig, advised: Sequence[Remedy] | None) -> PlacementAnswer:
         """The best plans of a step, with what a remedy sets besides if nothing fits without it."""
+        from hybrid_rlhf.planning.dotted_keys import with_settings
         from hybrid_rlhf.planning.placement_table import plan_placement
-        from hybrid_rlhf.planning.remedies import with_settings
         from hybrid_rlhf.planning.search import SearchResult
 
         listed = self._config.candidates
-        answer = plan_placement(
-            self._job(rl), self._curves, self._cluster, **self._memory, configured=self._placement(rl), listed=listed
-        )
+        machine = self._planner.machine
+        answer = plan_placement(self._job(rl), self._curves, machine, configured=self._placement(rl), listed=listed)
         if answer.best is not None or not advised:
             return answer
         settings = advised[0].settings
         unplanned = {key: value for key, value in settings.items() if key not in _PLANNED}
-        base = with_settings(rl, unplanned)
-        found_plans = plan_placement(self._job(base), self._curves, self._cluster, **self._memory, listed=listed)
+        found_plans = plan_placement(self._job(with_settings(rl, unplanned)), self._curves, machine, listed=listed)
         remedied = self._candidate(with_settings(rl, settings))
         tokens = settings.get("train.micro_batch_tokens")
         remedied = replace(remedied, plan=replace(remedied.plan, micro_batch_tokens=tokens))
@@ -240,30 +232,30 @@ class _Placements:
     def _candidate(self, rl: RLConfig) -> Candidate:
         from hybrid_rlhf.planning.placement_table import configured_plan
 
-        placement = self._placement(rl) or resolve_placement(None, placed_roles(rl), ranks=self._cluster.ranks)
-        return configured_plan(self._job(rl), self._curves, self._cluster, placement, **self._memory)
+        machine = self._planner.machine
+        placement = self._placement(rl) or resolve_placement(None, placed_roles(rl), ranks=machine.ranks)
+        return configured_plan(self._job(rl), self._curves, machine, placement)
 
     def _placement(self, rl: RLConfig) -> Placement | None:
         """The configured placement; None if the planner places the roles."""
         if is_automatic(rl.placement):
             return None
-        return resolve_placement(rl.placement, placed_roles(rl), ranks=self._cluster.ranks)
+        return resolve_placement(rl.placement, placed_roles(rl), ranks=self._planner.machine.ranks)
 
     def _job(self, rl: RLConfig) -> RLJob:
-        from hybrid_rlhf.engines.ds_config import read_overrides
-        from hybrid_rlhf.planning.job import JobReader, default_lengths
+        from hybrid_rlhf.planning.job import default_lengths, read_job
 
         config = self._config
         planner = self._planner
         lengths = default_lengths(rl, prompt_tokens=config.prompt_tokens, mean_tokens=config.completion_tokens)
-        read = JobReader(planner.machine.device, planner.shapes, planner.starts)
-        return read(rl, lengths, overrides=read_overrides(rl.deepspeed_config))
+        return read_job(rl, planner.machine.device, lengths=lengths, starts=planner.starts)
 
 
 def _memory(planned: Mapping[str, Sequence[PhaseMemory]]) -> list[dict[str, Any]]:
     """The memory plan for programs, in bytes."""
     return [
-        {"step": name, "phase": phase.name, "ranks": phase.ranks or None, "fits": phase.fits, "total": phase.total}
+        {"step": name, "phase": phase.name, "ranks": phase.ranks_in_words or None}
+        | {"fits": phase.fits, "total": phase.total}
         | asdict(phase.need)
         for name, phases in planned.items()
         for phase in phases

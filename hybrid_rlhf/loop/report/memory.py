@@ -10,7 +10,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.models.pretrained.folders import first_line
-from hybrid_rlhf.planning.phase_memory import AnyStep, RankMemory, own_device
+from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory, own_device
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run
@@ -33,20 +33,20 @@ def memory_by_phase(run: Run) -> list[dict[str, Any]]:
         return []
     peaks = run.peaks or [run.timers.peaks_gib]
     rows = []
-    for rank_memory in planned:
-        of_ranks = [peaks[rank].get(rank_memory.phase.timed_as) for rank in rank_memory.ranks if rank < len(peaks)]
+    for phase in planned:
+        of_ranks = [peaks[rank].get(phase.timed_as) for rank in phase.ranks if rank < len(peaks)]
         rows.append(
             {
-                "phase": rank_memory.phase.name,
-                "ranks": in_words(rank_memory.ranks),
-                "planned_gib": rank_memory.phase.total / 2**30,
+                "phase": phase.name,
+                "ranks": in_words(phase.ranks),
+                "planned_gib": phase.total / 2**30,
                 "measured_gib": max((peak for peak in of_ranks if peak is not None), default=None),
             }
         )
     return rows
 
 
-def _planned(run: Run) -> Sequence[RankMemory]:
+def _planned(run: Run) -> Sequence[PhaseMemory]:
     world = run.world
     planner = Planner(own_device(world.size, local=world.local_size))
     if run.placed is not None:
@@ -54,5 +54,4 @@ def _planned(run: Run) -> Sequence[RankMemory]:
         return planner.memory(cast(RLConfig, config), placement)
     if isinstance(run.config, RLConfig):
         return []
-    phases = planner.phases(cast(AnyStep, run.config))
-    return [RankMemory(tuple(range(world.size)), phase) for phase in phases]
+    return planner.phases(cast(AnyStep, run.config))

@@ -54,7 +54,7 @@ class ModelPasses:
         """Seconds of the matrix products of a layer's forward."""
         s = self.sizes
         part = s.layer_weights * s.active / s.products
-        return s.products * float(self.curves.products[self.dtype](part, tokens))
+        return s.products * self.curves.products[self.dtype](part, tokens)
 
     def attention(self, squares: float, *, together: int = 1) -> float:
         """Seconds of the attention of a layer's forward: two products, of which causality takes half."""
@@ -75,9 +75,7 @@ class ModelPasses:
     def head(self, tokens: float, *, together: int = 1) -> float:
         """The product of the head; none for a scorer."""
         s = self.sizes
-        return (
-            float(self.curves.products[self.dtype](s.vocabulary * s.hidden / together, tokens)) if s.vocabulary else 0.0
-        )
+        return self.curves.products[self.dtype](s.vocabulary * s.hidden / together, tokens) if s.vocabulary else 0.0
 
     def logprobs(self, tokens: float, *, together: int = 1) -> float:
         """From logits to log-probs, or their gradient."""
@@ -105,7 +103,7 @@ class ModelPasses:
         """A layer over whole rows: a prefill, or a frozen model that reads."""
         s, c = self.sizes, self.curves
         part = s.layer_weights * s.active / DECODE_PRODUCTS / together
-        seconds = DECODE_PRODUCTS * float(c.products[self.dtype](part, tokens))
+        seconds = DECODE_PRODUCTS * c.products[self.dtype](part, tokens)
         return seconds + self.attention(squares, together=together) + c.layer(tokens * s.hidden)
 
     def probe(self, *, item_bytes: int, together: int = 1) -> float:
@@ -127,11 +125,11 @@ class ModelPasses:
             pairs = zip(reached, rows, strict=True)
             seconds = np.asarray([products(part * share, count * s.active / share) for share, count in pairs])
         else:
-            seconds = products.each(part, rows)
-        return s.layers * DECODE_PRODUCTS * seconds + products.each(s.vocabulary * s.hidden / together, rows)
+            seconds = products(part, rows)
+        return s.layers * DECODE_PRODUCTS * seconds + products(s.vocabulary * s.hidden / together, rows)
 
     def decode_rest(self, rows: Numbers, context: Numbers, *, item_bytes: int, together: int = 1) -> Numbers:
         """What else decoding steps take, by rows and their mean number of tokens."""
         s, c = self.sizes, self.curves
-        cache = c.cache_reads.each(rows * context * s.cache_width * item_bytes / together)
-        return s.layers * (cache + c.decode_layer.each(rows * s.hidden)) + c.decode_step.each(rows)
+        cache = c.cache_reads(rows * context * s.cache_width * item_bytes / together)
+        return s.layers * (cache + c.decode_layer(rows * s.hidden)) + c.decode_step(rows)

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -24,10 +23,10 @@ from hybrid_rlhf.planning.costs.decoding import DecodeSegments
 from hybrid_rlhf.planning.costs.passes import ModelPasses, Numbers, PassedTokens
 from hybrid_rlhf.planning.curves import Collective, MachineCurves, by_ranks
 from hybrid_rlhf.planning.job import ModelDimensions, RLJob, RoleJob
-from hybrid_rlhf.planning.plans import Cluster, StepPlan
+from hybrid_rlhf.planning.memo import Memo
+from hybrid_rlhf.planning.phase_memory import Cluster
+from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.runtime.placement import RolePlacement
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,16 @@ class _MicroBatches:
     each: PassedTokens
 
 
+class _Engine(NamedTuple):
+    """A model that ranks share by ZeRO."""
+
+    sizes: ModelDimensions
+    span: _Span
+    zero: int
+    on_host: bool = False
+    """Its weights are offloaded by ZeRO-3."""
+
+
 class Costs:
     """Prices pieces of work; what a search asks for again is computed once."""
 
@@ -74,7 +83,7 @@ class Costs:
         self.job = job
         self.curves = curves
         self.cluster = cluster
-        self._known: dict[tuple[object, ...], object] = {}
+        self._once = Memo()
         self._bytes = job.dtype.itemsize
         self._dtype = str(job.dtype).removeprefix("torch.")
         self._inference_dtype = str(job.inference_dtype).removeprefix("torch.")
@@ -84,32 +93,30 @@ class Costs:
     def read(self, role: RoleJob, plan: StepPlan, *, times: int = 1) -> Work:
         """A role's forward over all completions of a rollout, on each of its ranks."""
         place = plan.roles[role.name]
-        span = self._span(plan.roles[role.name].ranks)
+        engine = self._engine(role, place)
         offloaded = plan.offload_frozen and not role.is_trained
         together = 1 if role.is_trained else place.tensor_parallel
         group_hosts = self._group_hosts(place) if together > 1 else 1
 
         def price() -> Work:
             if together > 1:
-                return self._split_read(role.sizes, span.ranks // together, together, group_hosts)
-            batches = self._batches(len(self.job.lengths.completions), span.ranks)
-            on_host = role.zero.offload_parameters
-            work = self._forward(role.sizes, batches.each, span, place.zero, offloads=on_host)
+                return self._split_read(role.sizes, engine.span.ranks // together, together, group_hosts)
+            batches = self._batches(len(self.job.lengths.completions), engine.span.ranks)
             beside = self._call("read") + self._call("read_token") * batches.each.tokens
-            work = (work + Work(beside)) * batches.count
+            work = (self._forward(engine, batches.each) + Work(beside)) * batches.count
             if offloaded:  # weights travel to the device for each read
-                shards = span.ranks if place.zero == 3 else 1
+                shards = engine.span.ranks if place.zero == 3 else 1
                 work += Work(wire=self.curves.host_link(self._bytes * role.sizes.parameters / shards))
             return work
 
-        return self._once(("read", role.name, span, place.zero, together, group_hosts, offloaded), price) * times
+        return self._once(("read", role.name, engine.span, place.zero, together, group_hosts, offloaded), price) * times
 
     def _split_read(self, sizes: ModelDimensions, groups: int, together: int, hosts: int) -> Work:
         """A frozen role's forward in inference weights; each tensor-parallel group reads its part of the rows."""
         batches = self._batches(len(self.job.lengths.completions), groups)
         passes = self._passes(sizes)
         batch = batches.each
-        work = Work(self.curves.calls.get("prefill", 0.0))
+        work = Work(self._call("prefill"))
         work += self._split_layer(passes, batch.tokens, batch.squares, together, hosts) * sizes.layers
         head = passes.head(batch.head_tokens, together=together) + passes.logprobs(batch.head_tokens, together=together)
         work += Work(head)
@@ -125,19 +132,20 @@ class Costs:
         """All updates of a learner from one rollout, on each of its ranks."""
         place = plan.roles[role.name]
         offloads = plan.offloads_optimizer(role.name, role.zero)
-        span = self._span(place.ranks)
-        algorithm = self.job.config.algorithm
+        engine = self._engine(role, place)
+        ranks = engine.span.ranks
 
         def price() -> Work:
-            batches = self._batches(math.ceil(self.job.learned_rows / algorithm.mini_batches), span.ranks)
-            on_host = role.zero.offload_parameters
-            passes = self._forward(role.sizes, batches.each, span, place.zero, offloads=on_host)
-            passes += self._backward(role.sizes, batches.each, span, place.zero, offloads=on_host)
+            batches = self._batches(math.ceil(self.job.learned_rows / self.job.config.algorithm.mini_batches), ranks)
+            passes = self._forward(engine, batches.each) + self._backward(engine, batches.each)
             passes += Work(self._call("trained_token") * batches.each.tokens)
-            passes = Work(passes.compute * by_ranks(self.curves.shared_training, span.ranks, none=1.0), passes.wire)
-            return (passes * batches.count + self._step(role.sizes, span, place.zero, offloads)) * self.job.updates
+            passes = Work(passes.compute * by_ranks(self.curves.shared_training, ranks, none=1.0), passes.wire)
+            return (passes * batches.count + self._step(engine, offloads=offloads)) * self.job.updates
 
-        return self._once(("updates", role.name, span, place.zero, offloads), price)
+        return self._once(("updates", role.name, engine.span, place.zero, offloads), price)
+
+    def _engine(self, role: RoleJob, place: RolePlacement) -> _Engine:
+        return _Engine(role.sizes, self._span(place.ranks), place.zero, role.zero.offload_parameters)
 
     def _batches(self, rows: int, ranks: int) -> _MicroBatches:
         lengths = self.job.lengths
@@ -151,58 +159,58 @@ class Costs:
             count, PassedTokens(each * lengths.mean_row, each * new_tokens, each * lengths.mean_square)
         )
 
-    def _from_host(self, sizes: ModelDimensions, span: _Span, zero: int, offloads: bool) -> Work:
+    def _from_host(self, engine: _Engine) -> Work:
         """A rank's part of the weights for a pass, where they are on the host."""
-        return Work(wire=self.curves.host_link(self._bytes * sizes.parameters / span.ranks)) * (offloads and zero == 3)
+        if not engine.on_host or engine.zero < 3:
+            return Work()
+        return Work(wire=self.curves.host_link(self._bytes * engine.sizes.parameters / engine.span.ranks))
 
-    def _forward(
-        self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int, *, offloads: bool = False
-    ) -> Work:
-        passes = self._passes(sizes)
-        work = Work(passes.forward(batch)) + self._gathers("forward", sizes, passes.layer(batch), span, zero)
-        work += self._from_host(sizes, span, zero, offloads)
+    def _forward(self, engine: _Engine, batch: PassedTokens) -> Work:
+        passes = self._passes(engine.sizes)
+        work = Work(passes.forward(batch)) + self._gathers("forward", engine, passes.layer(batch))
+        work += self._from_host(engine)
         return Work(work.compute * self.curves.factor("forward"), work.wire)
 
-    def _backward(
-        self, sizes: ModelDimensions, batch: PassedTokens, span: _Span, zero: int, *, offloads: bool = False
-    ) -> Work:
+    def _backward(self, engine: _Engine, batch: PassedTokens) -> Work:
+        sizes = engine.sizes
         passes = self._passes(sizes)
         checkpoints = self.job.config.model.gradient_checkpointing
         layer = passes.layer_backward(batch, checkpoints=checkpoints)
         work = Work(passes.backward(batch, checkpoints=checkpoints))
-        work += self._gathers("backward", sizes, layer, span, zero) + self._from_host(sizes, span, zero, offloads)
+        work += self._gathers("backward", engine, layer) + self._from_host(engine)
         if self.job.config.model.activation_offload:  # the input of each layer, to the host and back
             kept = self._bytes * batch.tokens * sizes.hidden
             work += Work(wire=2 * sizes.layers * self.curves.host_link(kept))
-        if zero >= 2:
-            work += Work(wire=self._collective("reduce_scatter", span, self._bytes * sizes.trained))
+        if engine.zero >= 2:
+            work += Work(wire=self._collective("reduce_scatter", engine.span, self._bytes * sizes.trained))
         return Work(work.compute * self.curves.factor("backward"), work.wire)
 
-    def _step(self, sizes: ModelDimensions, span: _Span, zero: int, offloads: bool) -> Work:
+    def _step(self, engine: _Engine, *, offloads: bool) -> Work:
         c = self.curves
-        mine = sizes.trained / (span.ranks if zero else 1)
-        size = self._bytes * sizes.trained
-        compute = c.calls.get("step", 0.0)
+        span = engine.span
+        trained = engine.sizes.trained
+        mine = trained / (span.ranks if engine.zero else 1)
+        size = self._bytes * trained
+        compute = self._call("step")
         if offloads:
             compute += c.host_optimizer(mine) + 2 * c.host_link(self._bytes * mine)
         else:
             compute += c.optimizer(mine)
-        wire = self._collective("all_reduce", span, size) if zero < 2 else 0.0
-        if zero in (1, 2):
+        wire = self._collective("all_reduce", span, size) if engine.zero < 2 else 0.0
+        if engine.zero in (1, 2):
             wire += self._collective("all_gather", span, size)
         return Work(compute * c.factor("optimizer"), wire + by_ranks(c.update, span.ranks, none=0.0))
 
-    def _gathers(
-        self, kind: Literal["forward", "backward"], sizes: ModelDimensions, layer_seconds: float, span: _Span, zero: int
-    ) -> Work:
+    def _gathers(self, kind: Literal["forward", "backward"], engine: _Engine, layer_seconds: float) -> Work:
         """What ZeRO-3 adds to a pass and compute does not hide: bookkeeping of each layer, and its weights. Both were
         measured while the ranks share cores, so nothing slows them further."""
-        if zero < 3:
+        if engine.zero < 3:
             return Work()
-        layer = self.curves.gathered_layer(kind, span.ranks)
-        layer += self._collective("all_gather", span, self._bytes * sizes.layer_weights)
+        sizes = engine.sizes
+        layer = self.curves.gathered_layer(kind, engine.span.ranks)
+        layer += self._collective("all_gather", engine.span, self._bytes * sizes.layer_weights)
         exposed = max(0.0, layer - self.curves.overlap * layer_seconds)
-        rest = self._collective("all_gather", span, self._bytes * sizes.rest_parameters)
+        rest = self._collective("all_gather", engine.span, self._bytes * sizes.rest_parameters)
         return Work(wire=sizes.layers * exposed + rest)
 
     # Weight sync and sampling
@@ -216,15 +224,12 @@ class Costs:
         actor = plan.roles["actor"]
         sampling = plan.sampling
         c = self.curves
-        item_bytes = self.job.inference_dtype.itemsize
         together = sampling.tensor_parallel
-        size = item_bytes * sizes.parameters
+        size = self.job.inference_dtype.itemsize * sizes.parameters
         span = self._span(actor.ranks)
 
         def price() -> Work:
-            check = self._forward(sizes, PassedTokens.of_rows(1, PROBE_TOKENS), span, actor.zero)
-            check += Work(ModelPasses(c, sizes, self._inference_dtype).probe(item_bytes=item_bytes, together=together))
-            entered = Work(c.calls.get("generation", 0.0)) + check
+            entered = Work(self._call("generation")) + self._check(actor, together)
             work = Work()
             if plan.separate:  # ranks send what they have of a weight: nothing is gathered
                 work += entered if self._sends_ahead(plan) else entered + self._transfer(plan)
@@ -232,7 +237,8 @@ class Costs:
                 views = actor.zero < 3 and self.job.device.type == "cuda"
                 work += entered + Work(0.0 if views else c.copies(size / together))
                 if actor.zero == 3:
-                    work += Work(wire=self._bucketed("all_gather", span, self._bytes * sizes.parameters))
+                    bucket = self._bytes * sizes.parameters / self._buckets
+                    work += Work(wire=self._buckets * self._collective("all_gather", span, bucket))
             if plan.offload_states:
                 states = 12 * sizes.trained / (span.ranks if actor.zero else 1)
                 work += Work(wire=2 * c.host_link(states))
@@ -242,6 +248,19 @@ class Costs:
         shape = (span, actor.zero, self._span(sampling.ranks), sampling.tensor_parallel, hosts)
         kind = (plan.separate, self._sends_ahead(plan), plan.placement.with_actor, plan.offload_states)
         return self._once(("sync", *shape, *kind), price)
+
+    def _check(self, actor: RolePlacement, together: int) -> Work:
+        """The check of inference weights: a forward of the actor, and some tokens that a sampling group decodes."""
+        sizes = self.job.actor.sizes
+        span = self._span(actor.ranks)
+
+        def price() -> Work:
+            passes = ModelPasses(self.curves, sizes, self._inference_dtype)
+            decoded = passes.probe(item_bytes=self.job.inference_dtype.itemsize, together=together)
+            read = self._forward(_Engine(sizes, span, actor.zero), PassedTokens.of_rows(1, PROBE_TOKENS))
+            return read + Work(decoded)
+
+        return self._once(("check", span, actor.zero, together), price)
 
     def transfer_ahead(self, plan: StepPlan) -> Work | None:
         """The transfer to a separate sampler while the critic learns from the last mini-batch; none where it waits for
@@ -263,18 +282,18 @@ class Costs:
         def price() -> Work:
             received = self.job.inference_dtype.itemsize * parameters / together
             sent = received * receiver.ranks / sender.ranks
-            buckets = max(1, math.ceil(parameters / BUCKET_ELEMENTS))
             wire = max(
-                self.curves.transfer(size / buckets, hosts=hosts, at_once=span.most_on_a_host)
+                self.curves.transfer(size / self._buckets, hosts=hosts, at_once=span.most_on_a_host)
                 for size, span in ((received, receiver), (sent, sender))
             )
-            return Work(self.curves.copies(received), buckets * wire)
+            return Work(self.curves.copies(received), self._buckets * wire)
 
         return self._once(("transfer", sender, receiver, together, hosts), price)
 
-    def _bucketed(self, kind: Collective, span: _Span, size: float) -> float:
-        buckets = max(1, math.ceil(size / (self._bytes * BUCKET_ELEMENTS)))
-        return buckets * self._collective(kind, span, size / buckets)
+    @property
+    def _buckets(self) -> int:
+        """Number of buckets in which the actor's weights travel."""
+        return max(1, math.ceil(self.job.actor.sizes.parameters / BUCKET_ELEMENTS))
 
     def sampling(self, plan: StepPlan, *, rows_at_once: int) -> list[Work]:
         """Sampling of each tensor-parallel group.
@@ -301,7 +320,7 @@ class Costs:
             work = []
             for group, rows in enumerate(segments.completions):
                 prefill = self._prefill(rows, together, hosts)
-                rest = Work(rows * self.curves.calls.get("completion", 0.0))
+                rest = Work(rows * self._call("completion"))
                 work.append(Work(float(compute[group]), float(wire[group])) + prefill + rest)
             return work
 
@@ -331,7 +350,7 @@ class Costs:
             tokens = prompts / batches * lengths.prompt_tokens
             passes = ModelPasses(self.curves, sizes, self._inference_dtype)
             layer = self._split_layer(passes, tokens, tokens * lengths.prompt_tokens, together, hosts)
-            call = self.curves.calls.get("prefill", 0.0) / sizes.layers
+            call = self._call("prefill") / sizes.layers
             factor = self.curves.factor("prefill")
             return Work(call + layer.compute * factor, layer.wire) * (batches * sizes.layers)
 
@@ -346,28 +365,24 @@ class Costs:
         compute = passes.decode_products(s.rows, together=together)
         compute = compute + passes.decode_rest(s.rows, s.context, item_bytes=item_bytes, together=together)
         size = s.rows * sizes.hidden * item_bytes
-        exchanged = c.collective_each("all_reduce", ranks=together, size_bytes=size, hosts=hosts)
+        exchanged = c.collective("all_reduce", ranks=together, size_bytes=size, hosts=hosts)
         return compute * c.factor("decode"), 2 * sizes.layers * exchanged
 
     # All ranks
 
-    def exchange(self, elements_per_token: float, *, kind: Collective) -> Work:
+    def exchange(self, kind: Collective) -> Work:
         """A collective of all ranks over a number for each token of the rollout's completions."""
 
         def price() -> Work:
             everyone = self._span(tuple(range(self.cluster.ranks)))
-            return Work(wire=self._collective(kind, everyone, 4 * elements_per_token * self._rollout_tokens))
+            return Work(wire=self._collective(kind, everyone, 4 * self.job.lengths.tokens))
 
-        return self._once(("exchange", kind, elements_per_token), price)
+        return self._once(("exchange", kind), price)
 
     def loop(self) -> Work:
         """What each rank does in a step outside its phases."""
         shared = by_ranks(self.curves.shared_loop, self.cluster.ranks, none=1.0)
-        return Work(self.curves.loop(self._rollout_tokens) * shared)
-
-    @property
-    def _rollout_tokens(self) -> float:
-        return self.job.lengths.mean_row * len(self.job.lengths.completions)
+        return Work(self.curves.loop(self.job.lengths.tokens) * shared)
 
     def _call(self, name: str) -> float:
         return self.curves.calls.get(name, 0.0)
@@ -393,8 +408,3 @@ class Costs:
         """The most hosts that a tensor-parallel group of a role is on."""
         key = ("group_hosts", place.ranks, place.tensor_parallel)
         return self._once(key, lambda: max(self.cluster.hosts_of(group) for group in place.groups))
-
-    def _once(self, key: tuple[object, ...], price: Callable[[], _T]) -> _T:
-        if key not in self._known:
-            self._known[key] = price()
-        return self._known[key]  # type: ignore[return-value]

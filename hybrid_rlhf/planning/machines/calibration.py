@@ -7,8 +7,7 @@ engines, from whose times the costs beyond primitives are fitted (fitting.py).
 from __future__ import annotations
 
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import psutil
@@ -24,8 +23,6 @@ from hybrid_rlhf.planning.machines.runs import RunSizes, RunTimer, with_runs
 from hybrid_rlhf.runtime.world import World, create_groups
 
 _CPU_RANKS = 8
-_LEAST = 1e-9
-"""Seconds of a rest that comes out below nothing."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +68,15 @@ def calibrate(
     """
     sizes = measured_sizes(gpu=torch.cuda.is_available(), quick=quick)
     show(f"collectives and ZeRO-3 on {ranks} ranks")
-    times, sharing, sharded = run_on_ranks(_together, ranks, sizes)[0]
+    times, sharded = run_on_ranks(_together, ranks, sizes)[0]
     show("matrix products, attention, optimizer steps, copies; small models")
     base, models = run_on_ranks(_alone, 1, sizes)[0]
-    surfaces = {kind: _surface(found) for kind, found in times.items() if found}
+    surfaces = {kind: Surface.of(points) for kind, points in times.items() if points}
     if ranks == 1:
-        surfaces = {kind: Surface(((1.0, Curve.of([(1, _LEAST)])),)) for kind in times}
+        surfaces = {kind: Surface.of([(1, 1, 0.0)]) for kind in times}
     curves = replace(
         base,
         collectives=surfaces,
-        slowdown=Curve.of(sharing) if base.device == "cpu" else Curve.zero(),
         device_gib=_device_gib(ranks),
         ranks_per_host=ranks,
     )
@@ -148,12 +144,9 @@ def measured_sizes(*, gpu: bool, quick: bool) -> MeasuredSizes:
     )
 
 
-def _together(
-    world: World, sizes: MeasuredSizes
-) -> tuple[collectives.Times, list[tuple[float, float]], list[tuple[int, ModelTimes]]]:
-    """Collectives, how much ranks slow each other down, and models under ZeRO-3 by number of ranks."""
+def _together(world: World, sizes: MeasuredSizes) -> tuple[collectives.Times, list[tuple[int, ModelTimes]]]:
+    """Collectives, and models under ZeRO-3 by number of ranks."""
     times = collectives.time_collectives(world, sizes.bytes)
-    sharing = collectives.time_sharing(world)
     groups = [range(ranks) for ranks in collectives.group_sizes(world.size)]
     create_groups(groups)
     sharded = []
@@ -162,7 +155,7 @@ def _together(
             models = [each for each in sizes.models if each.zero]
             sharded += [(part.size, layers.time_model(part, each, sizes.batches[:1], [])) for each in models]
         world.barrier()
-    return times, sharing, sharded
+    return times, sharded
 
 
 def _alone(world: World, sizes: MeasuredSizes) -> tuple[MachineCurves, list[ModelTimes]]:
@@ -178,10 +171,10 @@ def _alone(world: World, sizes: MeasuredSizes) -> tuple[MachineCurves, list[Mode
         device_gib=0.0,
         ranks_per_host=1,
         products={
-            name: _surface(layers.time_products(world, sizes.weights, sizes.rows, name)) for name in sizes.dtypes
+            name: Surface.of(layers.time_products(world, sizes.weights, sizes.rows, name)) for name in sizes.dtypes
         },
         decode_products={
-            name: _surface(layers.time_decode_products(world, sizes.weights, decode_rows, name))
+            name: Surface.of(layers.time_products(world, sizes.weights, decode_rows, name, decode=True))
             for name in sizes.dtypes
         },
         attention=Curve.of(layers.time_attention(world, sizes.attention)),
@@ -199,13 +192,6 @@ def _alone(world: World, sizes: MeasuredSizes) -> tuple[MachineCurves, list[Mode
         between_hosts={},
     )
     return curves, [layers.time_model(world, model, sizes.batches, sizes.decoded) for model in sizes.models]
-
-
-def _surface(found: Iterable[tuple[float, float, float]]) -> Surface:
-    by_first: dict[float, list[tuple[float, float]]] = defaultdict(list)
-    for first, second, seconds in found:
-        by_first[first].append((second, seconds))
-    return Surface(tuple((first, Curve.of(points)) for first, points in sorted(by_first.items())))
 
 
 def _device_gib(ranks: int) -> float:

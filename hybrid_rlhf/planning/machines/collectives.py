@@ -1,5 +1,4 @@
-"""Times collectives of groups of ranks, transfers between two or between hosts, and how much ranks of a host slow each
-other down."""
+"""Times collectives of groups of ranks, and transfers between two or between hosts."""
 
 from __future__ import annotations
 
@@ -8,10 +7,9 @@ import time
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from hybrid_rlhf.planning.curves import Collective
-from hybrid_rlhf.planning.machines.ranks import median_seconds, synchronize
+from hybrid_rlhf.planning.machines.ranks import synchronize
 from hybrid_rlhf.runtime.world import World
 
 Times = dict[str, list[tuple[float, float, float]]]
@@ -60,30 +58,6 @@ def time_between_hosts(world: World, sizes: list[int]) -> Times:
         if world.rank < ranks:
             dist.destroy_process_group(group)
     return found
-
-
-def time_sharing(world: World) -> list[tuple[float, float]]:
-    """(ranks that compute at once, seconds over those of one alone); every rank calls, rank 0's are valid.
-
-    The work is that of a layer, forward and backward, with activations larger than a core's own cache, because ranks
-    share memory bandwidth as well as cores.
-    """
-    tokens, width = (1024, 256) if world.device.type == "cpu" else (4096, 4096)
-    x = torch.randn(tokens, width, device=world.device)
-    up, down = (torch.nn.Parameter(torch.randn(n, k, device=world.device)) for n, k in ((3 * width, width),) * 2)
-
-    def work() -> None:
-        for _ in range(3):
-            hidden = functional.gelu(functional.linear(x, up))
-            functional.layer_norm(x + functional.linear(hidden, down.t()), [width]).square().sum().backward()
-
-    found: list[tuple[float, float]] = []
-    for ranks in [1, *group_sizes(world.size)]:
-        world.barrier()
-        seconds = median_seconds(work, least_seconds=0.5) if world.rank < ranks else 0.0
-        world.barrier()
-        found.append((float(ranks), seconds))
-    return [(ranks, seconds / found[0][1]) for ranks, seconds in found] if world.is_main else []
 
 
 def _time(

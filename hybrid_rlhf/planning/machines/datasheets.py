@@ -9,7 +9,6 @@ replace all of it. A product takes the longer of its arithmetic and its memory t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
@@ -48,17 +47,14 @@ DECODE_LAYER_KERNELS = 8
 LAYER_PASSES = 16
 LAYER_BACKWARD_PASSES = 24
 """Reads and writes of the hidden states in a layer beyond products: norms, rotation, residuals, the MLP's gate."""
-MAX_RANKS = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DataSheet:
     """Peaks of a GPU and its host."""
 
     name: str
     """Name of the machine in tables."""
-    device: str = ""
-    """A part of the name by which torch knows the GPU."""
     bfloat16_tflops: float
     """Dense, without sparsity, with float32 accumulation."""
     float32_tflops: float
@@ -66,18 +62,20 @@ class DataSheet:
     memory_gb_per_second: float
     device_gib: float
     """Memory that a process can use."""
-    host_gib: float | None = None
-    """Memory of a host that a run can use; null: unknown and not checked."""
     link_gb_per_second: float
     """Between GPUs of a host, one direction per GPU."""
     hosts_gb_per_second: float
     """Between hosts, one direction, all network cards of a host together."""
-    cards_per_host: int = 8
-    """Network cards of a host, over which its GPUs are divided."""
     host_link_gb_per_second: float
     """Between a GPU and its host's memory, one direction."""
+    cards_per_host: int = 8
+    """Network cards of a host, over which its GPUs are divided."""
     ranks_per_host: int = 8
     """GPUs of a host."""
+    host_gib: float | None = None
+    """Memory of a host that a run can use; null: unknown and not checked."""
+    device: str = ""
+    """A part of the name by which torch knows the GPU."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -88,54 +86,30 @@ class DataSheet:
             )
 
 
-def _sheet(
-    name: str,
-    device: str,
-    tflops: tuple[float, float],
-    memory: tuple[float, float],
-    links: tuple[float, float, float],
-    *,
-    cards: int = 8,
-) -> DataSheet:
-    """A data sheet of TFLOP/s in bfloat16 and float32, memory in GB/s and GiB, and GB/s between GPUs, between hosts and
-    to the host's memory."""
-    return DataSheet(
-        name=name,
-        device=device,
-        bfloat16_tflops=tflops[0],
-        float32_tflops=tflops[1],
-        memory_gb_per_second=memory[0],
-        device_gib=memory[1],
-        link_gb_per_second=links[0],
-        hosts_gb_per_second=links[1],
-        host_link_gb_per_second=links[2],
-        cards_per_host=cards,
-    )
-
-
 DATA_SHEETS = {
     sheet.name: sheet
     for sheet in (
+        # name, TFLOP/s in bfloat16 and float32, GB/s and GiB of memory, GB/s between GPUs, between hosts, to the host
         # NVIDIA B200 SXM: NVLink 5 (1,800 GB/s in both directions), PCIe 5 x16; DGX B200: eight 400 Gb/s cards.
-        _sheet("b200", "B200", (2250, 75), (8000, 178.4), (900, 400, 64)),
+        DataSheet("b200", 2250, 75, 8000, 178.4, 900, 400, 64, device="B200"),
         # NVIDIA H100 SXM: NVLink 4 (900 GB/s in both directions), PCIe 5 x16; DGX H100: eight 400 Gb/s cards.
-        _sheet("h100", "H100", (989, 67), (3350, 79.1), (450, 400, 64)),
+        DataSheet("h100", 989, 67, 3350, 79.1, 450, 400, 64, device="H100"),
         # NVIDIA H200 SXM: an H100 with other memory.
-        _sheet("h200", "H200", (989, 67), (4800, 139.8), (450, 400, 64)),
+        DataSheet("h200", 989, 67, 4800, 139.8, 450, 400, 64, device="H200"),
         # NVIDIA A100 SXM 80 GB: NVLink 3 (600 GB/s in both directions), PCIe 4 x16; DGX A100: eight 200 Gb/s cards.
-        _sheet("a100", "A100-SXM4-80GB", (312, 19.5), (2039, 79.1), (300, 200, 32)),
+        DataSheet("a100", 312, 19.5, 2039, 79.1, 300, 200, 32, device="A100-SXM4-80GB"),
         # NVIDIA A100 SXM 40 GB, and A800 SXM: an A100 with 400 GB/s of NVLink.
-        _sheet("a100-40g", "A100-SXM4-40GB", (312, 19.5), (1555, 39.4), (300, 200, 32)),
-        _sheet("a800", "A800", (312, 19.5), (2039, 79.1), (200, 200, 32)),
+        DataSheet("a100-40g", 312, 19.5, 1555, 39.4, 300, 200, 32, device="A100-SXM4-40GB"),
+        DataSheet("a800", 312, 19.5, 2039, 79.1, 200, 200, 32, device="A800"),
         # NVIDIA L40S and A10G: GPUs talk over PCIe 4 x16; AWS g6e.48xlarge and g5.48xlarge: 400 and 100 Gb/s.
-        _sheet("l40s", "L40S", (362, 91.6), (864, 44.3), (25, 50, 32), cards=4),
-        _sheet("a10g", "A10G", (70, 31.5), (600, 22.0), (12, 12.5, 32), cards=1),
+        DataSheet("l40s", 362, 91.6, 864, 44.3, 25, 50, 32, cards_per_host=4, device="L40S"),
+        DataSheet("a10g", 70, 31.5, 600, 22.0, 12, 12.5, 32, cards_per_host=1, device="A10G"),
         # NVIDIA GeForce RTX 4090 and 3090 (float32 accumulation): ranks talk through the host, without NVLink and
         # peer access; 10 Gb/s Ethernet.
-        _sheet("4090", "RTX 4090", (165.2, 82.6), (1008, 23.6), (12, 1.25, 32), cards=1),
-        _sheet("3090", "RTX 3090", (71, 35.6), (936, 23.6), (12, 1.25, 32), cards=1),
+        DataSheet("4090", 165.2, 82.6, 1008, 23.6, 12, 1.25, 32, cards_per_host=1, device="RTX 4090"),
+        DataSheet("3090", 71, 35.6, 936, 23.6, 12, 1.25, 32, cards_per_host=1, device="RTX 3090"),
         # AMD Instinct MI300X: seven links of 64 GB/s in each direction, PCIe 5 x16; eight 400 Gb/s cards.
-        _sheet("mi300x", "MI300X", (1307, 163.4), (5300, 191.5), (448, 400, 64)),
+        DataSheet("mi300x", 1307, 163.4, 5300, 191.5, 448, 400, 64, device="MI300X"),
     )
 }
 
@@ -174,21 +148,21 @@ def modelled_curves(sheet: DataSheet, *, link_gib_per_second: float | None = Non
     """
     memory = 1e9 * sheet.memory_gb_per_second * MEMORY_ACHIEVED
     decode_memory = 1e9 * sheet.memory_gb_per_second * DECODE_MEMORY_ACHIEVED
-    rates = {"bfloat16": (2, sheet.bfloat16_tflops), "float16": (2, sheet.bfloat16_tflops)}
-    rates["float32"] = (4, sheet.float32_tflops)
+    half = (2, 1e12 * sheet.bfloat16_tflops * PRODUCTS_ACHIEVED)
+    rates = {"bfloat16": half, "float16": half, "float32": (4, 1e12 * sheet.float32_tflops * PRODUCTS_ACHIEVED)}
 
     def products(bandwidth: float, launch: float) -> dict[str, Surface]:
         return {
-            name: _surface(
-                _powers(2**12, 2**34, 4),
-                lambda weight, rows, size=size, peak=peak: (
-                    launch  # type: ignore[misc]
-                    + max(2 * weight * rows / (1e12 * peak * PRODUCTS_ACHIEVED), size * weight / bandwidth)
-                ),
-                _powers(1, 2**22, 2),
+            name: Surface.of(
+                (weight, rows, launch + max(2 * weight * rows / peak, size * weight / bandwidth))
+                for weight in (2.0**power for power in range(12, 35, 2))
+                for rows in (2.0**power for power in range(23))
             )
             for name, (size, peak) in rates.items()
         }
+
+    def line(latency: float, rate: float) -> Curve:
+        return Curve.line(latency, 1 / rate)
 
     link = 1e9 * sheet.link_gb_per_second * LINK_ACHIEVED
     attention_rate = 1e12 * sheet.bfloat16_tflops * ATTENTION_ACHIEVED
@@ -201,17 +175,17 @@ def modelled_curves(sheet: DataSheet, *, link_gib_per_second: float | None = Non
         ranks_per_host=sheet.ranks_per_host,
         products=products(memory, LAUNCH_SECONDS),
         decode_products=products(decode_memory, GRAPH_KERNEL_SECONDS),
-        attention=_line(LAUNCH_SECONDS, attention_rate),
-        layer=_line(LAYER_KERNELS * LAUNCH_SECONDS, memory / (2 * LAYER_PASSES)),
-        layer_backward=_line(LAYER_BACKWARD_KERNELS * LAUNCH_SECONDS, memory / (2 * LAYER_BACKWARD_PASSES)),
-        head=_line(20 * LAUNCH_SECONDS, memory / (4 * 6)),  # float32 logits: about six reads and writes
-        cache_reads=_line(GRAPH_KERNEL_SECONDS, decode_memory),
-        decode_layer=_line(DECODE_LAYER_KERNELS * GRAPH_KERNEL_SECONDS, memory / (2 * LAYER_PASSES)),
-        decode_step=_line(1.5e-3, 1 / 2e-6),  # Python between two graphs, and a few microseconds a row
-        copies=_line(LAUNCH_SECONDS, memory / 2),
-        host_link=_line(1e-5, host_link),
-        optimizer=_line(1e-3, memory / 30),  # reads and writes weights, gradients, moments: about 30 bytes each
-        host_optimizer=_line(1e-3, 1.2e9),  # parameters per second of a host's share of cores: an assumption
+        attention=line(LAUNCH_SECONDS, attention_rate),
+        layer=line(LAYER_KERNELS * LAUNCH_SECONDS, memory / (2 * LAYER_PASSES)),
+        layer_backward=line(LAYER_BACKWARD_KERNELS * LAUNCH_SECONDS, memory / (2 * LAYER_BACKWARD_PASSES)),
+        head=line(20 * LAUNCH_SECONDS, memory / (4 * 6)),  # float32 logits: about six reads and writes
+        cache_reads=line(GRAPH_KERNEL_SECONDS, decode_memory),
+        decode_layer=line(DECODE_LAYER_KERNELS * GRAPH_KERNEL_SECONDS, memory / (2 * LAYER_PASSES)),
+        decode_step=line(1.5e-3, 1 / 2e-6),  # Python between two graphs, and a few microseconds a row
+        copies=line(LAUNCH_SECONDS, memory / 2),
+        host_link=line(1e-5, host_link),
+        optimizer=line(1e-3, memory / 30),  # reads and writes weights, gradients, moments: about 30 bytes each
+        host_optimizer=line(1e-3, 1.2e9),  # parameters per second of a host's share of cores: an assumption
         collectives=modelled_collectives(link, LINK_LATENCY_SECONDS),
         between_hosts={},
         calls={
@@ -222,7 +196,7 @@ def modelled_curves(sheet: DataSheet, *, link_gib_per_second: float | None = Non
             "completion": 5e-5,
         },
         gathered=dict.fromkeys(("forward", "backward"), Curve.of([(1, 2e-4)])),
-        loop=_line(LOOP_SECONDS, LOOP_TOKENS_PER_SECOND),
+        loop=line(LOOP_SECONDS, LOOP_TOKENS_PER_SECOND),
         overlap=0.8,
     )
     return _with_sheet_link(host, sheet, link_gib_per_second)
@@ -245,19 +219,3 @@ def _with_sheet_link(curves: MachineCurves, sheet: DataSheet, gib_per_second: fl
     ranks_to_fill = max(1.0, used / (of_sheet / sheet.cards_per_host))
     source: LinkSource = "data sheet" if gib_per_second is None else "given"
     return with_link(curves, used, source=source, ranks_to_fill=ranks_to_fill)
-
-
-def _surface(firsts: Iterable[float], seconds: Callable[[float, float], float], sizes: list[float]) -> Surface:
-    return Surface(tuple((first, Curve.of((size, seconds(first, size)) for size in sizes)) for first in firsts))
-
-
-def _line(latency: float, rate: float) -> Curve:
-    """latency + size / rate, at sizes two apart: between them the curve bends as the sum does, within a few percent."""
-    return Curve.of((size, latency + size / rate) for size in _powers(1, 2**60, 2))
-
-
-def _powers(first: float, last: float, step: float) -> list[float]:
-    sizes = [float(first)]
-    while sizes[-1] < last:
-        sizes.append(sizes[-1] * step)
-    return sizes

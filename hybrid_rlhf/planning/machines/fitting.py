@@ -21,7 +21,7 @@ from scipy.optimize import nnls
 from hybrid_rlhf.models.head_check import PROBE_TOKENS
 from hybrid_rlhf.planning.costs.passes import ATTENTION_BACKWARD, ModelPasses, PassedTokens
 from hybrid_rlhf.planning.curves import Curve, MachineCurves
-from hybrid_rlhf.planning.machines.layers import ModelTimes, TimedBatch
+from hybrid_rlhf.planning.machines.layers import MEAN_NEW_TOKENS, SHORT_STEPS, ModelTimes, TimedBatch
 
 _LEAST = 1e-12
 """Seconds of a term of size 1 that costs nothing; curves are above 0."""
@@ -80,9 +80,9 @@ def _with_passes(curves: MachineCurves, models: Sequence[ModelTimes]) -> Machine
     gathered = {"forward": ahead["gathered_layers"], "backward": back["gathered_layers"]}
     return replace(
         curves,
-        layer=_line(ahead["layers"], ahead["elements"]),
-        layer_backward=_line(back["layers"], back["elements"]),
-        head=_line(0.0, ahead["logits"] + back["logits"]),
+        layer=Curve.line(ahead["layers"], ahead["elements"]),
+        layer_backward=Curve.line(back["layers"], back["elements"]),
+        head=Curve.line(0.0, ahead["logits"] + back["logits"]),
         calls={**curves.calls, **calls},
         gathered={kind: Curve.of([(1, seconds)]) for kind, seconds in gathered.items()},
     )
@@ -153,18 +153,14 @@ def _with_decoding(curves: MachineCurves, models: Sequence[ModelTimes]) -> Machi
     rest = fit([_decode_rests(*each) for each in rollouts], steps, known=products)
     curves = replace(
         curves,
-        cache_reads=_line(0.0, rest["cache"]),
-        decode_layer=_line(rest["layers"], rest["elements"]),
-        decode_step=_line(rest["step"], rest["rows"]),
+        cache_reads=Curve.line(0.0, rest["cache"]),
+        decode_layer=Curve.line(rest["layers"], rest["elements"]),
+        decode_step=Curve.line(rest["step"], rest["rows"]),
     )
     calls = fit(
-        [
-            {"call": 1.0, "completions": rows, "prefill": _prefill(curves, *each)}
-            for each in rollouts
-            for rows in each[1:2]
-        ],
+        [{"call": 1.0, "completions": each[1], "prefill": _prefill(curves, *each)} for each in rollouts],
         [times.whole[rows, context] for times, rows, context in rollouts],
-        known=[times.short_steps * seconds for (times, _, _), seconds in zip(rollouts, steps, strict=True)],
+        known=[SHORT_STEPS * seconds for seconds in steps],
     )
     synced = [times for times in models if times.decode]
     sync = fit(
@@ -174,7 +170,7 @@ def _with_decoding(curves: MachineCurves, models: Sequence[ModelTimes]) -> Machi
     )
     return replace(
         curves,
-        copies=_line(0.0, sync["bytes"]),
+        copies=Curve.line(0.0, sync["bytes"]),
         calls={
             **curves.calls,
             "generation": sync["call"],
@@ -192,7 +188,7 @@ def _decode_products(curves: MachineCurves, times: ModelTimes, rows: int, contex
 def _decode_rests(times: ModelTimes, rows: int, context: int) -> dict[str, float]:
     """Sizes of what else a decoding step takes."""
     sizes = times.model.sizes
-    tokens = context + times.mean_new_tokens
+    tokens = context + MEAN_NEW_TOKENS
     return {
         "step": 1.0,
         "rows": rows,
@@ -223,10 +219,6 @@ def _scale(reached: float) -> float:
     """A primitive's time within models over its time alone: caches differ, sizes do not."""
     low, high = SCALES
     return min(high, max(low, reached))
-
-
-def _line(constant: float, slope: float) -> Curve:
-    return Curve.of((2.0**power, max(_LEAST, constant + slope * 2.0**power)) for power in range(0, 61))
 
 
 def _largest(steps: Iterable[tuple[float, float]], primitive: Curve) -> Curve:

@@ -10,7 +10,9 @@ import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +41,10 @@ LONG_CONTEXT = 128
 _FEW_STEPS = 6
 _MORE_STEPS = 26
 """New tokens of two rollouts, whose difference is that of decoding steps alone."""
+SHORT_STEPS = _FEW_STEPS - 1
+"""Decoding steps of the shorter rollout, whose first tokens come from the prefill."""
+MEAN_NEW_TOKENS = (_FEW_STEPS + _MORE_STEPS) / 2
+"""New tokens of a row in the mean decoding step."""
 _COLD_BYTES = 2**26
 _MOST_COPIES = 64
 """Bytes of weights, and their number, that decoding products take turns with."""
@@ -112,16 +118,6 @@ class ModelTimes:
     whole: dict[tuple[int, int], float]
     """Seconds of a rollout of `_FEW_STEPS` tokens, by the same."""
 
-    @property
-    def short_steps(self) -> int:
-        """Decoding steps of a rollout in `whole`, whose first tokens come from the prefill."""
-        return _FEW_STEPS - 1
-
-    @property
-    def mean_new_tokens(self) -> float:
-        """New tokens of a row in the mean decoding step of `decode`."""
-        return (_FEW_STEPS + _MORE_STEPS) / 2
-
 
 def save_timed_models(folder: Path, model: TimedModel, *, template: str) -> None:
     """`actor` and `reward`, a scorer of the same sizes, with a token for each byte, which are their vocabulary."""
@@ -178,37 +174,28 @@ def time_model(world: World, model: TimedModel, batches: list[TimedBatch], rows:
     return ModelTimes(model, forward, backward, step, sync, decode, whole)
 
 
-def time_products(world: World, weights: list[int], rows: list[int], dtype: str) -> list[tuple[float, float, float]]:
-    """(elements of the weight, rows, seconds) of products in training."""
-    found = []
-    with torch.no_grad():
-        for side in weights:
-            weight = torch.randn(side, side, device=world.device, dtype=getattr(torch, dtype))
-            for count in rows:
-                x = torch.randn(count, side, device=world.device, dtype=weight.dtype)
-                seconds = median_seconds(lambda x=x, weight=weight: linear(x, weight))  # type: ignore[misc]
-                found.append((float(side**2), float(count), seconds))
-    return found
-
-
-def time_decode_products(
-    world: World, weights: list[int], rows: list[int], dtype: str
+def time_products(
+    world: World, weights: list[int], rows: list[int], dtype: str, *, decode: bool = False
 ) -> list[tuple[float, float, float]]:
-    """The same with inference weights, several of a size by turns: in a decoding step no weight is in a cache."""
+    """(elements of the weight, rows, seconds) of products in training or, with `decode`, with inference weights."""
     found = []
     with torch.no_grad():
         for side in weights:
             weight = torch.randn(side, side, device=world.device, dtype=getattr(torch, dtype))
-            copies = max(1, min(_MOST_COPIES, _COLD_BYTES // weight.nbytes))
-            products = [
-                InferenceLinear(weight.clone(), None, pack=can_pack(world.device, weight.dtype)) for _ in range(copies)
-            ]
-            turns = itertools.cycle(products)
+            product = _taking_turns(weight) if decode else partial(linear, weight=weight)
             for count in rows:
                 x = torch.randn(count, side, device=world.device, dtype=weight.dtype)
-                seconds = median_seconds(lambda x=x, turns=turns: next(turns)(x), least_seconds=0.02)  # type: ignore[misc]
+                seconds = median_seconds(partial(product, x), least_seconds=0.02 if decode else 0.03)
                 found.append((float(side**2), float(count), seconds))
     return found
+
+
+def _taking_turns(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """A product with several inference weights by turns: in a decoding step no weight is in a cache."""
+    copies = max(1, min(_MOST_COPIES, _COLD_BYTES // weight.nbytes))
+    pack = can_pack(weight.device, weight.dtype)
+    turns = itertools.cycle([InferenceLinear(weight.clone(), None, pack=pack) for _ in range(copies)])
+    return lambda x: next(turns)(x)
 
 
 def time_attention(world: World, lengths: list[int]) -> list[tuple[float, float]]:
@@ -218,7 +205,8 @@ def time_attention(world: World, lengths: list[int]) -> list[tuple[float, float]
     with torch.no_grad():
         for length in lengths:
             q = torch.randn(1, 4, length, 64, device=world.device, dtype=dtype)
-            seconds = median_seconds(lambda q=q: _attend(q))  # type: ignore[misc]
+            attend = partial(torch.nn.functional.scaled_dot_product_attention, q, q, q, is_causal=True)
+            seconds = median_seconds(attend)
             found.append((2.0 * 256 * length**2, seconds))
     return found
 
@@ -245,13 +233,8 @@ def time_host_link(world: World, sizes: list[int]) -> list[tuple[float, float]]:
     for size in sizes:
         host = torch.zeros(size, dtype=torch.uint8, pin_memory=world.device.type == "cuda")
         there = torch.zeros(size, dtype=torch.uint8, device=world.device)
-        seconds = median_seconds(lambda host=host, there=there: there.copy_(host))  # type: ignore[misc]
-        found.append((float(size), seconds))
+        found.append((float(size), median_seconds(partial(there.copy_, host))))
     return found
-
-
-def _attend(q: Tensor) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
 def _passes(engine: HybridEngine, batch: TimedBatch, vocabulary: int) -> tuple[float, float, float]:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from hybrid_rlhf.planning.curves import Collective, Curve, LinkSource, MachineCurves, Surface
+from hybrid_rlhf.planning.curves import Collective, LinkSource, MachineCurves, Surface
 
 LINK_ACHIEVED = 0.75
 """Part of a link that collectives reach at large sizes; an assumption."""
@@ -26,26 +26,26 @@ ETHERNET_GB_PER_SECOND = 1.25
 SIZES = [2.0**power for power in range(8, 40, 2)]
 """Sizes of modelled collectives, in bytes."""
 _RANKS = [2.0**power for power in range(10)]
-_MOVED: Mapping[Collective, Callable[[float], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "transfer": lambda n: 1.0,
+_COSTS: Mapping[Collective, Callable[[float], tuple[float, float]]] = {
+    "all_reduce": lambda n: (2 * math.log2(n), 2 * (n - 1) / n),
+    "all_gather": lambda n: (min(n - 1, 64), (n - 1) / n),
+    "reduce_scatter": lambda n: (min(n - 1, 64), (n - 1) / n),
+    "transfer": lambda n: (1.0, 1.0),
 }
-_STEPS: Mapping[Collective, Callable[[float], float]] = {
-    "all_reduce": lambda n: 2 * math.log2(n),
-    "all_gather": lambda n: min(n - 1, 64),
-    "reduce_scatter": lambda n: min(n - 1, 64),
-    "transfer": lambda n: 1.0,
-}
+"""Steps of latency of n ranks, and the part of the bytes that passes a link."""
 
 
 def modelled_collectives(bytes_per_second: float, latency: float) -> dict[str, Surface]:
     """Collectives of ranks over links of a bandwidth."""
-    return {
-        kind: _surface(lambda n, size, kind=kind: _STEPS[kind](n) * latency + _MOVED[kind](n) * size / bytes_per_second)  # type: ignore[misc]
-        for kind in _MOVED
-    }
+    surfaces: dict[str, Surface] = {}
+    for kind, cost in _COSTS.items():
+        costs = {ranks: cost(ranks) for ranks in _RANKS}
+        surfaces[kind] = Surface.of(
+            (ranks, size, steps * latency + moved * size / bytes_per_second)
+            for ranks, (steps, moved) in costs.items()
+            for size in SIZES
+        )
+    return surfaces
 
 
 def with_link(
@@ -62,13 +62,13 @@ def with_link(
         source: where the bandwidth is from.
         ranks_to_fill: see MachineCurves.ranks_to_fill_link.
     """
-    over = modelled_collectives(gib_per_second * 2**30 * LINK_ACHIEVED, HOSTS_LATENCY_SECONDS)
-    between = {
-        kind: over[kind]
-        if kind == "transfer" or kind not in curves.collectives
-        else _surface(lambda n, size, kind=kind: max(over[kind](n, size), curves.collectives[kind](n, size)))  # type: ignore[misc]
-        for kind in over
-    }
+    between = modelled_collectives(gib_per_second * 2**30 * LINK_ACHIEVED, HOSTS_LATENCY_SECONDS)
+    for kind, within in curves.collectives.items():
+        if kind != "transfer":
+            over = between[kind]
+            between[kind] = Surface.of(
+                (ranks, size, max(over(ranks, size), within(ranks, size))) for ranks in _RANKS for size in SIZES
+            )
     return replace(
         curves,
         between_hosts=between,
@@ -84,17 +84,8 @@ def with_measured_link(curves: MachineCurves, times: Mapping[str, list[tuple[flo
     transfers = times["transfer"]
     rates = {ranks: size / seconds for ranks, size, seconds in sorted(transfers)}  # the largest size is the last
     every = max(rates)
-    between = {
-        kind: Surface(
-            tuple(
-                (ranks, Curve.of((size, seconds) for n, size, seconds in found if n == ranks))
-                for ranks in sorted({n for n, _, _ in found})
-            )
-        )
-        for kind, found in times.items()
-        if kind != "transfer"
-    }
-    between["transfer"] = Surface(((2.0, Curve.of((size, t) for ranks, size, t in transfers if ranks == every)),))
+    between = {kind: Surface.of(points) for kind, points in times.items()}
+    between["transfer"] = Surface.of((2.0, size, seconds) for ranks, size, seconds in transfers if ranks == every)
     return replace(
         curves,
         between_hosts=between,
@@ -102,7 +93,3 @@ def with_measured_link(curves: MachineCurves, times: Mapping[str, list[tuple[flo
         link_source="measured",
         ranks_to_fill_link=min(every, max(1.0, rates[every] / rates[1.0])),
     )
-
-
-def _surface(seconds: Callable[[float, float], float]) -> Surface:
-    return Surface(tuple((ranks, Curve.of((size, seconds(ranks, size)) for size in SIZES)) for ranks in _RANKS))

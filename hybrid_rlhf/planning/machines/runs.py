@@ -8,20 +8,20 @@ the ranks of a host slow each other down, and what an update takes beyond its co
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.planning.costs import Costs
 from hybrid_rlhf.planning.curves import Curve, Kind, MachineCurves
-from hybrid_rlhf.planning.job import JobReader, RLJob, StepLengths
+from hybrid_rlhf.planning.job import RLJob, StepLengths, read_job
 from hybrid_rlhf.planning.machines.fitting import SCALES, fit
 from hybrid_rlhf.planning.machines.layers import TimedModel
-from hybrid_rlhf.planning.plans import Cluster, StepPlan, flattening
-from hybrid_rlhf.planning.shapes import Shapes
+from hybrid_rlhf.planning.phase_memory import Cluster
+from hybrid_rlhf.planning.plans import StepPlan, flattening
 from hybrid_rlhf.planning.step_time import StepTime, step_time
 from hybrid_rlhf.runtime.world import World
 
@@ -64,14 +64,13 @@ RunTimer = Callable[[World, str, RunSizes], RunTimes]
 
 def with_runs(curves: MachineCurves, runs: Sequence[tuple[int, RunTimes]]) -> MachineCurves:
     """The curves, corrected by runs on so many ranks each, of which some must be on one."""
-    shapes = Shapes()
-    predicted = [_Prediction.of(times, ranks, curves, shapes) for ranks, times in runs]
+    predicted = [_Prediction.of(times, ranks, curves) for ranks, times in runs]
     curves = _with_loop(curves, [each for each in predicted if each.ranks == 1])
     several = {each.ranks for each in predicted if each.ranks > 1}
     by_ranks = {ranks: [each for each in predicted if each.ranks == ranks] for ranks in sorted(several)}
     if curves.device == "cpu":
         alone = replace(curves, slowdown=Curve.zero())
-        shared = {ranks: _median(each.ratio(alone, "scoring") for each in some) for ranks, some in by_ranks.items()}
+        shared = {ranks: median(each.ratio(alone, "scoring") for each in some) for ranks, some in by_ranks.items()}
         curves = replace(curves, slowdown=Curve.of([(1, 1.0), *shared.items()]))
     training = {ranks: _training_of(curves, some) for ranks, some in by_ranks.items()}
     curves = replace(
@@ -79,7 +78,7 @@ def with_runs(curves: MachineCurves, runs: Sequence[tuple[int, RunTimes]]) -> Ma
         update=Curve.of([*curves.update.points, *((ranks, each["update"]) for ranks, each in training.items())]),
         shared_training=Curve.of([(1, 1.0), *((ranks, each["work"]) for ranks, each in training.items())]),
     )
-    loop = {ranks: _median(each.loop_ratio(curves) for each in some) for ranks, some in by_ranks.items()}
+    loop = {ranks: median(each.loop_ratio(curves) for each in some) for ranks, some in by_ranks.items()}
     return replace(curves, shared_loop=Curve.of([(1, 1.0), *loop.items()]))
 
 
@@ -164,12 +163,12 @@ class _Prediction:
     plan: StepPlan
 
     @classmethod
-    def of(cls, times: RunTimes, ranks: int, curves: MachineCurves, shapes: Shapes) -> _Prediction:
+    def of(cls, times: RunTimes, ranks: int, curves: MachineCurves) -> _Prediction:
         """The job of a run, from its config."""
         lengths = StepLengths(
             times.prompt_tokens, (round(times.completion_tokens),) * times.config.rollout.prompts_per_step
         )
-        job = JobReader(torch.device(curves.device), shapes)(times.config, lengths, overrides={})
+        job = read_job(times.config, torch.device(curves.device), lengths=lengths)
         return cls(times, ranks, job, StepPlan(flattening([*job.roles], ranks, zero={})))
 
     def seconds(self, curves: MachineCurves, phase: str) -> float:
@@ -218,7 +217,3 @@ class _Prediction:
 
 def _without(curves: MachineCurves, kind: Kind) -> MachineCurves:
     return replace(curves, corrections={**curves.corrections, kind: _NOTHING})
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ from typing import Any
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.planning.curves import FORMAT, MachineCurves
+from hybrid_rlhf.planning.curves import MachineCurves
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.reading import cache_folder
 
+FORMAT = 4
+"""Format of the file; a file of another format is refused."""
 _FIX = "remove it, or run hybrid-rlhf calibrate --renew true"
 
 
@@ -27,7 +31,7 @@ def machine_key(ranks: int) -> dict[str, object]:
         "format": FORMAT,
         "host": platform.node(),
         "device": gpu or _processor(),
-        "cores": _cores(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "ranks": ranks,
         **{name: version(name) for name in ("torch", "transformers", "deepspeed")},
     }
@@ -43,7 +47,7 @@ def save_curves(curves: MachineCurves, ranks: int, cache_dir: str | None = None)
     """Write the curves of this machine; the file is whole or not there."""
     path = curves_file(ranks, cache_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"key": machine_key(ranks), "curves": json.loads(curves.to_json())}
+    content = {"key": machine_key(ranks), "curves": curves.to_json()}
     write_whole(path, json.dumps(content, indent=1) + "\n")
     return path
 
@@ -55,7 +59,7 @@ def load_curves(cache_dir: str | None = None) -> MachineCurves | None:
         UserError: when a file is damaged.
     """
     files = sorted((cache_folder(cache_dir) / "curves").glob("*.json"))
-    mine = {int(key["ranks"]): path for path in files if not differences(key := _content(path)["key"])}
+    mine = {int(key["ranks"]): path for path in files if not differences(key := stored_key(path))}
     return None if not mine else read_curves(mine[max(mine)])
 
 
@@ -65,10 +69,11 @@ def read_curves(path: Path) -> MachineCurves:
     Raises:
         UserError: when it is damaged, or is of another machine or other versions.
     """
-    content = _content(path)
-    if other := differences(content["key"]):
+    key, curves = _content(path)
+    if other := differences(key):
         raise UserError(f"{path} must be measured here, it differs in {', '.join(other)}: {_FIX}")
-    return MachineCurves.from_json(json.dumps(content["curves"]), place=str(path))
+    with _damage_refused(path):
+        return MachineCurves.from_json(curves)
 
 
 def stored_key(path: Path) -> dict[str, Any]:
@@ -77,8 +82,7 @@ def stored_key(path: Path) -> dict[str, Any]:
     Raises:
         UserError: when it is damaged.
     """
-    key: dict[str, Any] = _content(path)["key"]
-    return key
+    return _content(path)[0]
 
 
 def differences(key: dict[str, Any]) -> list[str]:
@@ -87,17 +91,20 @@ def differences(key: dict[str, Any]) -> list[str]:
     return [f"{name} ({key.get(name)} instead of {mine[name]})" for name in mine if key.get(name) != mine[name]]
 
 
-def _content(path: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def _damage_refused(path: Path) -> Iterator[None]:
+    """Context in which what a damaged file raises is an error of the user's."""
     try:
-        content = json.loads(path.read_text())
-        return {"key": {**content["key"]}, "curves": content["curves"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield
+    except (AttributeError, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} must hold curves of a machine, it is damaged ({error!r}): {_FIX}") from error
 
 
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The key of a file, and its curves."""
+    with _damage_refused(path):
+        content = json.loads(path.read_text())
+        return {**content["key"]}, content["curves"]
 
 
 def _processor() -> str:

@@ -1,0 +1,31 @@
+"""Settings of a config by their dotted keys."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import replace
+from typing import Any
+
+from hybrid_rlhf.configs.parsing.schema import section_type
+
+Settings = dict[str, Any]
+"""Dotted keys of a step and their values."""
+
+
+def with_settings(config: Any, settings: Settings) -> Any:
+    """A config with dotted keys changed; all keys of a section at once, because its rules check them together."""
+    own = {key: value for key, value in settings.items() if "." not in key}
+    for section in {key.partition(".")[0] for key in settings if "." in key}:
+        inner = {key.partition(".")[2]: value for key, value in settings.items() if key.startswith(f"{section}.")}
+        section_class = section_type(typing.get_type_hints(type(config))[section])
+        value = getattr(config, section)
+        assert section_class is not None
+        own[section] = with_settings(section_class() if value is None else value, inner)
+    return replace(config, **own)
+
+
+def setting(config: Any, key: str) -> Any:
+    """The value of a dotted key; none in a section that is not set."""
+    for name in key.split("."):
+        config = None if config is None else getattr(config, name)
+    return config
