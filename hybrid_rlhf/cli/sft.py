@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.runtime.command_line import command
 
 
 @command(SFTConfig, is_rank=True)

@@ -30,7 +30,7 @@ CROSSED = {
     "ppo with zero 3": (2, ["--actor.zero.stage", "3", "--critic.zero.stage", "3"]),
 }
 """Each algorithm in the way of the other."""
-QUICK = [("gpt_oss", "ppo with adapters"), ("qwen3_5_text", "grpo with zero 3"), ("llama4_text", "grpo with zero 3")]
+QUICK = [("gpt_oss", "ppo with adapters"), ("qwen3_5_text", "grpo with zero 3")]
 REPLAY = {
     **WAYS,
     "grpo with one update": (1, ["--algorithm", "grpo", "--rollout.sampling.n", "4", "--algorithm.mini_batches", "1"]),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.inference import InferenceConfig
+from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 from hybrid_rlhf.serving.packages import require_packages
 

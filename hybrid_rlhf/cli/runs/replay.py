@@ -14,12 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.cli.runs.processes import launcher, tee
 from hybrid_rlhf.configs.commands.replay import ReplayConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import LauncherConfig
-from hybrid_rlhf.runtime.command_line import save_config
+from hybrid_rlhf.runtime.command_line import command, save_config
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.output import print_result
 

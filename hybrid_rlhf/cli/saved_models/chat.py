@@ -15,11 +15,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ChatConfig
 from hybrid_rlhf.configs.parsing.values import check_values, is_text
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.output import print_document, wants_json
 

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
 from hybrid_rlhf.configs.parsing.building import plain
+from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.atomic import output_file, write_whole
 from hybrid_rlhf.runtime.output import print_result
 

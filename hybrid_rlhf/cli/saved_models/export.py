@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ExportConfig
+from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.output import print_result
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.inference import GenerateConfig
+from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.atomic import output_file, write_whole
 from hybrid_rlhf.runtime.output import print_result
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import PushConfig
+from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.output import print_result
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from hybrid_rlhf.cli.command import command
 from hybrid_rlhf.configs.inference import ServeConfig
+from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 
 
