@@ -25,7 +25,7 @@ def command(
     """
 
     def decorate(run: Callable[[ConfigT], None]) -> Callable[..., None]:
-        def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+        def parse_and_run(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             with user_errors():
                 if is_rank:
                     from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
@@ -33,6 +33,6 @@ def command(
                     stop_with_launcher()
                 run(parse_config(config_type, argv, prog=prog, positional=positional))
 
-        return main
+        return parse_and_run
 
     return decorate
