@@ -25,7 +25,7 @@ from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.models.pretrained.loading import position_limit
 from hybrid_rlhf.runtime.world import solo_world
 from tests.generation.references import hugging_face_greedy
-from tests.support.families import GQA, MAMBA, VARIANTS, variant
+from tests.support.families import COMMON, GQA, MAMBA, VARIANTS, variant
 from tests.support.generation import engine_of
 from tests.support.tiny import VOCABULARY, tiny_model
 
@@ -148,10 +148,10 @@ def test_logits_of_bfloat16_inference_weights_stay_in_float32(name: str, packed:
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "residuals after the norm"),
         ("gpt2", {"add_cross_attention": True}, "cross attention"),
         ("bamba", {**MAMBA, "time_step_limit": (0.01, 1.0)}, "limited time steps"),
-        ("granitemoehybrid", {**GQA, **MAMBA, "layer_types": ["mamba"] * 2}, "no layer with attention"),
+        ("granitemoehybrid", {**COMMON, **GQA, **MAMBA}, "no layer with attention"),
         (
             "falcon_h1",
-            {**MAMBA, "mamba_d_ssm": 64, "attention_bias": True, "attention_in_multiplier": 2.0},
+            {**COMMON, **GQA, **MAMBA, "mamba_d_ssm": 64, "attention_bias": True, "attention_in_multiplier": 2.0},
             "biases after multiplied inputs",
         ),
     ],
