@@ -6,10 +6,8 @@ on the meta device), `engine_memory.py`, `inference_memory.py` and `generation_m
 `remedies.py` finds settings that fit, `out_of_memory.py` explains an error, `room.py` decides before a run.
 
 Time: `job.py` (what a step computes), `curves.py` (how fast a machine is, from `machines/`), `costs/` (seconds of each
-piece of work) and `step_time.py` (their sum).
+piece of work) and `step_time.py` (their sum). `dotted_keys.py` and `memo.py` (values computed once) serve all.
 
 Placements: `plans.py` (what is chosen), `candidates.py` and `search.py` (the best plan), `placement_table.py` (the
 answer), `automatic.py` (`placement: auto`) and `prediction_errors.py` (predictions next to measurements).
-
-Beside them: `dotted_keys.py` (settings of a config by their keys) and `memo.py` (values that are computed once).
 """
