@@ -337,7 +337,7 @@ class HybridEngine(ModelEngine):
             if has_lora(self.lm):
                 stack.enter_context(lora_merged(self.lm))
             backend = ModuleBackend(self.lm, max_batch_rows=self._rollout.max_decode_rows, support=self._module_support)
-            self._module_support = backend.support
+            self._module_support = backend.module.support
             yield backend
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Self
 
 import torch
@@ -22,7 +23,6 @@ from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.request_maker import RequestMaker
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request, TokenLimit
-from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.generation.ops.quantisation import Quantization
 from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams
@@ -117,18 +117,13 @@ class GenerationEngine:
             UserError: for an adapter of another model or kind, or one that the inference weights do not support; with
                 adapters, also when the log-probs of the inference weights differ from the model's.
         """
-        world = solo_world(lm.device)
-        if adapters:
-            if quantization is not None or backend == "module":
-                option = f"quantization {quantization}" if quantization is not None else "backend module"
-                raise UserError(f"adapters need inference weights in the model's dtype, got {option}: leave it out")
+        if adapters and (quantization is not None or backend == "module"):
+            option = f"quantization {quantization}" if quantization is not None else "backend module"
+            raise UserError(f"adapters need inference weights in the model's dtype, got {option}: leave it out")
         read = {name: read_adapter(lm, folder) for name, folder in (adapters or {}).items()}
-        shared = _shared_weights(lm, backend, quantization, world=world, dtype=lm.dtype, adapters=read)
-        decoder = None if shared is None else shared.newer()
-        if adapters:
-            _check(decoder, lm)
+        shared = _shared_weights(lm, backend, quantization, world=solo_world(lm.device), dtype=lm.dtype, adapters=read)
         return cls(
-            _backend(lm, decoder, max_batch_rows, kv_cache_gib, prefill_tokens, cuda_graphs),
+            _backend(lm, shared, bool(adapters), max_batch_rows, kv_cache_gib, prefill_tokens, cuda_graphs),
             stop_token_ids=default_stop_token_ids(lm) if stop_token_ids is None else stop_token_ids,
             tokenizer=tokenizer,
             adapters=tuple(adapters or ()),
@@ -178,10 +173,8 @@ class GenerationEngine:
             lm.to(device)  # type: ignore[arg-type]
         lm.eval()
         shared = _shared_weights(lm, backend, quantization, world=world, dtype=dtype)
-        decoder = None if shared is None else shared.newer()
-        _check(decoder, lm)
         return cls(
-            _backend(lm, decoder, max_batch_rows, kv_cache_gib),
+            _backend(lm, shared, True, max_batch_rows, kv_cache_gib),
             stop_token_ids=default_stop_token_ids(lm),
             tokenizer=load_tokenizer(resolved, trust_remote_code=trust_remote_code),
         )
@@ -338,11 +331,8 @@ class GenerationEngine:
 
 def _continue(requests: Sequence[Request], begun: Sequence[Sequence[Completion]]) -> None:
     """Give requests the tokens of the completions that an earlier call began."""
-    by_prompt: dict[int, list[Request]] = {}
-    for request in requests:
-        by_prompt.setdefault(request.prompt_index, []).append(request)
-    for index, completions in enumerate(begun):
-        for request, completion in zip(by_prompt[index], completions, strict=False):
+    for index, samples in groupby(requests, key=lambda request: request.prompt_index):
+        for request, completion in zip(samples, begun[index] if index < len(begun) else (), strict=False):
             request.continue_from(completion)
 
 
@@ -363,23 +353,25 @@ def _shared_weights(
     return None
 
 
-def _check(decoder: Decoder | None, lm: PreTrainedModel) -> None:
-    """Raise UserError if the log-probs of inference weights and model differ on a short prompt."""
-    if decoder is not None:
-        check_inference_weights(decoder, module_logprobs(lm, probe_tokens(decoder.architecture.vocab_size)))
-
-
 def _backend(
     lm: PreTrainedModel,
-    decoder: Decoder | None,
+    shared: SharedWeights | None,
+    checks: bool,
     max_batch_rows: int | None,
     kv_cache_gib: float | None,
     prefill_tokens: int | None = None,
     cuda_graphs: bool = True,
 ) -> GenerationBackend:
-    """Return the native backend if there is a decoder, else the module backend."""
+    """Return the native backend if there are inference weights, else the module backend.
+
+    Raises:
+        UserError: with `checks`, if the log-probs of inference weights and model differ on a short prompt.
+    """
+    decoder = None if shared is None else shared.newer()
     if decoder is None:
         return ModuleBackend(lm, max_batch_rows=max_batch_rows)
+    if checks:
+        check_inference_weights(decoder, module_logprobs(lm, probe_tokens(decoder.architecture.vocab_size)))
     return NativeBackend(
         decoder,
         max_batch_rows=max_batch_rows,

@@ -153,7 +153,11 @@ class OpenBatch:
         """
         params_of_prompts = per_request(sampling, len(prompts))
         for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True)):
-            self._check(index, prompt, params)
+            if len(prompt) + params.max_new_tokens > self.max_tokens:
+                raise UserError(
+                    f"prompt and completion must have at most {self.max_tokens} tokens together, prompt {index} has "
+                    f"{len(prompt)} and max_new_tokens is {params.max_new_tokens}: shorten one of them"
+                )
         requests = self._maker.requests(prompts, params_of_prompts)
         number = self._maker.adapter_number(adapter)
         for request in requests:
@@ -181,13 +185,6 @@ class OpenBatch:
     def kv_cache_bytes(self) -> int:
         """Bytes reserved for keys and values; 0 for the module backend, whose cache grows."""
         return self._backend.kv_cache_bytes
-
-    def _check(self, index: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        if len(prompt) + sampling.max_new_tokens > self.max_tokens:
-            raise UserError(
-                f"prompt and completion must have at most {self.max_tokens} tokens together, prompt {index} has "
-                f"{len(prompt)} and max_new_tokens is {sampling.max_new_tokens}: shorten one of them"
-            )
 
     def cancel(self, submission: Submission) -> None:
         """End the requests of a submission at the next step; nothing is delivered for them afterwards."""

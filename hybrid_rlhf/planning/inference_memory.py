@@ -1,6 +1,6 @@
 """Memory of inference weights: those that are copies of the training weights. Bytes on one rank.
 
-Follows generation/weights/loader.py, from shapes and the names of the model's family alone.
+Follows generation/weights/inference_weights.py, from shapes and the names of the model's family alone.
 """
 
 from __future__ import annotations

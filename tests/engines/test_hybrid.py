@@ -22,7 +22,7 @@ from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.sampling import Completion
 from hybrid_rlhf.generation.weights import inference_weights as conversion
-from hybrid_rlhf.generation.weights.loader import WeightLoader
+from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, state_of, token_rows, train_step
 from tests.support.families import COMMON, GEMMA4, SMALL, variant
@@ -145,7 +145,7 @@ def gathers(world: World, path: Path) -> dict[str, list[int]]:
     seen: list[int] = []
     gathered = hybrid.full_weights
     built: list[int] = []
-    assemble = WeightLoader.assemble
+    assemble = InferenceWeights.assemble
 
     def watched(lm: Any, *, bucket_elements: int) -> Any:
         for weight in gathered(lm, bucket_elements=4000):
@@ -153,7 +153,7 @@ def gathers(world: World, path: Path) -> dict[str, list[int]]:
             yield weight
 
     hybrid.full_weights = watched
-    WeightLoader.assemble = lambda self: built.append(1) or assemble(self)  # type: ignore[method-assign]
+    InferenceWeights.assemble = lambda self: built.append(1) or assemble(self)  # type: ignore[method-assign]
     engine = build_actor(actor_spec(path, stage=3), world, rollout=RolloutConfig(keep_weights=True))
     counts = []
     for _ in range(2):

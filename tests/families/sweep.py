@@ -35,6 +35,7 @@ from hybrid_rlhf.models.lora import add_lora, lora_merged
 from hybrid_rlhf.models.packing import packs
 from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.models.pretrained.loading import adapt_config, adapt_model
+from tests.generation.references import hugging_face_greedy
 from tests.support.model_types import NotBuilt, model_types, tiny_of_type
 from tests.support.models import in_float64
 
@@ -120,7 +121,7 @@ def _generation(model: PreTrainedModel) -> tuple[str, str, bool]:
     """How a type generates, whether tensor parallelism splits it, and whether its tokens are those of generate."""
     model.generation_config.forced_eos_token_id = None
     try:
-        expected = [hugging_face_greedy(model, prompt) for prompt in prompts()]
+        expected = [hugging_face_greedy(model, prompt, GREEDY.max_new_tokens) for prompt in prompts()]
     except Exception as error:  # noqa: BLE001 - whatever transformers' own generate raises for one of its models
         return f"refused by transformers' generate: {_line(error)}", NO, True
     try:
@@ -137,9 +138,9 @@ def _generation(model: PreTrainedModel) -> tuple[str, str, bool]:
     assert isinstance(backend, ModuleBackend)
     if model.config.model_type in FAMILIES:
         return "wrong: has a row in the family table, generates through its module", NO, as_generate
-    if not backend.support.cache:
+    if not backend.module.support.cache:
         return "module, without cache", NO, as_generate
-    return ("module" if backend.support.padding else "module, prompts of one length"), NO, as_generate
+    return ("module" if backend.module.support.padding else "module, prompts of one length"), NO, as_generate
 
 
 def _tensor_parallel(backend: NativeBackend) -> str:
@@ -148,20 +149,6 @@ def _tensor_parallel(backend: NativeBackend) -> str:
     except UserError as error:
         return f"refused: {error}"
     return YES
-
-
-def hugging_face_greedy(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
-    """Greedy tokens by transformers' generate, of one unpadded prompt."""
-    ids = torch.tensor([prompt])
-    whole = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=GREEDY.max_new_tokens,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    return whole[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
 def own_greedy(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:

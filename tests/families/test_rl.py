@@ -30,6 +30,7 @@ CROSSED = {
     "ppo with zero 3": (2, ["--actor.zero.stage", "3", "--critic.zero.stage", "3"]),
 }
 """Each algorithm in the way of the other."""
+QUICK = [("gpt_oss", "ppo with adapters"), ("qwen3_5_text", "grpo with zero 3"), ("llama4_text", "grpo with zero 3")]
 REPLAY = {
     **WAYS,
     "grpo with one update": (1, ["--algorithm", "grpo", "--rollout.sampling.n", "4", "--algorithm.mini_batches", "1"]),
@@ -61,14 +62,15 @@ def train(
 @pytest.mark.parametrize(
     ("model_type", "way"),
     [
-        *zip(FAMILIES, itertools.cycle(WAYS)),
+        *QUICK,
         *(
             pytest.param(*case, marks=pytest.mark.faults)
-            for case in itertools.product(FAMILIES, WAYS)
-            if case not in {*zip(FAMILIES, itertools.cycle(WAYS))}
+            for case in [
+                *itertools.product(FAMILIES, {**WAYS, **CROSSED}),
+                *((name, "grpo with zero 3") for name in WITHOUT_CRITIC),
+            ]
+            if case not in QUICK
         ),
-        *((name, "grpo with zero 3") for name in WITHOUT_CRITIC),
-        *(pytest.param(*each, marks=pytest.mark.faults) for each in itertools.product(FAMILIES, CROSSED)),
     ],
 )
 def test_a_family_learns_by_reinforcement(model_type: str, way: str, pair_rows: Path, tmp_path: Path) -> None:
@@ -86,11 +88,11 @@ def test_a_family_learns_by_reinforcement(model_type: str, way: str, pair_rows: 
 @pytest.mark.parametrize(
     ("model_type", "way"),
     [
-        *zip(itertools.cycle(["qwen3_moe", "gpt_oss"]), REPLAY),
-        ("gemma4_text", "grpo with one update"),
+        *(("qwen3_moe", "ppo with adapters"), ("gpt_oss", "ppo with tensor parallelism")),
+        *(("gpt_oss", "grpo with a policy lag"), ("gemma4_text", "grpo with one update")),
         *(
             pytest.param(*case, marks=pytest.mark.faults)
-            for case in zip(itertools.cycle(["gpt_oss", "qwen3_moe"]), REPLAY)
+            for case in itertools.product(["gpt_oss", "qwen3_moe"], REPLAY)
         ),
     ],
 )
@@ -102,7 +104,7 @@ def test_training_routes_as_sampling_did(model_type: str, way: str, pair_rows: P
     assert lines[-1]["actor/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.faults)])
 def test_replay_removes_the_largest_differences_of_low_precision(
     model_type: str, pair_rows: Path, tmp_path: Path
 ) -> None:

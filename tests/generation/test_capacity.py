@@ -37,6 +37,7 @@ from tests.support.generation import (
     SAMPLED,
     STOP_TOKEN_IDS,
     completions_alone,
+    engine_of,
     random_tokens,
     token_ids_of,
 )
@@ -110,19 +111,19 @@ def test_the_cache_takes_what_memory_leaves_beside_a_prefill(monkeypatch: pytest
     """100,000 bytes, half of them for generation; of these 5,000 for a prefill."""
     monkeypatch.setattr(capacity, "free_bytes", lambda device: 100_000)
     monkeypatch.setattr(native, "working_memory", lambda *_, **__: (WorkingMemory(prefill=5_000), 2048))
-    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
+    generation = engine_of(stop=STOP_TOKEN_IDS)
     assert token_ids_of(generation.generate(PROMPTS, SAMPLED)) == completions_alone()
     page = 16 * 256  # 2 layers, keys and values of 2 heads of 8 in float32
     held = generation.backend.held
     assert held is not None and held.cache.pages == 45_000 // page
     monkeypatch.setattr(native, "working_memory", lambda *_, **__: (WorkingMemory(prefill=50_000 - 4 * page), 2048))
     with pytest.raises(UserError, match="KV cache must hold one completion of 58 tokens"):
-        GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS, SAMPLED)
+        engine_of(stop=STOP_TOKEN_IDS).generate(PROMPTS, SAMPLED)
 
 
 def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an answer of our own in the place of the allocator's."""
-    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
+    generation = engine_of(stop=STOP_TOKEN_IDS)
     decoder = generation.backend.decoder
     assert decoder is not None
     requests = generation.maker.requests(PROMPTS, SAMPLED)
@@ -143,7 +144,7 @@ def test_the_memory_of_a_prefill_and_of_a_step_is_measured_by_running_them(monke
 
 def test_a_prefill_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch, read: list[int]) -> None:
     """The measurement itself ran the largest prefill, before anything could be made smaller."""
-    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS, prefill_tokens=2048)
+    generation = engine_of(stop=STOP_TOKEN_IDS, prefill_tokens=2048)
     requests = generation.maker.requests([random_tokens(2000)], SAMPLED)
     decoder = generation.backend.decoder
 
@@ -167,7 +168,7 @@ def test_a_prefill_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_cache_that_does_not_fit_is_made_smaller(monkeypatch: pytest.MonkeyPatch, log_lines: list[str]) -> None:
     """What is free may lie in parts. A cache that grows and does not fit is replaced, not kept beside the old one."""
-    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
+    generation = engine_of(stop=STOP_TOKEN_IDS)
     expected = completions_alone()  # with caches that fit
     allocate, asked, most = KVCache.__init__, list[int](), 20
 
@@ -190,7 +191,7 @@ def test_a_cache_that_does_not_fit_is_made_smaller(monkeypatch: pytest.MonkeyPat
 
 def test_calls_of_two_shapes_in_turn_measure_memory_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many short completions, then few long ones: neither has less of everything."""
-    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
+    generation = engine_of(stop=STOP_TOKEN_IDS)
     backend, measured = generation.backend, list[int]()
     budget = backend._budget
     monkeypatch.setattr(
@@ -212,7 +213,7 @@ def test_the_plan_has_the_tables_of_a_workspace_and_the_parts_of_split_attention
     """At 4,096 rows of 32k tokens the uniform numbers take 1 GiB, and the parts of 28 heads 1.9 GB."""
     monkeypatch.setitem(capacity._CAPACITY_GRANULE, "cpu", 128)
     for penalty in (1.0, 1.2):
-        generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=4)
+        generation = engine_of(stop=STOP_TOKEN_IDS, max_batch_rows=4)
         sampling = replace(SAMPLED, repetition_penalty=penalty)
         generation.generate(PROMPTS, sampling)
         held = generation.backend.workspace
@@ -231,21 +232,11 @@ def test_the_plan_has_the_tables_of_a_workspace_and_the_parts_of_split_attention
     assert found == 4 * 8 * (8 + 2) * 4 and asked == [(20, 1024)]  # 4 heads of 8 dimensions, 2 KV heads, float32
 
 
-def test_a_measurement_keeps_the_peak_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = {"peak": 70, "allocated": 30}
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: now["peak"])
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: now["allocated"])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: now.update(peak=30))
-    monkeypatch.setattr(timers, "_EARLIER_PEAKS", timers.defaultdict(int))
-    gpu = torch.device("cuda", 0)
-    assert timers.peak_bytes(gpu, lambda: now.update(peak=45)) == 15
-    assert timers.peak_memory_gib(gpu) == 70 / 2**30
-
-
 def test_each_timed_phase_has_its_own_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"peak": 7}
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: now["peak"] * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**30)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: now.update(peak=1))
     monkeypatch.setattr(timers, "_EARLIER_PEAKS", timers.defaultdict(int))
     gpu = torch.device("cuda", 0)
@@ -259,19 +250,10 @@ def test_each_timed_phase_has_its_own_peak(monkeypatch: pytest.MonkeyPatch) -> N
         now["peak"] = 5
     with clock("generation"):
         now["peak"] = 2
+    assert timers.peak_bytes(gpu, lambda: now.update(peak=4)) == 3 * 2**30
     assert clock.peaks_gib == {"generation": 3.0, "environment": 2.0, "training": 5.0}
-    assert timers.peak_memory_gib(gpu) == 7.0, "the peaks of before, and between two phases, stay"
+    assert timers.peak_memory_gib(gpu) == 7.0, "the peaks of before, between two phases and of a measurement stay"
     assert timers.Timers(torch.device("cpu")).peaks_gib == {}
-
-
-def test_as_many_rows_as_are_asked_for_are_decoded_together() -> None:
-    prompts = [[5, 6, 7]] * 300
-    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=())
-    generation.generate(prompts, replace(SAMPLED, n=1, max_new_tokens=2))
-    assert generation.backend.workspace is not None and generation.backend.workspace.most_rows == 300
-    bound = GenerationEngine.from_model(tiny_model(), stop_token_ids=(), max_batch_rows=70)
-    bound.generate(prompts, replace(SAMPLED, n=1, max_new_tokens=2))
-    assert bound.backend.workspace is not None and bound.backend.workspace.most_rows == 70
 
 
 class FakeGraph:
@@ -321,7 +303,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def capturing(rows: int = 4) -> Workspace:
     """A workspace with CUDA graphs of two batch sizes."""
-    generation = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=rows)
+    generation = engine_of(stop=STOP_TOKEN_IDS, max_batch_rows=rows)
     generation.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=2))
     found, generation.backend.workspace = generation.backend.workspace, None
     assert found is not None
@@ -395,7 +377,7 @@ def test_kernels_that_are_compiled_are_counted(monkeypatch: pytest.MonkeyPatch, 
 
 def test_capturing_a_graph_changes_no_state_of_a_row(fake_cuda: list[Any]) -> None:
     """The step that runs before it would otherwise count twice in recurrent layers."""
-    generation = GenerationEngine.from_model(variant("qwen3_5"), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=4)
+    generation = engine_of(variant("qwen3_5"), STOP_TOKEN_IDS, max_batch_rows=4)
     generation.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=2))
     held = generation.backend.workspace
     assert held is not None and held.states is not None

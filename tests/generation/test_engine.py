@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.backend import BackendName
 from hybrid_rlhf.generation.batching.request_maker import _warn_of_untrained_positions
 from hybrid_rlhf.generation.sampling import per_request
 from hybrid_rlhf.models.policy import Policy
-from tests.support.families import COMMON, variant
-from tests.support.generation import SHORT_GREEDY, SHORT_PROMPTS, SHORT_SAMPLED, SYSTEM_PROMPT, token_ids_of
-from tests.support.models import GQA, HEAD_FAMILIES, build_model
+from tests.generation.references import hugging_face_greedy
+from tests.support.families import variant
+from tests.support.generation import SHORT_GREEDY, SHORT_PROMPTS, SHORT_SAMPLED, SYSTEM_PROMPT, engine_of, token_ids_of
+from tests.support.model_types import tiny_of_type
+from tests.support.models import HEAD_FAMILIES, build_model
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
@@ -30,11 +33,7 @@ def test_greedy_tokens_through_the_module_are_those_of_hugging_face(family: str)
     model.generation_config.eos_token_id = [2, 11, 40, 77, 130]  # stops somewhere, at different places
     engine = GenerationEngine.from_model(model, backend="module")
     for prompt, (completion,) in zip(SHORT_PROMPTS, engine.generate(SHORT_PROMPTS, SHORT_GREEDY), strict=True):
-        ids = torch.tensor([prompt])
-        whole = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
-        )
-        assert completion.token_ids == whole[0, len(prompt) :].tolist()
+        assert completion.token_ids == hugging_face_greedy(model, prompt, 12, stop=[*engine.stop_token_ids])
         stopped = completion.token_ids[-1] in engine.stop_token_ids
         assert completion.finish_reason == ("stop" if stopped else "length")
 
@@ -43,77 +42,47 @@ def test_greedy_tokens_through_the_module_are_those_of_hugging_face(family: str)
 def test_temperature_0_is_greedy_with_the_models_own_log_probs(backend: BackendName) -> None:
     """Beside requests that are drawn, and whatever else is asked for; the log-probs are those of temperature 1."""
     model = tiny_model()
-    engine = GenerationEngine.from_model(model, backend=backend, stop_token_ids=())
+    engine = engine_of(model, backend=backend)
     cold = SamplingParams(max_new_tokens=12, temperature=0)
     each = [replace(cold, seed=number, top_p=0.9 if number == 1 else 1.0) for number in range(4)] + [SHORT_SAMPLED]
     for prompt, params, (completion, *_) in zip(SHORT_PROMPTS, each, engine.generate(SHORT_PROMPTS, each), strict=True):
-        ids = torch.tensor([prompt])
-        whole = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=12,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
         if params is SHORT_SAMPLED:
             continue
-        assert completion.token_ids == whole[0, len(prompt) :].tolist()
+        expected = hugging_face_greedy(model, prompt, 12)
+        assert completion.token_ids == expected
         with torch.no_grad():
-            logprobs = torch.log_softmax(model(whole).logits[0, len(prompt) - 1 : -1], dim=-1)
-        expected = logprobs.gather(1, whole[0, len(prompt) :, None]).squeeze(1)
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+            logits = model(torch.tensor([prompt + expected])).logits[0, len(prompt) - 1 : -1]
+        logprobs = token_logprobs(logits, labels=torch.tensor(expected))
+        torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, atol=1e-5, rtol=0)
         if params.draws_from_all:
             assert completion.sampling_logprobs == pytest.approx(completion.logprobs, abs=1e-5)
 
 
-RECURRENT = {
-    "qwen3_5_text": {
-        **GQA,
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-    "lfm2": {**GQA, "layer_types": ["conv", "full_attention"]},
-    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
-}
-
-
-@pytest.mark.parametrize("backend", ["auto", "module"])
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [("qwen3_5_text", "auto"), ("qwen3_5_text", "module"), ("lfm2", "module"), ("mamba", "module")],
+)
 def test_samples_of_a_recurrent_model_end_apart(family: str, backend: BackendName) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **COMMON, **RECURRENT[family])).eval()
+    model = tiny_of_type(family)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    engine = GenerationEngine.from_model(model, stop_token_ids=(), backend=backend)
+    engine = engine_of(model, backend=backend)
     lengths = [3, 5, 4, 12, 7]
     each = [replace(SHORT_GREEDY, max_new_tokens=length, n=2) for length in lengths]
-    for prompt, length, samples in zip(SHORT_PROMPTS, lengths, engine.generate(SHORT_PROMPTS, each), strict=True):
-        ids = torch.tensor([prompt])
-        whole = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=length,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
-        assert [sample.token_ids for sample in samples] == [whole[0, len(prompt) :].tolist()] * 2
+    prompts = [[token % 100 for token in prompt] for prompt in SHORT_PROMPTS]
+    for prompt, length, samples in zip(prompts, lengths, engine.generate(prompts, each), strict=True):
+        assert [sample.token_ids for sample in samples] == [hugging_face_greedy(model, prompt, length)] * 2
 
 
 def test_the_module_ends_where_a_table_of_positions_does() -> None:
-    engine = GenerationEngine.from_model(build_model("gpt2"), backend="module", stop_token_ids=())
+    engine = engine_of(build_model("gpt2"), backend="module")
     (completion,) = engine.generate([SHORT_PROMPTS[0]], replace(SHORT_GREEDY, max_new_tokens=100))[0]
     assert len(SHORT_PROMPTS[0]) + len(completion.token_ids) == 64 and completion.finish_reason == "length"
 
 
 def test_a_stop_string_before_the_shortest_length_ends_nothing() -> None:
     tokenizer = tiny_tokenizer()
-    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=(), tokenizer=tokenizer)
+    engine = engine_of(tokenizer=tokenizer)
     (free,) = engine.generate([SHORT_PROMPTS[0]], SHORT_GREEDY)[0]
     text = [tokenizer.decode([token]) for token in free.token_ids]
     early = next(n for n in range(1, 9) if text.count(text[n]) == 1)
@@ -124,26 +93,23 @@ def test_a_stop_string_before_the_shortest_length_ends_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize("backend", ["auto", "module"])
-def test_a_completion_does_not_depend_on_its_batch(backend: BackendName) -> None:
-    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=range(3, 30), backend=backend)
-    together = engine.generate(SHORT_PROMPTS, SHORT_SAMPLED)
-    assert len({len(completion.token_ids) for samples in together for completion in samples}) > 1, "rows end apart"
+def test_a_completion_does_not_depend_on_its_batch() -> None:
+    """Of the module; test_continuous.py has the native backend."""
+    engine = module_engine(tiny_model(), range(3, 30))
+    together = token_ids_of(engine.generate(SHORT_PROMPTS, SHORT_SAMPLED))
+    assert len({len(sample) for samples in together for sample in samples}) > 1, "rows end apart"
     requests = per_request(SHORT_SAMPLED, len(SHORT_PROMPTS))
-    for index, prompt in enumerate(SHORT_PROMPTS):
-        (alone,) = engine.generate([prompt], [requests[index]])
-        assert [c.token_ids for c in alone] == [c.token_ids for c in together[index]]
-    small = GenerationEngine.from_model(tiny_model(), stop_token_ids=range(3, 30), backend=backend, max_batch_rows=2)
-    assert [[c.token_ids for c in s] for s in small.generate(SHORT_PROMPTS, SHORT_SAMPLED)] == [
-        [c.token_ids for c in s] for s in together
-    ]
+    for prompt, params, samples in zip(SHORT_PROMPTS, requests, together, strict=True):
+        assert token_ids_of(engine.generate([prompt], [params])) == [samples]
+    small = engine_of(stop=range(3, 30), backend="module", max_batch_rows=2)
+    assert token_ids_of(small.generate(SHORT_PROMPTS, SHORT_SAMPLED)) == together
 
 
 def test_samples_of_a_prompt_differ_and_a_seed_repeats_them() -> None:
-    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=())
+    engine = engine_of()
     first, again = engine.generate(SHORT_PROMPTS, SHORT_SAMPLED), engine.generate(SHORT_PROMPTS, SHORT_SAMPLED)
     assert token_ids_of(first) == token_ids_of(again), "prompts are cached by then, so log-probs may differ in rounding"
-    assert first == GenerationEngine.from_model(tiny_model(), stop_token_ids=()).generate(SHORT_PROMPTS, SHORT_SAMPLED)
+    assert first == engine_of().generate(SHORT_PROMPTS, SHORT_SAMPLED)
     assert first != engine.generate(SHORT_PROMPTS, replace(SHORT_SAMPLED, seed=8))
     assert all(a.token_ids != b.token_ids for a, b in first)
     unseeded = replace(SHORT_SAMPLED, seed=None)
@@ -155,9 +121,7 @@ def test_samples_of_a_prompt_differ_and_a_seed_repeats_them() -> None:
 def test_logprobs_are_those_of_the_training_forward(temperature: float, backend: BackendName) -> None:
     model = tiny_model()
     sampling = replace(SHORT_SAMPLED, temperature=temperature, top_p=0.9, top_k=20)
-    results = GenerationEngine.from_model(model, stop_token_ids=range(3, 10), backend=backend).generate(
-        SHORT_PROMPTS, sampling
-    )
+    results = engine_of(model, range(3, 10), backend=backend).generate(SHORT_PROMPTS, sampling)
     for prompt, samples in zip(SHORT_PROMPTS, results, strict=True):
         for sample in samples:
             ids = torch.tensor([prompt + sample.token_ids])
@@ -169,46 +133,34 @@ def test_logprobs_are_those_of_the_training_forward(temperature: float, backend:
 
 def test_stop_tokens_end_a_completion_and_belong_to_it() -> None:
     model = tiny_model()
-    free = GenerationEngine.from_model(model, stop_token_ids=()).generate(SHORT_PROMPTS, SHORT_GREEDY)
+    free = engine_of(model).generate(SHORT_PROMPTS, SHORT_GREEDY)
     for prompt, (completion,) in zip(SHORT_PROMPTS, free, strict=True):
         assert completion.finish_reason == "length" and len(completion.token_ids) == 12
         stop = completion.token_ids[4]
-        (ended,) = GenerationEngine.from_model(model, stop_token_ids=()).generate(
-            [prompt], replace(SHORT_GREEDY, stop_token_ids=(stop,))
-        )[0]
+        (ended,) = engine_of(model).generate([prompt], replace(SHORT_GREEDY, stop_token_ids=(stop,)))[0]
         assert ended.token_ids == completion.token_ids[: completion.token_ids.index(stop) + 1]
         assert ended.finish_reason == "stop"
 
 
 def module_engine(model: PreTrainedModel, stop: Iterable[int]) -> GenerationEngine:
-    return GenerationEngine.from_model(model, stop_token_ids=stop, backend="module")
+    return engine_of(model, stop, backend="module")
 
 
-def test_rows_that_have_ended_cost_the_module_no_further_step() -> None:
+def test_the_module_reads_the_prompt_of_n_samples_once_and_rows_that_have_ended_no_further() -> None:
     model = tiny_model()
     engine = module_engine(model, range(3, 60))
-    rows: list[int] = []
-    model.register_forward_pre_hook(
-        lambda module, inputs, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    engine.generate(SHORT_PROMPTS, replace(SHORT_SAMPLED, max_new_tokens=60))
-    assert len(rows) < 60, "stops once all have"
-    assert rows[-1] < rows[1], "rows leave the batch"
-
-
-def test_the_module_reads_the_prompt_of_n_samples_once() -> None:
-    model = tiny_model()
-    engine = module_engine(model, ())
     shapes: list[tuple[int, ...]] = []
     model.register_forward_pre_hook(
         lambda module, inputs, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    engine.generate([SHORT_PROMPTS[0]], replace(SHORT_SAMPLED, n=4, max_new_tokens=3))
-    assert shapes == [(1, 5), (4, 1), (4, 1)]
+    engine.generate([SHORT_PROMPTS[0]], replace(SHORT_SAMPLED, n=8, max_new_tokens=60))
+    assert shapes[:2] == [(1, 5), (8, 1)]
+    assert len(shapes) < 60, "stops once all have"
+    assert shapes[-1] < shapes[1], "rows leave the batch"
 
 
 def test_a_stream_is_the_completion() -> None:
-    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=range(3, 30))
+    engine = engine_of(stop=range(3, 30))
     request = per_request(replace(SHORT_SAMPLED, n=1), 1)[0]
     (completion,) = engine.generate([SHORT_PROMPTS[2]], [request])[0]
     assert list(engine.stream(SHORT_PROMPTS[2], replace(SHORT_SAMPLED, n=1))) == completion.token_ids
@@ -231,7 +183,7 @@ def test_temperatures_that_logits_cannot_be_divided_by_are_refused(temperature: 
 
 
 def test_at_the_least_temperature_the_likeliest_token_is_sampled() -> None:
-    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=())
+    engine = engine_of()
     coldest = engine.generate(SHORT_PROMPTS, replace(SHORT_GREEDY, temperature=1e-5, seed=1))
     assert token_ids_of(coldest) == token_ids_of(engine.generate(SHORT_PROMPTS, SHORT_GREEDY))
     assert all(abs(logprob) < 1e-3 for samples in coldest for logprob in samples[0].logprobs)
@@ -240,7 +192,7 @@ def test_at_the_least_temperature_the_likeliest_token_is_sampled() -> None:
 @pytest.mark.parametrize("backend", ["auto", "module"])
 def test_token_ids_that_the_model_does_not_have_are_refused(backend: BackendName) -> None:
     """They were an IndexError, and on a GPU an assertion that ends all use of the device."""
-    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=(), backend=backend)
+    engine = engine_of(backend=backend)
     for prompt, stop, wrong in (([4, 259], (), 259), ([-1], (), -1), ([4], (1000,), 1000)):
         with pytest.raises(
             UserError, match=rf"token ids must be in 0\.\.258, (prompt 1|stop_token_ids) has {wrong}: remove it"
@@ -255,7 +207,7 @@ def test_a_warning_says_once_that_sequences_exceed_the_context(backend: BackendN
     model = tiny_model(max_position_embeddings=33)
     within = replace(SHORT_GREEDY, max_new_tokens=28)
     for _ in range(2):
-        engine = GenerationEngine.from_model(model, stop_token_ids=(), backend=backend)
+        engine = engine_of(model, backend=backend)
         engine.generate([[5] * 5], within)
         assert not [line for line in log_lines if "context length" in line]
     for _ in range(2):
@@ -273,7 +225,7 @@ def test_after_training_the_next_call_samples_with_the_new_weights(family: str, 
     kind: Any = "int8" if way == "int8" else None
 
     def built() -> GenerationEngine:
-        return GenerationEngine.from_model(model, stop_token_ids=(), quantization=kind)
+        return engine_of(model, quantization=kind)
 
     with torch.backends.mkldnn.flags(enabled=way == "packed"):
         engine, optimizer = built(), torch.optim.SGD(model.parameters(), lr=0.3)
@@ -295,7 +247,7 @@ def test_after_training_the_next_call_samples_with_the_new_weights(family: str, 
 
 def test_an_engine_does_not_keep_the_model_that_it_has_packed() -> None:
     model = tiny_model()
-    engine, kept = GenerationEngine.from_model(model, stop_token_ids=()), weakref.ref(model)
+    engine, kept = engine_of(model), weakref.ref(model)
     before = engine.generate(SHORT_PROMPTS, SHORT_GREEDY)
     del model
     gc.collect()

@@ -5,27 +5,21 @@ See test_kernels.py about where they run, and in which dtypes.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation import GenerationEngine, ops
+from hybrid_rlhf.generation import ops
 from hybrid_rlhf.generation.architecture.model_description import Activation, Experts
 from hybrid_rlhf.generation.model import experts as experts_module
 from hybrid_rlhf.generation.model.experts import RoutedExperts
-from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
-from hybrid_rlhf.runtime.world import default_device
-from tests.support.families import variant
-from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
 from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled, count_launches
 
 pytest.importorskip("triton")
-DEVICE = default_device()
 
 ROUTERS = {
     "softmax": Experts(count=6, per_token=2),
@@ -133,24 +127,6 @@ def test_experts_compute_as_torch_does(name: str, tokens: int, on_the_device: No
     compare(routed_experts(kind, **given), torch.randn(tokens, 56), "silu")
 
 
-@pytest.mark.parametrize("tokens", [1, 9])
-def test_what_two_ranks_have_of_experts_adds_up(tokens: int, on_the_device: None) -> None:
-    def swiglu(both: Tensor) -> Tensor:
-        gate, up = both.chunk(2, dim=-1)
-        return ACTIVATIONS["silu"](gate) * up
-
-    torch.manual_seed(0)
-    kind, x = Experts(count=6, per_token=2), torch.randn(tokens, 56)
-    experts = routed_experts(kind)
-    parts = []
-    for rank in range(2):
-        mine = slice(3 * rank, 3 * rank + 3)
-        weights = {"router": experts.router, "up": experts.up[mine], "down": experts.down[mine]}
-        own = RoutedExperts(kind, **weights, mine=range(6)[mine], correction=None, product=None)
-        parts.append(own(x, swiglu, kernels=kernels))
-    torch.testing.assert_close(sum(parts), experts(x, swiglu), atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_is_computed(activation: Activation, gated: bool, on_the_device: None) -> None:
@@ -180,40 +156,9 @@ def test_large_steps_take_grouped_products(on_the_device: None, monkeypatch: pyt
     monkeypatch.setattr(experts_module, "MOST_KERNEL_TOKENS", 8)
     experts = routed_experts(Experts(count=4, per_token=2))
     counts = count_launches(monkeypatch, ops.experts)
-    for tokens, expected in ((8, 3), (9, 3)):
+    for tokens in (8, 9):
         experts(torch.randn(tokens, 56), lambda both: both[:, :40], kernels=kernels)
-        assert len(counts) == expected
-
-
-@pytest.fixture
-def unpacked(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels everywhere, which packed products would come before."""
-    monkeypatch.setattr(choice, "can_pack", lambda device, dtype: False)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("gpt_oss", "deepseek_v3"),
-        pytest.param("qwen3_moe", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.faults) for name in ("mixtral", "qwen2_moe")),
-        *(pytest.param(name, marks=pytest.mark.faults) for name in ("gemma4 with experts", "llama4", "granitemoe")),
-        *(pytest.param(name, marks=pytest.mark.faults) for name in ("granitemoeshared", "ernie4_5_moe", "nemotron_h")),
-        *(pytest.param(name, marks=pytest.mark.faults) for name in ("phimoe that mixes near experts", "deepseek_v2")),
-    ],
-)
-def test_a_mixture_samples_with_kernels_what_it_does_without(
-    name: str, unpacked: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, sampling = variant(name).to(DEVICE), replace(SAMPLED, max_new_tokens=3)
-    given = {"stop_token_ids": STOP_TOKEN_IDS}
-    chosen: list[int] = []
-    choose = kernels.choose_experts
-    monkeypatch.setattr(kernels, "choose_experts", lambda *x, **more: chosen.append(len(x[0])) or choose(*x, **more))
-    found = token_ids_of(GenerationEngine.from_model(model, **given).generate(PROMPTS[:3], sampling))
-    assert chosen
-    monkeypatch.setattr(choice, "kernels_for", lambda device, dtype: None)
-    assert found == token_ids_of(GenerationEngine.from_model(model, **given).generate(PROMPTS[:3], sampling))
+        assert len(counts) == 2
 
 
 _EXPERTS = """
@@ -242,7 +187,6 @@ def products(target, model, tokens, count, k, activation=0, gated=True, transpos
                        ACTIVATION=activation, BIAS=activation < 0, WEIGHS=inputs), model, target, options)
     yield shared_bytes(experts._down_kernel, dict(tile, **layout, OUTPUTS=experts._OUTPUTS, BIAS=activation < 0,
                        WEIGHS=not inputs), model, target, options)
-    yield shared_bytes(experts._sum_kernel, dict(K=k, BLOCK=1024), model, target)
 """
 
 MIXTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

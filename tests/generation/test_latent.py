@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation import Completion, GenerationEngine
+from hybrid_rlhf.generation import Completion
 from hybrid_rlhf.generation.architecture.hugging_face import describe
 from hybrid_rlhf.generation.architecture.model_description import Latent
 from hybrid_rlhf.generation.architecture.split import Split
@@ -18,12 +18,10 @@ from hybrid_rlhf.generation.model import attention as attention_module
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache, blocks_of
 from hybrid_rlhf.generation.model.latent import LatentAttention
-from hybrid_rlhf.generation.model.layers import InferenceLinear, Norm
 from hybrid_rlhf.generation.ops import cpu_kernels
-from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.runtime.world import default_device
 from tests.support.families import variant
-from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, token_ids_of
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, engine_of, token_ids_of
 from tests.support.triton_kernels import count_launches, layer_kernels
 
 DEEPSEEK_V3 = Latent(size=512, rotated_dims=64, plain_dims=128, value_dims=128, norm_eps=1e-6)
@@ -55,7 +53,7 @@ def test_both_forms_compute_the_same(name: str, kernels: bool, monkeypatch: pyte
 
     def completions(expands: Any, **options: Any) -> list[list[Completion]]:
         monkeypatch.setattr(Latent, "expands", expands)
-        engine = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, **options)
+        engine = engine_of(model, STOP_TOKEN_IDS, **options)
         forms.clear()
         return engine.generate(PROMPTS, sampling)
 
@@ -73,44 +71,6 @@ def test_both_forms_compute_the_same(name: str, kernels: bool, monkeypatch: pyte
         for ours, theirs in zip(computed, expected, strict=True):
             logprobs, others = (torch.tensor(samples[0].logprobs) for samples in (ours, theirs))
             torch.testing.assert_close(logprobs, others, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(("forms", "expanded_tokens"), [("plain", 0), ("both", 8192), ("absorbed", 8192)])
-def test_a_layer_computes_with_kernels_what_it_does_without(
-    forms: str, expanded_tokens: int, everywhere: None, on_the_device: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A decoding row, a prompt, two chunks after prefixes of other lengths, and one token of a third."""
-    pytest.importorskip("triton")
-    chosen = {"plain": lambda *_: True, "absorbed": lambda *_: False, "both": lambda kind, start, length: length % 2}
-    monkeypatch.setattr(Latent, "expands", chosen[forms])
-    monkeypatch.setattr(attention_module, "_EXPANDED_TOKENS", expanded_tokens)
-    architecture, _ = describe(variant("deepseek_v3"))
-    split, kind = Split.of(architecture, 0, 1), architecture.latent
-    starts, lengths = [0, 16, 90, 5], [19, 6, 21, 1]
-    assert kind is not None
-    heads, width = len(split.heads), kind.size + kind.rotated_dims
-    torch.manual_seed(0)
-    down, q = torch.randn(20 + width, 32) / 32**0.5, torch.randn(heads * kind.query_dims, 20) / 20**0.5
-    layer = LatentAttention(
-        kind,
-        down=InferenceLinear(down, None, pack=False),
-        q_norm=Norm(torch.rand(20), None, architecture),
-        q=InferenceLinear(q, None, pack=False),
-        kv_norm=Norm(torch.rand(kind.size), None, architecture),
-        kv_up=torch.randn(heads * (kind.plain_dims + kind.value_dims), kind.size) / kind.size**0.5,
-    )
-    x, angles = torch.randn(1 + sum(lengths), 32), torch.randn(1 + sum(lengths), 1, kind.rotated_dims // 2)
-    table = torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1)
-    pages, before, computed = torch.randperm(40).int().view(1, 5, 8), torch.randn(40, 16, width), list[Tensor]()
-    for used in (None, kernels):
-        cache = KVCache(CacheLayout.of(architecture, split, 128), pages=40, dtype=torch.float32, device=x.device)
-        cache.of_layer(0)[1].copy_(before[:, :, None])
-        attention = Attention(architecture, split, cache, capacity_tokens=128, kernels=used)
-        rows, chunks = DecodeRows(pages[:, :1], torch.tensor([33]), 34), Chunks(pages[:, 1:], starts, lengths)
-        paged = attention.step(rows, chunks).latents(0)
-        assert bool(paged.expanded) == (forms != "absorbed")
-        computed.append(layer(x, table, paged))
-    torch.testing.assert_close(computed[1], computed[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [DEEPSEEK_V3, MINICPM3])
@@ -153,7 +113,7 @@ def test_a_prefill_launches_the_attention_of_plain_heads(everywhere: None, monke
     """Once in each layer, for prompts of several lengths; it launched that of latents, with tiles of 32 queries."""
     pytest.importorskip("triton")
     model = variant("deepseek_v3").to(default_device())
-    engine = GenerationEngine.from_model(model, stop_token_ids=range(model.config.vocab_size))
+    engine = engine_of(model, range(model.config.vocab_size))
     launched = count_launches(monkeypatch, *layer_kernels())
     engine.generate(PROMPTS[:3], replace(SAMPLED, max_new_tokens=1, n=1))
     assert launched.count("_attention_kernel") == model.config.num_hidden_layers

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.generation import Completion, GenerationEngine
-from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.generation.batching import capacity, rows
+from hybrid_rlhf.generation import Completion
 from hybrid_rlhf.generation.sampling import FinishedShare, per_request
 from tests.support.families import variant
-from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, completions_alone, keep_in_flight, token_ids_of
-from tests.support.tiny import tiny_model
+from tests.support.generation import (
+    PROMPTS,
+    SAMPLED,
+    STOP_TOKEN_IDS,
+    completions_alone,
+    engine_of,
+    keep_in_flight,
+    token_ids_of,
+)
 
 SHARE = FinishedShare(3, frozenset({6}))
 PARAMS = per_request(SAMPLED, len(PROMPTS))
@@ -50,8 +54,8 @@ def test_a_call_ends_where_the_tokens_say(settings: dict[str, Any], monkeypatch:
         keep_in_flight(monkeypatch, flying)
     found: list[list[Completion]] = []
     for version in range(3):
-        engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS, **settings)
-        engine._weight_version = version
+        engine = engine_of(stop=STOP_TOKEN_IDS, **settings)
+        engine.weight_version = version
         before = lengths_of(found) if found else [[0] * SAMPLED.n for _ in PROMPTS]
         left = [
             [len(tokens) - had for tokens, had in zip(samples, begun, strict=True)]
@@ -68,38 +72,13 @@ def test_a_call_ends_where_the_tokens_say(settings: dict[str, Any], monkeypatch:
                 assert len(completion.logprobs) == len(completion.sampling_logprobs) == len(completion.token_ids)
         if version == 0:
             assert any(sample.finish_reason is None for samples in found for sample in samples)
-    last = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS).generate(
-        PROMPTS, PARAMS, begun=found[:5]
-    )
+    last = engine_of(stop=STOP_TOKEN_IDS).generate(PROMPTS, PARAMS, begun=found[:5])
     assert token_ids_of(last) == whole and all(sample.finish_reason for samples in last for sample in samples)
-
-
-def test_a_call_whose_requests_are_preempted_ends_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling, prompts = replace(SAMPLED, max_new_tokens=40), [*PROMPTS, *PROMPTS]
-    free = GenerationEngine.from_model(tiny_model(), stop_token_ids=range(3, 12))
-    share = FinishedShare(4)
-    expected = free.generate(prompts, sampling, until=share)
-    assert isinstance(free.backend, NativeBackend) and free.backend.held is not None
-    monkeypatch.setattr(rows.ExpectedLength, "of", lambda self, limit: 1.0)
-    monkeypatch.setattr(capacity.Sequences, "least_pages", lambda self, rows: self.longest_pages)
-    cache = free.backend.held.cache
-    pages = 4 + cache.layout.pages_of(max(map(len, PROMPTS)) + 40, computed_together=16)
-    tight = GenerationEngine.from_model(
-        tiny_model(),
-        stop_token_ids=range(3, 12),
-        kv_cache_gib=pages * cache.layout.stores * cache.keys[:, 0].nbytes / 2**30,
-        prefill_tokens=16,
-    )
-    found = tight.generate(prompts, sampling, until=share)
-    assert token_ids_of(found) == token_ids_of(expected)
-    assert any(sample.finish_reason is None for samples in found for sample in samples)
-    assert isinstance(tight.backend, NativeBackend) and tight.backend.preemptions > 0
-    assert tight.backend.held is not None and tight.backend.held.pool.used_pages == 0, "all blocks are given back"
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "gemma3"])
 def test_models_with_experts_states_and_windows_continue(name: str) -> None:
-    engine = GenerationEngine.from_model(variant(name), stop_token_ids=STOP_TOKEN_IDS)
+    engine = engine_of(variant(name), STOP_TOKEN_IDS)
     records = engine.records_routes
     whole = engine.generate(PROMPTS, PARAMS, record_routes=records)
     part = engine.generate(PROMPTS, PARAMS, until=FinishedShare(1), record_routes=records)
@@ -114,7 +93,7 @@ def test_models_with_experts_states_and_windows_continue(name: str) -> None:
 
 
 def test_a_call_with_nothing_to_do_returns_what_there_is() -> None:
-    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
+    engine = engine_of(stop=STOP_TOKEN_IDS)
     whole = engine.generate(PROMPTS, PARAMS)
     assert engine.generate(PROMPTS, PARAMS, begun=whole[:2], until=FinishedShare(2))[:2] == whole[:2]
     rest = engine.generate(PROMPTS, PARAMS, begun=whole[:2], until=FinishedShare(2))[2:]
@@ -122,6 +101,6 @@ def test_a_call_with_nothing_to_do_returns_what_there_is() -> None:
 
 
 def test_the_module_does_not_continue() -> None:
-    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS, backend="module")
+    engine = engine_of(stop=STOP_TOKEN_IDS, backend="module")
     with pytest.raises(UserError, match="begun and until need inference weights"):
         engine.generate(PROMPTS, PARAMS, until=FinishedShare(2))

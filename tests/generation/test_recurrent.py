@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.architecture.hugging_face import NotDescribed, describe
+from hybrid_rlhf.generation import SamplingParams
+from hybrid_rlhf.generation.architecture.hugging_face import describe
 from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.batching.rows import ExpectedLength, LiveRow, RowStates
-from hybrid_rlhf.generation.batching.workspace import Workspace
+from hybrid_rlhf.generation.batching.rows import LiveRow, RowStates
 from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
 from hybrid_rlhf.generation.model.cache import CacheLayout
 from hybrid_rlhf.generation.model.recurrent.states import BLOCK, StateCache
@@ -28,8 +27,16 @@ from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.generation.weights.probe import probe_hidden, probe_logprobs
 from hybrid_rlhf.models.head_check import module_logprobs
 from hybrid_rlhf.runtime.world import solo_world
-from tests.support.families import COMMON, GQA, HYBRID, MAMBA, VARIANTS, variant
-from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, keep_in_flight, random_tokens, token_ids_of
+from tests.support.families import COMMON, HYBRID, MAMBA, VARIANTS, variant
+from tests.support.generation import (
+    PROMPTS,
+    SAMPLED,
+    STOP_TOKEN_IDS,
+    engine_of,
+    keep_in_flight,
+    random_tokens,
+    token_ids_of,
+)
 
 CPU = torch.device("cpu")
 RECURRENT = [name for name in VARIANTS if describe(variant(name))[0].recurrence is not None]
@@ -39,13 +46,11 @@ RECURRENT = [name for name in VARIANTS if describe(variant(name))[0].recurrence 
 def test_states_go_on_from_chunk_to_chunk_and_with_their_rows(name: str) -> None:
     """In steps that mix both, with rows that move when others finish, and a prompt whose samples enter one by one."""
     model = variant(name)
-    whole = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS).generate(PROMPTS, SAMPLED)
-    module = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, backend="module")
+    whole = engine_of(model, STOP_TOKEN_IDS).generate(PROMPTS, SAMPLED)
+    module = engine_of(model, STOP_TOKEN_IDS, backend="module")
     assert token_ids_of(whole) == token_ids_of(module.generate(PROMPTS, SAMPLED))
-    for rows, chunk in ((3, 5), (1, 2), (14, 23)):
-        small = GenerationEngine.from_model(
-            model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=rows, prefill_tokens=chunk
-        )
+    for rows, chunk in ((3, 5), (14, 23)):
+        small = engine_of(model, STOP_TOKEN_IDS, max_batch_rows=rows, prefill_tokens=chunk)
         assert token_ids_of(small.generate(PROMPTS, SAMPLED)) == token_ids_of(whole)
         assert small.backend.workspace.slots.tolist() == [0] * rows
 
@@ -139,47 +144,20 @@ class StateCacheCopy:
         return (window * weight[:, 0].t()).sum(dim=0)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
-def test_rows_that_are_not_in_use_change_no_state(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a CUDA graph, whose batch is padded with unused rows."""
-    model, sampling = variant(name), replace(SAMPLED, n=3)
-    expected = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=5)
-    found = GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=5)
-    tokens = token_ids_of(expected.generate(PROMPTS, sampling))
-
-    def padded(self: Workspace, batch: int, *, longest: int) -> object:
-        return self.step(self.most_rows, longest=longest)[:, :batch].tolist
-
-    monkeypatch.setattr(Workspace, "decode", padded)
-    assert token_ids_of(found.generate(PROMPTS, sampling)) == tokens
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "granite 4"])
-def test_a_stream_closed_early_leaves_no_state_behind(name: str) -> None:
-    engine = GenerationEngine.from_model(variant(name), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=4)
-    expected = token_ids_of(engine.generate(PROMPTS, SAMPLED))
-    stream = engine.stream(random_tokens(40), SamplingParams(max_new_tokens=30, seed=1, min_new_tokens=5))
-    next(stream), next(stream)
-    stream.close()
-    assert engine.backend.held.pool.used_pages == 0 and not engine.backend.workspace.slots.any()
-    assert token_ids_of(engine.generate(PROMPTS, SAMPLED)) == expected
-
-
-@pytest.mark.parametrize("flying", [0, 1])
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize(("name", "flying"), [(name, place % 2) for place, name in enumerate(RECURRENT)])
 def test_a_turn_continues_from_the_state_at_the_end_of_the_last(
     name: str, flying: int, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps are in flight as on a GPU, or not; a row that has ended runs in the one that is in flight."""
     keep_in_flight(monkeypatch, flying)
     model, prompts, greedy = variant(name), [random_tokens(40), random_tokens(7)], replace(SAMPLED, n=1, temperature=0)
-    engine = GenerationEngine.from_model(model, stop_token_ids=())
+    engine = engine_of(model)
     for turn in range(3):
         read.clear()
         completions = [samples[0] for samples in engine.generate(prompts, greedy)]
         if turn:
             assert read[0] == 2 * (6 - flying), "the last sampled token and the five new ones of each"
-        alone = GenerationEngine.from_model(model, stop_token_ids=()).generate(prompts, greedy)
+        alone = engine_of(model).generate(prompts, greedy)
         for mine, (theirs,) in zip(completions, alone, strict=True):
             assert mine.token_ids == theirs.token_ids
             torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0)
@@ -194,8 +172,8 @@ def test_a_turn_continues_from_the_state_at_the_end_of_the_last(
 
 def test_a_prompt_that_is_sampled_again_is_read_from_its_last_block(read: list[int]) -> None:
     model, prompt, params = variant("qwen3_5"), random_tokens(92), SamplingParams(max_new_tokens=3, n=8, seed=0)
-    expected = GenerationEngine.from_model(model, stop_token_ids=()).generate([prompt], params)
-    engine = GenerationEngine.from_model(model, stop_token_ids=(), max_batch_rows=6)
+    expected = engine_of(model).generate([prompt], params)
+    engine = engine_of(model, max_batch_rows=6)
     for first in ([80], []):
         read.clear()
         assert token_ids_of(engine.generate([prompt], params)) == token_ids_of(expected)
@@ -204,7 +182,7 @@ def test_a_prompt_that_is_sampled_again_is_read_from_its_last_block(read: list[i
 
 def test_the_state_after_a_common_beginning_is_saved_when_it_occurs_again(read: list[int]) -> None:
     model, system, greedy = variant("qwen3_5"), random_tokens(83), SamplingParams(max_new_tokens=4, temperature=0.0)
-    engine = GenerationEngine.from_model(model, stop_token_ids=())
+    engine = engine_of(model)
     engine.generate([random_tokens(153) for _ in range(4)], greedy)  # the cache is as large as a call needs
     counted = []
     for _ in range(3):
@@ -212,7 +190,7 @@ def test_the_state_after_a_common_beginning_is_saved_when_it_occurs_again(read: 
         read.clear()
         ((found,),) = engine.generate([prompt], greedy)
         counted.append(list(read))
-        alone = GenerationEngine.from_model(model, stop_token_ids=()).generate([prompt], greedy)
+        alone = engine_of(model).generate([prompt], greedy)
         assert found.token_ids == alone[0][0].token_ids
     assert [each[:-3] for each in counted] == [[144, 9], [80, 64, 9], [64, 9]], "whole blocks of 16 are common"
 
@@ -236,7 +214,7 @@ def test_states_after_a_token_that_was_not_kept_are_not_saved() -> None:
 
 def test_room_for_states_grows_with_the_rows(read: list[int]) -> None:
     model, sampling = variant("qwen3_5"), SamplingParams(max_new_tokens=2, temperature=0.0)
-    engine, prompt = GenerationEngine.from_model(model, stop_token_ids=()), random_tokens(30)
+    engine, prompt = engine_of(model), random_tokens(30)
     ((first,),) = engine.generate([prompt], sampling)
     assert engine.backend.held.saved_states == 32
     others = [random_tokens(40) for _ in range(20)]
@@ -259,7 +237,7 @@ def test_pages_are_counted_where_prompts_are_computed_in_parts(monkeypatch: pyte
             checked.append(taken)
 
     monkeypatch.setattr(ContinuousBatch, "_launch", launched)
-    engine = GenerationEngine.from_model(variant("qwen3_5"), stop_token_ids=(), prefill_tokens=100)
+    engine = engine_of(variant("qwen3_5"), prefill_tokens=100)
     sampling, system = SamplingParams(max_new_tokens=4, n=8, seed=0), random_tokens(80)
     engine.generate([random_tokens(160) for _ in range(3)], sampling)
     engine.generate([system + random_tokens(70)], sampling)
@@ -283,33 +261,9 @@ def test_a_state_without_room_for_its_last_block_is_not_used() -> None:
     assert pool.available_pages == 3
 
 
-def test_a_request_that_was_preempted_continues_from_its_state(
-    read: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, sampling = variant("qwen3_5"), SamplingParams(max_new_tokens=40, temperature=0.0)
-    prompts = [random_tokens(20), random_tokens(20)]
-    expected = token_ids_of(GenerationEngine.from_model(model, stop_token_ids=()).generate(prompts, sampling))
-    engine = GenerationEngine.from_model(model, stop_token_ids=())
-    monkeypatch.setattr(ExpectedLength, "of", lambda self, limit: 1.0)
-    preempt, done = ContinuousBatch._preempt, list[int]()
-
-    def once(batch: ContinuousBatch) -> int:
-        """More than there are, once, after ten tokens."""
-        youngest = batch._decoding[-1] if batch._decoding else None
-        if youngest is not None and not done and len(youngest.request.token_ids) == 10:
-            done.append(1)
-            preempt(batch, youngest)
-        return 0
-
-    monkeypatch.setattr(ContinuousBatch, "_pages_missing", once)
-    read.clear()
-    assert token_ids_of(engine.generate(prompts, sampling)) == expected
-    assert done and max(read[1:]) == 2, "of the preempted request one token is computed again, beside the other's"
-
-
 def test_memory_of_states_is_planned() -> None:
     """A budget for one completion and three slots is not exceeded."""
-    engine = GenerationEngine.from_model(variant("qwen3_5"), stop_token_ids=())
+    engine = engine_of(variant("qwen3_5"))
     params = SamplingParams(max_new_tokens=10, seed=1)
     engine.generate(PROMPTS[:4], params)
     backend = engine.backend
@@ -320,14 +274,12 @@ def test_memory_of_states_is_planned() -> None:
     page = 2 * backend.held.cache.keys[:, 0].nbytes
     longest = 1 + backend.held.cache.layout.pages_of(max(map(len, PROMPTS[:4])) + 10)
     budget = longest * page + 3.5 * states
-    tight = GenerationEngine.from_model(variant("qwen3_5"), stop_token_ids=(), kv_cache_gib=budget / 2**30)
+    tight = engine_of(variant("qwen3_5"), kv_cache_gib=budget / 2**30)
     assert token_ids_of(tight.generate(PROMPTS[:4], params)) == token_ids_of(engine.generate(PROMPTS[:4], params))
     slots, pages = tight.backend.workspace.states.memory.shape[1], tight.backend.held.cache.pages
     assert 2 <= slots <= 3 and slots * states + pages * page <= budget
     with pytest.raises(UserError, match="must hold one completion"):
-        GenerationEngine.from_model(variant("qwen3_5"), stop_token_ids=(), kv_cache_gib=states / 2**30).generate(
-            PROMPTS, params
-        )
+        engine_of(variant("qwen3_5"), kv_cache_gib=states / 2**30).generate(PROMPTS, params)
 
 
 @pytest.mark.parametrize(("name", "units"), [("qwen3_5", 2), ("qwen3_next", 2), ("granite 4", 2), ("bamba", 1)])
@@ -345,24 +297,6 @@ def test_ranks_share_groups_of_heads_or_refuse(name: str, units: int) -> None:
             assert sorted(set(parts.tolist())) == sorted(whole.tolist()), role
     columns = [column for own in mine for column in kind.columns(own)]
     assert columns == list(kind.columns(range(units)))
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "reason"),
-    [
-        ("granitemoehybrid", {**GQA, **MAMBA}, "no layer with attention"),
-        ("bamba", {**GQA, **MAMBA, "time_step_limit": (0.01, 1.0)}, "limited time steps"),
-        (
-            "falcon_h1",
-            {**GQA, **MAMBA, "mamba_d_ssm": 64, "attention_bias": True, "attention_in_multiplier": 2.0},
-            "biases after multiplied inputs",
-        ),
-    ],
-)
-def test_variants_that_are_not_described_say_why(family: str, settings: dict[str, object], reason: str) -> None:
-    config = AutoConfig.for_model(family, **{**COMMON, **settings})
-    with pytest.raises(NotDescribed, match=reason):
-        describe(AutoModelForCausalLM.from_config(config))
 
 
 def test_biases_of_projections_count() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +18,13 @@ from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.batching import capacity, rows
 from hybrid_rlhf.generation.model.cache import CacheLayout, page_bytes
 from tests.support.families import EXPERT_VARIANTS, variant
-from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, random_tokens
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, engine_of, random_tokens
 from tests.support.routes import module_routes
 from tests.support.tiny import tiny_model
 
 
-def recorded(model: PreTrainedModel, **settings: int) -> GenerationEngine:
-    return GenerationEngine.from_model(model, stop_token_ids=STOP_TOKEN_IDS, **settings)
+def recorded(model: PreTrainedModel, **settings: Any) -> GenerationEngine:
+    return engine_of(model, STOP_TOKEN_IDS, **settings)
 
 
 def assert_own_routes(
@@ -50,8 +51,9 @@ def test_routes_are_those_of_the_models_own_routers(name: str) -> None:
     assert_own_routes(model, PROMPTS, chunked)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4", "mixtral with windows", "qwen3_5_moe"])
-@pytest.mark.parametrize("spare_blocks", [0, 5])
+@pytest.mark.parametrize(
+    ("name", "spare_blocks"), [("qwen3_moe", 0), ("gpt_oss", 5), ("mixtral with windows", 0), ("qwen3_5_moe", 5)]
+)
 def test_routes_of_requests_that_are_preempted(name: str, spare_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sampling = variant(name), replace(SAMPLED, max_new_tokens=40)
     prompts = [*PROMPTS, *(random_tokens(10) for _ in range(5))]
@@ -81,17 +83,13 @@ def test_prefixes_of_earlier_calls_bring_their_routes() -> None:
 def test_only_the_requests_that_ask_report_routes() -> None:
     engine = recorded(variant("qwen3_moe"))
     params = SamplingParams(max_new_tokens=3, n=2, seed=0)
+    engine.generate([[5, 6]], params)
+    assert engine.backend.held.cache.routes is None, "who records nothing pays nothing"
     results = engine.generate([[5, 6], [7]], params, record_routes=[False, True])
     assert [[sample.routes is not None for sample in samples] for samples in results] == [[False] * 2, [True] * 2]
     cache = engine.backend.held.cache
     assert engine.generate([[5, 6]], params)[0][0].routes is None
     assert engine.backend.held.cache is cache, "it serves a call that records nothing"
-
-
-def test_engines_that_record_nothing_pay_nothing() -> None:
-    engine = recorded(variant("qwen3_moe"))
-    engine.generate([[5, 6]], SamplingParams(max_new_tokens=3))
-    assert engine.backend.held.cache.routes is None
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(128, torch.int8), (129, torch.int16)])
@@ -106,15 +104,9 @@ def test_routes_take_a_byte_where_the_index_fits(count: int, dtype: torch.dtype)
     assert page_bytes(layout, torch.float32) - page_bytes(plain, torch.float32) == 16 * 3 * 2 * dtype.itemsize
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        GenerationEngine.from_model(tiny_model()),
-        GenerationEngine.from_model(variant("qwen3_moe"), backend="module"),
-    ],
-    ids=["without experts", "through the module"],
-)
-def test_an_engine_that_cannot_record_says_so(engine: GenerationEngine) -> None:
-    assert not engine.records_routes
-    with pytest.raises(UserError, match="record_routes needs a mixture of experts with inference weights"):
-        engine.generate([[5]], SamplingParams(max_new_tokens=2), record_routes=True)
+def test_an_engine_that_cannot_record_says_so() -> None:
+    """Without experts, or through the module."""
+    for engine in (recorded(tiny_model()), recorded(variant("qwen3_moe"), backend="module")):
+        assert not engine.records_routes
+        with pytest.raises(UserError, match="record_routes needs a mixture of experts with inference weights"):
+            engine.generate([[5]], SamplingParams(max_new_tokens=2), record_routes=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -26,6 +24,7 @@ from hybrid_rlhf.generation.ops.sampling import running_sums
 from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.generation import requests_for
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -63,7 +62,7 @@ def draw_for(
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_frequencies_are_those_of_the_softmax(vocabulary: int, temperature: float, by: None) -> None:
     torch.manual_seed(0)
-    draws = 40_000
+    draws = 10_000
     logits = torch.randn(1, vocabulary) * 2
     logits[0, 3] = -torch.inf
     found = drawn(logits.expand(draws, -1), SamplingParams(temperature=temperature))
@@ -155,35 +154,6 @@ def test_running_sums_are_those_of_floats_in_any_order() -> None:
     assert torch.equal(*places)
 
 
-def test_rows_keep_their_own_settings_and_their_own_numbers(by: None) -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(5, 40) * 3
-    params = [
-        SamplingParams(),
-        SamplingParams(temperature=0.0),
-        SamplingParams(top_k=2),
-        SamplingParams(top_p=0.3),
-        SamplingParams(temperature=0.3, min_p=0.2),
-    ]
-    together = drawn(logits, params)
-    rows = requests_for(params)
-    for row in range(5):
-        alone = draw_for(logits[row : row + 1], [rows[row]])
-        assert alone.tokens[0] == together.tokens[row]
-        torch.testing.assert_close(alone.logprobs[0], together.logprobs[row])
-    assert together.tokens[1] == logits[1].argmax()
-
-
-@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
-def test_no_number_draws_a_token_without_probability(uniform: float, by: None) -> None:
-    logits = torch.full((1, 300), -torch.inf)
-    logits[0, [5, 170]] = 0.0
-    (request,) = requests_for([SamplingParams()])
-    request.uniforms[0] = uniform
-    token = int(draw_for(logits, [request]).tokens)
-    assert token == (5 if uniform < 0.5 else 170)
-
-
 def test_repetition_penalty_and_min_new_tokens(by: None) -> None:
     logits = torch.tensor([[3.0, 2.9, 4.0, -1.0, -1.1]])
     assert int(drawn(logits, SamplingParams(temperature=0.0)).tokens) == 2
@@ -195,15 +165,10 @@ def test_repetition_penalty_and_min_new_tokens(by: None) -> None:
     torch.testing.assert_close(penalised.logprobs[0], torch.log_softmax(logits[0], 0)[1])
 
 
-def _draw_part(rank: int, init: str, ranks: int, logits: Tensor, rows: list[list[SamplingParams]], told: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=ranks)
-    world = World(rank, ranks, rank, ranks, CPU, dist.group.WORLD)
-    mine = share(logits.shape[-1], rank, ranks)
-    for number, params in enumerate(rows):
-        found = draw_for(logits[:, mine.start : mine.stop], requests_for(params), logits.shape[-1], world)
-        told[rank, number] = (found.tokens, found.logprobs, found.sampling_logprobs)
-    dist.destroy_process_group()
+def draw_parts(world: World, logits: Tensor, settings: list[list[SamplingParams]]) -> list[SampledTokens]:
+    mine = share(logits.shape[-1], world.rank, world.size)
+    part = logits[:, mine.start : mine.stop]
+    return [draw_for(part, requests_for(params), logits.shape[-1], world) for params in settings]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -214,14 +179,8 @@ def test_a_vocabulary_over_ranks_draws_what_one_process_draws(ranks: int, tmp_pa
     logits[1, 100:] = -torch.inf  # nor on the last
     whole = [SamplingParams(temperature=0.0 if row % 7 == 6 else 0.8) for row in range(64)]
     settings = [whole, [replace(params, top_p=0.9) for params in whole]]
-    with multiprocessing.Manager() as manager:
-        told = manager.dict()
-        torch.multiprocessing.spawn(
-            _draw_part, (f"file://{tmp_path}/store", ranks, logits, settings, told), nprocs=ranks
-        )
-        for number, params in enumerate(settings):
-            expected = drawn(logits, params)
-            one_process = (expected.tokens, expected.logprobs, expected.sampling_logprobs)
-            for rank in range(ranks):
-                for found, wanted in zip(told[rank, number], one_process, strict=True):
-                    torch.testing.assert_close(found, wanted)
+    expected = [drawn(logits, params) for params in settings]
+    for found in run_ranks(draw_parts, ranks, tmp_path, logits, settings):
+        for mine, one_process in zip(found, expected, strict=True):
+            for name in ("tokens", "logprobs", "sampling_logprobs"):
+                torch.testing.assert_close(getattr(mine, name), getattr(one_process, name))

@@ -115,11 +115,6 @@ def compare_split(world: World) -> dict[str, float]:
     return parts
 
 
-def test_ranks_compute_their_parts_and_keep_no_more(tmp_path: Path) -> None:
-    for parts in run_ranks(compare_split, 2, tmp_path):
-        assert parts["2"] < 0.55 * parts["1"]  # norms are on both
-
-
 def refusals(world: World) -> list[str]:
     cases: list[Callable[[], object]] = [
         lambda: inference_policy(tiny_model(num_attention_heads=3, num_key_value_heads=1, hidden_size=48), world=world),
@@ -148,8 +143,14 @@ def damaged() -> PreTrainedModel:
     return lm.eval()  # type: ignore[no-any-return]
 
 
-def test_what_cannot_be_split_is_refused_on_every_rank(tmp_path: Path) -> None:
-    first, second = run_ranks(refusals, 2, tmp_path)
+def on_ranks(world: World) -> tuple[dict[str, float], list[str]]:
+    return compare_split(world), refusals(world)
+
+
+def test_ranks_compute_their_parts_keep_no_more_and_refuse_together(tmp_path: Path) -> None:
+    (parts, first), (others, second) = run_ranks(on_ranks, 2, tmp_path)
+    for kept in (parts, others):
+        assert kept["2"] < 0.55 * kept["1"]  # norms are on both
     assert first == second
     heads, kind, wrong = first
     assert "3 heads with 1 KV heads, 2 ranks cannot" in heads

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from tests.support.families import variant
-from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS
-from tests.support.tiny import tiny_model
+from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, engine_of
 
 MADE_ON_THE_HOST = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.zeros, torch.arange}
 
@@ -85,12 +84,12 @@ SAMPLINGS = [SAMPLED, replace(SAMPLED, repetition_penalty=1.2, min_new_tokens=2,
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_5"])
 def test_steps_copy_without_waiting(name: str, sampling: SamplingParams, copies: CopiesToTheDevice) -> None:
     """`torch.tensor(..., device=...)` and `.to(device)` from ordinary memory were synchronous in nearly every step."""
-    engine = GenerationEngine.from_model(variant(name), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=5)
+    engine = engine_of(variant(name), STOP_TOKEN_IDS, max_batch_rows=5)
     engine.generate(PROMPTS, sampling)
     assert copies.asynchronous and not copies.waited, set(copies.waited)
 
 
 def test_tiles_of_kernels_are_copied_without_waiting(copies: CopiesToTheDevice, everywhere: None) -> None:
-    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS)
+    engine = engine_of(stop=STOP_TOKEN_IDS)
     engine.generate(PROMPTS[:2], replace(SAMPLED, max_new_tokens=2, n=1))
     assert copies.asynchronous and not copies.waited, set(copies.waited)

@@ -59,21 +59,6 @@ def test_every_family_computes_on_a_gpu_what_its_module_does(name: str) -> None:
     assert (found - module_logprobs(low, tokens)).abs().mean() < 0.05
 
 
-def test_batches_and_chunks_on_a_gpu_sample_what_one_row_at_a_time_does() -> None:
-    model = tiny_model().cuda()
-    alone = GenerationEngine.from_model(model, stop_token_ids=range(3, 30), max_batch_rows=1).generate(
-        SHORT_PROMPTS, SHORT_SAMPLED
-    )
-    for rows, chunk in ((3, 2), (64, 1000)):
-        engine = GenerationEngine.from_model(
-            model, stop_token_ids=range(3, 30), max_batch_rows=rows, prefill_tokens=chunk
-        )
-        found = engine.generate(SHORT_PROMPTS, SHORT_SAMPLED)
-        assert [[c.token_ids for c in samples] for samples in found] == [
-            [c.token_ids for c in samples] for samples in alone
-        ]
-
-
 @pytest.mark.parametrize("name", ["llama with biases", "mistral", "gemma2", "bloom", "falcon rw", "gpt2"])
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 3}])
 def test_cuda_graphs_sample_what_launched_kernels_do(name: str, cut: dict[str, Any], monkeypatch: Any) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hybrid_rlhf.functional.masking import position_ids
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams, ops
@@ -16,12 +15,13 @@ from hybrid_rlhf.generation.batching.capacity import free_bytes
 from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
 from hybrid_rlhf.generation.batching.sampler import Sampler
 from hybrid_rlhf.generation.model.quantised import QuantisedLinear
+from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.generation.ops.quantisation import Quantization, quantise
-from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.models.packing import pack, use_packing
 from hybrid_rlhf.models.packing.varlen import boundaries, varlen_attention
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.runtime.world import solo_world
+from tests.generation.references import exact_attention
 from tests.support.families import variant
 from tests.support.generation import SHORT_PROMPTS, SHORT_SAMPLED, requests_for
 from tests.support.tensors import slow_varlen
@@ -41,27 +41,12 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, device=GPU, dtype=dtype)
 
 
-def exact_row(
-    queries: Tensor, keys: Tensor, values: Tensor, pages: Tensor, row: int, position: int, scale: float
-) -> Tensor:
-    """[A, D] float64 attention of one row over its pages."""
-    group = queries.shape[1] // keys.shape[2]
-    k, v = (
-        x[pages[row].long()].flatten(0, 1)[: position + 1].double().repeat_interleave(group, dim=1).transpose(0, 1)
-        for x in (keys, values)
-    )
-    scores = (queries[row, :, None].double() @ k.transpose(1, 2)) * scale
-    return (scores.softmax(dim=-1) @ v)[:, 0]
-
-
 @pytest.mark.parametrize("splits", [1, 8, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("group", "d"), SHAPES)
 def test_attention_of_a_step(
     group: int, d: int, dtype: torch.dtype, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hybrid_rlhf.generation.ops import gpu as kernels
-
     monkeypatch.setattr(ops.attention, "splits_of", lambda programs, capacity: (splits, 16))
     torch.manual_seed(0)
     rows, kv_heads, capacity = 16, 4, 4224
@@ -71,15 +56,12 @@ def test_attention_of_a_step(
     positions = torch.randint(capacity, (rows,), device=GPU)
     positions[:3] = torch.tensor([0, 63, capacity - 1], device=GPU)
     found = kernels.paged_attention(queries, keys, values, pages, positions, scale=d**-0.5)
-    for row in range(rows):
-        expected = exact_row(queries, keys, values, pages, row, int(positions[row]), d**-0.5)
-        torch.testing.assert_close(found[row].double(), expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+    expected = exact_attention(queries, keys, values, pages, enumerate(positions.tolist()), scale=d**-0.5)
+    torch.testing.assert_close(found.double(), expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
 @pytest.mark.parametrize("splits", [1, 32])
 def test_a_cache_of_more_than_two_to_the_31_elements(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybrid_rlhf.generation.ops import gpu as kernels
-
     rows, kv_heads, capacity, d = 80, 8, 32768, 128
     if free_bytes(GPU) < 16 * 2**30:
         pytest.skip("needs 16 GiB")
@@ -96,16 +78,15 @@ def test_a_cache_of_more_than_two_to_the_31_elements(splits: int, monkeypatch: p
     assert torch.equal(keys[pages[:, -1].long(), -1], qkv[:, 32 : 32 + kv_heads])
     assert torch.equal(values[pages[:, -1].long(), -1], qkv[:, 32 + kv_heads :])
     found = kernels.paged_attention(queries, keys, values, pages, positions, scale=d**-0.5)
-    for row in (0, rows - 1):
-        expected = exact_row(queries, keys, values, pages, row, capacity - 1, d**-0.5)
-        torch.testing.assert_close(found[row].double(), expected, atol=2e-3, rtol=2e-2)
+    ends = [0, rows - 1]
+    tokens = [(row, capacity - 1) for row in ends]
+    expected = exact_attention(queries[ends], keys, values, pages, tokens, scale=d**-0.5)
+    torch.testing.assert_close(found[ends].double(), expected, atol=2e-3, rtol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("group", "d"), SHAPES)
 def test_attention_of_rows_and_chunks(group: int, d: int, dtype: torch.dtype) -> None:
-    from hybrid_rlhf.generation.ops import gpu as kernels
-
     torch.manual_seed(0)
     kv_heads, starts, lengths = 4, [0, 700, 33], [600, 1, 100]
     keys, values = random(2, 5 * 80, 16, kv_heads, d, dtype=dtype)
@@ -114,10 +95,10 @@ def test_attention_of_rows_and_chunks(group: int, d: int, dtype: torch.dtype) ->
     tiles = kernels.chunk_tiles(2, starts, lengths, tokens=kernels.tokens_at_once(group, d, dtype))
     given = torch.tensor(tiles, dtype=torch.int32, device=GPU)
     found = kernels.paged_attention(queries, keys, values, pages, positions, scale=d**-0.5, tiles=given)
-    for token, sequence, position in ((0, 0, 1279), (1, 1, 0), (2, 2, 0), (601, 2, 599), (602, 3, 700), (702, 4, 132)):
-        one, at = queries[token : token + 1], pages[sequence : sequence + 1]
-        expected = exact_row(one, keys, values, at, 0, position, d**-0.5)
-        torch.testing.assert_close(found[token].double(), expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+    compared = {0: (0, 1279), 1: (1, 0), 2: (2, 0), 601: (2, 599), 602: (3, 700), 702: (4, 132)}
+    places = [*compared]
+    expected = exact_attention(queries[places], keys, values, pages, compared.values(), scale=d**-0.5)
+    torch.testing.assert_close(found[places].double(), expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 1000, "top_p": 0.99, "min_p": 0.001}])
@@ -138,64 +119,6 @@ def test_sampling_from_large_vocabularies(vocabulary: int, cut: dict[str, float]
     for name in ("logprobs", "sampling_logprobs"):
         found, expected = (getattr(each, name)[same] for each in drawn)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("width", [896, 3584, 5120])
-def test_a_residual_and_its_norm(width: int, dtype: torch.dtype) -> None:
-    from hybrid_rlhf.generation.ops import gpu as kernels
-
-    x, delta, weight = random(300, width, dtype=dtype), random(300, width, dtype=dtype), random(width, dtype=dtype)
-    added, normed = kernels.add_norm(x, delta, weight, 1e-6, in_float32=False)
-    assert torch.equal(added, x + delta)
-    expected = functional.rms_norm(added.double(), (width,), weight.double(), 1e-6)
-    torch.testing.assert_close(normed.double(), expected, atol=2 * CLOSE[dtype], rtol=2 * CLOSE[dtype])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("width", [896, 3584])
-def test_what_is_added_is_normed_before(width: int, dtype: torch.dtype) -> None:
-    from hybrid_rlhf.generation.ops import gpu as kernels
-
-    x, delta = random(300, width, dtype=dtype), random(300, width, dtype=dtype)
-    before, after = random(width, dtype=dtype), random(width, dtype=dtype)
-    close = {"atol": 4 * CLOSE[dtype], "rtol": 4 * CLOSE[dtype]}
-    alone = functional.rms_norm(delta.double(), (width,), before.double(), 1e-6)
-    found = kernels.norm(delta, before, 1e-6, in_float32=False)
-    torch.testing.assert_close(found.double(), alone, **close)
-    added, normed = kernels.add_norm(x, delta, after, 1e-6, in_float32=False)
-    assert torch.equal(added, x + delta)
-    expected = functional.rms_norm(added.double(), (width,), after.double(), 1e-6)
-    torch.testing.assert_close(normed.double(), expected, **close)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("width", [2048, 7168])
-def test_the_sum_over_experts_is_added_and_normed(width: int, dtype: torch.dtype) -> None:
-    """With two parts of a shared expert, of the first of two ranks."""
-    from hybrid_rlhf.generation.ops import gpu as kernels
-
-    outputs, (x, weight) = random(50 * (8 + 2), width, dtype=dtype), random(2, 50, width, dtype=dtype)
-    indices = torch.randint(64, (50, 8), device=GPU, dtype=torch.int32)
-    added, normed = kernels.sum_and_norm(outputs, indices, weight[0], 1e-6, mine=range(32), added=[x], in_float32=False)
-    routed = outputs[:400].double().view(50, 8, width) * (indices < 32)[..., None]
-    expected = x.double() + routed.sum(dim=1) + outputs[400:].double().view(2, 50, width).sum(dim=0)
-    close = {"atol": 8 * CLOSE[dtype], "rtol": 8 * CLOSE[dtype]}
-    torch.testing.assert_close(added.double(), expected, **close)
-    expected = functional.rms_norm(added.double(), (width,), weight[0].double(), 1e-6)
-    torch.testing.assert_close(normed.double(), expected, **close)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_gate_and_its_product(activation: str, dtype: torch.dtype) -> None:
-    from hybrid_rlhf.generation.ops import gpu as kernels
-
-    both = random(257, 2 * 18944, dtype=dtype)
-    gate, up = both.double().chunk(2, dim=-1)
-    expected = ACTIVATIONS[activation](gate) * up  # type: ignore[index]
-    found = kernels.gated(both, activation)  # type: ignore[arg-type]
-    torch.testing.assert_close(found.double(), expected, atol=2 * CLOSE[dtype], rtol=2 * CLOSE[dtype])
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -280,8 +203,6 @@ def test_engines_in_a_loop_give_everything_back() -> None:
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("width", [70, 512, 18_944])
 def test_inputs_are_quantised_as_torch_does(width: int, kind: Quantization) -> None:
-    from hybrid_rlhf.generation.ops import gpu as kernels
-
     torch.manual_seed(0)
     for x in (random(33, width, dtype=torch.bfloat16), torch.zeros(3, width, device=GPU, dtype=torch.bfloat16)):
         dtype, most = ops.quantisation.CODES[kind]

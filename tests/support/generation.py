@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching.requests import Request
@@ -18,6 +19,11 @@ from hybrid_rlhf.generation.sampling import per_request, uniform_stream
 from tests.support.tiny import tiny_model
 
 GENERATOR = torch.Generator().manual_seed(0)
+
+
+def engine_of(model: PreTrainedModel | None = None, stop: Iterable[int] = (), **settings: Any) -> GenerationEngine:
+    """An engine of a model, or of the tiny one, with these stop tokens."""
+    return GenerationEngine.from_model(model or tiny_model(), stop_token_ids=stop, **settings)
 
 
 def keep_in_flight(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
@@ -63,7 +69,7 @@ def token_ids_of(results: list[list[Completion]]) -> list[list[list[int]]]:
 @functools.cache
 def completions_alone() -> list[list[list[int]]]:
     """Each prompt in an engine of its own, one sample at a time."""
-    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=STOP_TOKEN_IDS, max_batch_rows=1)
+    engine = engine_of(stop=STOP_TOKEN_IDS, max_batch_rows=1)
     each = per_request(SAMPLED, len(PROMPTS))
     return [token_ids_of(engine.generate([prompt], [params]))[0] for prompt, params in zip(PROMPTS, each, strict=True)]
 

@@ -13,32 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
-
-
-class Recurrence(Protocol):
-    """Sizes of a kind of recurrent layer, and the division of its weights."""
-
-    @property
-    def units(self) -> int:
-        """Number of independent parts that a layer can be divided into over ranks."""
-
-    def inputs(self, mine: range) -> Mapping[str, Tensor]:
-        """Rows of the units `mine` in each weight of the first product, by role, in the order of computation."""
-
-    def others(self, mine: range) -> Mapping[str, Tensor]:
-        """Rows of the units `mine` in all other weights except the last product, by role."""
-
-    def columns(self, mine: range) -> range:
-        """Columns of the units `mine` in the last product."""
-
-    def state_shapes(self, units: int) -> tuple[Shape, Shape]:
-        """Shapes of the convolution state, in the dtype of the weights, and of the recurrent state, in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +241,9 @@ class Lightning:
         return (0, 0), (self.heads, self.head_dim, 1, self.head_dim)
 
 
+Recurrence = GatedDelta | Mamba2 | Mamba | ShortConvolution | Lightning
+"""Sizes of a kind of recurrent layer, and the division of its weights: rows of the units `mine` in each weight of the
+first product, in the order of computation, and in all other weights, by role; and their columns in the last product."""
 KINDS = {
     "gated_delta": GatedDelta,
     "mamba2": Mamba2,

@@ -1,5 +1,5 @@
 """The two ways in which the generation engine computes completions.
 
-Read `backend.py` first (the protocol that the engine schedules against), then `native.py` (inference weights, KV cache,
-continuous batching, CUDA graphs) and `module.py` (the Hugging Face module, for models without inference weights).
+Read `backend.py` first (what both do), then `native.py` (inference weights, KV cache, continuous batching, CUDA graphs)
+and `module.py` (the Hugging Face module, for models without inference weights).
 """

@@ -77,27 +77,26 @@ class ModuleBackend:
         self._load = BatchLoad()
 
     @property
-    def support(self) -> ModuleSupport:
-        """Features that the module supports."""
-        assert self._module is not None
-        return self._module.support
+    def module(self) -> ModuleForward:
+        """The forward of the model."""
+        if self._module is None:
+            raise RuntimeError("a backend must be open to generate, this one was closed")
+        return self._module
 
     def run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
         """Decode all requests, batch after batch; yields the new tokens of each step."""
-        if self._module is None:
-            raise RuntimeError("a backend must be open to generate, this one was closed")
-        for batch in _batches(requests, max_rows=self._max_rows, same_length=not self._module.support.padding):
-            yield from _ModuleBatch(self._module, batch).steps()
+        module = self.module
+        for batch in _batches(requests, max_rows=self._max_rows, same_length=not module.support.padding):
+            yield from _ModuleBatch(module, batch).steps()
 
     def run_open(self, arrivals: Arrivals) -> Iterator[NewTokens]:
         """Decode requests as they arrive. New ones wait until all those before them have finished."""
-        if self._module is None:
-            raise RuntimeError("a backend must be open to generate, this one was closed")
+        module = self.module
         later: list[Request] = []
         while requests := later or arrivals.take(wait=True):
             later = []
-            for batch in _batches(requests, max_rows=arrivals.rows, same_length=not self._module.support.padding):
-                for new in _ModuleBatch(self._module, batch).steps():
+            for batch in _batches(requests, max_rows=arrivals.rows, same_length=not module.support.padding):
+                for new in _ModuleBatch(module, batch).steps():
                     yield new
                     later += arrivals.take()
                     for request in arrivals.take_cancelled():
@@ -121,8 +120,7 @@ class ModuleBackend:
 
     def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
         """Log-probs of all tokens but the first, at temperature 1. There are no adapters."""
-        assert self._module is not None
-        return module_logprobs(self._module.lm, tokens).tolist()  # type: ignore[no-any-return]
+        return module_logprobs(self.module.lm, tokens).tolist()  # type: ignore[no-any-return]
 
     def reset(self) -> None:
         """Clear the load after an exception in `run_open`."""
@@ -329,22 +327,11 @@ def _selects_tokens(lm: PreTrainedModel) -> bool:
 def _batches(requests: Sequence[Request], *, max_rows: int, same_length: bool) -> Iterator[list[Request]]:
     """Yield the requests that decode together: those with the same number of samples and similar (`same_length`: equal)
     prompt lengths, at most `max_rows` rows."""
-    groups: dict[int, list[list[Request]]] = {}
-    for request in requests:
-        prompts = groups.setdefault(request.params.n, [])
-        if not prompts or prompts[-1][0].prompt_index != request.prompt_index:
-            prompts.append([])
-        prompts[-1].append(request)
-    for n, prompts in groups.items():
-        prompts.sort(key=_prompt_tokens)
+    by_prompt = (list(samples) for _, samples in groupby(requests, lambda request: request.prompt_index))
+    prompts = sorted(by_prompt, key=lambda samples: (samples[0].params.n, len(samples[0].prompt)))
+    alike = groupby(prompts, lambda samples: (samples[0].params.n, len(samples[0].prompt) if same_length else 0))
+    for (n, _), same in alike:
+        together = list(same)
         size = max(1, max_rows // n)
-        by_length: list[list[list[Request]]] = [prompts]
-        if same_length:
-            by_length = [list(same) for _, same in groupby(prompts, _prompt_tokens)]
-        for together in by_length:
-            for start in range(0, len(together), size):
-                yield [request for samples in together[start : start + size] for request in samples]
-
-
-def _prompt_tokens(samples: Sequence[Request]) -> int:
-    return len(samples[0].prompt)
+        for start in range(0, len(together), size):
+            yield [request for samples in together[start : start + size] for request in samples]

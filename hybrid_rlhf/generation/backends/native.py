@@ -117,11 +117,16 @@ class NativeBackend:
         if decoder.world.device.type == "cuda":
             log_compilation()
         self.max_positions = decoder.architecture.max_positions
+        """Longest sequence that the model has positions for; none: no limit."""
         self.trained_positions = decoder.architecture.trained_positions
+        """Longest sequence that the model was trained for, if it computes positions; none: unknown."""
         self.vocab_size = decoder.architecture.vocab_size
         self.work = DecodeWork()
+        """Decoding work of all calls so far."""
         self.records_routes = bool(decoder.architecture.expert_layers)
+        """True if the backend can record the experts of each token."""
         self.continues = True
+        """True if requests may begin with tokens of an earlier call, and may be returned before they are finished."""
         self.preemptions = 0
         """Number of requests that were preempted because blocks ran out, and computed again."""
         self.held: HeldCache | None = None
@@ -283,38 +288,37 @@ class NativeBackend:
         prefill_tokens: int,
         memory_share: float | None = None,
     ) -> tuple[Workspace, HeldCache]:
-        """Return a workspace and a cache for requests, of which at most `rows` run together."""
-        sequences = self._sequences(decoder, requests, rows, prefill_tokens)
-        sequences = replace(sequences, memory_share=memory_share)
-        self.workspace = workspace = self._workspace_for(decoder, requests, sequences)
-        assert self.held is not None
-        return workspace, self.held
-
-    def _workspace_for(self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences) -> Workspace:
-        """Return the workspace of the last call if it also serves these requests, else a new one."""
+        """Return a workspace and a cache for requests, of which at most `rows` run together: those of the last call if
+        they also serve these requests."""
+        sequences = self._sequences(decoder, requests, rows, prefill_tokens, memory_share)
         if self.held is None or not self.held.serves(sequences):
             self.held = self._cache_for(decoder, requests, sequences)
         held_cache = self.held
         longest = sequences.longest_tokens
         rows = min(held_cache.rows, sequences.rows)
-        if self.workspace is not None and self.workspace.serves(
+        if self.workspace is None or not self.workspace.serves(
             requests, cache=held_cache.cache, rows=rows, capacity_tokens=longest
         ):
-            return self.workspace
-        self._release_workspace()
-        capacity = capacity_tokens(longest, decoder.world.device, self.max_positions)
-        self.workspace = Workspace(
-            decoder,
-            requests,
-            cache=held_cache.cache,
-            rows=held_cache.rows,
-            capacity_tokens=capacity,
-            cuda_graphs=self._cuda_graphs,
-        )
-        self.workspace.capture_in_steps(captures=self._captures_in_runs)
-        return self.workspace
+            self._release_workspace()
+            self.workspace = Workspace(
+                decoder,
+                requests,
+                cache=held_cache.cache,
+                rows=held_cache.rows,
+                capacity_tokens=capacity_tokens(longest, decoder.world.device, self.max_positions),
+                cuda_graphs=self._cuda_graphs,
+            )
+            self.workspace.capture_in_steps(captures=self._captures_in_runs)
+        return self.workspace, held_cache
 
-    def _sequences(self, decoder: Decoder, requests: Sequence[Request], rows: int, prefill_tokens: int) -> Sequences:
+    def _sequences(
+        self,
+        decoder: Decoder,
+        requests: Sequence[Request],
+        rows: int,
+        prefill_tokens: int,
+        memory_share: float | None,
+    ) -> Sequences:
         longest = max(len(request.prompt) + len(request.uniforms) for request in requests)
         layout = CacheLayout.of(
             decoder.architecture,
@@ -332,6 +336,7 @@ class NativeBackend:
             rows=min(rows, self._max_batch_rows or sys.maxsize),
             prefill_tokens=prefill_tokens,
             state_bytes=decoder.state_bytes,
+            memory_share=memory_share,
         )
 
     def _cache_for(self, decoder: Decoder, requests: Sequence[Request], sequences: Sequences) -> HeldCache:

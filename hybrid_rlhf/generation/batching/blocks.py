@@ -3,11 +3,16 @@
 A block holds keys and values of `BLOCK_TOKENS` consecutive tokens in the layers of one layer group (cache.py).
 Sequences with a common prefix share its blocks, which count their references. A block without references keeps its
 content, for later sequences with the same prefix, until its memory is needed; the least recently used block is evicted
-first. A sequence that diverges from a cached prefix inside a block copies the block. With recurrent layers, a sequence
-can only reuse a prefix whose state is saved (saved_states.py).
+first. A sequence that diverges from a cached prefix inside a block copies the block.
+
+With recurrent layers, a sequence can only reuse a prefix whose state is saved, since a state belongs to one length.
+States are saved at three places: at the end of a sequence, where the next turn of a conversation continues; where a
+sequence diverges from an earlier one, as after a common system prompt; and after the last whole block of a prompt, for
+its further samples. The least recently used state is evicted.
 
 Source: paged attention (arXiv 2309.06180, sections 4.2 to 4.4); the prefix tree is that of RadixAttention (arXiv
 2312.07104, section 3), here with whole blocks as its edges. Prefixes are compared by their tokens, not by hashes.
+Marconi (arXiv 2411.19379, section 4.1) saves the first two kinds of states; vLLM saves the third.
 """
 
 from __future__ import annotations
@@ -18,7 +23,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hybrid_rlhf.generation.batching.saved_states import SavedStates
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, CacheLayout, blocks_of
 
 _TAILS = 64
@@ -78,6 +82,57 @@ class Match:
     stops: tuple[int, ...] = ()
     """Numbers of tokens after which the state is saved: the prefix shared with an earlier sequence, and all whole
     blocks."""
+
+
+class SavedStates:
+    """Maps prefixes to the slots of their saved states in recurrent layers."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots: OrderedDict[_Prefix, int] = OrderedDict()
+        """Least recently used first."""
+        self.slots = slots
+        """Total number of slots."""
+        self._free = list(range(slots - 1, -1, -1))
+
+    def grow(self, slots: int) -> None:
+        """Add slots after the present ones, up to `slots` in total."""
+        self._free[:0] = range(slots - 1, self.slots - 1, -1)
+        self.slots = slots
+
+    def __contains__(self, prefix: _Prefix) -> bool:
+        """True if the state after a prefix is saved."""
+        return prefix in self._slots
+
+    def use(self, prefix: _Prefix) -> int:
+        """Return the slot of a saved state, and mark it as the most recently used."""
+        self._slots.move_to_end(prefix)
+        return self._slots[prefix]
+
+    def add(self, prefix: _Prefix) -> int | None:
+        """Return a slot in which to save a state, evicting one if necessary; None if it is already saved or there are
+        no slots."""
+        if prefix in self._slots:
+            self._slots.move_to_end(prefix)
+            return None
+        if self._free:
+            slot = self._free.pop()
+        elif self._slots:
+            _, slot = self._slots.popitem(last=False)
+        else:
+            return None
+        self._slots[prefix] = slot
+        return slot
+
+    def drop(self, prefix: _Prefix) -> None:
+        """Remove a state if it is saved."""
+        slot = self._slots.pop(prefix, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def clear(self) -> None:
+        """Remove all states."""
+        for prefix in list(self._slots):
+            self.drop(prefix)
 
 
 class BlockPool:

@@ -155,7 +155,11 @@ class ContinuousBatch:
         chunks = self._chunks()
         finished = [row for row, start, length in chunks if start + length == row.request.tokens]
         entered = [sample for row in finished for sample in (row, *row.samples)]
-        forks = [pair for row in finished for sample in row.samples for pair in self._fork(row, sample)]
+        forks = list[tuple[int, int]]()
+        for row in finished:
+            for sample in row.samples:
+                sample.computed = row.computed
+                forks += sample.table.fork(row.table, row.computed)
         for place, row in enumerate(entered, start=batch):
             entries += row.new_entries(place)
         self._workspace.set_pages(entries)
@@ -216,10 +220,6 @@ class ContinuousBatch:
             # Requests admitted next may share the blocks: the step computes them before it reads them.
             row.table.index(row.request.all_token_ids[: row.computed // BLOCK_TOKENS * BLOCK_TOKENS])
         return length
-
-    def _fork(self, row: LiveRow, sample: LiveRow) -> list[tuple[int, int]]:
-        sample.computed = row.computed
-        return sample.table.fork(row.table, row.computed)
 
     # -- admission and preemption
 

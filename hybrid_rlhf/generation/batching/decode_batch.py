@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.ops.sampling_rows import FLOATS, INTEGERS, SamplingMode, SamplingRows
-from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.generation.transfers import to_device
 
 
@@ -85,7 +84,9 @@ class DecodeBatch(SamplingRows):
         for row, request in enumerate(requests):
             stop = sorted(request.stop)
             params = request.params
-            integers[row, :6] = _integers(request, params, has_stop_tokens=bool(stop))
+            least = params.min_new_tokens if stop else 0
+            drawn = len(request.token_ids)
+            integers[row, :6] = [0, request.tokens - 1, drawn, params.top_k, int(params.greedy), least]
             # Rows with fewer stop tokens repeat their first one.
             integers[row, 6:] = (stop + stop[:1] * integers.shape[1])[: integers.shape[1] - 6] if stop else 0
             floats[row, :4] = [getattr(params, name) for name in FLOATS]
@@ -125,10 +126,3 @@ class DecodeBatch(SamplingRows):
 
     def _tables(self) -> list[Tensor]:
         return [self.integers, self.floats, self.adapter, *([] if self.seen is None else [self.seen])]
-
-
-def _integers(request: Request, params: SamplingParams, *, has_stop_tokens: bool) -> list[int]:
-    """Return the integers of a request before its next token, in the order of INTEGERS."""
-    min_new_tokens = params.min_new_tokens if has_stop_tokens else 0
-    drawn = len(request.token_ids)
-    return [0, request.tokens - 1, drawn, params.top_k, int(params.greedy), min_new_tokens]

@@ -183,10 +183,10 @@ class DecodeWork:
     """Number of steps with decoding rows."""
 
     def __add__(self, other: DecodeWork) -> DecodeWork:
-        return DecodeWork(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+        return DecodeWork(self.bytes + other.bytes, self.steps + other.steps)
 
     def __sub__(self, other: DecodeWork) -> DecodeWork:
-        return DecodeWork(**{name: value - getattr(other, name) for name, value in vars(self).items()})
+        return DecodeWork(self.bytes - other.bytes, self.steps - other.steps)
 
 
 NewTokens = list[tuple[Request, int]]

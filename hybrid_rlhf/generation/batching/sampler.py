@@ -17,7 +17,7 @@ Shapes: B rows, V vocabulary, R ranks; logits are [B, V / R] float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -65,8 +65,8 @@ class Sampler:
         """Sample the next token of each row and append it to the row."""
         top = self._top(logits, rows) if self._mode.top_logprobs else None  # before kernels may overwrite logits
         if self._kernels is not None:
-            drawn = SampledTokens(*self._kernels.sample(logits, rows, self._mode))
-            return replace(drawn, top=top)
+            tokens, logprobs, sampling_logprobs = self._kernels.sample(logits, rows, self._mode)
+            return SampledTokens(tokens, logprobs, sampling_logprobs, top)
         mode = self._mode
         greedy = rows.greedy if self._mode.greedy else None
         if mode.draws_from_all:

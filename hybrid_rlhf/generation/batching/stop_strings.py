@@ -41,14 +41,14 @@ class StopStrings:
         """The stop strings without spaces; empty if one of them ends with a space."""
         self._texts: dict[int, str] = {}
         """Text of tokens without spaces, for tokens whose text does not depend on the tokens before."""
-        self._flags = _Flags(self._flags_of)
+        self._flags = functools.cache(self._flags_of)
 
     def end(self, token_ids: Sequence[int]) -> bool:
         """True if the last token completes a stop string. Earlier occurrences do not count."""
         flags = self._flags
-        if not flags[token_ids[-1]] & _COMPLETES:
+        if not flags(token_ids[-1]) & _COMPLETES:
             for token in token_ids[-_CHANGED_TOKENS:]:
-                if flags[token] & _CHANGES:
+                if flags(token) & _CHANGES:
                     break
             else:
                 return False
@@ -86,18 +86,6 @@ class StopStrings:
         for text in (first, " " + first, twice[len(first) :]):
             completes |= text.startswith(self._ends) or any(stop in text for stop in self._stops)
         return completes * _COMPLETES | ("'" in twice) * _CHANGES
-
-
-class _Flags(dict[int, int]):
-    """Flags of tokens, computed when a token first occurs."""
-
-    def __init__(self, flags_of: Callable[[int], int]) -> None:
-        super().__init__()
-        self._flags_of = flags_of
-
-    def __missing__(self, token: int) -> int:
-        self[token] = flags = self._flags_of(token)
-        return flags
 
 
 @functools.lru_cache(maxsize=8)

@@ -12,11 +12,11 @@ tokens, S tokens in all, M blocks of the longest sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch.nn import functional
 from hybrid_rlhf.generation.architecture.model_description import Latent, ModelDescription
 from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, KVCache, blocks_of
-from hybrid_rlhf.generation.model.latent import AbsorbedTokens, ExpandedChunks, PagedLatents
+from hybrid_rlhf.generation.model.latent import AbsorbedTokens, ExpandedChunks, PagedLatents, Table
 from hybrid_rlhf.generation.ops import cpu_kernels
 from hybrid_rlhf.generation.ops.attention import attend, attend_rows
 from hybrid_rlhf.generation.ops.rows import rotated
@@ -33,33 +33,11 @@ from hybrid_rlhf.generation.transfers import to_device
 
 _EXPANDED_TOKENS = 8192
 """Minimum number of tokens whose latents are expanded to keys and values at once. Fewer leave a GPU partly idle."""
-Table = tuple[Tensor, Tensor] | None
-"""Cosines and signed sines [T, 1, R] of the new tokens; none: the model has no rotary positions."""
 
 
-class AttentionFunction(Protocol):
-    """Attention of one layer over the cache."""
-
-    def __call__(self, layer: int, qkv: Tensor, table: Table, sinks: Tensor | None) -> Tensor:
-        """Write the new keys and values to the cache and return attention outputs [T, A, D].
-
-        Args:
-            layer: index of the layer.
-            qkv: queries, keys and values [T, A + 2 K, D]; only queries [T, A, D] for a layer that attends to the keys
-                of another one.
-            table: rotary positions.
-            sinks: [A] scores of a key without a value (arXiv 2309.17453, section 3.1; gpt-oss).
-        """
-
-    def latents(self, layer: int) -> PagedLatents:
-        """Return the places that latent attention writes and reads in a layer."""
-
-
-class _Part(Protocol):
-    """Attention of a part of the tokens of a step in one layer."""
-
-    def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-        """Return [n, A, D] for queries [n, A, D], over keys and values in pages [P, BLOCK_TOKENS, K, D]."""
+_Part = Callable[[int, int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Attention of a part of the tokens of a step in one layer: from kind, page table, queries [n, A, D], keys and values
+in pages [P, BLOCK_TOKENS, K, D] and sinks to [n, A, D]."""
 
 
 @dataclass(frozen=True)
@@ -132,47 +110,6 @@ class Attention:
         """Return scale and soft cap of the scores, as keyword arguments of the attention functions."""
         return {"scale": self.architecture.kinds[kind].scale, "softcap": self.architecture.attention_softcap}
 
-    def by_kernel(
-        self,
-        kind: int,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        pages: Tensor,
-        positions: Tensor,
-        sinks: Tensor | None,
-        **tiles: Tensor,
-    ) -> Tensor:
-        """Return attention outputs computed by a kernel, with the score settings of the architecture."""
-        attention_kind = self.architecture.kinds[kind]
-        assert self.kernels is not None
-        mixed: Tensor = self.kernels.paged_attention(
-            q,
-            keys,
-            values,
-            pages,
-            positions,
-            window=attention_kind.window,
-            chunked=attention_kind.chunked,
-            **self.scores_of(kind),
-            bias=self.alibi,
-            sinks=sinks,
-            **tiles,
-        )
-        return mixed
-
-    def rotated(self, qkv: Tensor, table: Table, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Split and rotate `qkv`; returns queries [T, A, D], keys and values [T, K, D]."""
-        qk, v = qkv.tensor_split([qkv.shape[1] - kv_heads], dim=1)
-        if table is not None:
-            qk = rotated(qk, *table)
-        return qk[:, :-kv_heads], qk[:, -kv_heads:], v
-
-    def sees_all_before(self, kind: int, start: int, end: int) -> bool:
-        """True if a causal mask is enough for queries at positions start to end - 1 and keys 0 to end - 1."""
-        window = self.architecture.kinds[kind].window
-        return self.alibi is None and start == 0 and (window is None or window >= end)
-
     def bias(self, kind: int, queries: Tensor, keys: int) -> Tensor:
         """Return the bias of scores [..., A or 1, S] for queries at positions [...]; -inf where a key is masked."""
         place = torch.arange(keys, device=queries.device)
@@ -203,7 +140,7 @@ class StepAttention:
             sequences = torch.arange(batch, device=rows.positions.device)
             places.append(_places(rows.pages, sequences, rows.positions))
         if chunks is not None:
-            places.append(_chunk_places(chunks, chunks.starts, chunks.lengths))
+            places.append(_chunk_places(chunks))
         self.places = torch.cat(places, dim=1) if len(places) > 1 else places[0]
         """[page tables, T] indices of the new tokens in a cache [P * BLOCK_TOKENS]."""
         self._absorbed: slice | Tensor | None = slice(None)
@@ -218,14 +155,21 @@ class StepAttention:
                 self._parts.append((slice(None), self._paged))
             return
         if rows is not None:
-            with_kernel = attention.kernels is not None
-            decode = PagedKernel(attention, rows) if with_kernel else RowAttention(attention, rows)
+            decode = RowAttention(attention, rows) if attention.kernels is None else PagedKernel(attention, rows)
             self._parts.append((slice(batch), decode))
         if chunks is not None:
             self._parts.append((slice(batch, None), ChunkAttention(attention, chunks)))
 
     def __call__(self, layer: int, qkv: Tensor, table: Table, sinks: Tensor | None) -> Tensor:
-        """Write the new keys and values to the cache and return attention outputs [T, A, D]."""
+        """Write the new keys and values to the cache and return attention outputs [T, A, D].
+
+        Args:
+            layer: index of the layer.
+            qkv: queries, keys and values [T, A + 2 K, D]; only queries [T, A, D] for a layer that attends to the keys
+                of another one.
+            table: rotary positions.
+            sinks: [A] scores of a key without a value (arXiv 2309.17453, section 3.1; gpt-oss).
+        """
         attention = self._attention
         kind = attention.architecture.attention_of(layer)
         tables, keys, values = attention.cache.of_layer(layer)
@@ -235,7 +179,10 @@ class StepAttention:
         elif attention.kernels is not None:
             queries = attention.kernels.rotate_and_write(qkv, table, places, keys, values)
         else:
-            queries, new_keys, new_values = attention.rotated(qkv, table, keys.shape[2])
+            kv_heads = keys.shape[2]
+            qk, new_values = qkv.tensor_split([-kv_heads], dim=1)
+            qk = qk if table is None else rotated(qk, *table)
+            queries, new_keys = qk.tensor_split([-kv_heads], dim=1)
             for store, new in ((keys, new_keys), (values, new_values)):
                 store.view(-1, *new.shape[1:]).index_copy_(0, places, new)
         mixed = [part(kind, tables, queries[tokens], keys, values, sinks) for tokens, part in self._parts]
@@ -340,9 +287,24 @@ class PagedKernel:
 
     def __call__(self, kind: int, table: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
         """Return [T, A, D] for queries [T, A, D], over keys and values in pages [P, BLOCK_TOKENS, K, D]."""
+        attention = self._attention
+        attention_kind = attention.architecture.kinds[kind]
         pages, positions, tiles = self.read(kind, table)
-        optional = {} if tiles is None else {"tiles": tiles}
-        return self._attention.by_kernel(kind, q, keys, values, pages, positions, sinks, **optional)
+        assert attention.kernels is not None
+        mixed: Tensor = attention.kernels.paged_attention(
+            q,
+            keys,
+            values,
+            pages,
+            positions,
+            window=attention_kind.window,
+            chunked=attention_kind.chunked,
+            bias=attention.alibi,
+            sinks=sinks,
+            **attention.scores_of(kind),
+            **({} if tiles is None else {"tiles": tiles}),
+        )
+        return mixed
 
 
 class ChunkAttention:
@@ -355,24 +317,23 @@ class ChunkAttention:
         for index, span in enumerate(zip(chunks.starts, chunks.lengths, strict=True)):
             spans.setdefault(span, []).append(index)
         device = attention.cache.keys.device
-        offsets = [0]
-        for length in chunks.lengths:
-            offsets.append(offsets[-1] + length)
+        offsets = [*accumulate(chunks.lengths, initial=0)]
         self._spans = []
         for (start, length), members in spans.items():
             tokens = to_device([[offsets[i] + place for place in range(length)] for i in members], device)
             blocks = blocks_of(start + length)
             pages = chunks.pages[:, to_device(members, device), :blocks].long()
-            kinds = range(len(attention.architecture.kinds))
-            biases = [self._bias(kind, start, start + length) for kind in kinds]
+            biases = [self._bias(kind, start, start + length) for kind in range(len(attention.architecture.kinds))]
             self._spans.append((start + length, tokens, pages, biases))
 
     def _bias(self, kind: int, start: int, end: int) -> Tensor | None:
         """Return the bias of scores [1, A or 1, L, S]; None if a causal mask is enough."""
         attention = self._attention
-        a = self._attention.architecture
-        by_products = a.attention_softcap is not None or a.sinks  # attention by matrix products has no causal mask
-        if not by_products and attention.sees_all_before(kind, start, end):
+        a = attention.architecture
+        window = a.kinds[kind].window
+        # attention by matrix products has no causal mask
+        by_products = a.attention_softcap is not None or a.sinks or attention.alibi is not None
+        if not by_products and start == 0 and (window is None or window >= end):
             return None
         queries = torch.arange(start, end, device=attention.cache.keys.device)
         return attention.bias(kind, queries, end).transpose(0, 1)[None]
@@ -479,13 +440,12 @@ def _places(pages: Tensor, sequences: Tensor, positions: Tensor) -> Tensor:
     return token_pages.long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
 
 
-def _chunk_places(chunks: Chunks, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Return the indices [page tables, T] in a cache of tokens starts[i] to starts[i] + lengths[i] - 1 of each chunk
-    i."""
+def _chunk_places(chunks: Chunks) -> Tensor:
+    """Return the indices [page tables, T] of the tokens of chunks in a cache."""
     device = chunks.pages.device
-    total = sum(lengths)
-    counts = to_device(lengths, device)
-    index = torch.arange(len(lengths), device=device).repeat_interleave(counts, output_size=total)
-    shift = to_device(starts, device) - (counts.cumsum(0) - counts)
+    total = sum(chunks.lengths)
+    counts = to_device(chunks.lengths, device)
+    index = torch.arange(len(counts), device=device).repeat_interleave(counts, output_size=total)
+    shift = to_device(chunks.starts, device) - (counts.cumsum(0) - counts)
     positions = torch.arange(total, device=device) + shift[index]
     return _places(chunks.pages, index, positions)

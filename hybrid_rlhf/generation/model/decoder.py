@@ -10,7 +10,6 @@ rows of the vocabulary on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,10 +18,10 @@ from torch.nn import functional
 from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.architecture.split import Split
 from hybrid_rlhf.generation.model.adapters import AdaptedLinear, ChosenAdapters, LowRankChange
-from hybrid_rlhf.generation.model.attention import AttentionFunction, Table
+from hybrid_rlhf.generation.model.attention import StepAttention
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.model.decoder_weights import DecoderWeights, LayerWeights
-from hybrid_rlhf.generation.model.experts import DenseMLP
+from hybrid_rlhf.generation.model.latent import Table
 from hybrid_rlhf.generation.model.layers import Norm, norm_heads
 from hybrid_rlhf.generation.model.quantised import QuantisedLinear
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
@@ -32,17 +31,11 @@ from hybrid_rlhf.runtime.world import World
 
 Sublayer = Callable[[Tensor], Tensor]
 """Attention of a layer, from [T, H] to [T, H]."""
+Places = tuple[Table, Tensor | None]
+"""Effect of token positions in layers of one kind: rotation of queries and keys, and factors of queries [T, 1, 1]
+float32 (none: 1)."""
 MLP = Callable[[Tensor, Tensor], Tensor]
 """MLP and experts of a layer, from the normed residual stream [T, H] and the stream itself to [T, H]."""
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Effect of token positions on queries and keys in layers of one kind."""
-
-    table: Table
-    query_scales: Tensor | None
-    """[T, 1, 1] float32, factors of the queries; none: 1."""
 
 
 class Decoder:
@@ -127,7 +120,7 @@ class Decoder:
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: AttentionFunction,
+        attend: StepAttention,
         *,
         states: StepStates | None = None,
         adapters: Tensor | None = None,
@@ -258,8 +251,8 @@ class Decoder:
         x: Tensor,
         index: int,
         w: LayerWeights,
-        places: _Places | None,
-        attend: AttentionFunction,
+        places: Places | None,
+        attend: StepAttention,
         states: StepStates | None,
     ) -> Tensor:
         """Mix tokens in a layer by attention, a recurrence, or the sum of both."""
@@ -270,11 +263,12 @@ class Decoder:
         return mixed if w.o is None else mixed + self._attention(x, index, w, places, attend)
 
     def _attention(
-        self, x: Tensor, index: int, w: LayerWeights, places: _Places | None, attend: AttentionFunction
+        self, x: Tensor, index: int, w: LayerWeights, places: Places | None, attend: StepAttention
     ) -> Tensor:
         assert w.o is not None and places is not None
+        table, query_scales = places
         if w.latent is not None:
-            return self.world.all_reduce(w.o(w.latent(x, places.table, attend.latents(index))))
+            return self.world.all_reduce(w.o(w.latent(x, table, attend.latents(index))))
         assert w.qkv is not None
         a = self.architecture
         kind = self.architecture.attention_of(index)
@@ -287,9 +281,9 @@ class Decoder:
             qkv, gate = qkv.split([heads + 2 * kv_heads, heads], dim=1)
         if w.q_norm is not None:
             qkv = norm_heads(qkv, w.q_norm, w.k_norm, w.v_norm, kv_heads=kv_heads)
-        if places.query_scales is not None:
-            qkv[:, :heads] *= places.query_scales
-        mixed = attend(index, qkv, places.table, w.sinks)
+        if query_scales is not None:
+            qkv[:, :heads] *= query_scales
+        mixed = attend(index, qkv, table, w.sinks)
         if gate is not None:
             mixed = mixed * gate.sigmoid()
         return self.world.all_reduce(w.o(mixed.reshape(len(x), heads * d)))
@@ -297,7 +291,11 @@ class Decoder:
     def _mlp(self, x: Tensor, stream: Tensor, w: LayerWeights, routes: list[Tensor] | None) -> Tensor:
         """Apply MLP and experts to the normed residual stream; experts beside an MLP read the stream itself."""
         activate = self._gate if self.architecture.gated_mlp else self._activation
-        dense = None if w.up is None or w.down is None else DenseMLP(w.up, w.down, w.shared_router)(x, activate)
+        dense = None
+        if w.up is not None and w.down is not None:
+            dense = w.down(activate(w.up(x)))
+            if w.shared_router is not None:
+                dense = dense * functional.linear(x, w.shared_router).sigmoid()
         if w.experts is None:
             assert dense is not None
             return self.world.all_reduce(dense)
@@ -323,23 +321,20 @@ class Decoder:
         gate, up = both.chunk(2, dim=-1)
         return self._activation(gate) * up
 
-    def _places(self, kind: int, positions: Tensor) -> _Places:
+    def _places(self, kind: int, positions: Tensor) -> Places:
         attention_kind = self.architecture.kinds[kind]
         scales = None
         if attention_kind.temperature_scale:
             spans = torch.floor((positions.float() + 1.0) / attention_kind.temperature_tokens)
             scales = 1.0 + attention_kind.temperature_scale * torch.log1p(spans)[:, None, None]
-        return _Places(self._rotary_table(kind, positions), scales)
-
-    def _rotary_table(self, kind: int, positions: Tensor) -> Table:
-        """Return cosines and signed sines [T, 1, R]; None without rotary positions."""
-        rotary = self.architecture.kinds[kind].rotary
+        rotary = attention_kind.rotary
         inv_freq = self._inv_freq[kind]
         if rotary is None or inv_freq is None:
-            return None
+            return None, scales
         angles = positions[:, None, None].float() * inv_freq
         cos, sin = angles.cos() * rotary.scaling, angles.sin() * rotary.scaling
-        return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)
+        table = torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)
+        return table, scales
 
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The tensors of a decoder on one rank, filled by the loader (loader.py).
+"""The tensors of a decoder on one rank, filled by `InferenceWeights` (weights/).
 
 Shapes: A heads of this rank, H hidden.
 """
@@ -6,6 +6,7 @@ Shapes: A heads of this rank, H hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ LAYER_NORMS = (
     *("dense_out_norm", "experts_norm", "experts_out_norm", "router_norm"),
 )
 HEAD_NORMS = ("q_norm", "k_norm")
+LAYER_PRODUCTS = ("qkv", "o", "up", "down", "input_gate", "input_out")
+"""Products of a layer that support adapters; those of latent attention, recurrent layers and experts do not."""
 
 
 @dataclass
@@ -44,14 +47,14 @@ class LayerWeights:
     latent: LatentAttention | None
     """Latent attention, in place of `qkv`."""
     o: Linear | None
-    recurrent: Mixer | None
+    recurrent: Mixer[Any] | None
     """Recurrent layer, in place of attention or beside it."""
     up: Linear | None
     down: Linear | None
     """The MLP, or the shared experts of a layer with a mixture; if it is gated, `up` is gate and up fused."""
     experts: RoutedExperts | None
     sinks: Tensor | None
-    """[A] attention sinks (AttentionFunction)."""
+    """[A] attention sinks (StepAttention)."""
     shared_router: Tensor | None
     """[1, H]; the sigmoid of its product with the input weighs the shared experts (Qwen2-MoE)."""
     input_gate: Linear | None
@@ -64,7 +67,7 @@ class LayerWeights:
     @property
     def products(self) -> dict[str, Linear]:
         """Products of the layer that may be packed or quantised, by name, without those of experts."""
-        products = {name: getattr(self, name) for name in ("qkv", "o", "up", "down", "input_gate", "input_out")}
+        products = {name: getattr(self, name) for name in LAYER_PRODUCTS}
         products |= {} if self.latent is None else self.latent.products
         mixer = None if self.recurrent is None else self.recurrent.weights
         products |= {} if mixer is None else {"in": mixer.project, "out": mixer.out}
@@ -111,5 +114,5 @@ class DecoderWeights:
         norms = [self.embed_norm, self.final_norm, None if self.layer_inputs is None else self.layer_inputs.norm]
         norms += [getattr(layer, name) for layer in self.layers for name in (*LAYER_NORMS, *HEAD_NORMS)]
         for part in (*norms, *(layer.latent for layer in self.layers)):
-            if part is not None:
+            if isinstance(part, Norm | LatentAttention):
                 part.refresh()

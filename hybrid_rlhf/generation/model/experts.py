@@ -2,7 +2,7 @@
 
 Tensor-parallel ranks hold different experts (expert parallelism). Each rank computes the tokens of its experts, and the
 all-reduce at the end of every MLP adds the others. The router computes in float32. On a GPU, Triton kernels compute a
-decoding step: the choice (ops/routing.py), up, down and the sum (ops/experts.py). Otherwise tokens are sorted by
+decoding step: the choice (ops/routing.py), up and down (ops/experts.py). Otherwise tokens are sorted by
 expert: larger steps on a GPU use one grouped product per projection for all experts, and a CPU one product with packed
 weights per selected expert. On a GPU no shape depends on the routing, as a CUDA graph requires.
 
@@ -19,7 +19,6 @@ Shapes: T tokens, H hidden, E experts, X experts of this rank, k experts per tok
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
@@ -33,21 +32,6 @@ from hybrid_rlhf.generation.ops.routing import route
 
 MOST_KERNEL_TOKENS = 256
 """Maximum number of tokens for Triton kernels. In larger steps, experts have enough tokens for a grouped product."""
-
-
-@dataclass(frozen=True)
-class DenseMLP:
-    """An MLP that all tokens use: that of a layer without experts, or the shared experts of a mixture."""
-
-    up: Linear
-    down: Linear
-    gate: Tensor | None = None
-    """[1, H]; the sigmoid of its product with the input weighs the output. None: the output is not weighed."""
-
-    def __call__(self, x: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
-        """Map [T, H] to [T, H]; `activate` as in `RoutedExperts`."""
-        out = self.down(activate(self.up(x)))
-        return out if self.gate is None else out * functional.linear(x, self.gate).sigmoid()
 
 
 class RoutedExperts:
@@ -155,7 +139,7 @@ class RoutedExperts:
     def _by_kernels(
         self, x: Tensor, weights: Tensor, index: Tensor, kernels: ModuleType, activation: Activation
     ) -> Tensor:
-        """Compute experts by kernels, in three launches."""
+        """Compute experts by kernels, in two launches and a sum."""
         kind = self._kind
         mine = self._mine
         inner = kernels.experts_up(
@@ -170,11 +154,13 @@ class RoutedExperts:
             clamp=kind.clamp,
             weighs_inputs=kind.weighs_inputs,
         )
-        outputs = kernels.experts_down(
+        outputs: Tensor = kernels.experts_down(
             inner, None if kind.weighs_inputs else weights, index, self.down, self.down_bias, mine=mine
-        )
-        summed: Tensor = kernels.sum_choices(outputs, index, mine=mine)
-        return summed
+        ).unflatten(0, index.shape)
+        if len(mine) < kind.count:  # rows of other ranks' experts are uninitialised
+            local = (index >= mine.start) & (index < mine.stop)
+            outputs = outputs.masked_fill(~local[..., None], 0.0)
+        return outputs.sum(dim=1)
 
     def _by_products(self, x: Tensor, weights: Tensor, index: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
         """Compute experts by torch, with the tokens sorted by expert."""
@@ -205,7 +191,11 @@ class RoutedExperts:
         known = experts.clamp(max=len(self._mine) - 1)
 
         def grouped(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-            return lambda inputs: _biased(functional.grouped_mm(inputs, weight.transpose(1, 2), offs=ends), bias, known)
+            def multiplied(inputs: Tensor) -> Tensor:
+                products = functional.grouped_mm(inputs, weight.transpose(1, 2), offs=ends)
+                return products if bias is None else products + bias[known]
+
+            return multiplied
 
         added = mixed(slice(None), grouped(self.up, self.up_bias), grouped(self.down, self.down_bias))
         # rows after the last group belong to other ranks: their products are uninitialised
@@ -224,8 +214,3 @@ def _of_each(product: MakeLinear, weights: Tensor, biases: Tensor | None) -> lis
     """Create the products of expert weights [X, outputs, inputs]."""
     of_each = [None] * len(weights) if biases is None else biases
     return [product(weight, bias) for weight, bias in zip(weights, of_each, strict=True)]
-
-
-def _biased(products: Tensor, biases: Tensor | None, experts: Tensor) -> Tensor:
-    """Add the biases [X, N] of experts [n] to their products [n, N]."""
-    return products if biases is None else products + biases[experts]

@@ -31,7 +31,7 @@ from hybrid_rlhf.generation.model.quantised import Linear
 from hybrid_rlhf.generation.ops.rows import rotated
 
 Table = tuple[Tensor, Tensor] | None
-"""Cosines and signed sines [T, 1, r] of the first r <= R dimensions; none: no rotation."""
+"""Cosines and signed sines [T, 1, r] of the new tokens, for the first r dimensions of a head; none: no rotation."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class LatentAttention:
             table: cosines and signed sines [T, 1, r] of the first r <= R dimensions; none: no rotation.
             paged: latents of the layer in the cache.
         """
-        queries = self._queries(self._write(x, table, paged))
+        queries = self._q(self._write(x, table, paged)).view(len(x), -1, self._kind.query_dims)  # [T, A, U + R]
         parts = [(chunks.tokens, self._plain(queries, table, chunks, paged)) for chunks in paged.expanded]
         if paged.absorbed is not None:
             parts.append((paged.absorbed.tokens, self._absorbed(queries, table, paged.absorbed, paged)))
@@ -189,10 +189,6 @@ class LatentAttention:
             k, v = k.unflatten(0, cached.shape[:2]), v.unflatten(0, cached.shape[:2])
             values[:, some] = chunks.attend(queries[:, some].contiguous(), k, v)[..., : kind.value_dims]
         return values
-
-    def _queries(self, hidden: Tensor) -> Tensor:
-        """Return queries [T, A, U + R], not rotated."""
-        return self._q(hidden).view(len(hidden), -1, self._kind.query_dims)
 
 
 def _of_tokens(queries: Tensor, table: Table, tokens: slice | Tensor) -> tuple[Tensor, Table]:

@@ -113,9 +113,6 @@ class HeadNorm:
         normed = normalise(x.float(), x.shape[-1:], eps=self._eps)
         return (self._weight.float() * normed).to(x.dtype)
 
-    def refresh(self) -> None:
-        """Do nothing: no tensor is derived from the weight."""
-
 
 class SplitNorm:
     """RMS norm over a dimension that is divided over tensor-parallel ranks: OLMo 2's norm over all heads."""
@@ -134,9 +131,6 @@ class SplitNorm:
         squares = self._world.all_reduce(flat.square().sum(dim=1, keepdim=True))
         normed = flat * torch.rsqrt(squares / self._summed + self._eps)
         return (self._weight.float() * normed).to(x.dtype).view(x.shape)
-
-    def refresh(self) -> None:
-        """Do nothing: no tensor is derived from the weight."""
 
 
 HeadsNorm = Norm | HeadNorm | SplitNorm | None

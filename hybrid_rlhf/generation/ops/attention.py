@@ -104,23 +104,6 @@ def _first_key(position, window, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _part_of_row(
-    position,
-    split,
-    window,
-    KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPAN: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """First key of a part of a row, and the key after its last. Parts have equal lengths of at least SPAN keys."""
-    first = _first_key(position, window, WINDOW)
-    span = tl.maximum(tl.cdiv(tl.cdiv(position + 1 - first, SPLITS), KEYS) * KEYS, SPAN)
-    start = first + split * span
-    return start, tl.minimum(start + span, position + 1)
-
-
-@triton.jit
 def part_of_step(
     program,
     positions,
@@ -149,7 +132,11 @@ def part_of_step(
         start, end = _first_key(position, window, WINDOW), position + count
     else:
         position = tl.load(positions + sequence).to(tl.int32)
-        start, end = _part_of_row(position, split, window, KEYS, SPLITS, SPAN, WINDOW)
+        # parts have equal lengths of at least SPAN keys
+        first = _first_key(position, window, WINDOW)
+        span = tl.maximum(tl.cdiv(tl.cdiv(position + 1 - first, SPLITS), KEYS) * KEYS, SPAN)
+        start = first + split * span
+        end = tl.minimum(start + span, position + 1)
     return token, sequence, position, count, split, start, end
 
 
@@ -159,57 +146,6 @@ def weigh(scores, top):
     higher = tl.maximum(top, tl.max(scores, 1))
     shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query without keys so far
     return tl.exp(scores - shift[:, None]), tl.exp(top - shift), higher
-
-
-@triton.jit
-def _mix(
-    q,
-    at,
-    keys,
-    values,
-    pages,
-    bias,
-    start,
-    end,
-    sink,
-    scale,
-    cap,
-    window,
-    stride,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    KEYS: tl.constexpr,
-    CAP: tl.constexpr,
-    BIAS: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Weighted sum of the values of keys start to end - 1, the maximum score, and the sum of weights.
-
-    A sink is the score of a key without a value; -inf: there is none.
-    """
-    place = tl.arange(0, q.shape[1])
-    top = sink
-    total = tl.where(sink == float("-inf"), 0.0, 1.0)
-    mixed = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
-    for block in range(start, end, KEYS):
-        key = block + tl.arange(0, KEYS)
-        page = tl.load(pages + key // N, mask=key < end, other=0).to(tl.int64)
-        where = ((page * N + key % N) * stride)[:, None] + place[None, :]
-        inside = (key < end)[:, None] & (place < D)[None, :]
-        k = tl.load(keys + where, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if CAP:
-            scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
-        if BIAS:
-            scores += tl.load(bias[:, None] + key[None, :], mask=(key < end)[None, :], other=0.0)
-        seen = (key[None, :] <= at[:, None]) & (key < end)[None, :]
-        if WINDOW:
-            seen &= key[None, :] >= _first_key(at, window, WINDOW)[:, None]
-        weights, faded, top = weigh(tl.where(seen, scores, float("-inf")), top)
-        v = tl.load(values + where, mask=inside, other=0.0)
-        mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * faded + tl.sum(weights, 1)
-    return mixed, top, total
 
 
 @triton.jit
@@ -261,16 +197,33 @@ def _attention_kernel(
     head = (token + query // G).to(tl.int64) * (kv_heads * G) + kv_head * G + query % G
     here = real[:, None] & (place < D)[None, :]
     q = tl.load(queries + head[:, None] * D + place[None, :], mask=here, other=0.0)
-    sink = tl.full([QUERIES], float("-inf"), tl.float32)
-    if SINKS and split == 0:
-        sink = tl.load(sinks + kv_head * G + query % G).to(tl.float32)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    if SINKS and split == 0:  # the score of a key without a value
+        top = tl.load(sinks + kv_head * G + query % G).to(tl.float32)
+    total = tl.where(top == float("-inf"), 0.0, 1.0)
     keys = keys + kv_head * D
     values = values + kv_head * D
     pages = pages + sequence * row_pages
     bias += (kv_head * G + query % G) * bias_keys
-    mixed, top, total = _mix(
-        q, at, keys, values, pages, bias, start, end, sink, scale, cap, window, stride, N, D, KEYS, CAP, BIAS, WINDOW
-    )
+    mixed = tl.zeros([QUERIES, D_PAD], tl.float32)
+    for block in range(start, end, KEYS):
+        key = block + tl.arange(0, KEYS)
+        page = tl.load(pages + key // N, mask=key < end, other=0).to(tl.int64)
+        where = ((page * N + key % N) * stride)[:, None] + place[None, :]
+        inside = (key < end)[:, None] & (place < D)[None, :]
+        k = tl.load(keys + where, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAP:
+            scores = cap * (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0)
+        if BIAS:
+            scores += tl.load(bias[:, None] + key[None, :], mask=(key < end)[None, :], other=0.0)
+        seen = (key[None, :] <= at[:, None]) & (key < end)[None, :]
+        if WINDOW:
+            seen &= key[None, :] >= _first_key(at, window, WINDOW)[:, None]
+        weights, faded, top = weigh(tl.where(seen, scores, float("-inf")), top)
+        v = tl.load(values + where, mask=inside, other=0.0)
+        mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * faded + tl.sum(weights, 1)
     if SPLITS == 1 or (TILES and program >= rows * SPLITS):
         tl.store(out + head[:, None] * D + place[None, :], mixed / total[:, None], mask=here)
     else:

@@ -26,13 +26,13 @@ from torch.nn import functional
 
 from hybrid_rlhf.generation.architecture.model_description import Activation
 from hybrid_rlhf.generation.ops.compiled import CannotCompile, load, openmp_parallel
+from hybrid_rlhf.generation.ops.rows import ACTIVATION_NUMBERS
 from hybrid_rlhf.generation.ops.sampling_rows import SamplingMode, SamplingRows
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Supported dtypes of weights, KV cache and activations."""
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 _TILE_OUTPUTS = 48
 """Number of outputs of a float32 product that are computed together."""
 _INT8_OUTPUTS = 32
@@ -71,12 +71,13 @@ class _Library:
             function.argtypes = [ctypes.c_char_p]
             function.restype = ctypes.c_int
 
-    def call(self, name: str, dtype: torch.dtype, *arguments: float) -> None:
-        """Run a kernel for a dtype, with torch's number of threads."""
+    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> None:
+        """Run a kernel for a dtype, with torch's number of threads. Tensors are passed as addresses, none as 0."""
         if dtype not in DTYPES:
             raise TypeError(f"the dtype must be float32 or bfloat16, got {dtype}")
         function, pack = self._kernels[name]
-        error = function(pack(self._parallel, torch.get_num_threads(), dtype == torch.bfloat16, *arguments))
+        values = [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in arguments]
+        error = function(pack(self._parallel, torch.get_num_threads(), dtype == torch.bfloat16, *values))
         if error == _OUTSIDE:
             raise IndexError(
                 f"{name}: a position, place or block is outside the KV cache, or a token of the vocabulary"
@@ -124,20 +125,13 @@ def rotate_and_write(
     tokens, all_heads, d = qkv.shape
     blocks, block_tokens, kv_heads, _ = keys.shape
     heads = all_heads - 2 * kv_heads
-    qkv, dtype, width = qkv.contiguous(), qkv.dtype, 0
-    cos, sin = (qkv, qkv) if table is None else table
-    _check_cache(keys, values, dtype, (blocks, block_tokens, kv_heads, d))
-    _check(places, torch.int64, (tokens,))
-    if table is not None:
-        width = cos.shape[-1]
-        if width > d or width % 2:
-            raise ValueError(f"rotated dimensions must be even and at most {d}, got {width}")
-        _check(cos, dtype, (tokens, 1, width))
-        _check(sin, dtype, (tokens, 1, width))
+    cos, sin = table or (None, None)
+    width = 0 if cos is None else cos.shape[-1]
     queries = qkv.new_empty(tokens, heads, d)
-    addresses = [x.data_ptr() for x in (qkv, cos, sin, places, queries, keys, values)]
     sizes = (tokens, heads, kv_heads, d, keys.stride(1), width, blocks * block_tokens)
-    _library().call("hybrid_rotate_and_write", dtype, *addresses, *sizes)
+    _library().call(
+        "hybrid_rotate_and_write", qkv.dtype, qkv.contiguous(), cos, sin, places, queries, keys, values, *sizes
+    )
     return queries
 
 
@@ -173,39 +167,26 @@ def paged_attention(
     """
     batch, heads, d = queries.shape
     cache_blocks, block_tokens, kv_heads, _ = keys.shape
-    if heads % kv_heads:
-        raise ValueError(f"heads must be a multiple of KV heads, got {heads} and {kv_heads}")
-    queries, dtype, of_row = queries.contiguous(), queries.dtype, blocks.shape[1]
-    _check_cache(keys, values, dtype, (cache_blocks, block_tokens, kv_heads, d))
-    _check(blocks, torch.int32, (batch, of_row))
-    _check(positions, torch.int64, (batch,))
-    if bias is not None:
-        _check(bias, torch.float32, (heads, bias.shape[1]))
-    if sinks is not None:
-        sinks = sinks.float()
-        _check(sinks, torch.float32, (heads,))
+    queries = queries.contiguous()
     mixed = torch.empty_like(queries)
-    addresses = (queries.data_ptr(), keys.data_ptr(), values.data_ptr(), blocks.data_ptr(), positions.data_ptr())
+    sizes = (batch, heads, kv_heads, d, keys.stride(1), blocks.shape[1], block_tokens, cache_blocks)
     _library().call(
         "hybrid_paged_attention",
-        dtype,
-        *addresses,
-        0 if bias is None else bias.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(),
-        mixed.data_ptr(),
-        batch,
-        heads,
-        kv_heads,
-        d,
-        keys.stride(1),
-        of_row,
-        block_tokens,
-        cache_blocks,
+        queries.dtype,
+        queries,
+        keys,
+        values,
+        blocks,
+        positions,
+        bias,
+        None if sinks is None else sinks.float(),
+        mixed,
+        *sizes,
         0 if bias is None else bias.shape[1],
-        window or 0,
+        window,
         chunked,
         scale,
-        softcap or 0.0,
+        softcap,
     )
     return mixed
 
@@ -221,11 +202,9 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, in_float32
         in_float32: apply the weight before rounding.
     """
     x = x.contiguous()
-    delta = delta.contiguous()
-    _check(delta, x.dtype, x.shape)
     added = torch.empty_like(x)
     normed = torch.empty_like(x)
-    _norm(x, delta, weight, eps, in_float32, added, normed)
+    _norm(x, delta.contiguous(), weight, eps, in_float32, added, normed)
     return added, normed
 
 
@@ -245,40 +224,20 @@ def _norm(
     added: Tensor | None,
     normed: Tensor,
 ) -> None:
-    if x.dim() not in (2, 3):
-        raise ValueError(f"rows must be [T, H] or [T, heads, H], got {list(x.shape)}")
-    width = x.shape[-1]
     inner = 1 if x.dim() == 2 else x.shape[1]
-    wide = weight.dtype == torch.float32
-    _check(weight, torch.float32 if wide else x.dtype, (width,))
     outer_stride, inner_stride = x.stride()[:2]
-    _library().call(
-        "hybrid_norm",
-        x.dtype,
-        x.data_ptr(),
-        0 if delta is None else delta.data_ptr(),
-        weight.data_ptr(),
-        0 if added is None else added.data_ptr(),
-        normed.data_ptr(),
-        not wide,
-        x.shape[0] * inner,
-        inner,
-        outer_stride,
-        inner_stride,
-        width,
-        in_float32,
-        eps,
-    )
+    sizes = (x.shape[0] * inner, inner, outer_stride, inner_stride, x.shape[-1])
+    narrow = weight.dtype != torch.float32
+    _library().call("hybrid_norm", x.dtype, x, delta, weight, added, normed, narrow, *sizes, in_float32, eps)
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """Return activation(gate) * up [T, M] for gate and up [T, 2 M]."""
-    gate_up = gate_up.contiguous()
     tokens = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, width)
-    addresses = (gate_up.data_ptr(), out.data_ptr())
-    _library().call("hybrid_gated", gate_up.dtype, *addresses, _ACTIVATIONS[activation], tokens, width)
+    number = ACTIVATION_NUMBERS[activation]
+    _library().call("hybrid_gated", gate_up.dtype, gate_up.contiguous(), out, number, tokens, width)
     return out
 
 
@@ -290,24 +249,18 @@ def multiplies_float32() -> bool:
 
 def pack(weight: Tensor) -> Tensor:
     """Pack weights [N, K] float32 in the order in which `linear` reads them."""
-    weight, (outputs, inputs) = weight.contiguous(), weight.shape
-    _check(weight, torch.float32, (outputs, inputs))
+    outputs, inputs = weight.shape
     packed = weight.new_empty(-(-outputs // _TILE_OUTPUTS), inputs, _TILE_OUTPUTS)
-    _library().call("hybrid_pack", weight.dtype, weight.data_ptr(), packed.data_ptr(), inputs, outputs)
+    _library().call("hybrid_pack", weight.dtype, weight.contiguous(), packed, inputs, outputs)
     return packed
 
 
 def linear(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """Return x W^T + b [T, N] for x [T, K] float32, a weight from `pack` with N outputs, and a bias [N] float32 or
     none."""
-    x, (rows, inputs) = x.contiguous(), x.shape
-    _check(x, torch.float32, (rows, inputs))
-    _check(weight, torch.float32, (-(-outputs // _TILE_OUTPUTS), inputs, _TILE_OUTPUTS))
-    if bias is not None:
-        _check(bias, torch.float32, (outputs,))
+    rows, inputs = x.shape
     out = x.new_empty(rows, outputs)
-    addresses = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
-    _library().call("hybrid_linear", x.dtype, *addresses, rows, inputs, outputs)
+    _library().call("hybrid_linear", x.dtype, x.contiguous(), weight, bias, out, rows, inputs, outputs)
     return out
 
 
@@ -330,26 +283,11 @@ def int8_linear(x: Tensor, weight: Tensor, offset: Tensor, scale: Tensor, bias: 
         scale: [N] float32, value of code 1 of each row of the weights.
         bias: [N] float32, or none.
     """
-    x = x.contiguous()
     outputs = len(scale)
     rows, inputs = x.shape
-    _check(weight, torch.int8, (-(-outputs // _INT8_OUTPUTS), -(-inputs // 4), _INT8_OUTPUTS, 4))
-    _check(offset, torch.int32, (outputs,))
-    _check(scale, torch.float32, (outputs,))
-    if bias is not None:
-        _check(bias, torch.float32, (outputs,))
     out = x.new_empty(rows, outputs)
-    addresses = (x.data_ptr(), weight.data_ptr(), offset.data_ptr(), scale.data_ptr())
-    _library().call(
-        "hybrid_int8_linear",
-        x.dtype,
-        *addresses,
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        rows,
-        inputs,
-        outputs,
-    )
+    tensors = (x.contiguous(), weight, offset, scale, bias, out)
+    _library().call("hybrid_int8_linear", x.dtype, *tensors, rows, inputs, outputs)
     return out
 
 
@@ -367,48 +305,12 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
     Returns:
         tokens [B] int64, and their log-probs [B] float32 under the full distribution and the sampled one.
     """
-    logits, (count, vocabulary) = logits.contiguous(), logits.shape
+    count, vocabulary = logits.shape
     if vocabulary > _MOST_TOKENS:
         raise ValueError(f"a vocabulary may have {_MOST_TOKENS} tokens at most, got {vocabulary}")
-    _check(logits, torch.float32, (count, vocabulary))
-    _check(rows.integers, torch.int64, (count, rows.integers.shape[1]))
-    _check(rows.floats, torch.float64, (count, rows.floats.shape[1]))
-    if rows.seen is not None:
-        _check(rows.seen, torch.bool, logits.shape)
     tokens = rows.integers.new_empty(count)
     logprobs = logits.new_empty(2, count)
-    addresses = (logits.data_ptr(), rows.integers.data_ptr(), rows.floats.data_ptr())
-    _library().call(
-        "hybrid_sample",
-        logits.dtype,
-        *addresses,
-        0 if rows.seen is None else rows.seen.data_ptr(),
-        tokens.data_ptr(),
-        logprobs[0].data_ptr(),
-        logprobs[1].data_ptr(),
-        count,
-        vocabulary,
-        rows.integers.shape[1],
-        rows.floats.shape[1],
-    )
+    tensors = (logits.contiguous(), rows.integers, rows.floats, rows.seen, tokens, *logprobs)
+    sizes = (count, vocabulary, rows.integers.shape[1], rows.floats.shape[1])
+    _library().call("hybrid_sample", logits.dtype, *tensors, *sizes)
     return tokens, logprobs[0], logprobs[1]
-
-
-def _check_cache(keys: Tensor, values: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless tokens have a constant stride and the heads of a token are contiguous."""
-    strides = (shape[1] * keys.stride(1), keys.stride(1), shape[3], 1)
-    for x in (keys, values):
-        if (x.dtype, x.shape, x.stride()) != (dtype, shape, strides):
-            raise ValueError(
-                f"a cache must be {dtype}, {list(shape)} and contiguous for each token, got {x.dtype}, "
-                f"{list(x.shape)} and strides {list(x.stride())}"
-            )
-
-
-def _check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Raise ValueError for an unexpected dtype or layout: the library gets only addresses and cannot check them."""
-    if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
-        raise ValueError(
-            f"a tensor must be contiguous, {dtype} and {list(shape)}, got {x.dtype}, {list(x.shape)} and strides "
-            f"{list(x.stride())}"
-        )

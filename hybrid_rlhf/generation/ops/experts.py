@@ -1,12 +1,12 @@
-"""Experts of a mixture: up with the activation, down, and the sum over a token's choices.
+"""Experts of a mixture: up with the activation, and down.
 
-For few tokens, Triton kernels need three launches. A program computes some outputs of one expert. It searches the
-choices of all tokens for those of its expert, so that no launch sorts them and no shape depends on the routing, as a
-CUDA graph requires. There is a program for every expert of this rank, or, if there are fewer choices than experts, for
-every choice; then only the program of an expert's first choice works. The launches write a separate row for each
-choice, so that the sum over a token's choices has a fixed order. Sums are float32; intermediate rows are rounded to the
-model's dtype. The reference is the grouped product of `RoutedExperts` (model/experts.py), which larger steps on a GPU
-also use.
+For few tokens, Triton kernels need two launches, before torch sums over a token's choices. A program computes some
+outputs of one expert. It searches the choices of all tokens for those of its expert, so that no launch sorts them and
+no shape depends on the routing, as a CUDA graph requires. There is a program for every expert of this rank, or, if
+there are fewer choices than experts, for every choice; then only the program of an expert's first choice works. The
+launches write a separate row for each choice, so that the sum over a token's choices has a fixed order. Sums are
+float32; intermediate rows are rounded to the model's dtype. The reference is the grouped product of `RoutedExperts`
+(model/experts.py), which larger steps on a GPU also use.
 
 Shapes: T tokens, H hidden, X experts of this rank, k experts per token, C = T k choices, I inner units.
 """
@@ -35,8 +35,6 @@ _COMPARED = 8192
 """Rows times choices that are compared at once to find an expert's choices."""
 _FEWEST_SCANNED = 128
 """Minimum number of choices that are compared at once, so that few variants of kernels are compiled."""
-_SUMMED = 1024
-"""Number of elements of a row that a program sums."""
 
 
 @triton.jit
@@ -109,28 +107,6 @@ def products(
     return first, second
 
 
-@triton.jit
-def biased(first, second, biases, known, behind, GATED: tl.constexpr):
-    """Add biases [m] to the results of `products`."""
-    first += tl.load(biases, mask=known, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        second += tl.load(biases + behind, mask=known, other=0.0).to(tl.float32)[None, :]
-    return first, second
-
-
-@triton.jit
-def inner_units_of(first, second, limit, GATED: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Activation of up, or activation of the gate times up, from their products."""
-    if ACTIVATION == -1:
-        gate = tl.minimum(first, limit)
-        value = tl.minimum(tl.maximum(second, -limit), limit)
-        return (value + 1.0) * gate * tl.sigmoid(1.702 * gate)
-    elif GATED:
-        return activated(first, ACTIVATION) * second
-    else:
-        return activated(first, ACTIVATION)
-
-
 @triton.jit(do_not_specialize=["choices"])
 def _up_kernel(
     x,
@@ -178,8 +154,17 @@ def _up_kernel(
             source, rows, real, known, hidden, length, column_stride, behind, STEP, GATED, weights + choice, WEIGHS
         )
         if BIAS:
-            first, second = biased(first, second, bias + expert * bias_stride + unit, known, units, GATED)
-        result = inner_units_of(first, second, limit, GATED, ACTIVATION)
+            biases = bias + expert * bias_stride + unit
+            first += tl.load(biases, mask=known, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                second += tl.load(biases + units, mask=known, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION == -1:  # CLAMPED
+            gate = tl.minimum(first, limit)
+            result = (tl.minimum(tl.maximum(second, -limit), limit) + 1.0) * gate * tl.sigmoid(1.702 * gate)
+        elif GATED:
+            result = activated(first, ACTIVATION) * second
+        else:
+            result = activated(first, ACTIVATION)
         target = inner_units + choice.to(tl.int64)[:, None] * units + unit[None, :]
         tl.store(target, result, mask=real[:, None] & known[None, :])
         start += ROWS
@@ -356,39 +341,3 @@ def tile_of(indices: Tensor, experts: int) -> dict[str, int]:
 def programs_of(indices: Tensor, experts: int, tile: dict[str, int]) -> int:
     """Number of programs along the first axis: one per choice or per expert."""
     return indices.numel() if tile["BY_CHOICE"] else experts
-
-
-@triton.jit
-def _sum_kernel(
-    outputs,
-    indices,
-    out,
-    first_expert,
-    experts,
-    hidden,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Sum one block of a row over a token's choices on this rank."""
-    token = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < hidden
-    total = tl.zeros([BLOCK], tl.float32)
-    for number in tl.static_range(K):
-        choice = token * K + number
-        expert = tl.load(indices + choice) - first_expert
-        is_local = (expert >= 0) & (expert < experts)
-        total += tl.load(outputs + choice * hidden + place, mask=inside & is_local, other=0.0).to(tl.float32)
-    tl.store(out + token * hidden + place, total, mask=inside)
-
-
-def sum_choices(outputs: Tensor, indices: Tensor, *, mine: range) -> Tensor:
-    """Return the sum [T, H] of each token's outputs [C, H] over this rank's experts."""
-    (tokens, k) = indices.shape
-    hidden = outputs.shape[1]
-    out = outputs.new_empty(tokens, hidden)
-    block = min(_SUMMED, triton.next_power_of_2(hidden))
-    _sum_kernel[tokens, triton.cdiv(hidden, block)](
-        outputs, indices, out, mine.start, len(mine), hidden, K=k, BLOCK=block
-    )
-    return out

@@ -2,7 +2,7 @@
 
 from hybrid_rlhf.generation.ops.attention import chunk_tiles, paged_attention, tokens_at_once
 from hybrid_rlhf.generation.ops.convolution import convolve
-from hybrid_rlhf.generation.ops.experts import experts_down, experts_up, sum_choices
+from hybrid_rlhf.generation.ops.experts import experts_down, experts_up
 from hybrid_rlhf.generation.ops.latent import latent_attention, latent_tokens_at_once, write_latents
 from hybrid_rlhf.generation.ops.norms import add_norm, norm
 from hybrid_rlhf.generation.ops.quantisation import quantise_rows
@@ -28,7 +28,6 @@ __all__ = [
     "quantise_rows",
     "rotate_and_write",
     "sample",
-    "sum_choices",
     "tokens_at_once",
     "write_latents",
 ]

@@ -2,8 +2,8 @@
 
 Attention is as in attention.py, with these differences. All heads share one key, so a program has the queries of some
 heads. A key is loaded in two parts, rotated dimensions and latent, each padded separately. The latent is also the
-value, so it is loaded once. Queries are rotated when they are loaded, and the parts of a row are combined in the kernel
-that computes values. The reference is model/latent.py, with `RowAttention` and `ChunkAttention` (model/attention.py).
+value, so it is loaded once. Queries are rotated when they are loaded. The reference is model/latent.py, with
+`RowAttention` and `ChunkAttention` (model/attention.py).
 
 Shapes: T tokens, B rows, A heads of this rank, Q latent of queries, R rotated dimensions, U other dimensions of a
 query, L latent, V dimensions of a value, P pages of N tokens, M pages of the longest sequence.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.ops.attention import PROGRAMS, part_of_step, splits_of, weigh
+from hybrid_rlhf.generation.ops.attention import combine, part_of_step, splits_of, weigh
 from hybrid_rlhf.generation.ops.norms import normed_at
 from hybrid_rlhf.generation.ops.rows import rotated_head
 from hybrid_rlhf.generation.ops.triton_language import tl, triton
@@ -23,48 +23,6 @@ _HEADS = 16
 """Number of heads per program: the minimum of tl.dot."""
 _TILE_BYTES = 18 * 2**10
 """Bytes of latents and rotated keys that are loaded at once."""
-_PART_NUMBERS = 2**12
-"""Number of elements of partial latents that are combined at once."""
-_VALUE_BYTES = 2**14
-"""Bytes of the value weights that are loaded at once."""
-
-
-@triton.jit
-def _mix_latents(
-    q_rotated,
-    q_latent,
-    at,
-    keys,
-    pages,
-    start,
-    end,
-    scale,
-    stride,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    L: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """Weighted sum of the latents of keys start to end - 1, the maximum score, and the sum of weights."""
-    rotated = tl.arange(0, q_rotated.shape[1])
-    latent = tl.arange(0, q_latent.shape[1])
-    top = tl.full([q_latent.shape[0]], float("-inf"), tl.float32)
-    total = tl.zeros([q_latent.shape[0]], tl.float32)
-    mixed = tl.zeros([q_latent.shape[0], q_latent.shape[1]], tl.float32)
-    for block in range(start, end, KEYS):
-        key = block + tl.arange(0, KEYS)
-        page = tl.load(pages + key // N, mask=key < end, other=0).to(tl.int64)
-        where = keys + ((page * N + key % N) * stride)[:, None]
-        real = (key < end)[:, None]
-        k = tl.load(where + rotated[None, :], mask=real & (rotated < R)[None, :], other=0.0)
-        v = tl.load(where + R + latent[None, :], mask=real & (latent < L)[None, :], other=0.0)
-        scores = tl.dot(q_rotated, tl.trans(k), input_precision="ieee")
-        scores = tl.dot(q_latent, tl.trans(v), scores, input_precision="ieee") * scale
-        scores = tl.where((key[None, :] <= at[:, None]) & (key < end)[None, :], scores, float("-inf"))
-        weights, faded, top = weigh(scores, top)
-        mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * faded + tl.sum(weights, 1)
-    return mixed, top, total
 
 
 @triton.jit
@@ -168,7 +126,21 @@ def _latent_kernel(
     inside = (latent < L)[None, :]
     q_latent = tl.load(absorbed + place, mask=inside, other=0.0)
     pages += sequence * row_pages
-    mixed, top, total = _mix_latents(q_rotated, q_latent, at, keys, pages, start, end, scale, stride, N, R, L, KEYS)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, L_PAD], tl.float32)
+    for block in range(start, end, KEYS):
+        key = block + tl.arange(0, KEYS)
+        page = tl.load(pages + key // N, mask=key < end, other=0).to(tl.int64)
+        where = keys + ((page * N + key % N) * stride)[:, None]
+        k = tl.load(where + rotated[None, :], mask=(key < end)[:, None] & (rotated < R)[None, :], other=0.0)
+        v = tl.load(where + R + latent[None, :], mask=(key < end)[:, None] & inside, other=0.0)
+        scores = tl.dot(q_rotated, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(q_latent, tl.trans(v), scores, input_precision="ieee") * scale
+        scores = tl.where((key[None, :] <= at[:, None]) & (key < end)[None, :], scores, float("-inf"))
+        weights, faded, top = weigh(scores, top)
+        mixed = mixed * faded[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * faded + tl.sum(weights, 1)
     inside &= real[:, None]
     if SPLITS == 1 or (TILES and program >= rows * SPLITS):
         tl.store(out + place, mixed / total[:, None], mask=inside)
@@ -177,60 +149,6 @@ def _latent_kernel(
         tl.store(tops + part, top, mask=real)
         tl.store(sums + part, total, mask=real)
         tl.store(parts + part[:, None] * L + latent[None, :], mixed, mask=inside & (start < end))
-
-
-@triton.jit
-def _values_kernel(
-    parts,
-    tops,
-    sums,
-    value_up,
-    values,
-    rows,
-    heads,
-    head_stride,
-    L: tl.constexpr,
-    V: tl.constexpr,
-    V_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    COPIES: tl.constexpr,
-    LATENTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Compute values of one head of some rows from the parts of their latents. A part without keys has the maximum
-    -inf.
-
-    Each row is repeated COPIES times, since tl.dot needs ROWS * COPIES rows.
-    """
-    head = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    real = row < rows
-    row = row.to(tl.int64) * heads + head
-    value = tl.arange(0, V_PAD)
-    place = tl.arange(0, LATENTS)
-    part = row[:, None] * SPLITS + tl.arange(0, SPLITS)[None, :]
-    top = tl.load(tops + part, mask=real[:, None], other=0.0)
-    weight = tl.exp(top - tl.max(top, 1)[:, None])
-    weight /= tl.sum(weight * tl.load(sums + part, mask=real[:, None], other=1.0), 1)[:, None]
-    seen = (real[:, None] & (weight > 0))[:, :, None]
-    mixed = tl.zeros([ROWS * COPIES, V_PAD], tl.float32)
-    for start in range(0, L, LATENTS):
-        latent = start + place
-        where = part[:, :, None] * L + latent[None, None, :]
-        inside = seen & (latent < L)[None, None, :]
-        latents = tl.sum(tl.load(parts + where, mask=inside, other=0.0) * weight[:, :, None], 1)
-        latents = tl.broadcast_to(latents.to(value_up.dtype.element_ty)[:, None, :], [ROWS, COPIES, LATENTS])
-        w = tl.load(
-            value_up + head * head_stride + value[None, :] * L + latent[:, None],
-            mask=(value < V)[None, :] & (latent < L)[:, None],
-            other=0.0,
-        )
-        mixed = tl.dot(tl.reshape(latents, [ROWS * COPIES, LATENTS]), w, mixed, input_precision="ieee")
-    copy = tl.arange(0, ROWS * COPIES)
-    row = tl.program_id(0) * ROWS + copy // COPIES
-    target = (row.to(tl.int64) * heads + head)[:, None] * V + value[None, :]
-    stored = (copy % COPIES == 0) & (row < rows)
-    tl.store(values + target, mixed, mask=stored[:, None] & (value < V)[None, :])
 
 
 def write_latents(
@@ -326,30 +244,10 @@ def latent_attention(
         SPAN=span,
         **latent_tile(rotated, latent, keys.dtype, tiles=tiles is not None),
     )
-    combined = rows if splits > 1 else 0
-    if combined:
-        combined_values(parts, tops, sums, value_up, values)
-    if combined < tokens:
-        remaining = values[combined:].transpose(0, 1)
-        torch.bmm(mixed[combined:].transpose(0, 1), value_up.transpose(1, 2), out=remaining)
+    if splits > 1:
+        combine(parts, tops, sums, mixed)
+    torch.bmm(mixed.transpose(0, 1), value_up.transpose(1, 2), out=values.transpose(0, 1))
     return values
-
-
-def combined_values(parts: Tensor, tops: Tensor, sums: Tensor, value_up: Tensor, values: Tensor) -> None:
-    """Compute the values of rows from the parts of their latents.
-
-    Args:
-        parts: [B, A, splits, L] float32; parts without keys are not read.
-        tops: [B, A, splits], maximum score of each part; -inf: it has no keys.
-        sums: [B, A, splits], sum of weights of each part.
-        value_up: [A, V, L]; the weights of a head are contiguous.
-        values: [T, A, V]; the first B are written.
-    """
-    rows, heads, splits, latent = parts.shape
-    tile = values_tile(rows * heads, splits, value_up.shape[1], latent, value_up.dtype)
-    _values_kernel[triton.cdiv(rows, tile["ROWS"]), heads](
-        *(parts, tops, sums, value_up, values, rows, heads, value_up.stride(0)), **tile
-    )
 
 
 def latent_tokens_at_once(dtype: torch.dtype) -> int:
@@ -370,23 +268,6 @@ def latent_tile(rotated_dims: int, latent: int, dtype: torch.dtype, *, tiles: bo
         "KEYS": min(64, max(16, 1 << max(0, fitting.bit_length() - 1))),
         "TILES": tiles,
         "num_warps": 8 if tiles else 4,
-    }
-
-
-def values_tile(heads: int, splits: int, values: int, latent: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return compile-time constants of `_values_kernel`; `heads` counts those of all rows. A program has several rows
-    only if enough programs are left to fill the GPU."""
-    rows = min(16, _PART_NUMBERS // (16 * splits), triton.next_power_of_2(triton.cdiv(heads, PROGRAMS)))
-    v_pad = padded(values)
-    fitting = min(_PART_NUMBERS // (rows * splits), _VALUE_BYTES // (v_pad * dtype.itemsize), padded(latent))
-    return {
-        "L": latent,
-        "V": values,
-        "V_PAD": v_pad,
-        "ROWS": rows,
-        "COPIES": 16 // rows,
-        "LATENTS": max(16, 1 << max(0, fitting.bit_length() - 1)),
-        "SPLITS": splits,
     }
 
 

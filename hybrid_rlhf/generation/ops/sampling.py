@@ -83,7 +83,8 @@ def draw(
         tokens [B] int64 and their log-probs [B] float32, the same on every rank.
     """
     probs = torch.softmax(logits, dim=-1)
-    mass = _log_mass(logits, world)
+    # log-sum-exp of each rank's logits [R, B]; a single rank does not need it
+    mass = None if world.size == 1 else world.all_gather(logits.double().logsumexp(dim=-1))
     cumulative = running_sums(_block_sums(probs))
     # Each rank's share of the total mass, and where this rank's part begins.
     shares = cumulative[:, -1:] if mass is None else mass.softmax(dim=0).transpose(0, 1)
@@ -92,7 +93,9 @@ def draw(
     rank_of = (running_sums(shares) <= target[:, None]).sum(dim=-1).clamp_(max=world.size - 1)
     index = _invert(probs, cumulative, (target - before) / shares[:, world.rank] * cumulative[:, -1])
     if greedy is not None:
-        index, rank_of = _most_likely(logits, index, rank_of, greedy, world)
+        top, best = logits.max(dim=-1)
+        index = torch.where(greedy, best, index)
+        rank_of = torch.where(greedy, world.all_gather(top).argmax(dim=0), rank_of)
     chosen = probs.gather(1, index[:, None]).squeeze(1).log()
     if mass is None:
         return index, chosen
@@ -110,19 +113,6 @@ def running_sums(probs: Tensor) -> Tensor:
     """
     units = (probs * _UNITS_OF_ONE).long()  # a power of two: exact
     return torch.cumsum(units, dim=-1, out=units).double().div_(_UNITS_OF_ONE)
-
-
-def _log_mass(logits: Tensor, world: World) -> Tensor | None:
-    """Return the log-sum-exp of each rank's logits [R, B] float64; None for a single rank, which does not need it."""
-    return None if world.size == 1 else world.all_gather(logits.double().logsumexp(dim=-1))
-
-
-def _most_likely(logits: Tensor, index: Tensor, rank_of: Tensor, greedy: Tensor, world: World) -> tuple[Tensor, Tensor]:
-    """Return rank-local index [B] and rank [B] of the most likely token in greedy rows, of the drawn token in
-    others."""
-    top, best = logits.max(dim=-1)
-    winner = world.all_gather(top).argmax(dim=0)
-    return torch.where(greedy, best, index), torch.where(greedy, winner, rank_of)
 
 
 def _block_sums(probs: Tensor) -> Tensor:
@@ -225,12 +215,7 @@ def _weigh_kernel(
 def _store_weights(score, top_at, sum_at):
     top = tl.max(score, 0)
     tl.store(top_at, top)
-    tl.store(sum_at, _sum_of_exponentials(score, top))
-
-
-@triton.jit
-def _sum_of_exponentials(score, top):
-    return tl.sum(tl.exp(score - tl.where(top == float("-inf"), 0.0, top)), 0)
+    tl.store(sum_at, tl.sum(tl.exp(score - tl.where(top == float("-inf"), 0.0, top)), 0))
 
 
 @triton.jit
@@ -368,17 +353,14 @@ def _lowest_bound(candidates, size, top, most_tokens, most_units, BLOCK: tl.cons
 
 
 @triton.jit
-def _tokens_at(candidate_tokens, place, size, COLLECTED: tl.constexpr):
-    """Token ids of the scores at `place`: from the collected ones, or the index in the whole row."""
-    if COLLECTED:
-        return tl.load(candidate_tokens + place, mask=place < size, other=0)
-    return place
+def _tokens_at(candidate_tokens, place, size, whole):
+    """Token ids of the scores at `place`: those of the collected scores, or the index in the whole row."""
+    collected = tl.load(candidate_tokens + place, mask=place < tl.where(whole, 0, size), other=0)
+    return tl.where(whole, place, collected)
 
 
 @triton.jit
-def _last_of_equals(
-    candidates, candidate_tokens, size, bound, equals, vocabulary, BLOCK: tl.constexpr, COLLECTED: tl.constexpr
-):
+def _last_of_equals(candidates, candidate_tokens, size, whole, bound, equals, vocabulary, BLOCK: tl.constexpr):
     """Last token that is kept among those whose score equals the bound; the first `equals` are kept."""
     least, most = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + vocabulary - 1
     for _ in range(21):
@@ -388,7 +370,7 @@ def _last_of_equals(
             for first in range(0, size, BLOCK):
                 place = first + tl.arange(0, BLOCK)
                 score = tl.load(candidates + place, mask=place < size, other=float("nan"))
-                token = _tokens_at(candidate_tokens, place, size, COLLECTED)
+                token = _tokens_at(candidate_tokens, place, size, whole)
                 count += ((score == bound) & (token <= middle)).to(tl.int32)
             enough = tl.sum(count, 0) >= equals
             most = tl.where(enough, middle, most)
@@ -401,6 +383,7 @@ def _bound_row(
     candidates,
     candidate_tokens,
     size,
+    whole,
     count_before,
     units_before,
     state,
@@ -415,10 +398,9 @@ def _bound_row(
     vocabulary,
     BLOCK: tl.constexpr,
     MIN_P: tl.constexpr,
-    COLLECTED: tl.constexpr,
 ):
     """Store the lowest score that top_k and top_p keep, and the last kept token with that score. Adds the kept scores
-    in the undecided bins to the weights of blocks."""
+    in the undecided bins to the weights of blocks. `whole`: the candidates are the whole row, in order of tokens."""
     by_top_k = tl.load(state + _BY_TOP_K) != 0
     most_tokens = tl.where(by_top_k, top_k.to(tl.int64), vocabulary + 1) - count_before
     bound = tl.full([], float("-inf"), tl.float32)
@@ -438,12 +420,12 @@ def _bound_row(
         needed = tl.where(per_token > 0, tl.ceil(missing / per_token), 1.0)
         equals = tl.where(bound > fewest, vocabulary, equals)
         equals = tl.maximum(tl.minimum(needed, equals.to(tl.float64)), 1.0).to(tl.int64)
-    last = _last_of_equals(candidates, candidate_tokens, size, bound, equals, vocabulary, BLOCK, COLLECTED)
+    last = _last_of_equals(candidates, candidate_tokens, size, whole, bound, equals, vocabulary, BLOCK)
     low, high = tl.load(state + _LOW), tl.load(state + _HIGH)
     for first in range(0, size, BLOCK):
         place = first + tl.arange(0, BLOCK)
         score = tl.load(candidates + place, mask=place < size, other=float("-inf"))
-        token = _tokens_at(candidate_tokens, place, size, COLLECTED)
+        token = _tokens_at(candidate_tokens, place, size, whole)
         bin = _bin(score, top)
         weight = tl.exp(score - top)
         selected = ((score > bound) | ((score == bound) & (token <= last))) & (bin >= low) & (bin <= high)
@@ -522,34 +504,26 @@ def _truncate_kernel(
             collected = tl.load(state + _COLLECTED, cache_modifier=".cg")
             bounds = bounds + row
             lasts = lasts + row
-            zero = tl.zeros([], tl.int64)
             if high == _BINS:
                 tl.store(bounds, float("-inf"))
                 tl.store(lasts, vocabulary)
-            elif collected <= MOST:
-                count = tl.load(state + _COUNT)
-                weight = tl.load(state + _WEIGHT)
-                entries = (candidates, candidate_tokens, collected.to(tl.int32), count, weight)
-                _bound_row(
-                    *entries,
-                    state,
-                    top,
-                    total,
-                    top_k,
-                    top_p,
-                    min_p,
-                    units,
-                    bounds,
-                    lasts,
-                    vocabulary,
-                    BLOCK,
-                    MIN_P,
-                    True,
-                )
             else:
-                entries = (scores, candidate_tokens, vocabulary, zero, zero)
+                whole = collected > MOST
+                size = collected.to(tl.int32)
+                count_before = tl.load(state + _COUNT)
+                units_before = tl.load(state + _WEIGHT)
+                if whole:
+                    candidates = scores
+                    size = size * 0 + vocabulary
+                    count_before = count_before * 0
+                    units_before = units_before * 0
                 _bound_row(
-                    *entries,
+                    candidates,
+                    candidate_tokens,
+                    size,
+                    whole,
+                    count_before,
+                    units_before,
                     state,
                     top,
                     total,
@@ -562,7 +536,6 @@ def _truncate_kernel(
                     vocabulary,
                     BLOCK,
                     MIN_P,
-                    False,
                 )
 
 

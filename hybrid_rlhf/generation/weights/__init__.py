@@ -1,5 +1,5 @@
 """Inference weights: planned, split over tensor-parallel ranks, and built from training weights.
 
-Read `inference_weights.py` (planned once, built after each update), `loader.py` and `picks.py` (training
-weights to inference weights), `probe.py` (the check against the model) and `adapters.py`.
+Read `inference_weights.py` and `picks.py` (training weights to inference weights: planned once, built after each
+update), `probe.py` (the check against the model) and `adapters.py`.
 """

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.model.adapters import LowRankChange
-from hybrid_rlhf.generation.weights.loader import INPUT_PRODUCTS
+from hybrid_rlhf.generation.model.decoder_weights import LAYER_PRODUCTS
 from hybrid_rlhf.generation.weights.picks import Pick
 from hybrid_rlhf.models.pretrained.adapters import LowRank
 
-ADAPTED = ("qkv", "o", "up", "down", *INPUT_PRODUCTS)
-"""Products of a layer that support adapters; those of latent attention, recurrent layers and experts do not."""
 Place = tuple[int, str]
 """Index of a layer, and name of a product in it."""
 
@@ -34,7 +32,7 @@ def adapter_changes(
     Args:
         adapters: changes of training weights by adapter; adapters are numbered from 1 in this order.
         parameters: training weights by name.
-        targets: `WeightLoader.targets`.
+        targets: `InferenceWeights.targets`.
 
     Raises:
         UserError: when an adapter changes a weight whose product does not support adapters.
@@ -50,7 +48,7 @@ def adapter_changes(
     for number, (adapter, changes) in enumerate(adapters.items(), start=1):
         for name, change in changes.items():
             products = [(*_place(key), key, part, pick) for key, part, pick in targets.get(name, ())]
-            if not products or any(role not in ADAPTED for _, role, *_ in products):
+            if not products or any(role not in LAYER_PRODUCTS for _, role, *_ in products):
                 raise UserError(
                     f"adapters are for products of attention and dense MLPs, {adapter} changes {name}: merge it "
                     "into the model (hybrid-rlhf export --adapter) and serve that"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ from hybrid_rlhf.generation.model.recurrent.states import StepStates
 from hybrid_rlhf.generation.ops.recurrence import DECAYING_SCAN, selective_rule
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 
+KindT = TypeVar("KindT", bound=Recurrence)
+
 
 @dataclass(frozen=True)
 class MixerWeights:
@@ -45,24 +47,22 @@ class MixerWeights:
     """Other weights by role without the prefix `recurrent_`; roles of biases end with `.bias`."""
 
 
-class Mixer(Protocol):
+class Mixer(Generic[KindT]):
     """A recurrent layer."""
 
-    weights: MixerWeights
-
-    def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
-        """Map [T, H] to this rank's part of the sum over units [T, H]; updates the states of the layer."""
-
-
-class GatedDeltaMixer:
-    """A gated delta net."""
-
-    def __init__(self, kind: GatedDelta, weights: MixerWeights, activation: Activation, eps: float) -> None:
+    def __init__(self, kind: KindT, weights: MixerWeights, activation: Activation, eps: float) -> None:
         self._kind = kind
         self.weights = weights
         self._activation = activation
         self._eps = eps
-        self._rule = replace(DECAYING_SCAN, inputs=self._inputs)
+
+    def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
+        """Map [T, H] to this rank's part of the sum over units [T, H]; updates the states of the layer."""
+        raise NotImplementedError
+
+
+class GatedDeltaMixer(Mixer[GatedDelta]):
+    """A gated delta net."""
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
@@ -73,9 +73,8 @@ class GatedDeltaMixer:
         values, keys = heads * kind.value_dim, heads // kind.shared * kind.key_dim
         mixed, z, b, a = self.weights.project(x).split([2 * keys + values, values, heads, heads], dim=-1)
         mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
-        rule = self._rule
-        if kernels is not None:
-            rule = replace(rule, kernel=partial(kernels.delta_step, w["decay"], w["dt"]))
+        kernel = None if kernels is None else partial(kernels.delta_step, w["decay"], w["dt"])
+        rule = replace(DECAYING_SCAN, inputs=self._inputs, kernel=kernel)
         out = states.scan(layer, rule, mixed, b, a).reshape(len(x), heads, kind.value_dim)
         normed = functional.rms_norm(out, out.shape[-1:], w["norm"].float(), self._eps)
         gated = normed * functional.silu(z.float()).view_as(normed)
@@ -95,15 +94,8 @@ class GatedDeltaMixer:
         return q * kind.key_dim**-0.5, k, v.unflatten(-1, (-1, kind.shared, kind.value_dim)), g, beta
 
 
-class Mamba2Mixer:
+class Mamba2Mixer(Mixer[Mamba2]):
     """A Mamba-2 mixer: values are inputs times step sizes, keys and queries are B and C."""
-
-    def __init__(self, kind: Mamba2, weights: MixerWeights, activation: Activation, eps: float) -> None:
-        self._kind = kind
-        self.weights = weights
-        self._activation = activation
-        self._eps = eps
-        self._rule = replace(DECAYING_SCAN, inputs=self._inputs, skip=self._skip)
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
@@ -115,10 +107,10 @@ class Mamba2Mixer:
         shared = heads // kind.shared * kind.state_dim
         z, mixed, dt = self.weights.project(x).split([inner, inner + 2 * shared, heads], dim=-1)
         mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
-        rule = self._rule
+        kernel = None
         if kernels is not None:
-            parameters = (w["decay"], w["dt"], w["skip"])
-            rule = replace(rule, kernel=partial(kernels.mamba2_step, *parameters, least_step=kind.least_step))
+            kernel = partial(kernels.mamba2_step, w["decay"], w["dt"], w["skip"], least_step=kind.least_step)
+        rule = replace(DECAYING_SCAN, inputs=self._inputs, skip=self._skip, kernel=kernel)
         out = states.scan(layer, rule, mixed, dt).flatten(2)
         return self.weights.out(self._gated(out, z.float()).to(x.dtype))
 
@@ -152,14 +144,8 @@ class Mamba2Mixer:
         return (normed * gate if before else normed).flatten(1)
 
 
-class MambaMixer:
+class MambaMixer(Mixer[Mamba]):
     """A Mamba mixer."""
-
-    def __init__(self, kind: Mamba, weights: MixerWeights, activation: Activation, eps: float) -> None:
-        self._kind = kind
-        self.weights = weights
-        self._activation = activation
-        self._eps = eps
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
@@ -180,11 +166,8 @@ class MambaMixer:
         return self.weights.out((out * functional.silu(z.float())).to(x.dtype))
 
 
-class ShortConvolutionMixer:
+class ShortConvolutionMixer(Mixer[ShortConvolution]):
     """A convolution between two gates."""
-
-    def __init__(self, weights: MixerWeights) -> None:
-        self.weights = weights
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
@@ -194,13 +177,11 @@ class ShortConvolutionMixer:
         return self.weights.out(after * mixed)
 
 
-class LightningMixer:
+class LightningMixer(Mixer[Lightning]):
     """Lightning attention."""
 
-    def __init__(self, kind: Lightning, weights: MixerWeights, activation: Activation) -> None:
-        self._kind = kind
-        self.weights = weights
-        self._activation = activation
+    def __init__(self, kind: Lightning, weights: MixerWeights, activation: Activation, eps: float) -> None:
+        super().__init__(kind, weights, activation, eps)
         self._rates = kind.rates.to(weights.others["norm"].device)
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
@@ -221,18 +202,18 @@ class LightningMixer:
         return q, k, v[:, :, None], -self._rates[layer, :, None].expand(len(qkv), heads, 1)
 
 
-def mixer(kind: Recurrence, weights: MixerWeights, activation: Activation, eps: float) -> Mixer:
+_MIXERS: dict[type, type[Mixer[Any]]] = {
+    GatedDelta: GatedDeltaMixer,
+    Mamba2: Mamba2Mixer,
+    Mamba: MambaMixer,
+    ShortConvolution: ShortConvolutionMixer,
+    Lightning: LightningMixer,
+}
+
+
+def mixer(kind: Recurrence, weights: MixerWeights, activation: Activation, eps: float) -> Mixer[Any]:
     """Create the recurrent layer of a kind."""
-    if isinstance(kind, GatedDelta):
-        return GatedDeltaMixer(kind, weights, activation, eps)
-    if isinstance(kind, Mamba):
-        return MambaMixer(kind, weights, activation, eps)
-    if isinstance(kind, ShortConvolution):
-        return ShortConvolutionMixer(weights)
-    if isinstance(kind, Lightning):
-        return LightningMixer(kind, weights, activation)
-    assert isinstance(kind, Mamba2)
-    return Mamba2Mixer(kind, weights, activation, eps)
+    return _MIXERS[type(kind)](kind, weights, activation, eps)
 
 
 def _unit(x: Tensor) -> Tensor:
