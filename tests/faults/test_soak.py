@@ -81,6 +81,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "out" / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_use_no_more_than_forty(model_folder: Path, tmp_path: Path) -> None:
     warm, end = slice(40, 60), slice(-20, None)
     soak(100, warm=warm, end=end, growth=0.05, asynchronous=True, model=model_folder, folder=tmp_path)

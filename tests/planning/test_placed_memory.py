@@ -20,10 +20,10 @@ SPLIT = (
 HYBRID = "{actor: {ranks: 0-1}, critic: {ranks: 2}, judge: {ranks: 0}, reference: {ranks: 1-2}}"
 CASES = {
     "separation": (2, "separation", 0),
-    "interleaving": (2, "interleaving", 3),
     "tensor parallel": (4, SPLIT, 0),
 }
 SLOW_CASES = {
+    "interleaving": (2, "interleaving", 3),
     "with the actor": (2, "{style: separation, sampler: {with_actor: true}}", 0),
     "replicated": (2, "interleaving", 0),
     "hybrid": (3, HYBRID, 2),
