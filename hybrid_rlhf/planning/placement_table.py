@@ -117,7 +117,7 @@ class PlacementAnswer:
         if candidate.time is None:
             return "fits; times with a copy of the critic are not predicted"
         if candidate is best:
-            return f"fits, and is the fastest of {self.result.evaluated} plans compared"
+            return "fits, and is the fastest"
         if best is None or candidate.seconds <= best.seconds:
             return "fits, and no plan looked at is faster"
         assert best.time is not None

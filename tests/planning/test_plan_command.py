@@ -59,7 +59,7 @@ def test_a_plan_for_another_machine_needs_a_config_alone(shape: str, capsys: pyt
     assert "placement plan in seconds of an RL step: 4 x h100 on 1 host, modelled curves; 256 completions" in text
     for style in ("flattening", "interleaving", "separation", "hybrid"):
         assert f"\n{style} " in text
-    assert "is the fastest of" in text and "slower" in text and "best plan: " in text
+    assert "fits, and is the fastest" in text and "slower" in text and "best plan: " in text
     option = shlex.split(text.partition("set it with ")[2].splitlines()[0])
     given = parse_config(RLConfig, ["--placement", option[1]]).placement
     assert option[0] == "--rl.placement" and isinstance(given, RolePlacements)
