@@ -244,3 +244,10 @@ def test_the_page_of_generation_is_what_its_raw_times_give() -> None:
     for run in generation_page.RUNS:
         asked = dict(itertools.pairwise(run.options)).get("--runs")
         assert asked is None or str(results[run.name].content["options"]["runs"]) == asked
+
+
+def test_tests_that_details_name_exist() -> None:
+    defined = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "details.md").read_text()))
+    assert len(named) > 100
+    assert {name for name in named if f"def {name}(" not in defined} == set()
