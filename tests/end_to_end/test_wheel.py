@@ -98,7 +98,7 @@ def test_the_demo_runs_to_its_end(scripts: Path, home: Path) -> None:
     done = run([str(scripts / "hybrid-rlhf"), "demo", *SMALL], home, HOME=str(home))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert done.stdout.startswith("== demo: downloading the embedded model")
-    assert len([*(home / CACHE.relative_to("~")).iterdir()]) == 1
+    assert len([*(home / CACHE.relative_to(Path.home())).iterdir()]) == 1
     assert "Traceback" not in done.stdout + done.stderr and "Warning" not in done.stdout + done.stderr
     for step in ("step1_sft", "step2_reward", "step3_ppo"):
         lines = [json.loads(line) for line in (home / "output" / step / "metrics.jsonl").read_text().splitlines()]
