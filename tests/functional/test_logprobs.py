@@ -59,21 +59,6 @@ def test_chunked_head_equals_whole_logits(
         )
 
 
-def test_gradients_pass_gradcheck() -> None:
-    torch.manual_seed(0)
-    shapes = ((5, 3), (7, 3), (7,))
-    hidden, weight, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
-    labels = torch.randint(0, 7, (5,))
-
-    def head(h: Tensor, w: Tensor, b: Tensor | None = None, softcap: float | None = None) -> tuple[Tensor, Tensor]:
-        return logprobs_from_hidden(
-            h, weight=w, bias=b, labels=labels, chunk_tokens=2, temperature=0.8, softcap=softcap
-        )
-
-    assert torch.autograd.gradcheck(head, (hidden, weight))
-    assert torch.autograd.gradcheck(lambda h, w, b: head(h, w, b, softcap=1.5), (hidden, weight, bias))
-
-
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_the_logits_of_all_tokens_are_never_held(softcap: float | None) -> None:
     tokens, vocabulary, chunk = 64, 50, 8
