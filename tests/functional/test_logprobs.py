@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybrid_rlhf.functional.logprobs import logprobs_from_hidden, token_entropy, token_logprobs
+from hybrid_rlhf.functional.logprobs import logprobs_from_hidden, token_logprobs
 from tests.support.tensors import LargestTensor
 
 
@@ -171,5 +173,7 @@ def test_low_precision_is_computed_in_float32() -> None:
 
 
 def test_entropy_with_a_token_ruled_out_is_finite() -> None:
-    logits = torch.tensor([[[0.0, 0.0, -torch.inf]]])
-    assert token_entropy(logits).item() == pytest.approx(torch.log(torch.tensor(2.0)).item())
+    bias = torch.tensor([0.0, 0.0, -torch.inf])
+    labels = torch.zeros(1, dtype=torch.long)
+    _, entropy = logprobs_from_hidden(torch.zeros(1, 2), weight=torch.zeros(3, 2), labels=labels, bias=bias)
+    assert entropy.item() == pytest.approx(math.log(2))
