@@ -30,9 +30,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.data.chat.template import render
-from hybrid_rlhf.functional.advantages import gae, shaped_rewards
 from hybrid_rlhf.generation.sampling import Completion
-from hybrid_rlhf.rl.algorithms.grpo import GRPO
 from hybrid_rlhf.rl.batch import Episode, Rollout
 from hybrid_rlhf.rl.environments import StepResult, build_runner
 from hybrid_rlhf.rl.environments.calculator import Calculator, compute
@@ -44,7 +42,6 @@ from hybrid_rlhf.rl.metrics import episode_metrics, rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
-from hybrid_rlhf.rl.updates.updater import Updater
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.families import variant
@@ -260,50 +257,6 @@ def test_scores_are_the_environments_and_rewards_lie_where_they_were_earned(
     torch.testing.assert_close(rewards.sum(dim=1), (scores - scores.mean()) / deviation)
     first = turns_of(rollout, 0)[0][-1]
     assert float(rewards[0, first]) == pytest.approx(1 / deviation), "and scaling holds for each part"
-
-
-def test_an_observation_moves_nothing(world: World, paths: dict[str, str]) -> None:
-    """Neither its advantages nor its old log-probs change loss or gradient."""
-    parts = build(world, paths["actor"], max_turns=3, max_turn_tokens=12)
-    rollout = parts.sampler.sample(PROMPTS, step=1)
-    plan, outside = parts.planner.plan(rollout), ~rollout.response_mask
-    batch = parts.estimate(scored(parts, rollout), kl_coef=0.0)
-    batch = replace(batch, advantages=torch.randn(outside.shape))
-    old_logprobs = torch.where(outside, -7.0, batch.rollout.old_logprobs)
-    odd = replace(
-        batch,
-        rollout=replace(batch.rollout, old_logprobs=old_logprobs),
-        advantages=torch.where(outside, 1e3, batch.advantages),
-    )
-    found = []
-    for view in (batch, odd):
-        roles = build(world, paths["actor"]).roles
-        before = torch.cat([weight.detach().flatten().clone() for weight in roles.actor.lm.parameters()])
-        updater = Updater(roles, GRPO(replace(ALGORITHM, epochs=2)), rollout=SAMPLING)
-        metrics = updater.update(view, [plan, plan]).metrics
-        found.append((metrics["loss/policy"], torch.cat([w.detach().flatten() for w in roles.actor.lm.parameters()])))
-        assert not torch.equal(found[-1][1], before)
-    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
-
-
-def test_gae_passes_over_observations_as_if_they_took_no_time() -> None:
-    chance = torch.Generator().manual_seed(0)
-    rewards, values = torch.randn(2, 1, 12, generator=chance)
-    mask = torch.tensor([[0, 1, 1, 1, 0, 0, 0, 1, 1, 0, 1, 0]], dtype=torch.bool)
-    found = gae(rewards, values=values, mask=mask, gamma=0.9, lam=0.8)
-    compact = gae(rewards[mask][None], values=values[mask][None], mask=torch.ones(1, 6), gamma=0.9, lam=0.8)
-    for whole, short in zip(found, compact, strict=True):
-        torch.testing.assert_close(whole[mask][None], short)
-        assert (whole[~mask] == 0).all()
-
-
-def test_what_was_earned_before_is_not_given_again_at_the_end() -> None:
-    mask = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 0, 0, 0]], dtype=torch.bool)
-    earned = torch.tensor([[0, 0, 2.0, 0, 1.0], [0, 0.5, 0, 0, 0]])
-    rewards = shaped_rewards(
-        scores=torch.tensor([4.0, 0.25]), kl=torch.ones(2, 5), mask=mask, kl_coef=0.1, earned=earned
-    )
-    torch.testing.assert_close(rewards, torch.tensor([[0, -0.1, 1.9, 0, 1.9], [0, 0.15, 0, 0, 0]]))
 
 
 def on_ranks(world: World, path: str, sizes: list[int]) -> list[dict[str, Any]]:

@@ -139,10 +139,6 @@ MISTAKES = {
     "--algorithm cdpo --algorithm.label_smoothing 0.5": "algorithm.label_smoothing must be in [0, 0.5), got 0.5: lower "
     "it, for example to 0.1",
     "--algorithm.sft_coef -1": "algorithm.sft_coef must be 0 or more, got -1.0: raise it, for example to 0.0",
-    "--algorithm.label_smoothing 0.1": "algorithm dpo has no key algorithm.label_smoothing (cdpo has), got 0.1: leave "
-    "it out",
-    "--algorithm ipo --algorithm.undesirable_weight 2": "algorithm ipo has no key "
-    "algorithm.undesirable_weight (kto has), got 2: leave it out",
     "--algorithm ppo": "algorithm must be one of dpo, cdpo, ipo, hinge, simpo, orpo, kto, got ppo: the nearest is dpo",
 }
 
