@@ -89,13 +89,13 @@ def whole_divergence(student: Any, teacher: Any, rows: Sequence[Mapping[str, Any
         with torch.no_grad():
             q, p = (lm(ids).logits[0, :-1][mask].double().softmax(-1) for lm in (student, teacher))
         m = (p + q) / 2
-        a = {"forward": [(p, q, 1.0)], "reverse": [(q, p, 1.0)], "jensen_shannon": [(p, m, 0.5), (q, m, 0.5)]}[kind]
+        a = {"forward": [(p, q, 1.0)], "jensen_shannon": [(p, m, 0.5), (q, m, 0.5)]}[kind]
         total += sum(share * float((x * (x / y).log()).sum()) for x, y, share in a)
         count += int(mask.sum())
     return total / count
 
 
-@pytest.mark.parametrize("kind", ["forward", "reverse", "jensen_shannon"])
+@pytest.mark.parametrize("kind", ["forward", "jensen_shannon"])
 def test_the_student_moves_to_the_teacher_on_held_out_rows(kind: str, workspace: Path) -> None:
     from hybrid_rlhf.data.tokenized import load_sft_data
     from hybrid_rlhf.runtime.world import solo_world
@@ -115,12 +115,6 @@ def test_the_student_moves_to_the_teacher_on_held_out_rows(kind: str, workspace:
         assert line["eval/loss"] == line["eval/divergence"]
         assert line["eval/perplexity"] == pytest.approx(math.exp(line["eval/sft"]))
     assert lines[-1]["eval/divergence"] < 0.95 * lines[0]["eval/divergence"]
-
-
-def test_a_student_that_is_its_teacher_learns_nothing(workspace: Path) -> None:
-    lines = launch(workspace, "itself", *distil(workspace, teacher="student"), steps=1)
-    assert abs(lines[0]["eval/divergence"]) < 1e-6 and lines[0]["eval/sft"] > 1
-    assert abs(lines[1]["distill/loss"]) < 1e-6 and lines[1]["grad_norm"] < 1e-4
 
 
 def test_temperature_and_the_data_s_answers_are_mixed_in(workspace: Path) -> None:
