@@ -679,48 +679,15 @@ def test_a_run_learns_from_an_environment_alone(tmp_path: Path) -> None:
         "        return 'go on', self.weight * (len(set(text)) - 8), self.turn == self.turns\n"
     )
     folder = tmp_path / "run"
-    line = [
-        "--algorithm",
-        "grpo",
-        "--model.path",
-        str(tmp_path / "model"),
-        "--data.sources",
-        str(rows),
-        "--data.cache_dir",
-        str(tmp_path / "cache"),
-        "--data.max_eval_rows",
-        "4",
-        "--output_dir",
-        str(folder),
-        "--environment.path",
-        f"{own}:Counting",
-        "--environment.options",
-        "{weight: 0.1}",
-        "--environment.max_turn_tokens",
-        "8",
-        "--environment.max_turns",
-        "2",
-        "--rollout.prompts_per_step",
-        "3",
-        "--rollout.sampling.n",
-        "2",
-        "--rollout.sampling.max_new_tokens",
-        "64",
-        "--rollout.max_prompt_tokens",
-        "48",
-        "--actor.optimizer.lr",
-        "1e-3",
-        "--train.max_steps",
-        "3",
-        "--train.save_every",
-        "1",
-        "--logging.sinks",
-        "[]",
-        "--logging.samples_every",
-        "1",
-        "--algorithm.mini_batches",
-        "2",
-    ]
+    settings = (
+        f"--algorithm grpo --model.path {tmp_path}/model --data.sources {rows} --data.cache_dir {tmp_path}/cache "
+        f"--data.max_eval_rows 4 --output_dir {folder} --environment.path {own}:Counting "
+        "--environment.max_turn_tokens 8 --environment.max_turns 2 --rollout.prompts_per_step 3 "
+        "--rollout.sampling.n 2 --rollout.sampling.max_new_tokens 64 --rollout.max_prompt_tokens 48 "
+        "--actor.optimizer.lr 1e-3 --algorithm.mini_batches 2 --train.max_steps 3 --train.save_every 1 "
+        "--logging.sinks [] --logging.samples_every 1"
+    )
+    line = [*settings.split(), "--environment.options", "{weight: 0.1}"]
     run_main("hybrid_rlhf.cli.rl", 2, line)
     told = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [metrics["step"] for metrics in told] == [0, 1, 2, 3]

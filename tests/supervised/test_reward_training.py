@@ -60,35 +60,12 @@ def run_reward(name: str, folder: Path, model: Path, *more: str) -> tuple[Path, 
     output, rows = folder / "run", folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
     loss = ["--objective.loss", name] if name in ("listwise", "binary", "steps") else []
-    line = [
-        "--model.path",
-        str(model),
-        "--data.sources",
-        str(rows),
-        "--output_dir",
-        str(output),
-        *loss,
-        "--data.max_length",
-        "64",
-        "--data.cache_dir",
-        str(folder / "cache"),
-        "--data.eval_fraction",
-        "0.25",
-        "--train.max_steps",
-        "4",
-        "--train.epochs",
-        "9",
-        "--train.global_batch_size",
-        "8",
-        "--logging.sinks",
-        "[]",
-        "--optimizer.lr",
-        "3e-3",
-        "--optimizer.warmup_fraction",
-        "0",
-        *more,
-    ]
-    run_main("hybrid_rlhf.cli.reward", 1, line)
+    line = (
+        f"--model.path {model} --data.sources {rows} --output_dir {output} --data.max_length 64 "
+        f"--data.cache_dir {folder}/cache --data.eval_fraction 0.25 --train.max_steps 4 --train.epochs 9 "
+        "--train.global_batch_size 8 --logging.sinks [] --optimizer.lr 3e-3 --optimizer.warmup_fraction 0"
+    )
+    run_main("hybrid_rlhf.cli.reward", 1, [*line.split(), *loss, *more])
     return output, [json.loads(text) for text in (output / "metrics.jsonl").read_text().splitlines()]
 
 
