@@ -166,8 +166,8 @@ def test_low_precision_is_computed_in_float32() -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 11).bfloat16()
     labels = torch.randint(0, 11, (2, 3))
-    exact = token_logprobs(logits.double(), labels=labels, temperature=0.7)
-    found = token_logprobs(logits, labels=labels, temperature=0.7)
+    exact = token_logprobs(logits.double(), labels=labels)
+    found = token_logprobs(logits, labels=labels)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-5)
 
