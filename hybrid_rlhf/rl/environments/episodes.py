@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -46,8 +48,8 @@ class EpisodeRunner(ABC):
         together: World,
         timers: Timers,
         *,
-        record_routes: Sequence[bool] | None = None,
-        on_completed: Callable[[int], None] | None = None,
+        record_routes: Sequence[bool],
+        on_completed: Callable[[int], None],
     ) -> list[list[Episode]]:
         """Run episodes from prompts to their ends.
 
@@ -57,7 +59,7 @@ class EpisodeRunner(ABC):
             requests: sampling parameters of each prompt, with a seed.
             together: tensor-parallel ranks; the first one has the environments.
             timers: timers of generation and environment.
-            record_routes: for each prompt, true if the experts of its episodes are recorded; None records none.
+            record_routes: for each prompt, true if the experts of its episodes are recorded.
             on_completed: called during the run with the number of episodes that have ended since the last call.
 
         Returns:
@@ -80,6 +82,11 @@ class EpisodeRunner(ABC):
             raise UserError(f"environment {name} failed {where}; fix it, or set environment.on_failure to zero")
         if world.is_main:
             logger.warning("environment %s gives 0 and ends %s", name, where)
+
+
+def is_finite_number(value: Any) -> bool:
+    """True if a value of a user's code is a reward; booleans are none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def environment_row(prompt: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import secrets
 import sys
 import threading
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +30,7 @@ from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.loop.user_code import import_named
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import CallFailure
-from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, environment_row
+from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, environment_row, is_finite_number
 from hybrid_rlhf.rl.environments.recording import EpisodeService
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
 from hybrid_rlhf.runtime.observability.timers import Timers
@@ -121,8 +119,8 @@ class ProgramRunner(EpisodeRunner):
         together: World,
         timers: Timers,
         *,
-        record_routes: Sequence[bool] | None = None,
-        on_completed: Callable[[int], None] | None = None,
+        record_routes: Sequence[bool],
+        on_completed: Callable[[int], None],
     ) -> list[list[Episode]]:
         """Run a program for each episode; the experts of tokens are not recorded. Arguments as in EpisodeRunner."""
         if together.size > 1:
@@ -139,7 +137,19 @@ class ProgramRunner(EpisodeRunner):
             sampling = self._rollout.sampling
             shared = Service(batch, self._tokenizer, name=MODEL, sampling=sampling, max_queue=sys.maxsize)
             played = [
-                _Played(place, sample, environment_row(prompt), self._service(shared, generation, params, sample))
+                _Played(
+                    place,
+                    sample,
+                    environment_row(prompt),
+                    EpisodeService(
+                        shared,
+                        config=self._config,
+                        sampling=params,
+                        sample=sample,
+                        weight_version=generation.weight_version,
+                        stop_token_ids=generation.stop_token_ids,
+                    ),
+                )
                 for place, (prompt, params) in enumerate(zip(prompts, requests, strict=True))
                 for sample in range(params.n)
             ]
@@ -151,28 +161,13 @@ class ProgramRunner(EpisodeRunner):
             sequences[episode.prompt] += _sequences(episode, result, prompts[episode.prompt]["input_ids"])
         return sequences
 
-    def _service(
-        self, shared: Service, generation: GenerationEngine, params: SamplingParams, sample: int
-    ) -> EpisodeService:
-        return EpisodeService(
-            shared,
-            config=self._config,
-            sampling=params,
-            sample=sample,
-            weight_version=generation.weight_version,
-            stop_token_ids=generation.stop_token_ids,
-        )
-
-    def _play(
-        self, shared: Service, played: Sequence[_Played], on_completed: Callable[[int], None] | None
-    ) -> list[Any]:
+    def _play(self, shared: Service, played: Sequence[_Played], on_completed: Callable[[int], None]) -> list[Any]:
         """Run the programs; the result of each episode, or a CallFailure."""
         counting = threading.Lock()
 
         def count() -> None:
             with counting:
-                if on_completed is not None:
-                    on_completed(1)
+                on_completed(1)
 
         named = {secrets.token_hex(8): episode for episode in played}
 
@@ -185,7 +180,7 @@ class ProgramRunner(EpisodeRunner):
         access = Access(self._host, self._api_key)
         app = build_app(shared, access, created=int(time.time()), episodes=find, queue=queue)
         with served_in_background(app, self._host, self._port) as url:
-            results = self._calls([_followed(self._call(queue, url, *item), count) for item in named.items()])
+            results = self._calls([self._call(queue, url, *item) for item in named.items()], on_ended=count)
             for episode in played:
                 episode.end()
             shared.batch.close()  # requests that still run end, and then the server
@@ -199,24 +194,6 @@ class ProgramRunner(EpisodeRunner):
         assert self._program is not None
         address = {"base_url": f"{url}/episodes/{name}/v1", "api_key": self._api_key}
         return partial(self._program, **address, model=MODEL, row=played.row, **self._config.options)
-
-
-def _followed(call: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
-    """A call, or a coroutine function, that calls another function when it ends."""
-
-    async def awaited() -> Any:
-        try:
-            return await call()
-        finally:
-            then()
-
-    def called() -> Any:
-        try:
-            return call()
-        finally:
-            then()
-
-    return awaited if inspect.iscoroutinefunction(call) else called
 
 
 def read_program(config: EnvironmentConfig) -> Program:
@@ -258,11 +235,11 @@ def _sequences(played: _Played, result: object, prompt: Sequence[int]) -> list[E
     return sequences
 
 
-def _read_reward(result: object) -> float | CallFailure:
+def _read_reward(result: Any) -> float | CallFailure:
     if isinstance(result, CallFailure):
         return result
     if result is None:
         return 0.0
-    if isinstance(result, bool) or not isinstance(result, Real) or not math.isfinite(result):
+    if not is_finite_number(result):
         return CallFailure(f"a program must return a finite number or None, it returned {shortened(repr(result))}")
     return float(result)

@@ -5,11 +5,9 @@ Random numbers of a turn are keyed by prompt, sample and turn, so an episode is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Real
 from typing import Any, cast
 
 import numpy as np
@@ -28,7 +26,7 @@ from hybrid_rlhf.loop.user_code import describe_error
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import CallFailure
 from hybrid_rlhf.rl.environments.environment import Environment, EnvironmentFactory, StepResult
-from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, environment_row
+from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, environment_row, is_finite_number
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.observability.timers import Timers
@@ -81,13 +79,13 @@ class EnvironmentRunner(EpisodeRunner):
         together: World,
         timers: Timers,
         *,
-        record_routes: Sequence[bool] | None = None,
-        on_completed: Callable[[int], None] | None = None,
+        record_routes: Sequence[bool],
+        on_completed: Callable[[int], None],
     ) -> list[list[Episode]]:
         """Run the episodes; all unfinished ones take a turn together. Arguments as in EpisodeRunner."""
         entries = [
             _RunningEpisode(environment_row(prompt), Episode(list(prompt["input_ids"])), params, sample, records)
-            for prompt, params, records in zip(prompts, requests, record_routes or [False] * len(prompts), strict=True)
+            for prompt, params, records in zip(prompts, requests, record_routes, strict=True)
             for sample in range(params.n)
         ]
         self._begin(entries, together, timers)
@@ -102,13 +100,12 @@ class EnvironmentRunner(EpisodeRunner):
                     [entry.episode.ids for entry in running],
                     [self._turn_params(entry, turn, generation) for entry in running],
                     record_routes=[entry.records_routes for entry in running],
-                    on_completed=None if on_completed is None else lambda _: on_completed(0),
+                    on_completed=lambda _: on_completed(0),
                 )
             self._step(running, [completion for (completion,) in completions], together, timers)
-            if on_completed is not None:
-                before = ended
-                ended = sum(not entry.running for entry in entries)
-                on_completed(ended - before)
+            before = ended
+            ended = sum(not entry.running for entry in entries)
+            on_completed(ended - before)
         episodes = iter([entry.episode for entry in entries])
         return [[next(episodes) for _ in range(params.n)] for params in requests]
 
@@ -226,7 +223,7 @@ def _read_step(result: object) -> StepResult | CallFailure:
     observation, reward, done = result
     if not isinstance(done, (bool, np.bool_)):
         return CallFailure(f"step must return done as True or False, it returned {shortened(repr(done))}")
-    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
+    if not is_finite_number(reward):
         return CallFailure(f"step must return a finite number as reward, it returned {shortened(repr(reward))}")
     if not _is_valid_text(observation) and not (done and observation is None):
         return CallFailure(f"step must return a text as observation, it returned {shortened(repr(observation))}")
