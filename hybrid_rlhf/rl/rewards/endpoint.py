@@ -100,7 +100,7 @@ class EndpointReward(RewardComponent):
             async with replicas.slots:
                 replica = replicas.take(tries)
                 reply = await self._try(client, replica.address, body, len(texts))
-                replicas.put_back(replica, failed=reply.failed and reply.may_retry)
+                replicas.put_back(replica, failed=bool(reply.scores.failures) and reply.may_retry)
             tries[replica.address.url] += 1
             scores = scores.filled_from(reply.scores)
             if not (scores.failures and reply.may_retry) or tries.total() > self._config.most_retries:
@@ -117,7 +117,8 @@ class EndpointReward(RewardComponent):
         except TimeoutError:
             return failed(count, f"{address.shown} took longer than {self._config.timeout_seconds:g} s")
         except Exception as error:  # noqa: BLE001 - if one rank raised alone, the others would wait forever
-            return failed(count, f"{address.shown} cannot be reached ({describe_connection_error(error, address)})")
+            reason = f"{type(error).__name__}: {address.hide(first_line(error))}"
+            return failed(count, f"{address.shown} cannot be reached ({reason})")
 
 
 @dataclass
@@ -210,11 +211,6 @@ class Reply:
     may_retry: bool = False
     """True if a retry may succeed, false if the request itself is wrong."""
 
-    @property
-    def failed(self) -> bool:
-        """True if any row failed."""
-        return bool(self.scores.failures)
-
 
 def failed(count: int, reason: str, *, may_retry: bool = True) -> Reply:
     """An attempt without scores."""
@@ -245,11 +241,6 @@ async def read_reply(response: httpx2.Response, count: int, address: Address) ->
         return failed(count, f'got {_start(content, address)} in place of {{"scores": [...]}}')
     scores = ComponentScores.read(reply["scores"], count, show=lambda value: address.hide(repr(value)))
     return Reply(scores, may_retry=True)
-
-
-def describe_connection_error(error: BaseException, address: Address) -> str:
-    """A connection error in one line, without secrets."""
-    return f"{type(error).__name__}: {address.hide(first_line(error))}"
 
 
 def _start(content: bytearray, address: Address) -> str:
