@@ -688,7 +688,7 @@ def test_a_run_learns_from_an_environment_alone(tmp_path: Path) -> None:
         "--logging.sinks [] --logging.samples_every 1"
     )
     line = [*settings.split(), "--environment.options", "{weight: 0.1}"]
-    run_main("hybrid_rlhf.cli.rl", 2, line)
+    run_main("hybrid_rlhf.cli.rl", 1, line)
     told = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [metrics["step"] for metrics in told] == [0, 1, 2, 3]
     assert all(math.isfinite(value) for metrics in told for value in metrics.values())
@@ -704,5 +704,5 @@ def test_a_run_learns_from_an_environment_alone(tmp_path: Path) -> None:
     weights = (folder / "actor" / "model.safetensors").read_bytes()
     for newest in (folder / "checkpoints").glob("step_3*"):
         newest.rename(tmp_path / newest.name)
-    run_main("hybrid_rlhf.cli.rl", 2, [*line, "--resume", "auto"])
+    run_main("hybrid_rlhf.cli.rl", 1, [*line, "--resume", "auto"])
     assert (folder / "actor" / "model.safetensors").read_bytes() == weights

@@ -236,7 +236,6 @@ def test_carried_completions_resume(lag: int, ranks: int, model_folder: Path, tm
     ("name", "more"),
     [
         ("ppo", []),
-        ("grpo", ["--rollout.async_sampling.policy_lag", "2", "--rollout.sampling.n", "2"]),
         ("dapo", ["--rollout.sampling.n", "3"]),
     ],
 )
