@@ -60,7 +60,6 @@ def partial_of(actor: HybridEngine, stream: RowStream, lag: int, *, max_lag: int
     sampler = RolloutSampler(
         actor, config, world=actor.world, stop_token_ids=STOP_TOKEN_IDS, seed=0, timers=Timers(actor.device)
     )
-    groups, group = actor.groups
     return AsyncSampler(
         sampler,
         prompts=Dataset.from_list([{"input_ids": [5 + row, 7, 9]} for row in range(PROMPTS)]),
@@ -68,7 +67,7 @@ def partial_of(actor: HybridEngine, stream: RowStream, lag: int, *, max_lag: int
         per_step=PER_STEP,
         total_steps=STEPS,
         policy_lag=lag,
-        partial=PartialRollouts(config, groups=groups, group=group, total_steps=STEPS),
+        partial=PartialRollouts(config, actor, total_steps=STEPS),
     )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,34 +106,20 @@ class RolloutPart:
 class PartialRollouts:
     """The prompts in flight, and each group's share of a rollout; the same on every rank."""
 
-    def __init__(self, config: RolloutConfig, *, groups: int, group: int | None, total_steps: int) -> None:
-        """Take the settings.
-
-        Args:
-            config: rollout settings with `partial`.
-            groups: number of tensor-parallel groups that sample.
-            group: index of this rank's group; None if the rank samples in no group.
-            total_steps: steps of the run.
-        """
+    def __init__(self, config: RolloutConfig, engine: SamplingEngine, *, total_steps: int) -> None:
+        """Take the rollout settings with `partial`, the engine that samples, and the number of steps of the run."""
         assert config.partial is not None
         self._per_step = config.prompts_per_step
         self.extra = config.extra_prompts
         self._max_lag = config.partial.max_lag
-        self._groups = groups
-        self._group = group
+        self._groups, self._group = engine.groups
         self._total_steps = total_steps
         self._carried: list[AssignedPrompt] = []
         self._in_flight: dict[int, PromptInFlight] = {}
         """Prompts in flight by place, which is unique over the whole run."""
-        self._loads = [0] * groups
+        self._loads = [0] * self._groups
         """Number of prompts of each group in flight after all rollouts that have begun."""
         self._tensors: dict[str, Tensor] = {}
-
-    @classmethod
-    def of(cls, config: RolloutConfig, engine: SamplingEngine, *, total_steps: int) -> Self | None:
-        """The partial rollouts of an engine; None if each rollout finishes its own prompts."""
-        groups, group = engine.groups
-        return None if config.partial is None else cls(config, groups=groups, group=group, total_steps=total_steps)
 
     @property
     def any_in_flight(self) -> bool:
