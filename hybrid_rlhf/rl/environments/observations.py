@@ -13,7 +13,8 @@ from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.chat.template import ChatTemplate, render
 
 _ROLES = ("tool", "user")
-_PLACEHOLDER = "q7turnq7"
+PLACEHOLDER = "q7turnq7"
+"""Stands for a turn of the actor in a rendered conversation."""
 _PROBE = "q7toldq7"
 
 
@@ -56,10 +57,10 @@ class ObservationEncoder:
             return False
 
     def _after_turn(self, role: str, observation: str) -> str:
-        messages = [("user", "."), ("assistant", _PLACEHOLDER), (role, observation)]
+        messages = [("user", "."), ("assistant", PLACEHOLDER), (role, observation)]
         conversation = [{"role": speaker, "content": content} for speaker, content in messages]
         text = render(conversation, self._tokenizer, add_generation_prompt=True)
-        return text.partition(_PLACEHOLDER)[2]
+        return text.partition(PLACEHOLDER)[2]
 
 
 def ids_after_turn(text: str, tokenizer: PreTrainedTokenizerBase, *, end_token: int | None) -> list[int]:
