@@ -10,7 +10,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -30,6 +30,26 @@ from hybrid_rlhf.runtime.world import World
 logger = logging.getLogger(LOGGER_NAME)
 
 
+@dataclass(frozen=True)
+class EpisodeJob:
+    """Episodes to run from prompts to their ends."""
+
+    generation: GenerationEngine
+    """Generation engine of the actor."""
+    prompts: Sequence[Mapping[str, Any]]
+    """Rows of `load_prompt_data`."""
+    requests: Sequence[SamplingParams]
+    """Sampling parameters of each prompt, with a seed."""
+    record_routes: Sequence[bool]
+    """For each prompt, true if the experts of its episodes are recorded."""
+    together: World
+    """Tensor-parallel ranks; the first one has the environments."""
+    timers: Timers
+    """Timers of generation and environment."""
+    on_completed: Callable[[int], None]
+    """Called during the run with the number of episodes that have ended since the last call."""
+
+
 class EpisodeRunner(ABC):
     """Runs the episodes of a rollout."""
 
@@ -40,31 +60,10 @@ class EpisodeRunner(ABC):
         self._calls = EnvironmentCalls(timeout_seconds=config.timeout_seconds, device=device, threads=config.threads)
 
     @abstractmethod
-    def run(
-        self,
-        generation: GenerationEngine,
-        prompts: Sequence[Mapping[str, Any]],
-        requests: Sequence[SamplingParams],
-        together: World,
-        timers: Timers,
-        *,
-        record_routes: Sequence[bool],
-        on_completed: Callable[[int], None],
-    ) -> list[list[Episode]]:
-        """Run episodes from prompts to their ends.
+    def run(self, job: EpisodeJob) -> list[list[Episode]]:
+        """The n episodes of each prompt, or any number of their sequences, which then have `Episode.sample`.
 
-        Args:
-            generation: generation engine of the actor.
-            prompts: rows of `load_prompt_data`.
-            requests: sampling parameters of each prompt, with a seed.
-            together: tensor-parallel ranks; the first one has the environments.
-            timers: timers of generation and environment.
-            record_routes: for each prompt, true if the experts of its episodes are recorded.
-            on_completed: called during the run with the number of episodes that have ended since the last call.
-
-        Returns:
-            the n episodes of each prompt, or any number of their sequences, which then have `Episode.sample`. With
-            on_failure stop, the others are incomplete once one has failed.
+        With on_failure stop, the others are incomplete once one has failed.
         """
 
     def check_failures(self, episodes: Sequence[Episode], world: World) -> None:

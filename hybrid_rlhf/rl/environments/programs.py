@@ -14,7 +14,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,15 +25,12 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import EndpointConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.generation.engine import GenerationEngine
-from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.loop.user_code import import_named
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import CallFailure
-from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, environment_row, is_finite_number
+from hybrid_rlhf.rl.environments.episodes import EpisodeJob, EpisodeRunner, environment_row, is_finite_number
 from hybrid_rlhf.rl.environments.recording import EpisodeService
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
-from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.episodes import EpisodeQueue
@@ -111,29 +108,22 @@ class ProgramRunner(EpisodeRunner):
                 shown = ", ".join(url for url in urls if url is not None)
                 logger.info("rollout.endpoint: programs ask the actor at %s while a rollout is sampled", shown)
 
-    def run(
-        self,
-        generation: GenerationEngine,
-        prompts: Sequence[Mapping[str, Any]],
-        requests: Sequence[SamplingParams],
-        together: World,
-        timers: Timers,
-        *,
-        record_routes: Sequence[bool],
-        on_completed: Callable[[int], None],
-    ) -> list[list[Episode]]:
-        """Run a program for each episode; the experts of tokens are not recorded. Arguments as in EpisodeRunner."""
-        if together.size > 1:
+    def run(self, job: EpisodeJob) -> list[list[Episode]]:
+        """Run a program for each episode; the experts of tokens are not recorded."""
+        generation = job.generation
+        prompts = job.prompts
+        ranks = job.together.size
+        if ranks > 1:
             raise UserError(
-                f"environment.program samples on one rank, got {together.size} that share the model: give "
+                f"environment.program samples on one rank, got {ranks} that share the model: give "
                 "rollout.tensor_parallel 1"
             )
         if not prompts:
             return []
-        episodes = sum(params.n for params in requests)
+        episodes = sum(params.n for params in job.requests)
         rows = min(episodes, self._rollout.max_decode_rows or episodes)
         longest = self._rollout.max_prompt_tokens + self._rollout.sampling.max_new_tokens
-        with timers("generation"), generation.open(rows=rows, max_tokens=longest) as batch:
+        with job.timers("generation"), generation.open(rows=rows, max_tokens=longest) as batch:
             sampling = self._rollout.sampling
             shared = Service(batch, self._tokenizer, name=MODEL, sampling=sampling, max_queue=sys.maxsize)
             played = [
@@ -150,10 +140,10 @@ class ProgramRunner(EpisodeRunner):
                         stop_token_ids=generation.stop_token_ids,
                     ),
                 )
-                for place, (prompt, params) in enumerate(zip(prompts, requests, strict=True))
+                for place, (prompt, params) in enumerate(zip(prompts, job.requests, strict=True))
                 for sample in range(params.n)
             ]
-            results = self._play(shared, played, on_completed)
+            results = self._play(shared, played, job.on_completed)
         if batch.failure is not None:
             raise batch.failure
         sequences: list[list[Episode]] = [[] for _ in prompts]
