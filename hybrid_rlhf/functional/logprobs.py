@@ -18,18 +18,11 @@ from hybrid_rlhf.functional.masking import at_least_float32
 from hybrid_rlhf.functional.products import add_wide_product, linear, wide_linear
 
 
-def token_logprobs(logits: Tensor, *, labels: Tensor, temperature: float = 1.0) -> Tensor:
+def token_logprobs(logits: Tensor, *, labels: Tensor) -> Tensor:
     """Log-probs [B, T] of labels [B, T] under logits [B, T, V], in float32 or better."""
     _check_labels(labels, logits)
-    logprobs = torch.log_softmax(at_least_float32(logits) / temperature, dim=-1)
+    logprobs = torch.log_softmax(at_least_float32(logits), dim=-1)
     return logprobs.gather(-1, labels[..., None]).squeeze(-1)
-
-
-def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Entropy [B, T] in nats of the distributions of logits [B, T, V], in float32 or better."""
-    logprobs = torch.log_softmax(at_least_float32(logits) / temperature, dim=-1)
-    # exp(-inf) * -inf is NaN where a token is masked out
-    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
 
 
 def logprobs_from_hidden(

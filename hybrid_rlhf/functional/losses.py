@@ -5,8 +5,8 @@ of all micro-batches and ranks and divides once, so that gradients do not depend
 
 Each loss states its source and deviations.
 
-Shapes: B batch, T time, N pairs. Masks are bool or 0/1; 1 counts. All tensors of a loss have the same shape; any other
-shape raises ValueError.
+Shapes: B batch, T time, N pairs. Masks are bool or 0/1; 1 counts. All tensors of a loss with a mask have its shape; any
+other shape raises ValueError.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hybrid_rlhf.functional.masking import keep, masked_sum
+from hybrid_rlhf.functional.masking import at_least_float32, keep, masked_sum
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to it: a ratio that overflows gives NaN gradients even where the loss is clipped."""
@@ -41,12 +41,7 @@ def sft_loss(logprobs: Tensor, *, mask: Tensor) -> LossSum:
 
 
 def pairwise_reward_loss(
-    chosen: Tensor,
-    *,
-    rejected: Tensor,
-    margin: Tensor | None = None,
-    mask: Tensor | None = None,
-    centering_coef: float = 0.0,
+    chosen: Tensor, *, rejected: Tensor, margin: Tensor | None = None, centering_coef: float = 0.0
 ) -> LossSum:
     """Bradley-Terry: -log sigmoid(chosen - rejected - margin), summed over pairs.
 
@@ -57,17 +52,14 @@ def pairwise_reward_loss(
         chosen: [N] scores of the chosen completions.
         rejected: [N] scores of the rejected completions.
         margin: [N], margin by which chosen should exceed rejected; None: 0.
-        mask: [N], 0 on padding; None: all pairs count.
         centering_coef: weight of (chosen + rejected)^2.
 
     Returns:
         the loss, with stats: accuracy, where a tie counts 0; margin, chosen - rejected; chosen_score; rejected_score.
     """
-    if mask is None:
-        mask = torch.ones_like(chosen, dtype=torch.bool)
-    chosen, rejected = keep(chosen, mask), keep(rejected, mask)
+    chosen, rejected = at_least_float32(chosen), at_least_float32(rejected)
     lead = chosen - rejected
-    loss = -logsigmoid(lead if margin is None else lead - keep(margin, mask))
+    loss = -logsigmoid(lead if margin is None else lead - at_least_float32(margin))
     if centering_coef:
         loss = loss + centering_coef * (chosen + rejected).square()
     stats = {
@@ -76,7 +68,7 @@ def pairwise_reward_loss(
         "chosen_score": chosen.detach().sum(),
         "rejected_score": rejected.detach().sum(),
     }
-    return LossSum(masked_sum(loss, mask=mask), _count(mask), stats)
+    return LossSum(loss.sum(), torch.tensor(float(len(chosen)), device=chosen.device), stats)
 
 
 def ppo_policy_loss(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 
 def at_least_float32(values: Tensor) -> Tensor:
@@ -52,22 +51,15 @@ def masked_mean(values: Tensor, *, mask: Tensor, dim: int | None = None) -> Tens
     return total / count.clamp(min=1)
 
 
-def masked_var(values: Tensor, *, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the values where the mask is 1; unbiased divides by the count minus 1."""
+def masked_var(values: Tensor, *, mask: Tensor) -> Tensor:
+    """Unbiased variance of the values where the mask is 1."""
     count = mask.bool().sum()
     masked = keep(values, mask)
     deviation = keep(masked - masked_mean(masked, mask=mask), mask)
-    return deviation.square().sum() / (count - int(unbiased)).clamp(min=1)
+    return deviation.square().sum() / (count - 1).clamp(min=1)
 
 
-def masked_whiten(
-    values: Tensor,
-    *,
-    mask: Tensor,
-    shift_mean: bool = True,
-    unbiased: bool = True,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
+def masked_whiten(values: Tensor, *, mask: Tensor, shift_mean: bool = True, unbiased: bool = True) -> Tensor:
     """Values with variance 1 and, with shift_mean, mean 0; 0 where the mask is 0 (N details, no. 18).
 
     The statistics carry no gradient, and are accumulated in float64: equal float32 values have a deviation of 0.
@@ -77,17 +69,15 @@ def masked_whiten(
         mask: mask of the same shape.
         shift_mean: false keeps the mean, as for rewards.
         unbiased: use the unbiased variance, as TRL and verl do; OpenAI's code of 2019 uses the biased one.
-        group: process group whose values form one batch; each rank must call.
 
     Returns:
         tensor with the shape of values, in float32 or better.
     """
     masked = keep(values, mask)
-    sums = torch.stack([masked.detach().sum(dtype=torch.float64), mask.bool().sum().double()])
-    sums = _all_reduce(sums, group)
-    mean = (sums[0] / sums[1].clamp(min=1)).to(masked.dtype)
-    squares = _all_reduce(keep(masked.detach() - mean, mask).square().sum(dtype=torch.float64), group)
-    variance = (squares / (sums[1] - int(unbiased)).clamp(min=1)).to(masked.dtype)
+    count = mask.bool().sum().double()
+    mean = (masked.detach().sum(dtype=torch.float64) / count.clamp(min=1)).to(masked.dtype)
+    squares = keep(masked.detach() - mean, mask).square().sum(dtype=torch.float64)
+    variance = (squares / (count - int(unbiased)).clamp(min=1)).to(masked.dtype)
     whitened = (masked - mean) * torch.rsqrt(variance + 1e-8)
     return keep(whitened if shift_mean else whitened + mean, mask)
 
@@ -101,10 +91,3 @@ def last_index(mask: Tensor) -> Tensor:
 def position_ids(mask: Tensor) -> Tensor:
     """Positions [B, T] that count real tokens from 0, for any position of the padding (N details, no. 3)."""
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
-
-
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is not None:
-        tensor = tensor.clone()
-        dist.all_reduce(tensor, group=group)
-    return tensor

@@ -29,16 +29,13 @@ class BatchPlan:
         return f"batch plan: {self.global_batch_size} rows per update over {ranks}, micro-batches of {limit}"
 
 
-def plan_batch(
-    *, global_batch_size: int, ranks: int, micro_batches: MicroBatches, key: str = "train.global_batch_size"
-) -> BatchPlan:
+def plan_batch(*, global_batch_size: int, ranks: int, micro_batches: MicroBatches) -> BatchPlan:
     """Share the rows of an update over ranks and micro-batches.
 
     Args:
         global_batch_size: rows of one update, over all ranks.
         ranks: number of ranks that train together.
         micro_batches: size of the micro-batches; a number of rows must divide the update.
-        key: the config key to name in an error.
 
     Raises:
         UserError: when the sizes do not divide; names the nearest that do.
@@ -46,8 +43,8 @@ def plan_batch(
     rows = micro_batches.rows
     if rows is not None and global_batch_size % (unit := ranks * rows):
         raise UserError(
-            f"{key} must be a multiple of {ranks} ranks x {rows} rows = {unit}, got {global_batch_size}: "
-            f"{nearest(global_batch_size, unit)}"
+            f"train.global_batch_size must be a multiple of {ranks} ranks x {rows} rows = {unit}, got "
+            f"{global_batch_size}: {nearest(global_batch_size, unit)}"
         )
     return BatchPlan(global_batch_size, ranks, micro_batches)
 

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,14 +27,6 @@ from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.run import Run
 
 logger = logging.getLogger(LOGGER_NAME)
-
-
-@dataclass(frozen=True)
-class _Requests:
-    """Requests of at least one rank; the same on every rank."""
-
-    stop: bool
-    save: bool
 
 
 class CheckpointManager:
@@ -99,12 +90,9 @@ class CheckpointManager:
             OSError: when a checkpoint cannot be written.
             SystemExit: after the checkpoint that SIGTERM or SIGINT requested.
         """
-        self._writer.poll()
-        requests = self._requests()
-        if requests.save or requests.stop or due(step, self._config.save_every):
-            state = loop()
-            self._save(state, metrics)
-            self._stop_if(requests, state)
+        minutes = (time.monotonic() - self._saved_at) / 60
+        is_due = 0 < self._config.save_minutes <= minutes or due(step, self._config.save_every)
+        self._save_if_due(loop, metrics, is_due=is_due)
 
     def within_step(self, loop: Callable[[], LoopState]) -> None:
         """Save a checkpoint between two updates of a step if a signal requests one. Every rank calls.
@@ -113,20 +101,26 @@ class CheckpointManager:
             OSError: when a checkpoint cannot be written.
             SystemExit: after the checkpoint that SIGTERM or SIGINT requested.
         """
-        self._writer.poll()
-        requests = self._requests(minutes=False)
-        if requests.save or requests.stop:
-            state = loop()
-            self._save(state, {})
-            self._stop_if(requests, state)
+        self._save_if_due(loop, {}, is_due=False)
 
-    def _requests(self, *, minutes: bool = True) -> _Requests:
+    def _save_if_due(self, loop: Callable[[], LoopState], metrics: Mapping[str, float], *, is_due: bool) -> None:
+        """Save if a checkpoint is due, or a signal has reached any rank; stop if the signal asks for it."""
+        self._writer.poll()
         signals = self._interrupts
-        due = minutes and 0 < self._config.save_minutes <= (time.monotonic() - self._saved_at) / 60
-        save = signals.saves > self._handled_saves or due
+        save = is_due or signals.saves > self._handled_saves
         flags = torch.tensor([float(signals.stop), float(save)], device=self._world.device)
         stop, save = self._world.all_reduce(flags, dist.ReduceOp.MAX).tolist()
-        return _Requests(bool(stop), bool(save))
+        if not (stop or save):
+            return
+        state = loop()
+        self._save(state, metrics)
+        if not stop:
+            return
+        self._writer.finish()
+        if self._world.is_main:
+            name = checkpoint_name(state.step, state.update)
+            logger.info("stopped by a signal after writing checkpoints/%s: resume with --resume auto", name)
+        raise SystemExit(STOPPED_EXIT_CODE)
 
     def _save(self, state: LoopState, metrics: Mapping[str, float]) -> None:
         """Save the state of the loop, with the metrics of its last step; {} within a step."""
@@ -148,15 +142,6 @@ class CheckpointManager:
         self._handled_saves = self._interrupts.saves
         self._saved_at = time.monotonic()
         self._run.watchdog.beat(phase)
-
-    def _stop_if(self, requests: _Requests, state: LoopState) -> None:
-        if not requests.stop:
-            return
-        self._writer.finish()
-        if self._world.is_main:
-            name = checkpoint_name(state.step, state.update)
-            logger.info("stopped by a signal after writing checkpoints/%s: resume with --resume auto", name)
-        raise SystemExit(STOPPED_EXIT_CODE)
 
 
 def due(step: int, every: int) -> bool:

@@ -185,6 +185,9 @@ def rl_session(
             ptx_batches=ptx_batches,
             ptx_coef=config.ptx.coef if config.ptx else 0.0,
         )
+        partial = None
+        if config.rollout.partial is not None:
+            partial = PartialRollouts(config.rollout, roles.sampler, total_steps=steps)
         ahead = AsyncSampler(
             sampler,
             prompts=prompts.train,
@@ -193,7 +196,7 @@ def rl_session(
             total_steps=steps,
             policy_lag=config.rollout.policy_lag,
             greedy=algorithm.wants_greedy,
-            partial=PartialRollouts.of(config.rollout, roles.sampler, total_steps=steps),
+            partial=partial,
         )
         collector = Collector(ahead, parts.scorer, algorithm)
         yield RLSession(config, run, tokenizer, parts, prompts.train, prompts.held_out, collector, watch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -89,17 +89,21 @@ class RLTrainer(Trainer):
         """Sample, score, estimate, update."""
         config = self._rl
         kl_coef = self._kl.kl_coef
-        start = self._start_timers()
+        self._run.timers.take()  # writing a checkpoint may have waited for completions
+        start: float | None = time.perf_counter()
         try:
             if self._interrupted is not None:
-                (batch, progress) = self._interrupted
+                batch, progress = self._interrupted
                 start = None
                 self._interrupted = None
             else:
                 batch = self.batch(step)
                 progress = None
         except NothingToLearn as error:
-            return self._without_update(step, error)
+            self._run.timers.take()
+            if self._world.is_main:
+                logger.warning("step %d learns nothing: %s", step, error)
+            return error.metrics
         except NonFiniteError as error:
             self._run.timers.take()
             return self._skipped.record(step, error.what)
@@ -111,7 +115,9 @@ class RLTrainer(Trainer):
                 train_actor=config.critic is None or step > config.critic.warmup_steps,
                 progress=progress,
                 keeps_ratios=self._tokens.records(step),
-                between=self._checkpoint_within(step, batch),
+                between=lambda progress: self._checkpoints.within_step(
+                    partial(self._partial_state, step, batch, progress)
+                ),
             )
         metrics = {**rollout_metrics(report.batch), **batch.metrics, **report.metrics}
         metrics |= self._speed(report, start)
@@ -135,16 +141,6 @@ class RLTrainer(Trainer):
         rollout = self._scorer.compute_logprobs(rollout, self._parts.plan(rollout, step=step))
         self._require_finite(step, rollout)
         return self._parts.estimate(rollout, kl_coef=self._kl.kl_coef)
-
-    def _start_timers(self) -> float | None:
-        self._run.timers.take()  # writing a checkpoint may have waited for completions
-        return time.perf_counter()
-
-    def _without_update(self, step: int, nothing: NothingToLearn) -> dict[str, float]:
-        self._run.timers.take()
-        if self._world.is_main:
-            logger.warning("step %d learns nothing: %s", step, nothing)
-        return nothing.metrics
 
     def _require_finite(self, step: int, rollout: Rollout) -> None:
         """Write out the rows with a value that is not finite, and raise NonFiniteError; on every rank."""
@@ -241,10 +237,6 @@ class RLTrainer(Trainer):
             ptx_state = None if self._updater.ptx is None else self._updater.ptx.state_dict()
             content["ptx"] = next(state for state in self._world.all_gather_objects(ptx_state) if state is not None)
         return LoopState(step, content, tensors=self._ahead.tensors())
-
-    def _checkpoint_within(self, step: int, batch: Batch) -> Callable[[Progress], None]:
-        """A checkpoint between two updates of a step, where a signal asks for one."""
-        return lambda progress: self._checkpoints.within_step(partial(self._partial_state, step, batch, progress))
 
     def _partial_state(self, step: int, batch: Batch, progress: Progress) -> LoopState:
         state = self.state(step - 1)

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from hybrid_rlhf.functional.aggregation import correction_weights, length_weights
-from hybrid_rlhf.functional.losses import ppo_policy_loss
 from tests.support.strategies import masked_batch, poisoned
 
 fast = settings(max_examples=50, deadline=None)
@@ -70,22 +69,3 @@ def test_correction_weights_are_ratios_cut_or_masked(batch: tuple[list[Tensor], 
     torch.testing.assert_close(lower[mask], torch.where(kept, ratio, 0.0)[mask].to(lower))
     same = correction_weights(old, sampler_logprobs=old, mask=mask, how="mask", clip=1.0)
     assert (same == 1).all(), "on policy nothing is corrected"
-
-
-@fast
-@given(masked_batch(tensors=4))
-def test_a_weight_scales_the_loss_of_its_token(batch: tuple[list[Tensor], Tensor]) -> None:
-    (logprobs, old, advantages, weights), mask = batch
-    settings = {"clip_low": 0.2, "clip_high": 0.3}
-    found = ppo_policy_loss(
-        logprobs, old_logprobs=old, advantages=advantages, mask=mask, weights=poisoned(weights, mask), **settings
-    )
-    expected = 0.0
-    for row in range(len(mask)):
-        for t in range(mask.shape[1]):
-            here = (slice(row, row + 1), slice(t, t + 1))
-            alone = ppo_policy_loss(
-                logprobs[here], old_logprobs=old[here], advantages=advantages[here], mask=mask[here], **settings
-            )
-            expected += float(alone.total) * float(weights[here])
-    assert float(found.total) == pytest.approx(expected, rel=1e-4, abs=1e-4)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybrid_rlhf.functional.logprobs import logprobs_from_hidden, token_entropy, token_logprobs
+from hybrid_rlhf.functional.logprobs import logprobs_from_hidden, token_logprobs
 from tests.support.tensors import LargestTensor
 
 
@@ -57,21 +59,6 @@ def test_chunked_head_equals_whole_logits(
             torch.autograd.grad(total(found), inputs, retain_graph=True),
             torch.autograd.grad(total(expected), inputs, retain_graph=True),
         )
-
-
-def test_gradients_pass_gradcheck() -> None:
-    torch.manual_seed(0)
-    shapes = ((5, 3), (7, 3), (7,))
-    hidden, weight, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
-    labels = torch.randint(0, 7, (5,))
-
-    def head(h: Tensor, w: Tensor, b: Tensor | None = None, softcap: float | None = None) -> tuple[Tensor, Tensor]:
-        return logprobs_from_hidden(
-            h, weight=w, bias=b, labels=labels, chunk_tokens=2, temperature=0.8, softcap=softcap
-        )
-
-    assert torch.autograd.gradcheck(head, (hidden, weight))
-    assert torch.autograd.gradcheck(lambda h, w, b: head(h, w, b, softcap=1.5), (hidden, weight, bias))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -179,12 +166,14 @@ def test_low_precision_is_computed_in_float32() -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 11).bfloat16()
     labels = torch.randint(0, 11, (2, 3))
-    exact = token_logprobs(logits.double(), labels=labels, temperature=0.7)
-    found = token_logprobs(logits, labels=labels, temperature=0.7)
+    exact = token_logprobs(logits.double(), labels=labels)
+    found = token_logprobs(logits, labels=labels)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-5)
 
 
 def test_entropy_with_a_token_ruled_out_is_finite() -> None:
-    logits = torch.tensor([[[0.0, 0.0, -torch.inf]]])
-    assert token_entropy(logits).item() == pytest.approx(torch.log(torch.tensor(2.0)).item())
+    bias = torch.tensor([0.0, 0.0, -torch.inf])
+    labels = torch.zeros(1, dtype=torch.long)
+    _, entropy = logprobs_from_hidden(torch.zeros(1, 2), weight=torch.zeros(3, 2), labels=labels, bias=bias)
+    assert entropy.item() == pytest.approx(math.log(2))

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor, multiprocessing
-from torch import distributed as dist
+from torch import Tensor
 
 from hybrid_rlhf.functional.masking import (
     last_index,
@@ -27,9 +26,8 @@ def test_sums_means_and_variances_are_those_of_the_picked_values(batch: tuple[li
     bad = poisoned(values, mask)
     torch.testing.assert_close(masked_sum(bad, mask=mask), picked.sum())
     torch.testing.assert_close(masked_mean(bad, mask=mask), picked.mean() if len(picked) else picked.sum())
-    for unbiased in (True, False):
-        if len(picked) > 1:
-            torch.testing.assert_close(masked_var(bad, mask=mask, unbiased=unbiased), picked.var(unbiased=unbiased))
+    if len(picked) > 1:
+        torch.testing.assert_close(masked_var(bad, mask=mask), picked.var())
     rows = torch.stack([row[keep].sum() for row, keep in zip(values, mask, strict=True)])
     torch.testing.assert_close(masked_sum(bad, mask=mask, dim=1), rows)
     torch.testing.assert_close(masked_mean(bad, mask=mask, dim=1), rows / mask.sum(dim=1).clamp(min=1))
@@ -63,31 +61,7 @@ def test_whitening_matches_the_published_values(unbiased: bool, expected: list[f
     torch.testing.assert_close(white.flatten()[: len(expected)], torch.tensor(expected), atol=1e-4, rtol=0)
 
 
-def test_whitening_of_equal_values_is_zero() -> None:
-    assert (masked_whiten(torch.full((2, 3), 5.0), mask=torch.ones(2, 3)) == 0).all()
-
-
 def test_positions_and_last_index_follow_the_mask() -> None:
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
     assert position_ids(mask).tolist() == [[0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
     assert last_index(mask).tolist() == [3, 1, 2, 0]
-
-
-def _whiten_part(rank: int, init: str, values: Tensor, mask: Tensor, results: dict[int, list[list[float]]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
-    results[rank] = masked_whiten(values[rank::2], mask=mask[rank::2], group=dist.group.WORLD).tolist()
-    dist.destroy_process_group()
-
-
-def test_whitening_over_two_ranks_is_that_of_the_whole_batch(tmp_path_factory: pytest.TempPathFactory) -> None:
-    torch.manual_seed(0)
-    values, mask = torch.randn(5, 5, dtype=torch.float64), torch.rand(5, 5) > 0.3  # ranks of 3 and 2 rows
-    values[::2] += 100  # the ranks' own means and variances are far from those of the batch
-    init = f"file://{tmp_path_factory.mktemp('store')}/store"
-    with multiprocessing.Manager() as manager:
-        results = manager.dict()
-        multiprocessing.spawn(_whiten_part, args=(init, values, mask, results), nprocs=2)
-        whole = masked_whiten(values, mask=mask)
-        for rank in range(2):
-            torch.testing.assert_close(torch.tensor(results[rank], dtype=torch.float64), whole[rank::2])

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.functional.logprobs import token_entropy, token_logprobs
+from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.functional.masking import last_index
 from hybrid_rlhf.models import head_check
 from hybrid_rlhf.models import policy as policy_module
@@ -29,11 +29,10 @@ def test_logprobs_are_those_of_hugging_face_and_padding_changes_nothing(family: 
     for row, length in enumerate([9, 5, 7]):
         alone = ids[row : row + 1, :length]
         logits = model(input_ids=alone).logits[:, :-1]
-        expected = token_logprobs(logits, labels=alone[:, 1:], temperature=0.7)
+        expected = token_logprobs(logits / 0.7, labels=alone[:, 1:])
         torch.testing.assert_close(logprobs[row : row + 1, 1:length], expected, atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(
-            entropy[row : row + 1, 1:length], token_entropy(logits, temperature=0.7), atol=2e-5, rtol=1e-4
-        )
+        expected = torch.distributions.Categorical(logits=logits / 0.7).entropy()
+        torch.testing.assert_close(entropy[row : row + 1, 1:length], expected, atol=2e-5, rtol=1e-4)
         assert (logprobs[row, length:] == 0).all() and logprobs[row, 0] == 0
 
 
@@ -60,7 +59,7 @@ def test_logits_of_a_bfloat16_model_stay_in_float32(family: str) -> None:
         logits = logits * (convention.scale if convention.softcap is None else 1.0)
         if convention.softcap is not None:
             logits = convention.softcap * torch.tanh(logits / convention.softcap)
-        expected = token_logprobs(logits[None], labels=ids[places][None], temperature=0.7)[0]
+        expected = token_logprobs(logits[None] / 0.7, labels=ids[places][None])[0]
         if error is None:
             assert float((found[places] - expected).abs().max()) > 1e-4, "rounded to bfloat16"
         else:

@@ -375,24 +375,8 @@ MISTAKES = {
     "rollout.sampling.n 1: give 2 or more",
     "--algorithm online_dpo --rollout.sampling.n 4": "algorithm online_dpo learns from pairs, got "
     "rollout.sampling.n 4: give 2",
-    **{
-        f"--algorithm online_dpo --algorithm.{key} {value}": f"algorithm online_dpo has no key algorithm.{key} (ppo, "
-        f"reinforce, rloo and others have), got {value}: leave it out"
-        for key, value in (
-            ("mask_truncated", "true"),
-            ("whiten_advantages", "true"),
-            ("loss_normalization", "sequence"),
-        )
-    },
-    "--algorithm online_dpo --algorithm.correction.method truncate": "algorithm online_dpo has no key "
-    "algorithm.correction (ppo, reinforce, rloo and others have), got {'method': 'truncate'}: leave it out",
-    "--algorithm grpo --algorithm.whiten_rewards true": "algorithm grpo has no key algorithm.whiten_rewards (ppo has), "
-    "got true: leave it out",
-    "--algorithm grpo --algorithm.select_above 0.5": "algorithm grpo has no key algorithm.select_above (raft has), got "
-    "0.5: leave it out",
     "--algorithm raft --algorithm.kl.coef 0.1": "algorithm raft selects by scores, got algorithm.kl.where reward: give "
     "--algorithm.kl.where loss and --algorithm.kl.estimator k3",
-    "--algorithm rloo --critic.warmup_steps 3": "algorithm rloo has no critic, got critic.warmup_steps 3: leave it out",
     "--algorithm.dynamic_sampling true": "algorithm.dynamic_sampling compares completions of one prompt, got "
     "rollout.sampling.n 1: give 2 or more",
     "--algorithm raft --algorithm.selected_per_prompt 8": "algorithm.selected_per_prompt must be below "

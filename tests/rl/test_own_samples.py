@@ -35,7 +35,8 @@ def test_a_sampler_that_disagrees_with_training_stops_the_run(
     limit: str | None, model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
     """In its first step, unless so much is allowed."""
-    line, errors = rollout_line(tmp_path / "run", model_folder, pair_rows), tmp_path / "errors.txt"
+    errors = tmp_path / "errors.txt"
+    line = rollout_line(tmp_path / "run", model_folder, pair_rows, "--train.max_steps", "1")
     line += [] if limit is None else ["--faults.max_logprob_diff", limit]
     code = run_step("hybrid_rlhf.cli.rl", 1, line, WrongSampler(), errors=errors)
     assert code == [2 if limit is None else 0]

@@ -109,16 +109,6 @@ def test_no_split_into_micro_batches_changes_the_gradient(which: str, world: Wor
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
 
 
-def test_updates_raise_the_probability_of_what_was_better_than_expected(world: World, paths: dict[str, str]) -> None:
-    parts = build_parts(world, paths)
-    batch, plan = collect(parts)
-    mask = batch.rollout.response_mask
-    better = mask & (batch.advantages > 0)
-    parts.updater.update(batch, [plan])
-    change = score(parts, batch.rollout)[0].old_logprobs - batch.rollout.old_logprobs
-    assert float(change[better].mean()) > float(change[mask & ~better].mean())
-
-
 def test_ptx_text_moves_the_actor_and_is_logged(world: World, paths: dict[str, str]) -> None:
     row = {"input_ids": [3, 4, 5, 6], "loss_mask": [False, True, True, True]}
     losses = []

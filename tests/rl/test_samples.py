@@ -69,7 +69,7 @@ def test_scores_of_components_follow_their_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "missing"),
-    [("ppo", set[str]()), ("grpo", {"values", "returns"}), ("dapo", {"values", "returns", "ref_logprobs", "kl"})],
+    [("ppo", set[str]()), ("dapo", {"values", "returns", "ref_logprobs", "kl"})],
 )
 def test_a_run_records_its_samples(algorithm: str, missing: set[str], model_folder: Path, tmp_path: Path) -> None:
     folder, rows = tmp_path / "run", write_rows(tmp_path / "rows.jsonl")

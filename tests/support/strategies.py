@@ -8,11 +8,9 @@ from torch import Tensor
 
 
 @st.composite
-def masked_batch(
-    draw: st.DrawFn, *, tensors: int = 1, max_rows: int = 4, max_steps: int = 7
-) -> tuple[list[Tensor], Tensor]:
+def masked_batch(draw: st.DrawFn, *, tensors: int = 1) -> tuple[list[Tensor], Tensor]:
     """Tensors [B, T] float64 and a mask [B, T] with any gaps."""
-    rows, steps = draw(st.integers(1, max_rows)), draw(st.integers(1, max_steps))
+    rows, steps = draw(st.integers(1, 4)), draw(st.integers(1, 7))
     mask = torch.tensor(
         draw(st.lists(st.lists(st.booleans(), min_size=steps, max_size=steps), min_size=rows, max_size=rows))
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hybrid_rlhf.loop.advice.curves import Curves
@@ -29,15 +29,14 @@ class Finding:
 class Advisor:
     """Takes the metrics of each step, and returns the rules that fire."""
 
-    def __init__(self, rules: Sequence[AdviceRule] = RULES) -> None:
-        self._rules = rules
+    def __init__(self) -> None:
         self._curves = Curves()
         self._firing: set[str] = set()
 
     def watch(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """Return the rules that start to fire at a step."""
         self._curves.add(step, metrics)
-        fired = {rule.name: (rule, evidence) for rule in self._rules if (evidence := rule.check(self._curves))}
+        fired = {rule.name: (rule, evidence) for rule in RULES if (evidence := rule.check(self._curves))}
         before = self._firing
         self._firing = {*fired}
         return [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -86,8 +85,11 @@ def _settings(config: StepConfig) -> list[dict[str, Any]]:
 
 def _times(curves: Curves) -> list[dict[str, Any]]:
     """Mean seconds of each phase of a step, its share of the step, and the planner's prediction, if any."""
-    names = [name for name in curves.names if name.startswith("time/") and name.endswith("_seconds")]
-    phases = {name.removeprefix("time/").removesuffix("_seconds"): _all(curves, name) for name in names}
+    phases = {
+        name.removeprefix("time/").removesuffix("_seconds"): [value for _, value in curves.points(name)]
+        for name in curves.names
+        if name.startswith("time/") and name.endswith("_seconds")
+    }
     whole = sum(phases.get("step", ())) or sum(map(sum, phases.values()))
     return [
         {
@@ -98,7 +100,3 @@ def _times(curves: Curves) -> list[dict[str, Any]]:
         }
         for phase, seconds in sorted(phases.items(), key=lambda item: -sum(item[1]))
     ]
-
-
-def _all(curves: Curves, name: str) -> Sequence[float]:
-    return [value for _, value in curves.points(name)]

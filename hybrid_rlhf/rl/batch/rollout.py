@@ -13,7 +13,7 @@ is chosen.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -72,15 +72,6 @@ class RolloutRoutes:
         padded = torch.full((*known.shape, *self.experts.shape[1:]), -1, dtype=self.experts.dtype)
         padded[known] = self.experts
         return padded.to(device)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Both tensors, by name."""
-        return dict(vars(self))
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self | None:
-        """Routes from the tensors of `tensors()`; None for an empty mapping."""
-        return cls(**tensors) if tensors else None
 
 
 class RouterAgreement:
@@ -263,7 +254,7 @@ class Rollout:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are present, by name."""
-        routes = {} if self.routes is None else self.routes.tensors()
+        routes = {} if self.routes is None else vars(self.routes)
         return _tensors_of(self) | with_prefix(_ROUTES, routes) | with_prefix(_COMPONENTS, self.components)
 
     def __len__(self) -> int:
@@ -361,8 +352,9 @@ class Rollout:
         here = {name: tensor.to(device) for name, tensor in tensors.items() if not name.startswith(_ROUTES)}
         components = without_prefix(_COMPONENTS, here)
         tensor_fields = {name: tensor for name, tensor in here.items() if not name.startswith(_COMPONENTS)}
-        routes = RolloutRoutes.from_tensors(without_prefix(_ROUTES, tensors))
-        return cls(**tensor_fields, routes=routes, components=components, metrics={})
+        routes = without_prefix(_ROUTES, tensors)
+        known = RolloutRoutes(**routes) if routes else None
+        return cls(**tensor_fields, routes=known, components=components, metrics={})
 
 
 @dataclass(frozen=True)
@@ -425,8 +417,7 @@ def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 def _tensors_of(owner: Rollout | Batch) -> dict[str, Tensor]:
     """The fields that are tensors, by name; all have N rows."""
-    values = {f.name: getattr(owner, f.name) for f in fields(owner)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in vars(owner).items() if isinstance(value, Tensor)}
 
 
 def scatter_rows(target: Tensor, indices: Sequence[int | None], values: Tensor) -> None:

@@ -45,18 +45,21 @@ class EnvironmentCalls:
         self._hanging: list[BackgroundCall[Any]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def __call__(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Results of calls, all coroutine functions or all plain functions; CallFailure for each that failed."""
+    def __call__(self, calls: Sequence[Callable[[], Any]], *, on_ended: Callable[[], None] = lambda: None) -> list[Any]:
+        """Results of calls, all coroutine functions or all plain functions; CallFailure for each that failed.
+
+        `on_ended` is called at the end of each call, in the thread of the call.
+        """
         self._hanging = [call for call in self._hanging if not call.has_ended()]
         if len(self._hanging) >= MAX_HANGING_CALLS:
             return [CallFailure(f"{len(self._hanging)} earlier calls still hang")] * len(calls)
         if not any(map(inspect.iscoroutinefunction, calls)):
-            return self._in_threads(calls)
+            return self._in_threads(calls, on_ended)
         loop = self._running_loop()
-        futures = [asyncio.run_coroutine_threadsafe(self._caught(call), loop) for call in calls]
+        futures = [asyncio.run_coroutine_threadsafe(self._caught(call, on_ended), loop) for call in calls]
         return [self._await(future, loop) for future in futures]
 
-    def _in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _in_threads(self, calls: Sequence[Callable[[], Any]], on_ended: Callable[[], None]) -> list[Any]:
         """Results of functions; the next one starts when any has ended or exceeded its time."""
         results: list[Any] = [self._late] * len(calls)
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -65,7 +68,7 @@ class EnvironmentCalls:
         while waiting or running:
             while waiting and len(running) < self._threads:
                 place, call = waiting.popleft()
-                running[place] = BackgroundCall(partial(_report, call, ended, place), device=self._device)
+                running[place] = BackgroundCall(partial(_report, call, on_ended, ended, place), device=self._device)
             oldest = next(iter(running))
             try:
                 place = ended.get(timeout=running[oldest].seconds_left(self._timeout_seconds))
@@ -76,12 +79,14 @@ class EnvironmentCalls:
                     results[place] = running.pop(place).result()
         return results
 
-    async def _caught(self, call: Callable[[], Any]) -> Any:
+    async def _caught(self, call: Callable[[], Any], on_ended: Callable[[], None]) -> Any:
         try:
             async with asyncio.timeout(self._timeout_seconds) as limit:
                 return await call()
         except BaseException as error:  # noqa: BLE001 - in this event loop only the environment can raise
             return self._late if limit.expired() else CallFailure(describe_error(error))
+        finally:
+            on_ended()
 
     def _await(self, future: Future[Any], loop: asyncio.AbstractEventLoop) -> Any:
         abandoned = loop is not self._loop  # another call of the loop has already waited for a whole time-out
@@ -102,10 +107,11 @@ class EnvironmentCalls:
         return self._loop
 
 
-def _report(call: Callable[[], Any], ended: queue.SimpleQueue[int], place: int) -> Any:
+def _report(call: Callable[[], Any], on_ended: Callable[[], None], ended: queue.SimpleQueue[int], place: int) -> Any:
     try:
         return call()
     except BaseException as error:  # noqa: BLE001 - in this thread only the environment can raise
         return CallFailure(describe_error(error))
     finally:
+        on_ended()
         ended.put(place)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -28,6 +30,26 @@ from hybrid_rlhf.runtime.world import World
 logger = logging.getLogger(LOGGER_NAME)
 
 
+@dataclass(frozen=True)
+class EpisodeJob:
+    """Episodes to run from prompts to their ends."""
+
+    generation: GenerationEngine
+    """Generation engine of the actor."""
+    prompts: Sequence[Mapping[str, Any]]
+    """Rows of `load_prompt_data`."""
+    requests: Sequence[SamplingParams]
+    """Sampling parameters of each prompt, with a seed."""
+    record_routes: Sequence[bool]
+    """For each prompt, true if the experts of its episodes are recorded."""
+    together: World
+    """Tensor-parallel ranks; the first one has the environments."""
+    timers: Timers
+    """Timers of generation and environment."""
+    on_completed: Callable[[int], None]
+    """Called during the run with the number of episodes that have ended since the last call."""
+
+
 class EpisodeRunner(ABC):
     """Runs the episodes of a rollout."""
 
@@ -38,31 +60,10 @@ class EpisodeRunner(ABC):
         self._calls = EnvironmentCalls(timeout_seconds=config.timeout_seconds, device=device, threads=config.threads)
 
     @abstractmethod
-    def run(
-        self,
-        generation: GenerationEngine,
-        prompts: Sequence[Mapping[str, Any]],
-        requests: Sequence[SamplingParams],
-        together: World,
-        timers: Timers,
-        *,
-        record_routes: Sequence[bool] | None = None,
-        on_completed: Callable[[int], None] | None = None,
-    ) -> list[list[Episode]]:
-        """Run episodes from prompts to their ends.
+    def run(self, job: EpisodeJob) -> list[list[Episode]]:
+        """The n episodes of each prompt, or any number of their sequences, which then have `Episode.sample`.
 
-        Args:
-            generation: generation engine of the actor.
-            prompts: rows of `load_prompt_data`.
-            requests: sampling parameters of each prompt, with a seed.
-            together: tensor-parallel ranks; the first one has the environments.
-            timers: timers of generation and environment.
-            record_routes: for each prompt, true if the experts of its episodes are recorded; None records none.
-            on_completed: called during the run with the number of episodes that have ended since the last call.
-
-        Returns:
-            the n episodes of each prompt, or any number of their sequences, which then have `Episode.sample`. With
-            on_failure stop, the others are incomplete once one has failed.
+        With on_failure stop, the others are incomplete once one has failed.
         """
 
     def check_failures(self, episodes: Sequence[Episode], world: World) -> None:
@@ -80,6 +81,11 @@ class EpisodeRunner(ABC):
             raise UserError(f"environment {name} failed {where}; fix it, or set environment.on_failure to zero")
         if world.is_main:
             logger.warning("environment %s gives 0 and ends %s", name, where)
+
+
+def is_finite_number(value: Any) -> bool:
+    """True if a value of a user's code is a reward; booleans are none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def environment_row(prompt: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.chat.template import ChatTemplate, render
 
 _ROLES = ("tool", "user")
-_PLACEHOLDER = "q7turnq7"
+PLACEHOLDER = "q7turnq7"
+"""Stands for a turn of the actor in a rendered conversation."""
 _PROBE = "q7toldq7"
 
 
@@ -28,12 +29,13 @@ class ObservationEncoder:
         """
         self._tokenizer = tokenizer
         self._max_tokens = max_observation_tokens
-        self._role = next((role for role in _ROLES if self._shows(role)), None)
-        if self._role is None:
+        role = next((role for role in _ROLES if self._shows(role)), None)
+        if role is None:
             raise UserError(
                 "an environment needs a chat template that shows a tool's or a user's turn after the assistant's, "
                 "the tokenizer's shows neither: set data.chat_template to another"
             )
+        self._role = role
 
     def observation_ids(self, observation: str, *, end_token: int | None) -> list[int]:
         """Tokens of an observation.
@@ -42,10 +44,9 @@ class ObservationEncoder:
             observation: the text; cut to max_observation_tokens.
             end_token: stop token that ended the actor's turn; None if the turn was truncated.
         """
-        ids = self._ids(observation)
+        ids = self._tokenizer(observation, add_special_tokens=False)["input_ids"]
         if len(ids) > self._max_tokens:
             observation = str(self._tokenizer.decode(ids[: self._max_tokens]))
-        assert self._role is not None
         rest = self._after_turn(self._role, observation)
         return ids_after_turn(rest, self._tokenizer, end_token=end_token)
 
@@ -56,13 +57,10 @@ class ObservationEncoder:
             return False
 
     def _after_turn(self, role: str, observation: str) -> str:
-        messages = [("user", "."), ("assistant", _PLACEHOLDER), (role, observation)]
+        messages = [("user", "."), ("assistant", PLACEHOLDER), (role, observation)]
         conversation = [{"role": speaker, "content": content} for speaker, content in messages]
         text = render(conversation, self._tokenizer, add_generation_prompt=True)
-        return text.partition(_PLACEHOLDER)[2]
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return text.partition(PLACEHOLDER)[2]
 
 
 def ids_after_turn(text: str, tokenizer: PreTrainedTokenizerBase, *, end_token: int | None) -> list[int]:

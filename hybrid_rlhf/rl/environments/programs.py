@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -27,15 +25,12 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import EndpointConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.generation.engine import GenerationEngine
-from hybrid_rlhf.generation.sampling import SamplingParams
 from hybrid_rlhf.loop.user_code import import_named
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import CallFailure
-from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, environment_row
+from hybrid_rlhf.rl.environments.episodes import EpisodeJob, EpisodeRunner, environment_row, is_finite_number
 from hybrid_rlhf.rl.environments.recording import EpisodeService
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
-from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.episodes import EpisodeQueue
@@ -113,37 +108,42 @@ class ProgramRunner(EpisodeRunner):
                 shown = ", ".join(url for url in urls if url is not None)
                 logger.info("rollout.endpoint: programs ask the actor at %s while a rollout is sampled", shown)
 
-    def run(
-        self,
-        generation: GenerationEngine,
-        prompts: Sequence[Mapping[str, Any]],
-        requests: Sequence[SamplingParams],
-        together: World,
-        timers: Timers,
-        *,
-        record_routes: Sequence[bool] | None = None,
-        on_completed: Callable[[int], None] | None = None,
-    ) -> list[list[Episode]]:
-        """Run a program for each episode; the experts of tokens are not recorded. Arguments as in EpisodeRunner."""
-        if together.size > 1:
+    def run(self, job: EpisodeJob) -> list[list[Episode]]:
+        """Run a program for each episode; the experts of tokens are not recorded."""
+        generation = job.generation
+        prompts = job.prompts
+        ranks = job.together.size
+        if ranks > 1:
             raise UserError(
-                f"environment.program samples on one rank, got {together.size} that share the model: give "
+                f"environment.program samples on one rank, got {ranks} that share the model: give "
                 "rollout.tensor_parallel 1"
             )
         if not prompts:
             return []
-        episodes = sum(params.n for params in requests)
+        episodes = sum(params.n for params in job.requests)
         rows = min(episodes, self._rollout.max_decode_rows or episodes)
         longest = self._rollout.max_prompt_tokens + self._rollout.sampling.max_new_tokens
-        with timers("generation"), generation.open(rows=rows, max_tokens=longest) as batch:
+        with job.timers("generation"), generation.open(rows=rows, max_tokens=longest) as batch:
             sampling = self._rollout.sampling
             shared = Service(batch, self._tokenizer, name=MODEL, sampling=sampling, max_queue=sys.maxsize)
             played = [
-                _Played(place, sample, environment_row(prompt), self._service(shared, generation, params, sample))
-                for place, (prompt, params) in enumerate(zip(prompts, requests, strict=True))
+                _Played(
+                    place,
+                    sample,
+                    environment_row(prompt),
+                    EpisodeService(
+                        shared,
+                        config=self._config,
+                        sampling=params,
+                        sample=sample,
+                        weight_version=generation.weight_version,
+                        stop_token_ids=generation.stop_token_ids,
+                    ),
+                )
+                for place, (prompt, params) in enumerate(zip(prompts, job.requests, strict=True))
                 for sample in range(params.n)
             ]
-            results = self._play(shared, played, on_completed)
+            results = self._play(shared, played, job.on_completed)
         if batch.failure is not None:
             raise batch.failure
         sequences: list[list[Episode]] = [[] for _ in prompts]
@@ -151,28 +151,13 @@ class ProgramRunner(EpisodeRunner):
             sequences[episode.prompt] += _sequences(episode, result, prompts[episode.prompt]["input_ids"])
         return sequences
 
-    def _service(
-        self, shared: Service, generation: GenerationEngine, params: SamplingParams, sample: int
-    ) -> EpisodeService:
-        return EpisodeService(
-            shared,
-            config=self._config,
-            sampling=params,
-            sample=sample,
-            weight_version=generation.weight_version,
-            stop_token_ids=generation.stop_token_ids,
-        )
-
-    def _play(
-        self, shared: Service, played: Sequence[_Played], on_completed: Callable[[int], None] | None
-    ) -> list[Any]:
+    def _play(self, shared: Service, played: Sequence[_Played], on_completed: Callable[[int], None]) -> list[Any]:
         """Run the programs; the result of each episode, or a CallFailure."""
         counting = threading.Lock()
 
         def count() -> None:
             with counting:
-                if on_completed is not None:
-                    on_completed(1)
+                on_completed(1)
 
         named = {secrets.token_hex(8): episode for episode in played}
 
@@ -185,7 +170,7 @@ class ProgramRunner(EpisodeRunner):
         access = Access(self._host, self._api_key)
         app = build_app(shared, access, created=int(time.time()), episodes=find, queue=queue)
         with served_in_background(app, self._host, self._port) as url:
-            results = self._calls([_followed(self._call(queue, url, *item), count) for item in named.items()])
+            results = self._calls([self._call(queue, url, *item) for item in named.items()], on_ended=count)
             for episode in played:
                 episode.end()
             shared.batch.close()  # requests that still run end, and then the server
@@ -199,24 +184,6 @@ class ProgramRunner(EpisodeRunner):
         assert self._program is not None
         address = {"base_url": f"{url}/episodes/{name}/v1", "api_key": self._api_key}
         return partial(self._program, **address, model=MODEL, row=played.row, **self._config.options)
-
-
-def _followed(call: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
-    """A call, or a coroutine function, that calls another function when it ends."""
-
-    async def awaited() -> Any:
-        try:
-            return await call()
-        finally:
-            then()
-
-    def called() -> Any:
-        try:
-            return call()
-        finally:
-            then()
-
-    return awaited if inspect.iscoroutinefunction(call) else called
 
 
 def read_program(config: EnvironmentConfig) -> Program:
@@ -258,11 +225,11 @@ def _sequences(played: _Played, result: object, prompt: Sequence[int]) -> list[E
     return sequences
 
 
-def _read_reward(result: object) -> float | CallFailure:
+def _read_reward(result: Any) -> float | CallFailure:
     if isinstance(result, CallFailure):
         return result
     if result is None:
         return 0.0
-    if isinstance(result, bool) or not isinstance(result, Real) or not math.isfinite(result):
+    if not is_finite_number(result):
         return CallFailure(f"a program must return a finite number or None, it returned {shortened(repr(result))}")
     return float(result)

@@ -24,13 +24,12 @@ from hybrid_rlhf.data.chat.template import render, token_ids
 from hybrid_rlhf.generation.open_batch import StreamedToken
 from hybrid_rlhf.generation.sampling import Completion, derive_seed
 from hybrid_rlhf.rl.batch import Episode
-from hybrid_rlhf.rl.environments.observations import ids_after_turn
+from hybrid_rlhf.rl.environments.observations import PLACEHOLDER, ids_after_turn
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
 from hybrid_rlhf.serving.service import Job, Service
 
 logger = logging.getLogger(LOGGER_NAME)
-_PLACEHOLDER = "q7turnq7"
 _FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters that training needs to know: a request does not change them."""
 
@@ -190,12 +189,12 @@ class EpisodeService(Service):
             return None
         if not any(reply.is_repeated_by(messages[place]) for reply in turn.replies):
             return None
-        shown = [*messages[:place], {"role": "assistant", "content": _PLACEHOLDER}, *messages[place + 1 :]]
+        shown = [*messages[:place], {"role": "assistant", "content": PLACEHOLDER}, *messages[place + 1 :]]
         try:
             text = render(shown, self.tokenizer, tools=tools, add_generation_prompt=True)
         except UserError:  # a template may refuse a tool's result without a call
             return None
-        before, _, rest = text.partition(_PLACEHOLDER)
+        before, _, rest = text.partition(PLACEHOLDER)
         return rest if before.startswith(turn.text) and not before[len(turn.text) :].strip() else None
 
     def _plain(self, body: GenerationBody) -> list[_Prompt]:

@@ -5,11 +5,9 @@ Random numbers of a turn are keyed by prompt, sample and turn, so an episode is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Real
 from typing import Any, cast
 
 import numpy as np
@@ -28,11 +26,9 @@ from hybrid_rlhf.loop.user_code import describe_error
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import CallFailure
 from hybrid_rlhf.rl.environments.environment import Environment, EnvironmentFactory, StepResult
-from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, environment_row
+from hybrid_rlhf.rl.environments.episodes import EpisodeJob, EpisodeRunner, environment_row, is_finite_number
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
 from hybrid_rlhf.runtime.observability.logs import shortened
-from hybrid_rlhf.runtime.observability.timers import Timers
-from hybrid_rlhf.runtime.world import World
 
 
 @dataclass
@@ -73,52 +69,41 @@ class EnvironmentRunner(EpisodeRunner):
         self._tokenizer = tokenizer
         self._turns = ObservationEncoder(tokenizer, max_observation_tokens=config.max_observation_tokens)
 
-    def run(
-        self,
-        generation: GenerationEngine,
-        prompts: Sequence[Mapping[str, Any]],
-        requests: Sequence[SamplingParams],
-        together: World,
-        timers: Timers,
-        *,
-        record_routes: Sequence[bool] | None = None,
-        on_completed: Callable[[int], None] | None = None,
-    ) -> list[list[Episode]]:
-        """Run the episodes; all unfinished ones take a turn together. Arguments as in EpisodeRunner."""
+    def run(self, job: EpisodeJob) -> list[list[Episode]]:
+        """Run the episodes; all unfinished ones take a turn together."""
+        generation = job.generation
         entries = [
             _RunningEpisode(environment_row(prompt), Episode(list(prompt["input_ids"])), params, sample, records)
-            for prompt, params, records in zip(prompts, requests, record_routes or [False] * len(prompts), strict=True)
+            for prompt, params, records in zip(job.prompts, job.requests, job.record_routes, strict=True)
             for sample in range(params.n)
         ]
-        self._begin(entries, together, timers)
+        self._begin(entries, job)
         ended = 0
         for turn in range(self._config.max_turns):
             running = [entry for entry in entries if entry.running and (turn == 0 or self._observe(entry, generation))]
             failed = any(entry.episode.failure for entry in entries)
             if (turn and not running) or (failed and self._config.on_failure == "stop"):
                 break
-            with timers("generation"):
+            with job.timers("generation"):
                 completions = generation.generate(
                     [entry.episode.ids for entry in running],
                     [self._turn_params(entry, turn, generation) for entry in running],
                     record_routes=[entry.records_routes for entry in running],
-                    on_completed=None if on_completed is None else lambda _: on_completed(0),
+                    on_completed=lambda _: job.on_completed(0),
                 )
-            self._step(running, [completion for (completion,) in completions], together, timers)
-            if on_completed is not None:
-                before = ended
-                ended = sum(not entry.running for entry in entries)
-                on_completed(ended - before)
+            self._step(running, [completion for (completion,) in completions], job)
+            before = ended
+            ended = sum(not entry.running for entry in entries)
+            job.on_completed(ended - before)
         episodes = iter([entry.episode for entry in entries])
-        return [[next(episodes) for _ in range(params.n)] for params in requests]
+        return [[next(episodes) for _ in range(params.n)] for params in job.requests]
 
-    def _begin(self, entries: Sequence[_RunningEpisode], together: World, timers: Timers) -> None:
+    def _begin(self, entries: Sequence[_RunningEpisode], job: EpisodeJob) -> None:
         """Create the environments, and reset them to obtain the prompts."""
         openings = self._call(
             lambda: [self._opening(entry) for entry in entries],
             lambda place, opening: self._read_opening(opening, entries[place].row),
-            together,
-            timers,
+            job,
         )
         for entry, prompt in zip(entries, openings, strict=True):
             if isinstance(prompt, CallFailure):
@@ -134,17 +119,13 @@ class EnvironmentRunner(EpisodeRunner):
             return lambda: failed
         return partial(entry.environment.reset, entry.row)
 
-    def _step(
-        self, entries: Sequence[_RunningEpisode], completions: Sequence[Completion], together: World, timers: Timers
-    ) -> None:
+    def _step(self, entries: Sequence[_RunningEpisode], completions: Sequence[Completion], job: EpisodeJob) -> None:
         """Add a turn of the actor to each episode, and step its environment."""
         for entry, completion in zip(entries, completions, strict=True):
             entry.episode.add_turn(completion)
             entry.running = entry.episode.failure is None
         pairs = [pair for pair in zip(entries, completions, strict=True) if pair[0].running]
-        steps = self._call(
-            lambda: [self._turn(*pair) for pair in pairs], lambda _, result: _read_step(result), together, timers
-        )
+        steps = self._call(lambda: [self._turn(*pair) for pair in pairs], lambda _, result: _read_step(result), job)
         for (entry, completion), step in zip(pairs, steps, strict=True):
             if isinstance(step, CallFailure):
                 entry.episode.failure = step.reason
@@ -161,19 +142,15 @@ class EnvironmentRunner(EpisodeRunner):
         return partial(entry.environment.step, completion_text(completion.token_ids, self._tokenizer))
 
     def _call(
-        self,
-        calls: Callable[[], list[Callable[[], Any]]],
-        read: Callable[[int, Any], Any],
-        together: World,
-        timers: Timers,
+        self, calls: Callable[[], list[Callable[[], Any]]], read: Callable[[int, Any], Any], job: EpisodeJob
     ) -> list[Any]:
         """Results of calls, as `read(index, result)` converts them, or CallFailure; called on the group's main rank."""
         results = []
-        if together.is_main:
-            with timers("environment"):
+        if job.together.is_main:
+            with job.timers("environment"):
                 returned = self._calls(calls())
                 results = [x if isinstance(x, CallFailure) else read(place, x) for place, x in enumerate(returned)]
-        return together.all_gather_objects(results)[0]
+        return job.together.all_gather_objects(results)[0]
 
     def _read_opening(self, opening: object, row: Mapping[str, Any]) -> list[int] | None | CallFailure:
         """Token ids of the prompt that reset returned; None for the row's prompt."""
@@ -226,7 +203,7 @@ def _read_step(result: object) -> StepResult | CallFailure:
     observation, reward, done = result
     if not isinstance(done, (bool, np.bool_)):
         return CallFailure(f"step must return done as True or False, it returned {shortened(repr(done))}")
-    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
+    if not is_finite_number(reward):
         return CallFailure(f"step must return a finite number as reward, it returned {shortened(repr(reward))}")
     if not _is_valid_text(observation) and not (done and observation is None):
         return CallFailure(f"step must return a text as observation, it returned {shortened(repr(observation))}")

@@ -18,7 +18,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -100,7 +100,7 @@ class EndpointReward(RewardComponent):
             async with replicas.slots:
                 replica = replicas.take(tries)
                 reply = await self._try(client, replica.address, body, len(texts))
-                replicas.put_back(replica, failed=reply.failed and reply.may_retry)
+                replicas.put_back(replica, failed=bool(reply.scores.failures) and reply.may_retry)
             tries[replica.address.url] += 1
             scores = scores.filled_from(reply.scores)
             if not (scores.failures and reply.may_retry) or tries.total() > self._config.most_retries:
@@ -117,7 +117,8 @@ class EndpointReward(RewardComponent):
         except TimeoutError:
             return failed(count, f"{address.shown} took longer than {self._config.timeout_seconds:g} s")
         except Exception as error:  # noqa: BLE001 - if one rank raised alone, the others would wait forever
-            return failed(count, f"{address.shown} cannot be reached ({describe_connection_error(error, address)})")
+            reason = f"{type(error).__name__}: {address.hide(first_line(error))}"
+            return failed(count, f"{address.shown} cannot be reached ({reason})")
 
 
 @dataclass
@@ -128,15 +129,12 @@ class _Replica:
     """Failures since its last successful reply."""
 
 
-@dataclass
 class _Replicas:
     """Chooses the replica of each attempt; new for every rollout, so that failed replicas are used again."""
 
-    addresses: Sequence[Address]
-    jitter: random.Random = field(default_factory=random.Random)  # independent of the run's seed
-
-    def __post_init__(self) -> None:
-        self._all = [_Replica(address) for address in self.addresses]
+    def __init__(self, addresses: Sequence[Address]) -> None:
+        self._all = [_Replica(address) for address in addresses]
+        self.jitter = random.Random()  # independent of the run's seed  # nosec B311
         self.slots = asyncio.Semaphore(REQUESTS_PER_REPLICA * len(self._all))
 
     def take(self, tries: Counter[str]) -> _Replica:
@@ -177,23 +175,23 @@ class Address:
     """Longest first, so that a secret that contains another is replaced as a whole."""
 
     @classmethod
-    def of(cls, url: str, *, shown: str | None = None, key: str | None = None) -> Self:
+    def of(cls, url: str, *, shown: str, key: str | None) -> Self:
         """Find the secrets in a URL.
 
         Args:
             url: URL of requests.
-            shown: URL in messages; None: the URL without user, password and query.
-            key: API key of the endpoint.
+            shown: URL of the config, which messages show without user, password and query.
+            key: API key of the endpoint, if any.
         """
         parsed = urlsplit(url)
         user_info = parsed.netloc.rpartition("@")[0]
         pieces = [url, user_info, *user_info.split(":"), parsed.query, *(value for _, value in parse_qsl(parsed.query))]
-        if shown is not None and urlsplit(shown).path != parsed.path:
+        if urlsplit(shown).path != parsed.path:
             pieces += [parsed.path, *parsed.path.split("/")]
         pieces += [unquote(piece) for piece in pieces] + [key or ""]
         pieces.append(base64.b64encode(unquote(user_info).encode()).decode())  # as in the Authorization header
         known = {piece for piece in pieces if len(piece) >= _MIN_SECRET_LENGTH}
-        return cls(url, shown_url(shown or url), tuple(sorted(known, key=len, reverse=True)))
+        return cls(url, shown_url(shown), tuple(sorted(known, key=len, reverse=True)))
 
     def hide(self, text: str) -> str:
         """A text with the secrets replaced."""
@@ -209,11 +207,6 @@ class Reply:
     scores: ComponentScores
     may_retry: bool = False
     """True if a retry may succeed, false if the request itself is wrong."""
-
-    @property
-    def failed(self) -> bool:
-        """True if any row failed."""
-        return bool(self.scores.failures)
 
 
 def failed(count: int, reason: str, *, may_retry: bool = True) -> Reply:
@@ -245,11 +238,6 @@ async def read_reply(response: httpx2.Response, count: int, address: Address) ->
         return failed(count, f'got {_start(content, address)} in place of {{"scores": [...]}}')
     scores = ComponentScores.read(reply["scores"], count, show=lambda value: address.hide(repr(value)))
     return Reply(scores, may_retry=True)
-
-
-def describe_connection_error(error: BaseException, address: Address) -> str:
-    """A connection error in one line, without secrets."""
-    return f"{type(error).__name__}: {address.hide(first_line(error))}"
 
 
 def _start(content: bytearray, address: Address) -> str:

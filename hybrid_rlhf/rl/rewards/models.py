@@ -85,6 +85,16 @@ class _PresentModel(RewardComponent):
     def _score(self, batch: RewardBatch) -> ComponentScores:
         """Scores of this rank's rows."""
 
+    def _values(self, batch: RewardBatch, read: Callable[[Sequence[int | None]], Tensor]) -> list[float]:
+        """One number per row, from the model's scores of each micro-batch: `read(indices)`, [n] or [n, heads]."""
+        with self._engine.on_device():
+            scores = [
+                read(indices)[[place for place, index in enumerate(indices) if index is not None]]
+                for indices in batch.micro_batches
+            ]
+        values: list[float] = self._transform(torch.cat(scores)).tolist()
+        return values
+
 
 class ModelReward(_PresentModel):
     """A reward model that reads the actor's tokens."""
@@ -101,12 +111,24 @@ class ModelReward(_PresentModel):
         self._end = end
 
     def _score(self, batch: RewardBatch) -> ComponentScores:
-        with self._engine.on_device():
-            scores = [
-                score_tokens(self._engine, batch.rollout, indices, self._end)[_present(indices)]
-                for indices in batch.micro_batches
-            ]
-        return ComponentScores.read(self._transform(torch.cat(scores)).tolist(), len(batch.rows))
+        values = self._values(batch, lambda indices: self._read(batch.rollout.rows(indices)))
+        return ComponentScores.read(values, len(values))
+
+    def _read(self, batch: Rollout) -> Tensor:
+        """Scores of a micro-batch; rows that end with the end of a turn get the tokens after it, if the model has the
+        positions."""
+        last, tail = self._end or (-1, ())
+        ids, mask = (pad(tokens, (0, len(tail))) for tokens in (batch.input_ids, batch.attention_mask))
+        lengths = batch.lengths[:, None]
+        limit = getattr(self._engine.config, "max_position_embeddings", None)
+        ended = ids.gather(1, lengths - 1) == last
+        if limit is not None:
+            ended &= lengths + len(tail) <= limit
+        ended = ended[:, 0].nonzero()
+        places = lengths[ended[:, 0]] + torch.arange(len(tail), device=ids.device)
+        ids[ended, places] = torch.tensor(tail, dtype=ids.dtype, device=ids.device)
+        mask[ended, places] = True
+        return scores_at_end(self._engine(ids, mask), mask)
 
 
 class AbsentReward(RewardComponent):
@@ -152,16 +174,23 @@ class RetokenizingModelReward(_PresentModel):
             if isinstance(tokens, str):
                 failures[place] = tokens
             tokenized[row] = empty if isinstance(tokens, str) else tokens
-        with self._engine.on_device():
-            scores = [
-                score_text(self._engine, [tokenized[row] for row in indices], self._steps)[_present(indices)]
-                for indices in batch.micro_batches
-            ]
-        values = self._transform(torch.cat(scores)).tolist()
+        values = self._values(batch, lambda indices: self._read([tokenized[row] for row in indices]))
         scores_of_rows = ComponentScores.read(
             [None if place in failures else v for place, v in enumerate(values)], len(values)
         )
         return ComponentScores(scores_of_rows.values, scores_of_rows.failures | failures)
+
+    def _read(self, rows: Sequence[StepwiseTokens]) -> Tensor:
+        """Scores of a micro-batch of conversations in the model's own tokens."""
+        engine = self._engine
+        ids = pad_sequence([torch.tensor(row.input_ids) for row in rows], batch_first=True).to(engine.device)
+        lengths = torch.tensor([len(row.input_ids) for row in rows], device=engine.device)
+        mask = torch.arange(ids.shape[1], device=engine.device) < lengths[:, None]
+        outputs: Tensor = engine(ids, mask)
+        if self._steps == "last":
+            return scores_at_end(outputs, mask)
+        over = {"min": lambda p: p.amin(dim=0), "product": lambda p: p.prod(dim=0), "mean": lambda p: p.mean(dim=0)}
+        return torch.stack([over[self._steps](outputs[place, row.ends].sigmoid()) for place, row in enumerate(rows)])
 
     def _tokenize(self, prompt: list[Message], completion: str, tools: Tools | None) -> StepwiseTokens | str:
         """Token ids of a conversation, as in the model's training, or why the model cannot read it."""
@@ -193,61 +222,9 @@ def _calibrated(component: RewardComponentConfig, config: PreTrainedConfig, name
     return values
 
 
-def score_tokens(
-    engine: RewardModel,
-    rollout: Rollout,
-    indices: Sequence[int | None],
-    end: tuple[int, Sequence[int]] | None = None,
-) -> Tensor:
-    """Scores of a micro-batch in the actor's tokens: float32 [n], or [n, heads] of several heads.
-
-    Args:
-        engine: the reward model.
-        rollout: the whole rollout.
-        indices: rows of the micro-batch.
-        end: last token of a turn, and the tokens to append to rows that end with it, if the model has the positions.
-    """
-    batch = rollout.rows(indices)
-    last, tail = end or (-1, ())
-    ids, mask = (pad(tokens, (0, len(tail))) for tokens in (batch.input_ids, batch.attention_mask))
-    lengths = batch.lengths[:, None]
-    limit = getattr(engine.config, "max_position_embeddings", None)
-    ended = ids.gather(1, lengths - 1) == last
-    if limit is not None:
-        ended &= lengths + len(tail) <= limit
-    ended = ended[:, 0].nonzero()
-    places = lengths[ended[:, 0]] + torch.arange(len(tail), device=ids.device)
-    ids[ended, places] = torch.tensor(tail, dtype=ids.dtype, device=ids.device)
-    mask[ended, places] = True
-    return scores_at_end(engine(ids, mask), mask)
-
-
-def score_text(engine: RewardModel, rows: Sequence[StepwiseTokens], steps: str = "last") -> Tensor:
-    """Scores of conversations in the model's own tokens: float32 [n], or [n, heads] of several heads.
-
-    Args:
-        engine: the reward model.
-        rows: the conversations.
-        steps: see RewardComponentConfig.
-    """
-    ids = pad_sequence([torch.tensor(row.input_ids) for row in rows], batch_first=True).to(engine.device)
-    lengths = torch.tensor([len(row.input_ids) for row in rows], device=engine.device)
-    mask = torch.arange(ids.shape[1], device=engine.device) < lengths[:, None]
-    outputs: Tensor = engine(ids, mask)
-    if steps == "last":
-        return scores_at_end(outputs, mask)
-    over = {"min": lambda p: p.amin(dim=0), "product": lambda p: p.prod(dim=0), "mean": lambda p: p.mean(dim=0)}[steps]
-    return torch.stack([over(outputs[place, row.ends].sigmoid()) for place, row in enumerate(rows)])
-
-
 def tokenizes_alike(tokenizer: PreTrainedTokenizerBase, actor_tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if two tokenizers give a conversation the same tokens: same vocabulary and chat template."""
     return (
         tokenizer.get_vocab() == actor_tokenizer.get_vocab()
         and tokenizer.chat_template == actor_tokenizer.chat_template
     )
-
-
-def _present(indices: Sequence[int | None]) -> list[int]:
-    """Positions of the rows that are not empty."""
-    return [place for place, index in enumerate(indices) if index is not None]

@@ -9,13 +9,11 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.placement import ZeroStage
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine, build_reader
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
-from hybrid_rlhf.engines.residency.rules import RoleResidency
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.reader import InferenceReader
@@ -179,8 +177,20 @@ class _Builder:
         )
 
     def frozen(self, role: Role, name: str, path: str) -> FrozenRole:
+        """A frozen model by its name in the placement: a scorer as reward, a language model as reference."""
+        config = self._config
         place = self._placement[name]
-        spec = _frozen_spec(self._config, role, path, stage=place.zero, residency=self._residency[name])
+        residency = self._residency[name]
+        spec = EngineSpec(
+            role,
+            path,
+            config.model,
+            residency.frozen_zero(place.zero),
+            config.seed,
+            deepspeed_overrides=read_overrides(config.deepspeed_config),
+            heads=None,
+            offload_weights=residency.visits("weights"),
+        )
         if place.tensor_parallel == 1:
             return self._engine(spec, name)
         part = self._part(name)
@@ -217,22 +227,6 @@ class _Builder:
         facts = self._run.world.broadcast_object(None if engine is None else engine.facts, source=part.members[0])
         assert facts is not None
         return facts
-
-
-def _frozen_spec(config: RLConfig, role: Role, path: str, *, stage: ZeroStage, residency: RoleResidency) -> EngineSpec:
-    """The spec of a frozen model.
-
-    Args:
-        config: the step.
-        role: reward or critic for a scorer, reference or actor for a language model.
-        path: resolved path of the model.
-        stage: its ZeRO stage, 0 or 3.
-        residency: where its weights are stored.
-    """
-    zero = residency.frozen_zero(stage)
-    overrides = read_overrides(config.deepspeed_config)
-    spec = EngineSpec(role, path, config.model, zero, config.seed, deepspeed_overrides=overrides, heads=None)
-    return replace(spec, offload_weights=residency.visits("weights"))
 
 
 def _critic_path(config: RLConfig, run: Run, actor_path: str) -> str | None:

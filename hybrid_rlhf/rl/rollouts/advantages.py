@@ -55,8 +55,6 @@ class ScoreScaling:
 
     def __call__(self, scores: Tensor) -> Tensor:
         """Scale scores [N]; with running statistics, add them to the statistics first."""
-        if self._how == "none":
-            return scores
         if self._how == "running":
             self.observe(scores)
         return self.scaled(scores)

@@ -107,20 +107,14 @@ def _sent(values: Sequence[Any], count: int, dtype: np.dtype[Any], source: int, 
 def _read(headings: Sequence[_Heading], ids: np.ndarray, floats: np.ndarray, experts: np.ndarray) -> list[Sampled]:
     """The completions that headings and flat numbers describe."""
     completions = []
-    token = 0
-    number = 0
+    tokens = iter(ids.tolist())
+    numbers = iter(floats.tolist())
     byte = 0
     for heading in headings:
-        prompt = ids[token : token + heading.prompt_tokens].tolist()
-        token += heading.prompt_tokens
-        token_ids = ids[token : token + heading.tokens].tolist()
-        token += heading.tokens
-        logprobs = floats[number : number + heading.tokens].tolist()
-        number += heading.tokens
-        drawn: list[float] = []
-        if heading.truncates:
-            drawn = floats[number : number + heading.tokens].tolist()
-            number += heading.tokens
+        prompt = list(itertools.islice(tokens, heading.prompt_tokens))
+        token_ids = list(itertools.islice(tokens, heading.tokens))
+        logprobs = list(itertools.islice(numbers, heading.tokens))
+        drawn = list(itertools.islice(numbers, heading.tokens * heading.truncates))
         routes = None
         if heading.routes is not None:
             shape, dtype = heading.routes

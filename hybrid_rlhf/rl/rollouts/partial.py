@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,18 +62,13 @@ class PromptInFlight:
     """Number of the tensor-parallel group that samples it."""
 
 
-class CarriedPrompts:
-    """The prompts in flight of this rank's group. Rollouts use them one at a time, in the order of steps."""
-
-    def __init__(self) -> None:
-        self.prompts: list[AssignedPrompt] = []
-
-
 @dataclass(frozen=True)
 class RolloutPart:
     """The share of this rank's group in a rollout."""
 
-    carried: CarriedPrompts
+    carried: list[AssignedPrompt]
+    """The prompts in flight of the group, one list for all rollouts, which use it one at a time, in the order of
+    steps."""
     first: int
     """Place of the first prompt that begins in the rollout."""
     begins: Sequence[int]
@@ -85,9 +80,9 @@ class RolloutPart:
 
     def join(self, new: Sequence[AssignedPrompt]) -> tuple[list[AssignedPrompt], FinishedShare]:
         """All prompts that the group samples, carried ones first, and the condition that ends the rollout."""
-        self.carried.prompts = joined = [*self.carried.prompts, *new]
-        required = [index for index, prompt in enumerate(joined) if prompt.place in self.overdue]
-        return joined, FinishedShare(self.prompts, frozenset(required))
+        self.carried.extend(new)
+        required = [index for index, prompt in enumerate(self.carried) if prompt.place in self.overdue]
+        return [*self.carried], FinishedShare(self.prompts, frozenset(required))
 
     def hand_over(
         self, prompts: Sequence[AssignedPrompt], samples: Sequence[list[Completion]]
@@ -102,7 +97,7 @@ class RolloutPart:
             if all(completion.finish_reason is not None for completion in of_prompt)
         ]
         taken = sorted(index for *_, index in sorted(finished)[: self.prompts])
-        self.carried.prompts = [
+        self.carried[:] = [
             replace(prompt, begun=samples[index]) for index, prompt in enumerate(prompts) if index not in taken
         ]
         return [prompts[index] for index in taken], [samples[index] for index in taken]
@@ -111,34 +106,20 @@ class RolloutPart:
 class PartialRollouts:
     """The prompts in flight, and each group's share of a rollout; the same on every rank."""
 
-    def __init__(self, config: RolloutConfig, *, groups: int, group: int | None, total_steps: int) -> None:
-        """Take the settings.
-
-        Args:
-            config: rollout settings with `partial`.
-            groups: number of tensor-parallel groups that sample.
-            group: index of this rank's group; None if the rank samples in no group.
-            total_steps: steps of the run.
-        """
+    def __init__(self, config: RolloutConfig, engine: SamplingEngine, *, total_steps: int) -> None:
+        """Take the rollout settings with `partial`, the engine that samples, and the number of steps of the run."""
         assert config.partial is not None
         self._per_step = config.prompts_per_step
         self.extra = config.extra_prompts
         self._max_lag = config.partial.max_lag
-        self._groups = groups
-        self._group = group
+        self._groups, self._group = engine.groups
         self._total_steps = total_steps
-        self._carried = CarriedPrompts()
+        self._carried: list[AssignedPrompt] = []
         self._in_flight: dict[int, PromptInFlight] = {}
         """Prompts in flight by place, which is unique over the whole run."""
-        self._loads = [0] * groups
+        self._loads = [0] * self._groups
         """Number of prompts of each group in flight after all rollouts that have begun."""
         self._tensors: dict[str, Tensor] = {}
-
-    @classmethod
-    def of(cls, config: RolloutConfig, engine: SamplingEngine, *, total_steps: int) -> Self | None:
-        """The partial rollouts of an engine; None if each rollout finishes its own prompts."""
-        groups, group = engine.groups
-        return None if config.partial is None else cls(config, groups=groups, group=group, total_steps=total_steps)
 
     @property
     def any_in_flight(self) -> bool:
@@ -189,7 +170,7 @@ class PartialRollouts:
         """
         mine = [
             Sampled(prompt.place, list(prompt.row["input_ids"]), completion)
-            for prompt in self._carried.prompts * sends
+            for prompt in self._carried * sends
             for completion in prompt.begun
         ]
         whole = sorted(gather_completions(mine, world), key=lambda sample: sample.place)
@@ -233,7 +214,7 @@ class PartialRollouts:
             rollout = Rollout.from_tensors(named, torch.device("cpu"))
             for row, (place, reason) in enumerate(state["completions"]):
                 begun[place].append(replace(_completion(rollout, row), finish_reason=reason))
-        self._carried.prompts = [
+        self._carried[:] = [
             replace(assigned(place, prompt), begun=begun[place])
             for place, prompt in self._in_flight.items()
             if prompt.group == self._group

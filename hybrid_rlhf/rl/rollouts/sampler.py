@@ -26,7 +26,7 @@ from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
 from hybrid_rlhf.rl.batch import Episode, Rollout
-from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, as_rollout
+from hybrid_rlhf.rl.environments.episodes import EpisodeJob, EpisodeRunner, as_rollout
 from hybrid_rlhf.rl.rollouts.exchange import Sampled, gather_completions
 from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt, RolloutPart
 from hybrid_rlhf.runtime.background import BackgroundCall, SideStream
@@ -282,11 +282,10 @@ class RolloutSampler:
         requests = [prompt.params for prompt in mine]
         recorded = [prompt.recorded and generation.records_routes for prompt in mine]
         if self._environments is not None:
-            together = self.engine.generation_world
             rows = [prompt.row for prompt in mine]
-            return mine, self._environments.run(
-                generation, rows, requests, together, timers, record_routes=recorded, on_completed=progress.advance
-            )
+            together = self.engine.generation_world
+            job = EpisodeJob(generation, rows, requests, recorded, together, timers, progress.advance)
+            return mine, self._environments.run(job)
         with timers("generation"):
             samples = generation.generate(
                 [prompt.row["input_ids"] for prompt in mine],

@@ -162,8 +162,8 @@ class RolloutScorer:
             if roles.critic is not None:
                 self._read_critic(batches, outputs[3])
             # each row of each tensor is filled by one rank and zero on the others
-            summed = self._world.all_reduce(outputs[wanted]) if any(wanted) else outputs[:0]
-            ref, old, entropy, values = _unstacked(summed, wanted)
+            summed = iter(self._world.all_reduce(outputs[wanted]) if any(wanted) else outputs[:0])
+            ref, old, entropy, values = (next(summed) if is_wanted else None for is_wanted in wanted)
             if reads_old and rollout.routes is not None:
                 metrics |= agreement.metrics(self._world)
         return replace(
@@ -213,7 +213,8 @@ class RolloutScorer:
             _read(reader, batches, output, lambda batch: values_before(reader(batch.input_ids, batch.attention_mask)))
 
     def _logprobs_of(self, engine: _Reader) -> Callable[[Rollout], Tensor]:
-        return lambda batch: _logprobs(engine, batch, self._config.sampling.temperature)
+        temperature = self._config.sampling.temperature
+        return lambda batch: engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)[0]
 
 
 def _batches(rollout: Rollout, plan: MiniBatchPlan) -> _Batches:
@@ -232,17 +233,6 @@ def _read(engine: _Reader | CriticCopy, batches: _Batches, output: Tensor, read:
         values = read(batch)
         if engine.reports_rows:
             scatter_rows(output, indices, values)
-
-
-def _unstacked(stacked: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-    """Unstack [wanted, N, T] to one tensor per flag; None where the flag is false."""
-    rows = iter(stacked)
-    return [next(rows) if is_wanted else None for is_wanted in wanted]
-
-
-def _logprobs(engine: _Reader, batch: Rollout, temperature: float) -> Tensor:
-    logprobs: Tensor = engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)[0]
-    return logprobs
 
 
 def score_penalties(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 from datasets import Dataset
 
 from hybrid_rlhf.configs.sections.training import MicroBatches
@@ -13,7 +11,7 @@ from hybrid_rlhf.runtime.world import World
 
 
 class PtxBatches:
-    """Infinite iterator over this rank's micro-batches of text, one list per update."""
+    """This rank's micro-batches of text without end, one list per update; `next` takes it."""
 
     def __init__(
         self,
@@ -37,10 +35,6 @@ class PtxBatches:
         self._parts = self._loader.iterate()
         self._pad_token_id = pad_token_id
         self._device = world.device
-
-    def __iter__(self) -> Self:
-        """Return self."""
-        return self
 
     def __next__(self) -> list[TokenBatch]:
         """Return the micro-batches of the next update."""

@@ -92,21 +92,12 @@ class UpdateReport:
     """[N, T], ratio of each token in its last update; None unless requested, and if the algorithm has no ratios."""
 
 
-class _Sums:
-    """Loss sums of the updates from one rollout."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.policy = RunningSums(device)
-        self.value = RunningSums(device)
-        self.ptx = RunningSums(device)
-
-
 class Progress:
     """Number of updates made from one rollout, with their loss sums."""
 
     def __init__(self, device: torch.device) -> None:
         self.updates = 0
-        self.sums = _Sums(device)
+        self.sums = {name: RunningSums(device) for name in ("policy", "value", "ptx")}
         self.stats: dict[str, UpdateStats] = {}
         self.skipped: dict[str, list[int]] = {}
         """Rows of this rank that may have caused a skipped update, by each role whose gradient was not finite."""
@@ -122,7 +113,7 @@ class Progress:
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """State for a checkpoint; every rank calls, and gets the same."""
         world = roles.world
-        sums = {name: part.state_dict() for name, part in vars(self.sums).items()}
+        sums = {name: part.state_dict() for name, part in self.sums.items()}
         skipped = world.all_gather_objects(self.skipped)
         return {
             "updates": self.updates,
@@ -145,7 +136,7 @@ class Progress:
             if role in here
         }
         self.stats = {role: UpdateStats(**stats) for role, stats in state["stats"].items() if role in here}
-        for name, part in vars(self.sums).items():
+        for name, part in self.sums.items():
             role = "critic" if name == "value" else "actor"
             if role not in here:
                 continue
@@ -221,7 +212,7 @@ class Updater:
             between: called before each update.
         """
         progress = progress or Progress(self._world.device)
-        sums = progress.sums
+        policy_sums = progress.sums["policy"]
         stats = progress.stats
         actor = self._roles.actor
         critic = self._roles.critic
@@ -239,7 +230,7 @@ class Updater:
             between(progress)
             if last is not None:
                 last.begin(rows)
-            seen = sums.policy.total("approxkl")
+            seen = policy_sums.total("approxkl")
             if train_actor and isinstance(actor, ModelEngine):
                 micro_batches = micro_batches_on(actor.world)
                 stats["actor"] = self._update_actor(actor, batch, micro_batches, mini_batch, progress, last)
@@ -248,7 +239,7 @@ class Updater:
                     micro_batches = micro_batches_on(critic.world)
                     stats["critic"] = self._update_critic(critic, batch, micro_batches, mini_batch.tokens, progress)
             progress.updates += 1
-            if train_actor and self._exceeds_target(sums.policy.total("approxkl") - seen, mini_batch.tokens):
+            if train_actor and self._exceeds_target(policy_sums.total("approxkl") - seen, mini_batch.tokens):
                 break
         self._roles.synchronize_versions()
         ratios = last.ratios(rollout.old_logprobs, self._world) if last is not None and keeps_ratios else None
@@ -312,7 +303,7 @@ class Updater:
         for indices in micro_batches:
             loss, current = self.policy_loss(batch.rows(indices), mini_batch)
             actor.backward(loss.total, count=mini_batch.tokens)
-            sums.policy.add(loss)
+            sums["policy"].add(loss)
             losses.append(loss.total.detach())
             if last is not None:
                 last.add(indices, current)
@@ -323,7 +314,7 @@ class Updater:
                 predicted, _ = actor(text.input_ids, text.attention_mask, text.loss_mask)
                 loss = sft_loss(predicted, mask=text.loss_mask)
                 actor.backward(self._ptx_coef * loss.total, count=ptx_count)
-                sums.ptx.add(loss)
+                sums["ptx"].add(loss)
         stats = actor.step()
         if stats.skipped:
             progress.record_skipped("actor", micro_batches, losses)
@@ -343,7 +334,7 @@ class Updater:
         for indices in micro_batches:
             loss = self.value_loss(critic, batch.rows(indices))
             critic.backward(loss.total, count=count)
-            progress.sums.value.add(loss)
+            progress.sums["value"].add(loss)
             losses.append(loss.total.detach())
         stats = critic.step()
         if stats.skipped:
@@ -372,15 +363,15 @@ class Updater:
             if last.grad_norm is not None:
                 role_metrics[f"{role}/grad_norm"] = last.grad_norm
             if role == "critic":
-                value = sums.value.means(world)
+                value = sums["value"].means(world)
                 role_metrics |= {"loss/value": value["loss"], "val/clipfrac": value["clipfrac"]}
             else:
-                means = sums.policy.means(world)
+                means = sums["policy"].means(world)
                 role_metrics |= {name: means[key] for name, key in _POLICY_METRICS.items() if key in means}
                 used, recorded = (means.get(name, 0.0) for name in ROUTES_USED)
                 role_metrics |= {ROUTER_AGREEMENT: used / recorded} if recorded else {}
                 if self.ptx is not None:
-                    role_metrics["loss/ptx"] = sums.ptx.means(world)["loss"]
+                    role_metrics["loss/ptx"] = sums["ptx"].means(world)["loss"]
             metrics |= role_metrics if world.is_main else {}
         return metrics
 

@@ -33,6 +33,9 @@ from hybrid_rlhf.models.distillation import Teacher, TeacherTargets
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.supervised.trainer import Objective
 
+_Sequence = tuple[Mapping[str, Any] | None, tuple[list[int], SamplingParams] | None]
+"""A sequence of a row with its prompt and sampling parameters, which are None for text and padding."""
+
 
 @dataclass(frozen=True)
 class DistillBatch:
@@ -125,11 +128,9 @@ class DistillObjective(Objective[DistillBatch]):
         metrics[f"{prefix}/perplexity"] = math.exp(min(means["sft"], 700.0))
         return metrics | ({f"{prefix}/on_policy": means["on_policy"]} if prefix == self.name else {})
 
-    def _sequences(
-        self, batch: DistillBatch, step: int
-    ) -> list[tuple[Mapping[str, Any] | None, tuple[list[int], SamplingParams] | None]]:
-        """The sequences of a micro-batch, each with its prompt and sampling parameters; None for text and padding."""
-        sequences: list[tuple[Mapping[str, Any] | None, tuple[list[int], SamplingParams] | None]] = []
+    def _sequences(self, batch: DistillBatch, step: int) -> list[_Sequence]:
+        """The sequences of a micro-batch."""
+        sequences: list[_Sequence] = []
         for row in batch.rows:
             for number, sequence in enumerate(row_sequences(row)):
                 begin = 0 if sequence is None or sequence["is_text"] else last_completion_start(sequence["loss_mask"])

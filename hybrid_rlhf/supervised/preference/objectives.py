@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,40 +18,51 @@ from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.supervised.preference.kto import KTO
 from hybrid_rlhf.supervised.preference.pair_loss import PairLoss, PairSide
-from hybrid_rlhf.supervised.preference.reference import EngineContext, completion_logprobs, with_live_logprobs
+from hybrid_rlhf.supervised.preference.reference import (
+    BatchT,
+    EngineContext,
+    completion_logprobs,
+    with_live_logprobs,
+)
 from hybrid_rlhf.supervised.trainer import Objective
 
+LossT = TypeVar("LossT")
 
-class PreferencePairObjective(Objective[PreferenceBatch]):
-    """A loss on pairs. All completions of a prompt are in one micro-batch, each once."""
+
+class PreferenceObjective(Objective[BatchT], Generic[BatchT, LossT]):
+    """Base of the objectives of preference learning."""
 
     name = "preference"
 
     def __init__(
-        self, pair_loss: PairLoss, *, pad_token_id: int, device: torch.device, reference: EngineContext | None = None
+        self, loss: LossT, *, pad_token_id: int, device: torch.device, reference: EngineContext | None = None
     ) -> None:
         """Take the loss, and a reference to run at each update; None if rows have its log-probs, or the loss needs
         none."""
-        self._pair_loss = pair_loss
+        self._loss: LossT = loss
         self._reference = reference
         self._pad_token_id = pad_token_id
         self._device = device
+
+    def prepare(self, engine: ModelEngine, batches: Sequence[BatchT]) -> Sequence[BatchT]:
+        """Add the reference's log-probs, if the reference runs at each update."""
+        return batches if self._reference is None else with_live_logprobs(batches, self._reference)
+
+    def tokens(self, batch: BatchT) -> int:
+        """Number of tokens, without padding."""
+        return int(batch.attention_mask.sum())
+
+
+class PreferencePairObjective(PreferenceObjective[PreferenceBatch, PairLoss]):
+    """A loss on pairs. All completions of a prompt are in one micro-batch, each once."""
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> PreferenceBatch:
         """Collate the rows as preferences, on the device."""
         return collate_preferences(rows, self._pad_token_id).to(self._device)
 
-    def prepare(self, engine: ModelEngine, batches: Sequence[PreferenceBatch]) -> Sequence[PreferenceBatch]:
-        """Add the reference's log-probs, if the reference runs at each update."""
-        return batches if self._reference is None else with_live_logprobs(batches, self._reference)
-
     def count(self, batch: PreferenceBatch) -> int:
         """Number of pairs."""
         return len(batch.chosen_index)
-
-    def tokens(self, batch: PreferenceBatch) -> int:
-        """Number of tokens, without padding."""
-        return int(batch.attention_mask.sum())
 
     def loss(self, engine: ModelEngine, batch: PreferenceBatch) -> LossSum:
         """Return the loss, summed over pairs."""
@@ -61,7 +72,7 @@ class PreferencePairObjective(Objective[PreferenceBatch]):
         def side(index: Tensor) -> PairSide:
             return PairSide(logprobs[index], batch.ref_logprobs[index], tokens[index])
 
-        loss = self._pair_loss(side(batch.chosen_index), side(batch.rejected_index))
+        loss = self._loss(side(batch.chosen_index), side(batch.rejected_index))
         both = torch.cat([batch.chosen_index, batch.rejected_index])
         return engine.with_router_losses(loss, 0.5 * both.bincount(minlength=len(logprobs)))
 
@@ -71,20 +82,11 @@ class PreferencePairObjective(Objective[PreferenceBatch]):
         return {f"{prefix}/{name}": means[name] for name in names}
 
 
-class PreferenceLabelObjective(Objective[PreferenceLabelBatch]):
+class PreferenceLabelObjective(PreferenceObjective[PreferenceLabelBatch, KTO]):
     """The loss of KTO on completions with labels."""
 
-    name = "preference"
-
-    def __init__(
-        self, kto: KTO, *, pad_token_id: int, device: torch.device, reference: EngineContext | None = None
-    ) -> None:
-        """Take the loss, and a reference to run at each update; None if rows have its log-probs."""
-        self._kto = kto
-        self._reference = reference
-        self._pad_token_id = pad_token_id
-        self._device = device
-        self._reference_point = torch.zeros((), device=device)
+    _reference_point: Tensor
+    """Computed by `prepare`, for the batches of an update."""
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> PreferenceLabelBatch:
         """Collate the rows as completions with labels, on the device."""
@@ -93,8 +95,7 @@ class PreferenceLabelObjective(Objective[PreferenceLabelBatch]):
     @torch.no_grad()
     def prepare(self, engine: ModelEngine, batches: Sequence[PreferenceLabelBatch]) -> Sequence[PreferenceLabelBatch]:
         """Add live reference log-probs, and compute the reference point as a mean over the whole update."""
-        if self._reference is not None:
-            batches = with_live_logprobs(batches, self._reference)
+        batches = super().prepare(engine, batches)
         sums = torch.zeros(2, device=self._device)
         for batch in batches:
             rows = _or_first(batch.mismatched_index)
@@ -109,10 +110,6 @@ class PreferenceLabelObjective(Objective[PreferenceLabelBatch]):
         """Number of completions with a label."""
         return len(batch.desirable)
 
-    def tokens(self, batch: PreferenceLabelBatch) -> int:
-        """Number of tokens, without padding."""
-        return int(batch.attention_mask.sum())
-
     def loss(self, engine: ModelEngine, batch: PreferenceLabelBatch) -> LossSum:
         """Return the loss, summed over completions with a label."""
         rows = _or_first(batch.labelled_index)
@@ -120,7 +117,7 @@ class PreferenceLabelObjective(Objective[PreferenceLabelBatch]):
         logprobs = _logprobs_of(engine, batch, rows)[:count]
         ref_logprobs = batch.ref_logprobs[rows][:count]
         tokens = _lengths(batch)[rows][:count]
-        loss = self._kto(
+        loss = self._loss(
             logprobs - ref_logprobs,
             mean_logprobs=logprobs / tokens,
             good=batch.desirable,

@@ -94,11 +94,6 @@ def completions_key(row: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps([row["responses"], row["masks"]]).encode()).hexdigest()[:32]
 
 
-def with_reference_logprobs(rows: RowSequence, logprobs: Mapping[str, Sequence[float]]) -> AugmentedRows:
-    """Rows with the result of `compute_reference_logprobs` as `ref_logprobs`."""
-    return AugmentedRows(rows, lambda _, row: {"ref_logprobs": list(logprobs[completions_key(row)])})
-
-
 class ReferenceModel:
     """The reference of a preference run: the actor without its adapters, or a separate model."""
 
@@ -177,7 +172,10 @@ class ReferenceModel:
             if world.is_main:
                 write_whole(file, json.dumps({"reference": self._path, "logprobs": known}))
             world.barrier()
-        return [with_reference_logprobs(rows, known) for rows in (train, held_out)]
+        return [
+            AugmentedRows(rows, lambda _, row: {"ref_logprobs": list(known[completions_key(row)])})
+            for rows in (train, held_out)
+        ]
 
     def _missing(
         self, wanted: Sequence[tuple[RowSequence, Sequence[int]]], known: Mapping[str, Any]
