@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
@@ -178,7 +179,7 @@ class Watchdog:
         (phase, since) = self._beat
         mine = self._reports[rank] = report_rank(rank, phase, time.monotonic() - since)
         _write_stderr(f"rank {rank}: {mine}")
-        self._channel.send({"stalled": mine.to_json()})
+        self._channel.send({"stalled": asdict(mine)})
 
     def _end_if_diagnosed(self, waited_seconds: float) -> None:
         """End the run when rank 0 has the reports of all ranks, or has waited long enough."""
