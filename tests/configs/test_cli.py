@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.building import config_tree
-from hybrid_rlhf.configs.parsing.help import field_docs, shown_keys
+from hybrid_rlhf.configs.parsing.help import field_docs
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -104,15 +103,6 @@ def test_steps_are_sorted() -> None:
     assert parse_config(PipelineConfig, ["--steps", "rl, sft"]).step_names == ["sft", "rl"]
 
 
-def test_a_full_disk_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped, user_errors():
-        raise OSError(errno.ENOSPC, "No space left on device", "/out/model")
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "error: no space left on the device of /out/model: free some and resume\n"
-    with pytest.raises(PermissionError), user_errors():
-        raise PermissionError("a bug of ours is no user's mistake")
-
-
 @pytest.mark.parametrize(("algorithm", "most"), [("ppo", 80), ("grpo", 60)])
 def test_help_of_rl_shows_few_keys_and_help_all_every_key(
     algorithm: str, most: int, capsys: pytest.CaptureFixture[str]
@@ -126,7 +116,7 @@ def test_help_of_rl_shows_few_keys_and_help_all_every_key(
         text = capsys.readouterr().out
         shown[word] = set(re.findall(r"^  --([\w.-]+)", text, re.MULTILINE)) - {"config", "help", "help-all"}
         assert ("--algorithm.gae_lambda" in text) == ("--critic.path" in text) == (algorithm == "ppo")
-    assert shown["--help"] == set(shown_keys(tree)) and len(shown["--help"]) <= most
+    assert len(shown["--help"]) <= most and {"rollout.prompts_per_step", "actor.optimizer.lr"} <= shown["--help"]
     assert shown["--help-all"] == {"algorithm.name", *tree.all_keys(off=True)}
     unused = {"actor.lora", "environment", "ptx", "rollout.async_sampling", "algorithm.correction"}
     assert unused <= shown["--help"] and not unused & shown["--help-all"]

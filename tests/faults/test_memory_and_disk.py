@@ -70,7 +70,8 @@ def test_a_fault_of_one_rank_is_told_by_that_rank(
     for name, value in {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     assert error_line(capsys, RankError("no memory")) == "error: rank 3: no memory\n"
-    assert "rank 3: no space left on the device of /x" in error_line(capsys, OSError(errno.ENOSPC, "", "/x"))
+    full = error_line(capsys, OSError(errno.ENOSPC, "", "/x"))
+    assert full == "error: rank 3: no space left on the device of /x: free some and resume\n"
     with pytest.raises(SystemExit), user_errors():
         raise UserError("every rank raises it, the first prints it")
     assert capsys.readouterr().err == ""
