@@ -182,7 +182,8 @@ def test_a_wrong_forward_is_caught_and_placed(
         return decoder
 
     monkeypatch.setattr(actor._inference_weights, "build", wrong)
-    with pytest.raises(UserError, match=f"must agree with the training forward.*first in {place}"):
+    remedy = "report the model, or set rollout.backend to module"
+    with pytest.raises(UserError, match=f"must agree with the training forward.*first in {place}: {remedy}"):
         sync(actor)
 
 
@@ -368,7 +369,6 @@ def test_five_hundred_clean_syncs_raise_no_alarm(
 
 
 def test_the_limit_can_be_set(world: World, tmp_path: Path) -> None:
-    variant("llama").save_pretrained(tmp_path)
-    actor = build_actor(actor_spec(tmp_path), world, max_logprob_diff=1e-12)
+    actor = actor_of("llama", world, tmp_path, max_logprob_diff=1e-12)
     with pytest.raises(UserError, match="must agree with the training forward to 1e-12 nats"):
         sync(actor)
