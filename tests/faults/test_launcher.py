@@ -33,20 +33,8 @@ def command(start: str, output: Path, model: Path, rows: Path) -> list[str]:
     words = STARTS[start]
     if words[0] == "train.py":
         line = pipeline_line(output.parent, model, rows)[1:]
-        return [
-            *words,
-            *line,
-            "--sft.output_dir",
-            str(output),
-            "--steps",
-            "sft",
-            "--sft.train.max_steps",
-            "9000",
-            "--sft.train.epochs",
-            "9000",
-            "--sft.logging.sinks",
-            "[]",
-        ]
+        more = f"--steps sft --sft.output_dir {output} --sft.train.max_steps 9000 --sft.train.epochs 9000"
+        return [*words, *line, *more.split(), "--sft.logging.sinks", "[]"]
     if words[0] == "DEEPSPEED":
         found = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         words = [str(found), *words[1:]]

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from hybrid_rlhf.runtime.files.json_lines import read_lines
+from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 from tests.support.ahead import save_stopping_model
 from tests.support.ranks import run_mains
 from tests.support.tiny import tiny_config, tiny_tokenizer
@@ -173,7 +175,7 @@ def run_words(workspace: Path, trial: PlacementTrial, output: Path) -> list[str]
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(run / METRICS_FILE)
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
@@ -193,7 +195,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
             assert got[key] == pytest.approx(want[key], abs=TOLERANCE, rel=TOLERANCE), (want["step"], key)
             compared += 1
     assert compared >= 12
-    samples = [[json.loads(line)["completion"] for line in (run / "samples.jsonl").open()] for run in (expected, found)]
+    samples = [[line["completion"] for line in read_lines(run / SAMPLES_FILE)] for run in (expected, found)]
     assert samples[0] == samples[1] and samples[0]
     ours, theirs = weights_of(found), weights_of(expected)
     assert ours.keys() == theirs.keys() and ours
