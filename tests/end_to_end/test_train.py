@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.configs.pipeline import PipelineConfig
+from hybrid_rlhf.runtime.files.json_lines import read_lines
+from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from tests.support.faults import run_step
 from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, rl_line, run_python, sft_line
 
@@ -75,13 +78,13 @@ def test_one_command_makes_models_that_the_auto_classes_load(finished: tuple[Pat
 @pytest.mark.slow
 def test_metrics_carry_every_name_from_the_first_step(finished: tuple[Path, list[str], str]) -> None:
     for name, wanted in CONTRACT.items():
-        lines = [json.loads(line) for line in (finished[0] / name / "metrics.jsonl").read_text().splitlines()]
+        lines = read_metrics(finished[0] / name)
         assert [line["step"] for line in lines] == [0, 1, 2]
         assert all("time_seconds" in line for line in lines)
         first = lines[0].keys() | lines[1].keys()
         assert not {*wanted, *ALL_STEPS} - first
     assert lines[1]["val/explained_variance"] == 0, "the last were step 3's, whose critic has a head of zeros"
-    samples = [json.loads(line) for line in (finished[0] / "step3_ppo" / "samples.jsonl").read_text().splitlines()]
+    samples = read_lines(finished[0] / "step3_ppo" / SAMPLES_FILE)
     places, values = {"step", "index", "group", "prompt_row"}, {"score", "components", "kl", "advantage", "length"}
     assert len(samples) == 8
     assert places | values | {"prompt", "completion", "stopped", "weight_versions"} == samples[0].keys()
@@ -174,7 +177,7 @@ def test_a_function_and_a_model_make_a_reward(
     more += ["--config", str(config), "--logging.profile_steps", "[2]"]
     done = run_python(rl_line(tmp_path / "out", model_folder, pair_rows, *more))
     assert done.returncode == 0, done.stderr[-3000:]
-    metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()][-1]
+    metrics = read_metrics(tmp_path / "out")[-1]
     total = 0.5 * metrics["reward/brevity/mean"] + metrics["reward/liked/mean"]
     assert metrics["objective/scores"] == pytest.approx(total, rel=1e-4)
     names = ("generation", "weight_sync", "weight_check", "scoring", "training", "other")
