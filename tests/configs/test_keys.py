@@ -95,6 +95,7 @@ READ = [
     "--rollout.quantization int8 --algorithm.correction.method truncate",
     "--algorithm online_dpo --rollout.quantization int8",
     "--reward.components [rm,{'function':'a:b','weight':0.5}]",
+    "--data.sources [a,{'path':'b','weight':0.5,'split_name':'x'}] --actor.optimizer.betas [0.8,0.99]",
 ]
 
 

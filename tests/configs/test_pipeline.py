@@ -280,21 +280,6 @@ def test_the_report_compares_with_where_the_last_step_started(
     assert told["base_model"] == base and told["last"].output_dir == "output/step3_ppo"
 
 
-def test_a_key_that_a_step_does_not_read_ends_the_pipeline_before_it_starts(
-    started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = ["--base_model", "BASE", "--data.sources", "rows.jsonl", "--steps", "reward,rl", "--rl.algorithm", "grpo"]
-    with pytest.raises(SystemExit) as stopped:
-        train.main([*line, "--rl.algorithm.gae_lambda", "0.9"])
-    assert stopped.value.code == 2 and not started
-    assert capsys.readouterr().err == (
-        "error: algorithm grpo has no key rl.algorithm.gae_lambda (ppo has), got 0.9: leave it out\n"
-    )
-    with pytest.raises(SystemExit):
-        train.main(["--data.sources", "rows.jsonl", "--rl.algorithm", "grpo", "--rl.critic.gae_lambda", "1"])
-    assert capsys.readouterr().err == "error: algorithm grpo has no critic, got rl.critic.gae_lambda 1: leave it out\n"
-
-
 def test_the_settings_that_train_hands_to_a_step_are_read_by_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
