@@ -46,16 +46,7 @@ OF_PPO = [
     (f"{RUNTIME}.observability.samples:SampleLog.write", 6),
     (f"{RUNTIME}.world:World.all_gather_objects", 8),
 ]
-MAIN_RANK_ONLY = (
-    "write_manifest",
-    "prune_checkpoints",
-    "_commit",
-    "rmtree",
-    "MetricsWriter",
-    "saving",
-    "SampleLog",
-    "os.replace",
-)
+MAIN_RANK_ONLY = "write_manifest prune_checkpoints _commit rmtree MetricsWriter saving SampleLog os.replace".split()
 
 
 def points() -> list[tuple[str, Point]]:
