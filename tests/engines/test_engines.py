@@ -31,6 +31,13 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_model
 
 
+def greedy(model: Any) -> list[int]:
+    """What a Hugging Face model completes the first prompt with."""
+    ids = torch.tensor([PROMPTS[0]])
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, 3:].tolist()  # type: ignore[no-any-return]
+
+
 @pytest.fixture(scope="module")
 def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One rank, no ZeRO."""
@@ -58,11 +65,7 @@ def test_training_and_generation_are_the_same_under_any_sharding(
         assert result["same"], "generation leaves the training weights unchanged bit for bit"
         assert result["released"], "and releases the gathered ones"
         assert result["completions"] == expected["completions"][rank:]
-    ids = torch.tensor([PROMPTS[0]])
-    found = saved.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    assert found[0, 3:].tolist() == expected["completions"][0], "the saved folder is the model that generated"
+    assert greedy(saved) == expected["completions"][0], "the saved folder is the model that generated"
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
@@ -74,10 +77,7 @@ def test_lora_generates_merged_and_saves_merged(ranks: int, stage: int, model_fo
     assert all(result["same"] for result in results)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
     ids = torch.tensor([PROMPTS[0]])
-    found = saved.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    assert found[0, 3:].tolist() == results[0]["completions"][0]
+    assert greedy(saved) == results[0]["completions"][0]
     base = load_file(model_folder / "model.safetensors")
     merged = load_file(tmp_path / "m" / "model.safetensors")
     assert merged.keys() == base.keys()

@@ -27,6 +27,24 @@ def run_python(line: Sequence[str], *, timeout: float = 300) -> subprocess.Compl
     )
 
 
+def start_until(line: Sequence[str], text: str, **settings: Any) -> subprocess.Popen[str]:
+    """Python with these words, started, once it has said a text; standard error comes with its output."""
+    process: subprocess.Popen[str] = subprocess.Popen(
+        [sys.executable, *line],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        **{"env": ENVIRONMENT, **settings},
+    )
+    assert process.stdout is not None
+    lines = [""]
+    while text not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1] or process.poll() is None, "".join(lines)
+    return process
+
+
 def pipeline_line(output: Path, model: Path, rows: Path) -> list[str]:
     """The command line of two updates of each step."""
     line = f"train.py --base_model {model} --output_dir {output} --data.sources {rows}".split()

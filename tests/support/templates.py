@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.support.tiny import byte_tokenizer
 
 GENERATE = "{% if add_generation_prompt %}{{ PROMPT }}{% endif %}"
 CALL = "{% for c in m.tool_calls or [] %}{{ '<call>' + (c.function | tojson) + '</call>' }}{% endfor %}"
@@ -35,19 +36,8 @@ class Family:
 def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
     """One token a byte, and the family's special ones."""
     special = ["<pad>", "<s>", "</s>", *family.special]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*special, *alphabet])}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        clean_up_tokenization_spaces=False,
-    )
+    tokenizer = byte_tokenizer(special, family.template, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.special)})
-    tokenizer.chat_template = family.template
     return tokenizer
 
 
