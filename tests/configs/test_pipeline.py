@@ -95,9 +95,14 @@ def test_without_an_sft_model_every_step_starts_from_the_base(
             ["--steps", "sft,rl", "--rl.model.path", "MINE", "--rl.reward.components", "RM"],
             "step sft starts from a model, got none: give --base_model, or --sft.model.path",
         ),
+        (
+            ["--base_model", "BASE", "--sft.seed", "1"],
+            "steps that share data.split need one seed, got {'sft': 1, 'reward': 42, 'preference': 42, 'rl': 42}: give "
+            "--seed",
+        ),
     ],
 )
-def test_a_model_that_is_missing_is_refused_before_the_first_step(
+def test_steps_that_do_not_fit_together_are_refused_before_the_first(
     line: list[str], message: str, started: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -233,10 +233,3 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     said = (tmp_path / "stderr.txt").read_text()
     assert codes == [2], said
     assert rule in said and said.count("\n") == 1 and said.startswith("error: "), said
-
-
-def test_a_split_needs_one_seed(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
-    line = pipeline_line(tmp_path / "out", model_folder, pair_rows)
-    done = run_python([*line, "--sft.seed", "1"])
-    assert done.returncode == 2 and "need one seed" in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
