@@ -134,16 +134,14 @@ def optimizer_slice(engine: DeepSpeedEngine, parameter: nn.Parameter) -> Optimiz
 
 def _master_weight(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     """Return the float32 master weight of a parameter without ZeRO, or the parameter if there is none."""
-    for weights, masters in _weights_and_masters(optimizer):
-        for weight, master in zip(weights, masters, strict=True):
-            if weight is parameter:
-                return master
-    return parameter
+    return next((master for weight, master in _weights_and_masters(optimizer) if weight is parameter), parameter)
 
 
-def _weights_and_masters(optimizer: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield groups of weights and their float32 master weights, without ZeRO."""
-    yield from zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=True)
+def _weights_and_masters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield weights and their float32 master weights, without ZeRO."""
+    pairs = zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=True)
+    for weights, masters in pairs:
+        yield from zip(weights, masters, strict=True)
 
 
 def copy_master_weights_to_model(engine: DeepSpeedEngine) -> None:
@@ -157,9 +155,8 @@ def copy_master_weights_to_model(engine: DeepSpeedEngine) -> None:
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
     elif hasattr(optimizer, "fp32_groups"):
-        for weights, masters in _weights_and_masters(optimizer):
-            for weight, master in zip(weights, masters, strict=True):
-                weight.data.copy_(master.data)
+        for weight, master in _weights_and_masters(optimizer):
+            weight.data.copy_(master.data)
 
 
 # -- counters and the loss scale

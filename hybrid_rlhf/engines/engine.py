@@ -92,7 +92,9 @@ class ModelEngine:
         self.world = world
         self._engine = engine
         self._options = options or EngineOptions()
-        self._host_weights = self._offloaded_weights() if self._options.offload_weights else None
+        self._host_weights: OffloadedWeights | None = None
+        if self._options.offload_weights:
+            self._host_weights = OffloadedWeights(self.module, world.device, layers=layer_list(self.lm) or ())
         if self.is_trained and isinstance(engine.optimizer, torch.optim.Optimizer):
             # Clip here, so that the norm is known; DeepSpeed's own optimizers report it.
             replace_model_step(engine, self._step_if_finite)
@@ -104,9 +106,6 @@ class ModelEngine:
         offloads = self._options.offload_activations and torch.is_grad_enabled()
         with engine_ranks(self.world), ActivationOffload() if offloads else contextlib.nullcontext():
             return self._engine(*args, **kwargs)
-
-    def _offloaded_weights(self) -> OffloadedWeights:
-        return OffloadedWeights(self.module, self.world.device, layers=layer_list(self.lm) or ())
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """Context for computations with a frozen model, whose weights may be offloaded outside it."""

@@ -104,6 +104,8 @@ class HybridEngine(ModelEngine):
         self._snapshot: GenerationEngine | None = None
         self.generation_world = world.split(self._rollout.tensor_parallel if samples else 1)
         """Tensor-parallel ranks that generate together, from the same prompts."""
+        self.groups = groups_of(world, self.generation_world)
+        """Number of tensor-parallel groups, and the index of this rank's; None: it is in none."""
         self.weight_sync_seconds = 0.0
         """Time of the last weight sync, including offloading and release of memory, without the check."""
         self.weight_check_seconds = 0.0
@@ -178,11 +180,6 @@ class HybridEngine(ModelEngine):
         """The DeepSpeed engine, after offloaded states have returned to the device."""
         self._host_states.wait()
         return self._engine
-
-    @property
-    def groups(self) -> tuple[int, int | None]:
-        """Number of tensor-parallel groups, and the index of this rank's; None: it is in none."""
-        return groups_of(self.world, self.generation_world)
 
     @property
     def facts(self) -> EngineFacts:
@@ -347,21 +344,15 @@ class AbsentActor(AbsentEngine):
     def __init__(self, role: Role, world: World, facts: EngineFacts, *, tensor_parallel: int = 1) -> None:
         """Args: role, ranks and facts of the actor, and the number of ranks that generate together."""
         super().__init__(role, world, facts)
+        self.device = world.device
+        """Device of this rank."""
         self.generation_world = world.split(tensor_parallel)
+        self.groups = groups_of(world, self.generation_world)
+        """Number of tensor-parallel groups, and the index of this rank's; None: it is in none."""
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
         self.max_logprob_diff = facts.max_logprob_diff
         self.rounds_otherwise = facts.rounds_otherwise
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self.world.device
-
-    @property
-    def groups(self) -> tuple[int, int | None]:
-        """Number of tensor-parallel groups, and the index of this rank's; None: it is in none."""
-        return groups_of(self.world, self.generation_world)
 
     @contextlib.contextmanager
     def inference(

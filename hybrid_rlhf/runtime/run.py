@@ -10,7 +10,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.runtime.command_line import read_config
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
     MANIFEST,
@@ -29,7 +30,6 @@ from hybrid_rlhf.runtime.files.checkpoint_folder import (
 )
 from hybrid_rlhf.runtime.files.folder_lock import FolderLock
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, LOG_FILE
-from hybrid_rlhf.runtime.files.restoring import contents, restore
 from hybrid_rlhf.runtime.installation import device_line
 from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
 from hybrid_rlhf.runtime.liveness.signals import ignore_save_requests
@@ -215,7 +215,7 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
             failure = world.broadcast_object(_claim(folder, resume, lock, changed) if world.is_main else None)
             if failure is not None:
                 raise UserError(failure)
-            before = contents(folder, _START_FILES) if world.is_main else {}
+            before = _contents(folder, _START_FILES) if world.is_main else {}
             _log_device(setup_logging(world, file=folder / LOG_FILE), world)
             initial_resume = _initial_resume(folder, config.resume)
             checkpoint = _checkpoint(folder, resume, initial_resume, world)
@@ -242,7 +242,7 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
                     yield run
         except UserError:
             if run is None or not run.in_loop:
-                restore(folder, before)
+                _restore(folder, before)
             raise
         finally:
             close_log_file()
@@ -399,3 +399,18 @@ def _make_writable(folder: Path) -> str | None:
     if free_gib < 0.05:
         return f"output_dir needs 0.05 GiB of disk space, {folder} has {free_gib:.2f}: free some, or choose another"
     return None
+
+
+def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes | None]:
+    """Contents of files in a folder, by name; None for a file that does not exist."""
+    return {name: (folder / name).read_bytes() if (folder / name).exists() else None for name in names}
+
+
+def _restore(folder: Path, before: Mapping[str, bytes | None]) -> None:
+    """Remove files that did not exist, and restore the others; an older log is kept."""
+    for name, content in before.items():
+        with contextlib.suppress(OSError):  # the user's error is the one to report
+            if content is None:
+                (folder / name).unlink(missing_ok=True)
+            elif name != LOG_FILE:
+                write_whole(folder / name, content)

@@ -95,6 +95,7 @@ READ = [
     "--rollout.quantization int8 --algorithm.correction.method truncate",
     "--algorithm online_dpo --rollout.quantization int8",
     "--reward.components [rm,{'function':'a:b','weight':0.5}]",
+    "--data.sources [a,{'path':'b','weight':0.5,'split_name':'x'}] --actor.optimizer.betas [0.8,0.99]",
 ]
 
 
@@ -236,47 +237,17 @@ def test_the_demos_own_keys_are_nobodys_mistake(tmp_path: Path) -> None:
 
 
 def test_what_may_change_when_a_run_resumes_is_marked_on_the_field() -> None:
-    free = [
-        "output_dir",
-        "resume",
-        "logging.every",
-        "faults.max_skipped_steps",
-        "data.cache_dir",
-        "train.save_every",
-        "train.keep_best",
-        "train.micro_batch_tokens",
-        "train.micro_batch_size",
-        "actor.zero.stage",
-        "critic.zero",
-        "critic.zero.stage",
-        "model.gradient_checkpointing",
-        "model.activation_offload",
-        "rollout.offload_states",
-        "rollout.offload_frozen",
-        "rollout.kv_cache_gib",
-        "rollout.keep_weights",
-        "rollout.max_decode_rows",
-        "rollout.tensor_parallel",
-    ]
-    fixed = [
-        "seed",
-        "model.path",
-        "model.dtype",
-        "data.sources",
-        "algorithm.name",
-        "algorithm.kl.coef",
-        "algorithm.beta",
-        "actor.lora.rank",
-        "actor.optimizer.lr",
-        "critic.gae_lambda",
-        "rollout.sampling.temperature",
-        "train.epochs",
-        "rollout.prompts_per_step",
-        "train.max_steps",
-        "train.eval_every",
-        "rollout.async_sampling.policy_lag",
-        "rollout.quantization",
-    ]
+    free = (
+        "output_dir resume logging.every faults.max_skipped_steps data.cache_dir train.save_every train.keep_best "
+        "train.micro_batch_tokens train.micro_batch_size actor.zero.stage critic.zero critic.zero.stage "
+        "model.gradient_checkpointing model.activation_offload rollout.offload_states rollout.offload_frozen "
+        "rollout.kv_cache_gib rollout.keep_weights rollout.max_decode_rows rollout.tensor_parallel"
+    ).split()
+    fixed = (
+        "seed model.path model.dtype data.sources algorithm.name algorithm.kl.coef algorithm.beta actor.lora.rank "
+        "actor.optimizer.lr critic.gae_lambda rollout.sampling.temperature train.epochs rollout.prompts_per_step "
+        "train.max_steps train.eval_every rollout.async_sampling.policy_lag rollout.quantization"
+    ).split()
     assert [key for key in free if not is_mutable([RLConfig], key.split("."))] == []
     assert [key for key in fixed if is_mutable([RLConfig], key.split("."))] == []
     before, now = ({key: number for key in free + fixed} for number in (0, 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -98,18 +97,6 @@ def test_help_lists_keys_with_types_defaults_and_choices(capsys: pytest.CaptureF
     assert "bfloat16" in keys["model.dtype"]["choices"] and keys["rollout.max_prompt_tokens"]["choices"] is None
     assert keys["rollout.max_prompt_tokens"]["default"] == 512 and keys["rollout.max_prompt_tokens"]["about"]
     assert not any(name.startswith("critic") for name in keys), "GRPO has no critic"
-
-
-def test_a_crash_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """The traceback is for people, on standard error; the exit code is that of any crash."""
-    code = (
-        "from hybrid_rlhf.cli import main\nfrom hybrid_rlhf.cli.machine import env\n"
-        "def crash(*_, **__):\n    raise RuntimeError('a bug')\n"
-        "env.main = crash\nmain.main(['env', '--json'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd())
-    assert done.returncode == 1 and json.loads(done.stdout) == {"error": "RuntimeError: a bug"}
-    assert "Traceback" in done.stderr and "RuntimeError: a bug" in done.stderr
 
 
 def test_the_home_of_nobody_is_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

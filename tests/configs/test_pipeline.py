@@ -95,9 +95,14 @@ def test_without_an_sft_model_every_step_starts_from_the_base(
             ["--steps", "sft,rl", "--rl.model.path", "MINE", "--rl.reward.components", "RM"],
             "step sft starts from a model, got none: give --base_model, or --sft.model.path",
         ),
+        (
+            ["--base_model", "BASE", "--sft.seed", "1"],
+            "steps that share data.split need one seed, got {'sft': 1, 'reward': 42, 'preference': 42, 'rl': 42}: give "
+            "--seed",
+        ),
     ],
 )
-def test_a_model_that_is_missing_is_refused_before_the_first_step(
+def test_steps_that_do_not_fit_together_are_refused_before_the_first(
     line: list[str], message: str, started: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -278,21 +283,6 @@ def test_the_report_compares_with_where_the_last_step_started(
     monkeypatch.setitem(sys.modules, "hybrid_rlhf.cli.saved_models.comparison", compare)
     train.show_changes(steps_of(["--base_model", "BASE", *actor]), last="rl")
     assert told["base_model"] == base and told["last"].output_dir == "output/step3_ppo"
-
-
-def test_a_key_that_a_step_does_not_read_ends_the_pipeline_before_it_starts(
-    started: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = ["--base_model", "BASE", "--data.sources", "rows.jsonl", "--steps", "reward,rl", "--rl.algorithm", "grpo"]
-    with pytest.raises(SystemExit) as stopped:
-        train.main([*line, "--rl.algorithm.gae_lambda", "0.9"])
-    assert stopped.value.code == 2 and not started
-    assert capsys.readouterr().err == (
-        "error: algorithm grpo has no key rl.algorithm.gae_lambda (ppo has), got 0.9: leave it out\n"
-    )
-    with pytest.raises(SystemExit):
-        train.main(["--data.sources", "rows.jsonl", "--rl.algorithm", "grpo", "--rl.critic.gae_lambda", "1"])
-    assert capsys.readouterr().err == "error: algorithm grpo has no critic, got rl.critic.gae_lambda 1: leave it out\n"
 
 
 def test_the_settings_that_train_hands_to_a_step_are_read_by_it(

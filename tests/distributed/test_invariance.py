@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from hybrid_rlhf.runtime.files.json_lines import read_lines
+from hybrid_rlhf.runtime.files.names import METRICS_FILE
 from tests.support.families import variant
 from tests.support.ranks import run_main
 from tests.support.tiny import tiny_tokenizer
@@ -43,6 +45,14 @@ MICRO_BATCHES = {
     "100 tokens": ["--train.micro_batch_tokens", "100"],
     "padded": ["--train.micro_batch_tokens", "100", "--model.attention", "eager"],
 }
+OPTIONS = {
+    "moe": "--model.router_aux_loss_coef 0.1 --model.router_z_loss_coef 0.01",
+    "listwise": "--objective.loss listwise",
+    "steps": "--objective.loss steps --objective.heads [a,b]",
+    "dpo": "--algorithm dpo --optimizer.warmup_fraction 0",
+    "kto": "--algorithm kto --optimizer.warmup_fraction 0",
+}
+"""Options of single steps."""
 LAYOUTS = [(1, 2, "4"), (1, 3, "2"), (1, 0, "padded"), (2, 0, "2"), (2, 2, "1"), (2, 3, "100 tokens")]
 """Ranks, ZeRO stage, micro-batches; each is held against one rank, stage 0, packed micro-batches of 8."""
 COVERING = {
@@ -92,7 +102,7 @@ def launch(
     if not (output / "finished.json").exists():
         line = [*options(name, workspace, stage, micro), "--output_dir", str(output), *(extra or [])]
         run_main(STEPS[name][0], ranks, line)
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(output / METRICS_FILE)
 
 
 def hashed(extra: list[str] | None) -> list[str]:
@@ -101,66 +111,25 @@ def hashed(extra: list[str] | None) -> list[str]:
 
 
 def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
+    rows = "lists" if name in ("listwise", "steps") else "rows"
     common = [
-        "--data.sources",
-        str(workspace / f"{'lists' if name in ('listwise', 'steps') else 'rows'}.jsonl"),
-        "--data.cache_dir",
-        str(workspace / "cache"),
-        "--data.eval_fraction",
-        "0.2",
+        *f"--data.sources {workspace}/{rows}.jsonl --data.cache_dir {workspace}/cache --data.eval_fraction 0.2".split(),
+        *f"--model.path {workspace}/{'moe' if name == 'moe' else 'model'} --logging.sinks []".split(),
+        *"--train.max_steps 3 --seed 3".split(),
         *MICRO_BATCHES[micro],
-        "--train.max_steps",
-        "3",
-        "--logging.sinks",
-        "[]",
-        "--seed",
-        "3",
     ]
     if name != "ppo":
-        return [
-            *common,
-            "--model.path",
-            str(workspace / ("moe" if name == "moe" else "model")),
-            "--data.max_length",
-            "64",
-            "--optimizer.lr",
-            "1e-3",
-            "--train.global_batch_size",
-            "8",
-            "--zero.stage",
-            str(stage),
-            *(["--model.router_aux_loss_coef", "0.1", "--model.router_z_loss_coef", "0.01"] if name == "moe" else []),
-            *(["--objective.loss", name] if name in ("listwise", "steps") else []),
-            *(["--objective.heads", "[a, b]"] if name == "steps" else []),
-            *(["--algorithm", name, "--optimizer.warmup_fraction", "0"] if name in ("dpo", "kto") else []),
-            *(["--reference.logprobs", "live"] if stage == 3 else []) * (name == "dpo"),
-        ]
+        line = "--data.max_length 64 --optimizer.lr 1e-3 --train.global_batch_size 8"
+        return [*common, *line.split(), "--zero.stage", str(stage), *OPTIONS.get(name, "").split()] + (
+            ["--reference.logprobs", "live"] if name == "dpo" and stage == 3 else []
+        )
     return [
         *common,
-        "--model.path",
-        str(workspace / "model"),
-        "--reward.components",
-        str(workspace / "reward-1-0-8"),
-        "--rollout.prompts_per_step",
-        "8",
-        "--rollout.sampling.n",
-        "2",
-        "--rollout.sampling.max_new_tokens",
-        "8",
-        "--rollout.max_prompt_tokens",
-        "64",
-        "--algorithm.epochs",
-        "2",
-        "--algorithm.mini_batches",
-        "2",
-        "--actor.optimizer.lr",
-        "1e-3",
-        "--critic.optimizer.lr",
-        "1e-3",
-        "--actor.zero.stage",
-        str(stage),
-        "--critic.zero.stage",
-        str(stage),
+        *f"--reward.components {workspace}/reward-1-0-8 --rollout.max_prompt_tokens 64".split(),
+        *"--rollout.prompts_per_step 8 --rollout.sampling.n 2 --rollout.sampling.max_new_tokens 8".split(),
+        *"--algorithm.epochs 2 --algorithm.mini_batches 2".split(),
+        *f"--actor.optimizer.lr 1e-3 --actor.zero.stage {stage}".split(),
+        *f"--critic.optimizer.lr 1e-3 --critic.zero.stage {stage}".split(),
     ]
 
 

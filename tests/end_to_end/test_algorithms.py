@@ -17,6 +17,7 @@ from hybrid_rlhf.configs.parsing.building import flat, plain
 from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES
 from hybrid_rlhf.configs.reward import RewardObjectiveConfig
 from hybrid_rlhf.runtime.command_line import read_config, save_config
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from tests.support.ranks import run_main
 from tests.support.runs import ALGORITHMS_PAGE, documented_step
 
@@ -85,8 +86,8 @@ def test_each_loss_of_a_reward_model_is_described_and_has_a_command() -> None:
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pair_rows: Path) -> Path:
     folder = tmp_path_factory.mktemp("reward") / "run"
-    line = ["--model.path", str(model_folder), "--data.sources", str(pair_rows), "--train.max_steps", "2"]
-    run_main("hybrid_rlhf.cli.reward", 1, [*line, "--output_dir", str(folder), "--train.global_batch_size", "8"])
+    line = f"--model.path {model_folder} --data.sources {pair_rows} --train.max_steps 2 --output_dir {folder}"
+    run_main("hybrid_rlhf.cli.reward", 1, [*line.split(), "--train.global_batch_size", "8"])
     return folder
 
 
@@ -105,7 +106,7 @@ def test_the_commands_run(line: str, tmp_path: Path, model_folder: Path, pair_ro
     folder = tmp_path / "run"
     start = ["--config", str(tmp_path / "step.yaml"), *small, "--output_dir", str(folder)]
     run_main(train.MODULES[name], 1, start)
-    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(folder)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert lines[1]["grad_norm" if name == "preference" else "actor/grad_norm"] > 0

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hybrid_rlhf
 from hybrid_rlhf import RL, SFT, UserError
 from hybrid_rlhf.rl.rewards.functions import load_function
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ def test_a_loop_of_ones_own_trains_and_evaluates_on_two_ranks(model_folder: Path
     assert len([module for module in imported if (module or "").startswith("hybrid_rlhf")]) <= 6
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     run_example(file, model_folder, tmp_path / "run", *torchrun)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["actor/grad_norm"] > 0 and "eval/scores" in line for line in lines)
     assert (tmp_path / "run" / "actor" / "model.safetensors").exists() and not (tmp_path / "run" / "critic").exists()

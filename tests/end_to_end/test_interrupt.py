@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from hybrid_rlhf.cli.saved_models.chat import Session
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.runtime.command_line import INTERRUPTED_EXIT_CODE
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
-from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, run_python, sft_line
+from tests.support.runs import pipeline_line, run_python, sft_line, start_until
 from tests.support.steps import write_rows
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -26,19 +24,12 @@ LONG = ["train.max_steps", "30"], ["train.epochs", "40"], ["train.global_batch_s
 
 def interrupted(line: list[str]) -> tuple[int, str]:
     """The exit code and output of a run whose terminal sends SIGINT after its first step."""
-    process = subprocess.Popen(
-        [sys.executable, *line],
-        env=ENVIRONMENT,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    process = start_until(
+        line,
+        "sft 1/",
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a job of a script ignores it
     )
-    assert process.stdout is not None
-    while "sft 1/" not in process.stdout.readline():
-        assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
     said = process.communicate(timeout=120)[0]
     return process.returncode, said

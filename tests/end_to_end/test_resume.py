@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from hybrid_rlhf.cli.rl import main
 from hybrid_rlhf.cli.train import main as train_main
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from tests.support.faults import Point, run_step
-from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, run_python
+from tests.support.runs import ENVIRONMENT, pipeline_line, run_python, start_until
 from tests.support.steps import MODULES, run_outputs, step_line, write_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -23,23 +21,9 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 def test_a_pipeline_that_receives_sigterm_saves_and_resumes(processes: int, model_folder: Path, tmp_path: Path) -> None:
     rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
     line = pipeline_line(output, model_folder, rows)
-    line += [
-        "--steps",
-        "sft",
-        "--launcher.num_processes",
-        str(processes),
-        "--sft.train.max_steps",
-        "12",
-        "--sft.train.epochs",
-        "20",
-    ]
+    line += f"--steps sft --launcher.num_processes {processes} --sft.train.max_steps 12 --sft.train.epochs 20".split()
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "OMP_NUM_THREADS"}
-    process = subprocess.Popen(
-        [sys.executable, *line], env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    while "sft 1/" not in process.stdout.readline():
-        assert process.poll() is None
+    process = start_until(line, "sft 1/", env=environment)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=120)[0]
     assert process.returncode == STOPPED_EXIT_CODE, said[-3000:]
@@ -96,16 +80,8 @@ def test_a_wrong_batch_size_is_corrected_in_place(
 def test_a_checkpoint_resumes_with_its_own_algorithm(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = step_line(
-        "ppo",
-        tmp_path / "run",
-        model_folder,
-        write_rows(tmp_path / "rows.jsonl"),
-        "--reference.refresh_every",
-        "0",
-        "--train.max_steps",
-        "2",
-    )
+    rows, more = write_rows(tmp_path / "rows.jsonl"), "--reference.refresh_every 0 --train.max_steps 2"
+    line = step_line("ppo", tmp_path / "run", model_folder, rows, *more.split())
     assert run_step(MODULES["ppo"], 1, [*line, "--algorithm", "rloo"]) == [0]
     (tmp_path / "run" / "finished.json").unlink()
     with pytest.raises(SystemExit) as stopped:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from hybrid_rlhf.cli import train
 from hybrid_rlhf.runtime.command_line import save_config
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from tests.support.ranks import run_main
 from tests.support.runs import ALGORITHMS_PAGE, documented_step
 
@@ -56,7 +57,7 @@ def test_the_commands_run(line: str, tmp_path: Path, model_folder: Path) -> None
         1,
         ["--config", str(tmp_path / "step.yaml"), *(f"--{key}={value}" for key, value in own.items())],
     )
-    lines = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert (tmp_path / "run" / "model.safetensors").exists()

@@ -16,21 +16,13 @@ import pytest
 
 import hybrid_rlhf
 from hybrid_rlhf.models.pretrained.embedded import CACHE, REQUIREMENT
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
 
 pytestmark = pytest.mark.wheel
 ROOT = Path(__file__).parents[2]
-SMALL = [
-    *("--sft.train.max_steps", "2", "--reward.train.max_steps", "2", "--rl.train.max_steps", "2"),
-    *(
-        "--rl.rollout.prompts_per_step",
-        "4",
-        "--rl.rollout.sampling.max_new_tokens",
-        "8",
-        "--rl.data.max_eval_rows",
-        "4",
-    ),
-    *("--sft.data.max_eval_rows", "4", "--reward.data.max_eval_rows", "4"),
-]
+SMALL = "--rl.rollout.prompts_per_step 4 --rl.rollout.sampling.max_new_tokens 8".split()
+for _step in ("sft", "reward", "rl"):
+    SMALL += f"--{_step}.train.max_steps 2 --{_step}.data.max_eval_rows 4".split()
 
 
 def run(words: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
@@ -101,8 +93,7 @@ def test_the_demo_runs_to_its_end(scripts: Path, home: Path) -> None:
     assert len([*(home / CACHE.relative_to(Path.home())).iterdir()]) == 1
     assert "Traceback" not in done.stdout + done.stderr and "Warning" not in done.stdout + done.stderr
     for step in ("step1_sft", "step2_reward", "step3_ppo"):
-        lines = [json.loads(line) for line in (home / "output" / step / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines] == [0, 1, 2]
+        assert [line["step"] for line in read_metrics(home / "output" / step)] == [0, 1, 2]
     assert "What changed" in done.stdout and " -m hybrid_rlhf chat output/step3_ppo/actor" in done.stdout
 
 

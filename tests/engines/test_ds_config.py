@@ -18,6 +18,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"train_batch_size": "auto"}, f" may not set 'train_batch_size', FILE does: {BATCH}"),
     ({"train_batch_size": 32}, f" may not set 'train_batch_size', FILE does: {BATCH}"),
     ({"gradient_accumulation_steps": 4}, f" may not set 'gradient_accumulation_steps', FILE does: {BATCH}"),
+    ({"optimizer": {}}, " may not set 'optimizer', FILE does: use the optimizer section, or leave it out"),
     (
         {"gradient_clipping": 0.5},
         " may not set 'gradient_clipping', FILE does: use max_grad_norm of the optimizer section, or leave it out",

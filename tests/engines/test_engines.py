@@ -31,6 +31,13 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_model
 
 
+def greedy(model: Any) -> list[int]:
+    """What a Hugging Face model completes the first prompt with."""
+    ids = torch.tensor([PROMPTS[0]])
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, 3:].tolist()  # type: ignore[no-any-return]
+
+
 @pytest.fixture(scope="module")
 def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One rank, no ZeRO."""
@@ -58,11 +65,7 @@ def test_training_and_generation_are_the_same_under_any_sharding(
         assert result["same"], "generation leaves the training weights unchanged bit for bit"
         assert result["released"], "and releases the gathered ones"
         assert result["completions"] == expected["completions"][rank:]
-    ids = torch.tensor([PROMPTS[0]])
-    found = saved.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    assert found[0, 3:].tolist() == expected["completions"][0], "the saved folder is the model that generated"
+    assert greedy(saved) == expected["completions"][0], "the saved folder is the model that generated"
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 3)])
@@ -74,10 +77,7 @@ def test_lora_generates_merged_and_saves_merged(ranks: int, stage: int, model_fo
     assert all(result["same"] for result in results)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
     ids = torch.tensor([PROMPTS[0]])
-    found = saved.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    assert found[0, 3:].tolist() == results[0]["completions"][0]
+    assert greedy(saved) == results[0]["completions"][0]
     base = load_file(model_folder / "model.safetensors")
     merged = load_file(tmp_path / "m" / "model.safetensors")
     assert merged.keys() == base.keys()
@@ -228,19 +228,6 @@ def test_the_users_deepspeed_json_wins(tmp_path: Path) -> None:
     assert config["zero_optimization"]["stage3_max_live_parameters"] == 7
     assert config["zero_optimization"]["stage"] == 3 and config["bf16"]["enabled"]
     assert merge({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}}) == {"a": {"b": 3, "c": 2}}
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [("{", "must be JSON"), ("[]", "must be a JSON object"), ('{"optimizer": {}}', "may not set 'optimizer'")],
-)
-def test_a_bad_deepspeed_json_is_refused(text: str, rule: str, tmp_path: Path) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text(text)
-    with pytest.raises(UserError, match=rule):
-        read_overrides(str(file))
-    with pytest.raises(UserError, match="does not exist"):
-        read_overrides(str(tmp_path / "absent.json"))
 
 
 @pytest.mark.parametrize(

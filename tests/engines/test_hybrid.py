@@ -21,7 +21,6 @@ from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.sampling import Completion
-from hybrid_rlhf.generation.weights import inference_weights as conversion
 from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, state_of, token_rows, train_step
@@ -100,12 +99,9 @@ def test_any_sharding_samples_the_same_and_training_continues_bit_for_bit(
                 assert found.weight_versions == [1] * len(found.token_ids)
         assert result["same"], f"{case}: weights, gradients and optimizer states are bit for bit what they were"
         assert result["training"]
+        assert case[2] == 0 or token_ids_of(result["greedy"]) != token_ids_of(expected[0]["greedy"]), "adapters learn"
         for generated, without in (result["losses"], result["ends"]):
             assert generated == without, f"{case}: the steps after generation are bit for bit those without it"
-
-
-def test_the_merged_adapters_are_those_that_train(expected: dict[int, dict[str, Any]]) -> None:
-    assert token_ids_of(expected[0]["greedy"]) != token_ids_of(expected[4]["greedy"]), "the two runs learn apart"
 
 
 def both_backends(world: World, path: Path, settings: dict[str, Any]) -> list[Any]:
@@ -287,26 +283,6 @@ def without_prompts(world: World, path: Path) -> list[int]:
 
 def test_a_rank_without_prompts_holds_nobody_up(model_folder: Path, tmp_path: Path) -> None:
     assert run_ranks(without_prompts, 2, tmp_path, model_folder) == [[2] * 4, []]
-
-
-def checked(world: World, path: Path) -> str:
-    engine = build_actor(actor_spec(path), world)
-    decoder = conversion.Decoder
-
-    def broken(architecture: Any, *rest: Any) -> Any:
-        return decoder(replace(architecture, norm_eps=architecture.norm_eps, logit_scale=1.1), *rest)
-
-    conversion.Decoder = broken  # type: ignore[assignment, misc]
-    try:
-        with engine.inference():
-            return "went on"
-    except UserError as error:
-        return str(error)
-
-
-def test_wrong_inference_weights_stop_the_run(model_folder: Path, tmp_path: Path) -> None:
-    (said,) = run_ranks(checked, 1, tmp_path, model_folder)
-    assert "must agree with the training forward" in said and "rollout.backend to module" in said
 
 
 def refused(world: World, path: Path) -> str:

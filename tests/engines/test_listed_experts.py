@@ -86,7 +86,6 @@ def refusal(world: World, folder: Path, stage: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_stages_that_would_mix_up_their_gradients_are_refused(stage: int, model: Path, tmp_path: Path) -> None:
-    for line in run_ranks(refusal, 2, tmp_path / "two", model, stage):
-        assert line.startswith(f"zero.stage {stage} on several ranks needs experts in one weight, Qwen2ForCausalLM has")
+def test_stages_that_would_mix_up_their_gradients_are_refused(model: Path, tmp_path: Path) -> None:
+    for line in run_ranks(refusal, 2, tmp_path / "two", model, 2):
+        assert line.startswith("zero.stage 2 on several ranks needs experts in one weight, Qwen2ForCausalLM has")

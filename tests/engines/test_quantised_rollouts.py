@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,6 +16,7 @@ from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.generation import SamplingParams
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, actor_spec, state_of, train_step
 from tests.support.placement import small_job
@@ -90,8 +90,7 @@ def test_a_run_corrects_for_the_rounding(ranks: int, model_folder: Path, tmp_pat
         settings += ["--actor.zero.stage", "3", "--rollout.tensor_parallel", "2"]
     line = step_line("ppo", tmp_path / "out", model_folder, rows, "--train.max_steps", "2", *settings)
     run_main(MODULES["ppo"], ranks, line)
-    lines = [json.loads(text) for text in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    steps = [metrics for metrics in lines if "rollout/correction_mean" in metrics]
+    steps = [metrics for metrics in read_metrics(tmp_path / "out") if "rollout/correction_mean" in metrics]
     assert len(steps) == 2
     for metrics in steps:
         assert metrics["rollout/correction_mean"] != 1.0

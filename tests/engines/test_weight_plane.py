@@ -60,7 +60,7 @@ def test_each_needed_element_is_sent_once(needs: list[Runs], cuts: list[int], re
     needed = {rank: {"sharded": tuple(parts), "whole": (Runs(0, 50),)} for rank in targets}
     weights = [SentWeight(SentTensor(name, (200,), torch.float32, True)) for name in ("sharded", "whole")]
     plan = RoutePlan(held, needed, ["a"] * (len(held) + receivers))
-    (bucket,) = plan.buckets(weights, sends=lambda _: True, bucket_elements=1000)
+    (bucket,) = plan.buckets(weights, everything=True, bucket_elements=1000)
     for target in targets:
         arrived = Counter[int]()
         for piece in bucket.pieces:
@@ -75,10 +75,10 @@ def test_each_needed_element_is_sent_once(needs: list[Runs], cuts: list[int], re
 
 
 def test_parts_come_from_the_same_host_where_they_can() -> None:
-    weights = [SentWeight(SentTensor(str(index), (8,), torch.float32, True)) for index in range(6)]
+    weights = [SentWeight(SentTensor(str(index), (8,), torch.float32, trained=index < 5)) for index in range(6)]
     whole = {str(index): (Runs(0, 8),) for index in range(6)}
     plan = RoutePlan({0: {}, 1: {}}, {2: whole, 3: whole, 4: whole}, ["a", "b", "a", "b", "c"])
-    buckets = plan.buckets(weights, sends=lambda tensor: tensor.name != "5", bucket_elements=16)
+    buckets = plan.buckets(weights, everything=False, bucket_elements=16)
     assert [len(bucket.weights) for bucket in buckets] == [2, 2, 2]
     pieces = [piece for bucket in buckets for piece in bucket.pieces]
     assert {(piece.source, piece.target) for piece in pieces if piece.target != 4} == {(0, 2), (1, 3)}

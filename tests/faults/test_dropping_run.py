@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hybrid_rlhf.runtime.files.json_lines import read_lines
+from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 from tests.support.ranks import run_main
 
 
-@pytest.mark.parametrize("placement", ["flattening", "separation"])
+@pytest.mark.parametrize("placement", ["flattening", pytest.param("separation", marks=pytest.mark.slow)])
 def test_a_run_continues_without_dropped_completions(
     placement: str, tmp_path: Path, model_folder: Path, write_jsonl: Callable[..., Path]
 ) -> None:
@@ -24,40 +25,16 @@ def test_a_run_continues_without_dropped_completions(
     )
     output = tmp_path / "out"
     line = [
-        "--model.path",
-        str(model_folder),
-        "--data.sources",
-        str(rows),
-        "--data.cache_dir",
-        str(tmp_path / "cache"),
-        "--rollout.prompts_per_step",
-        "8",
-        "--rollout.sampling.max_new_tokens",
-        "6",
-        "--rollout.max_prompt_tokens",
-        "48",
-        "--train.max_steps",
-        "2",
-        "--algorithm.mini_batches",
-        "4",
-        "--algorithm.epochs",
-        "2",
-        "--algorithm.penalties.missing_eos",
-        "0",
-        "--logging.samples_every",
-        "1",
-        "--logging.sinks",
-        "[]",
-        "--placement",
-        placement,
-        "--output_dir",
-        str(output),
+        *f"--model.path {model_folder} --data.sources {rows} --data.cache_dir {tmp_path}/cache".split(),
+        *"--rollout.prompts_per_step 8 --rollout.sampling.max_new_tokens 6 --rollout.max_prompt_tokens 48".split(),
+        *"--train.max_steps 2 --algorithm.mini_batches 4 --algorithm.epochs 2".split(),
+        *"--algorithm.penalties.missing_eos 0 --logging.samples_every 1 --logging.sinks []".split(),
+        *f"--placement {placement} --output_dir {output}".split(),
         "--reward.components",
         f"[{{function: '{function}:f', on_failure: drop, retries: 0}}]",
     ]
     run_main("hybrid_rlhf.cli.rl", 2, line)
-    metrics = [json.loads(text) for text in (output / "metrics.jsonl").read_text().splitlines()]
-    samples = [json.loads(text) for text in (output / "samples.jsonl").read_text().splitlines()]
+    metrics, samples = (read_lines(output / name) for name in (METRICS_FILE, SAMPLES_FILE))
     assert [row["step"] for row in metrics] == [0, 1, 2]
     for step, row in ((row["step"], row) for row in metrics[1:]):
         assert all(value is not None and math.isfinite(value) for value in row.values()), "nothing is NaN"

@@ -16,7 +16,7 @@ import pytest
 
 from hybrid_rlhf.runtime.liveness import launcher
 from tests.support.faults import run_step
-from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, sft_line
+from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, sft_line, start_until
 from tests.support.steps import write_rows
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -33,20 +33,8 @@ def command(start: str, output: Path, model: Path, rows: Path) -> list[str]:
     words = STARTS[start]
     if words[0] == "train.py":
         line = pipeline_line(output.parent, model, rows)[1:]
-        return [
-            *words,
-            *line,
-            "--sft.output_dir",
-            str(output),
-            "--steps",
-            "sft",
-            "--sft.train.max_steps",
-            "9000",
-            "--sft.train.epochs",
-            "9000",
-            "--sft.logging.sinks",
-            "[]",
-        ]
+        more = f"--steps sft --sft.output_dir {output} --sft.train.max_steps 9000 --sft.train.epochs 9000"
+        return [*words, *line, *more.split(), "--sft.logging.sinks", "[]"]
     if words[0] == "DEEPSPEED":
         found = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         words = [str(found), *words[1:]]
@@ -69,19 +57,7 @@ def still_alive(processes: Sequence[psutil.Process], *, seconds: float) -> list[
 )
 def test_ranks_save_and_stop_when_their_launcher_is_killed(start: str, model_folder: Path, tmp_path: Path) -> None:
     rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "all" / "out"
-    process = subprocess.Popen(
-        [sys.executable, *command(start, output, model_folder, rows)],
-        env=ENVIRONMENT,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    lines = [""]
-    while "sft 2/" not in lines[-1]:
-        lines.append(process.stdout.readline())
-        assert lines[-1] or process.poll() is None, "".join(lines)
+    process = start_until(command(start, output, model_folder, rows), "sft 2/")
     below = psutil.Process(process.pid).children(recursive=True)
     assert below
     process.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
@@ -32,6 +31,7 @@ from hybrid_rlhf.planning.dotted_keys import with_settings
 from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
 from hybrid_rlhf.runtime.command_line import save_config, user_errors
 from hybrid_rlhf.runtime.files.disk import DISK_ERRNOS, disk_errors_translated
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.world import _SOLO_ENVIRONMENT, solo_world
 from hybrid_rlhf.supervised.trainer import SupervisedTrainer
 from tests.support import ranks as _  # noqa: F401 - has the server of processes import everything
@@ -70,7 +70,8 @@ def test_a_fault_of_one_rank_is_told_by_that_rank(
     for name, value in {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     assert error_line(capsys, RankError("no memory")) == "error: rank 3: no memory\n"
-    assert "rank 3: no space left on the device of /x" in error_line(capsys, OSError(errno.ENOSPC, "", "/x"))
+    full = error_line(capsys, OSError(errno.ENOSPC, "", "/x"))
+    assert full == "error: rank 3: no space left on the device of /x: free some and resume\n"
     with pytest.raises(SystemExit), user_errors():
         raise UserError("every rank raises it, the first prints it")
     assert capsys.readouterr().err == ""
@@ -132,20 +133,8 @@ def line(tmp_path: Path, model_folder: Path, write_jsonl: Callable[..., Path]) -
     """A short SFT run with its data in tmp_path."""
     rows = write_jsonl([{"prompt": f"{i}+1?", "completion": str(i + 1)} for i in range(32)])
     return [
-        "--model.path",
-        str(model_folder),
-        "--data.sources",
-        str(rows),
-        "--data.cache_dir",
-        str(tmp_path / "cache"),
-        "--data.max_length",
-        "64",
-        "--train.global_batch_size",
-        "4",
-        "--train.max_steps",
-        "4",
-        "--logging.sinks",
-        "[]",
+        *f"--model.path {model_folder} --data.sources {rows} --data.cache_dir {tmp_path}/cache".split(),
+        *"--data.max_length 64 --train.global_batch_size 4 --train.max_steps 4 --logging.sinks []".split(),
     ]
 
 
@@ -191,10 +180,6 @@ def in_a_process(line: list[str], place: Path, act: Callable[[Path], None] | Non
     return process.exitcode, stderr.read_text()
 
 
-def logged(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_disk_that_fills_up_in_mid_run(small_disk: Path, line: list[str]) -> None:
     """Its metrics wait in memory, its model does not fit; with room again the run goes on and ends."""
     output = small_disk / "run"
@@ -202,11 +187,11 @@ def test_a_disk_that_fills_up_in_mid_run(small_disk: Path, line: list[str]) -> N
     code, stderr = in_a_process(line, small_disk, fill)
     assert code == 2 and f"error: no space left on the device of {output}" in stderr and "Traceback" not in stderr
     assert not [file.name for file in output.iterdir() if "model" in file.name or file.name == "finished.json"]
-    assert [row["step"] for row in logged(output)][:2] == [0, 1]
+    assert [row["step"] for row in read_metrics(output)][:2] == [0, 1]
     (small_disk / "filler").unlink()
     code, stderr = in_a_process([*line, "--resume", "auto"], small_disk)
     assert code == 0 and AutoModelForCausalLM.from_pretrained(output) and (output / "finished.json").is_file()
-    assert [row["step"] for row in logged(output)] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in read_metrics(output)] == [0, 1, 2, 3, 4]
 
 
 def test_data_that_vanishes_in_mid_run_is_not_missed(tmp_path: Path, line: list[str]) -> None:
@@ -216,7 +201,7 @@ def test_data_that_vanishes_in_mid_run_is_not_missed(tmp_path: Path, line: list[
     cached = list((tmp_path / "cache").rglob("*.arrow"))
     assert cached and all(file.stat().st_mode & 0o222 == 0 for file in cached), "nor is it cut short by mistake"
     assert in_a_process([*line, "--output_dir", str(tmp_path / "removed")], place, remove_data)[0] == 0
-    whole, removed = ([row.get("sft/loss") for row in logged(tmp_path / name)] for name in ("whole", "removed"))
+    whole, removed = ([row.get("sft/loss") for row in read_metrics(tmp_path / name)] for name in ("whole", "removed"))
     assert whole == removed and len(whole) == 5 and not cached[0].exists()
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from hybrid_rlhf.runtime.files.json_lines import read_lines
 from tests.support.faults import run_step
-from tests.support.steps import MODULES, step_line, write_rows
+from tests.support.steps import MODULES, checkpoint_names, step_line, write_rows
 
 
 @dataclass(frozen=True)
@@ -44,48 +45,24 @@ class Watch:
 def soak(steps: int, *, warm: slice, end: slice, growth: float, asynchronous: bool, model: Path, folder: Path) -> None:
     """A PPO run on two ranks; resident memory at the end may exceed that after warm-up by the share `growth`."""
     rows = write_rows(folder / "rows.jsonl")
-    line = step_line(
-        "ppo",
-        folder / "out",
-        model,
-        rows,
-        "--train.max_steps",
-        str(steps),
-        "--train.epochs",
-        "1000",
-        "--train.save_every",
-        "20",
-        "--train.keep_every",
-        "200",
-        "--train.save_async",
-        str(asynchronous).lower(),
-        "--train.eval_every",
-        "50",
-        "--logging.samples_every",
-        "10",
-        "--algorithm.epochs",
-        "1",
-        "--algorithm.mini_batches",
-        "1",
-    )
+    more = f"--train.max_steps {steps} --train.epochs 1000 --train.save_async {str(asynchronous).lower()} "
+    more += "--train.save_every 20 --train.keep_every 200 --train.eval_every 50 --logging.samples_every 10 "
+    more += "--algorithm.epochs 1 --algorithm.mini_batches 1"
+    line = step_line("ppo", folder / "out", model, rows, *more.split())
     assert run_step(MODULES["ppo"], 2, line, Watch(folder), limit_seconds=1800) == [0, 0]
     for rank in range(2):
-        measured = [json.loads(line) for line in (folder / f"rank_{rank}.jsonl").read_text().splitlines()]
+        measured = read_lines(folder / f"rank_{rank}.jsonl")
         for what, bound in (("resident", 1 + growth), ("files", 1.0), ("threads", 1.0), ("tasks", 1.0)):
             first, last = median(line[what] for line in measured[warm]), median(line[what] for line in measured[end])
             print(f"rank {rank} {what}: {first} when warm, {last} at the end ({last / first:.4f})")
             assert last <= first * bound, (rank, what, first, last)
 
 
-def checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "out" / "checkpoints").iterdir())
-
-
 @pytest.mark.slow
 def test_a_hundred_steps_use_no_more_than_forty(model_folder: Path, tmp_path: Path) -> None:
     warm, end = slice(40, 60), slice(-20, None)
     soak(100, warm=warm, end=end, growth=0.05, asynchronous=True, model=model_folder, folder=tmp_path)
-    assert checkpoints(tmp_path) == ["step_100", "step_80"]
+    assert checkpoint_names(tmp_path / "out") == ["step_100", "step_80"]
 
 
 @pytest.mark.faults
@@ -93,4 +70,4 @@ def test_a_hundred_steps_use_no_more_than_forty(model_folder: Path, tmp_path: Pa
 def test_five_hundred_steps_use_no_more_than_a_hundred(asynchronous: bool, model_folder: Path, tmp_path: Path) -> None:
     warm, end = slice(100, 150), slice(-50, None)
     soak(500, warm=warm, end=end, growth=0.02, asynchronous=asynchronous, model=model_folder, folder=tmp_path)
-    assert checkpoints(tmp_path) == ["step_200", "step_400", "step_480", "step_500"]
+    assert checkpoint_names(tmp_path / "out") == ["step_200", "step_400", "step_480", "step_500"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.run import effective_resume
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.runs import ENVIRONMENT, ROOT, rl_line, sft_line
@@ -55,13 +55,12 @@ def rows(write_jsonl: Callable[..., Path]) -> Path:
 def test_a_worker_that_dies_is_restarted_and_resumes(model_folder: Path, rows: Path, tmp_path: Path) -> None:
     worker, folder = tmp_path / "worker.py", tmp_path / "out"
     worker.write_text(DIES_ONCE)
-    options = ["--train.save_every", "3", "--train.max_steps", "40", "--train.epochs", "9"]
-    _, *line = sft_line(folder, model_folder, rows, *options)
+    options = "--train.save_every 3 --train.max_steps 40 --train.epochs 9"
+    _, *line = sft_line(folder, model_folder, rows, *options.split())
     done = torchrun([str(worker), str(folder), *line], "--max-restarts=1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "unfinished run" not in done.stderr
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(41))
+    assert [line["step"] for line in read_metrics(folder)] == list(range(41))
     assert (folder / "finished.json").exists()
     # Either torchrun or the other rank detects the death first.
     assert "exitcode: -9" in done.stderr or "died in training of step" in done.stderr

@@ -356,13 +356,6 @@ def test_timers_accumulate_and_reset() -> None:
     assert 0.01 < peak_memory_gib(torch.device("cpu")) < 64
 
 
-def test_a_single_rank_needs_no_process_group() -> None:
-    world = solo_world(torch.device("cpu"))
-    assert world.is_main and world.is_local_main
-    assert world.all_gather_objects(3) == [3] and world.broadcast_object("x") == "x"
-    assert world.all_reduce(torch.ones(2)).tolist() == [1, 1]
-
-
 def test_a_closed_run_leaves_no_environment_to_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

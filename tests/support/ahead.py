@@ -18,6 +18,8 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.partition import set_weights
 from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.runtime.files.json_lines import read_lines
+from hybrid_rlhf.runtime.files.names import METRICS_FILE
 from hybrid_rlhf.runtime.world import World
 from tests.support.steps import CLOCK
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -78,45 +80,18 @@ def favours_short(completions: Sequence[str], **columns: Any) -> list[float]:
 def rollout_line(folder: Path, model: Path, rows: Path, *more: str) -> list[str]:
     """The command line of four rollouts of short completions, with a checkpoint after each."""
     return [
-        "--model.path",
-        str(model),
-        "--data.sources",
-        str(rows),
-        "--data.max_eval_rows",
-        "2",
-        "--output_dir",
-        str(folder),
+        *f"--model.path {model} --data.sources {rows} --data.cache_dir {rows.parent}/cache".split(),
+        *f"--output_dir {folder} --logging.sinks [] --data.max_eval_rows 2 --actor.optimizer.lr 1e-3".split(),
+        *"--rollout.prompts_per_step 2 --rollout.sampling.max_new_tokens 8 --rollout.kv_cache_gib 0.1".split(),
+        *"--algorithm.correction.method truncate --algorithm.mini_batches 1".split(),
+        *"--train.max_steps 4 --train.save_every 1 --train.keep_last 9 --train.eval_every 1".split(),
         "--reward.components",
         json.dumps([{"function": f"{__file__}:favours_short"}]),
-        "--rollout.prompts_per_step",
-        "2",
-        "--rollout.sampling.max_new_tokens",
-        "8",
-        "--rollout.kv_cache_gib",
-        "0.1",
-        "--algorithm.correction.method",
-        "truncate",
-        "--algorithm.mini_batches",
-        "1",
-        "--train.max_steps",
-        "4",
-        "--train.save_every",
-        "1",
-        "--train.keep_last",
-        "9",
-        "--actor.optimizer.lr",
-        "1e-3",
-        "--logging.sinks",
-        "[]",
-        "--data.cache_dir",
-        str(rows.parent / "cache"),
-        "--train.eval_every",
-        "1",
         *more,
     ]
 
 
 def metrics_without_times(folder: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl, as far as they do not depend on the machine."""
-    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / METRICS_FILE)
     return [{key: value for key, value in told.items() if not key.startswith(CLOCK)} for told in lines]

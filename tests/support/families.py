@@ -24,6 +24,14 @@ LONG_ROPE = {
     "original_max_position_embeddings": 64,
 }
 FALCON = {**SMALL, "ffn_hidden_size": 80}
+GRANITE = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.8,
+}
+GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+CONVOLUTIONS = {**GQA, "layer_types": ["conv", "full_attention", "conv"]}
 GEMMA4 = {
     **GQA,
     "head_dim": 8,
@@ -93,13 +101,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             },
         },
     ),
-    "yarn": (
-        "qwen2",
-        {
-            **GQA,
-            "rope_parameters": YARN,
-        },
-    ),
+    "yarn": ("qwen2", {**GQA, "rope_parameters": YARN}),
     "mistral": ("mistral", {**GQA, "sliding_window": 6}),
     "qwen2": ("qwen2", GQA),
     "qwen2 with some windows": (
@@ -118,15 +120,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             "query_pre_attn_scalar": 8,
         },
     ),
-    "gemma3": (
-        "gemma3_text",
-        {
-            **GQA,
-            "head_dim": 16,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
+    "gemma3": ("gemma3_text", {**GQA, "head_dim": 16, "sliding_window": 6, "layer_types": WINDOWS}),
     "gemma4": ("gemma4_text", GEMMA4),
     "gemma4 that shares keys": (
         "gemma4_text",
@@ -182,11 +176,8 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "phi3 longrope": ("phi3", {**GQA, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 64}),
     "opt": ("opt", {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}),
     "opt 350m": ("opt", {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
-    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}),
-    "gpt2 scaled by layer": (
-        "gpt2",
-        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "scale_attn_by_inverse_layer_idx": True},
-    ),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2 scaled by layer": ("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
     "pythia": ("gpt_neox", {**SMALL, "intermediate_size": 48}),
     "gpt_neox in sequence": ("gpt_neox", {**SMALL, "intermediate_size": 48, "use_parallel_residual": False}),
     "bloom": ("bloom", {"hidden_size": 32, "n_layer": 3, "n_head": 4}),
@@ -197,16 +188,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "helium": ("helium", {**GQA, "head_dim": 8}),
     "ministral": ("ministral", {**GQA, "head_dim": 8, "sliding_window": 6}),
     "smollm3": ("smollm3", {**GQA, "no_rope_layers": [1, 0, 1]}),
-    "granite": (
-        "granite",
-        {
-            **GQA,
-            "attention_multiplier": 0.3,
-            "embedding_multiplier": 2.0,
-            "residual_multiplier": 0.7,
-            "logits_scaling": 0.8,
-        },
-    ),
+    "granite": ("granite", {**GQA, **GRANITE}),
     "olmo3": ("olmo3", {**GQA, "sliding_window": 6, "layer_types": WINDOWS}),
     "exaone4": ("exaone4", {**GQA, "sliding_window": 6, "layer_types": WINDOWS}),
     "cohere": ("cohere", {**GQA, "logit_scale": 2.0}),
@@ -233,15 +215,10 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         "glm4_moe",
         {
             **GQA,
+            **GROUPED_EXPERTS,
             "head_dim": 8,
             "use_qk_norm": True,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
             "n_shared_experts": 2,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.5,
             "first_k_dense_replace": 1,
         },
     ),
@@ -256,20 +233,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             "use_bias": True,
         },
     ),
-    "solar_open": (
-        "solar_open",
-        {
-            **GQA,
-            "head_dim": 8,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "n_shared_experts": 1,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.5,
-        },
-    ),
+    "solar_open": ("solar_open", {**GQA, **GROUPED_EXPERTS, "head_dim": 8}),
     "mellum": ("mellum", {**GQA, **EXPERTS, "head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS}),
     "flex_olmo": ("flex_olmo", {**GQA, **EXPERTS, "norm_topk_prob": True}),
     "cwm": ("cwm", {**GQA, "head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS}),
@@ -367,11 +331,8 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             **MAMBA,
             "num_local_experts": 4,
             "shared_intermediate_size": 40,
+            **GRANITE,
             "position_embedding_type": "rope",
-            "attention_multiplier": 0.3,
-            "embedding_multiplier": 2.0,
-            "residual_multiplier": 0.7,
-            "logits_scaling": 0.8,
         },
     ),
     "granite 4 without experts or positions": (
@@ -413,21 +374,9 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
             "time_step_min": 0.5,
         },
     ),
-    "lfm2": ("lfm2", {**GQA, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
-    "lfm2 of a given width": (
-        "lfm2",
-        {**GQA, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
-    ),
-    "lfm2_moe": (
-        "lfm2_moe",
-        {
-            **GQA,
-            **EXPERTS,
-            "layer_types": ["conv", "full_attention", "conv"],
-            "num_dense_layers": 1,
-            "routed_scaling_factor": 1.5,
-        },
-    ),
+    "lfm2": ("lfm2", {**CONVOLUTIONS, "block_multiple_of": 8}),
+    "lfm2 of a given width": ("lfm2", {**CONVOLUTIONS, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("lfm2_moe", {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.5}),
     "minimax": (
         "minimax",
         {

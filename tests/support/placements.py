@@ -16,25 +16,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from hybrid_rlhf.runtime.files.json_lines import read_lines
+from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 from tests.support.ahead import save_stopping_model
 from tests.support.ranks import run_mains
 from tests.support.tiny import tiny_config, tiny_tokenizer
 
 TOLERANCE = 1e-5
 COMPARED = (
-    "loss/policy",
-    "loss/value",
-    "objective/kl",
-    "objective/scores",
-    "policy/approxkl",
-    "policy/entropy",
-    "val/explained_variance",
-    "actor/grad_norm",
-    "critic/grad_norm",
-    "lr",
-    "eval/scores",
-    "reward/judge/mean",
-)
+    "loss/policy loss/value objective/kl objective/scores policy/approxkl policy/entropy val/explained_variance "
+    "actor/grad_norm critic/grad_norm lr eval/scores reward/judge/mean"
+).split()
 MEASURED = ("time/", "perf/", "placement/")
 """Beginnings of the names of metrics that depend on the machine."""
 ALGORITHMS = {
@@ -173,7 +165,7 @@ def run_words(workspace: Path, trial: PlacementTrial, output: Path) -> list[str]
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(run / METRICS_FILE)
 
 
 def weights_of(run: Path) -> dict[str, torch.Tensor]:
@@ -193,7 +185,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
             assert got[key] == pytest.approx(want[key], abs=TOLERANCE, rel=TOLERANCE), (want["step"], key)
             compared += 1
     assert compared >= 12
-    samples = [[json.loads(line)["completion"] for line in (run / "samples.jsonl").open()] for run in (expected, found)]
+    samples = [[line["completion"] for line in read_lines(run / SAMPLES_FILE)] for run in (expected, found)]
     assert samples[0] == samples[1] and samples[0]
     ours, theirs = weights_of(found), weights_of(expected)
     assert ours.keys() == theirs.keys() and ours

@@ -27,48 +27,52 @@ def run_python(line: Sequence[str], *, timeout: float = 300) -> subprocess.Compl
     )
 
 
+def start_until(line: Sequence[str], text: str, **settings: Any) -> subprocess.Popen[str]:
+    """Python with these words, started, once it has said a text; standard error comes with its output."""
+    process: subprocess.Popen[str] = subprocess.Popen(
+        [sys.executable, *line],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        **{"env": ENVIRONMENT, **settings},
+    )
+    assert process.stdout is not None
+    lines = [""]
+    while text not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1] or process.poll() is None, "".join(lines)
+    return process
+
+
 def pipeline_line(output: Path, model: Path, rows: Path) -> list[str]:
     """The command line of two updates of each step."""
-    line = ["train.py", "--base_model", str(model), "--output_dir", str(output), "--data.sources", str(rows)]
+    line = f"train.py --base_model {model} --output_dir {output} --data.sources {rows}".split()
     for step in ("sft", "reward"):
-        line += [f"--{step}.train.global_batch_size", "4", f"--{step}.train.max_steps", "2"]
-        line += [f"--{step}.data.max_length", "64"]
+        line += f"--{step}.train.global_batch_size 4 --{step}.train.max_steps 2 --{step}.data.max_length 64".split()
     for step in ("sft", "reward", "rl"):
         line += [f"--{step}.data.cache_dir", str(output.parent / "cache")]
-    return [
-        *line,
-        "--rl.rollout.prompts_per_step",
-        "4",
-        "--rl.rollout.sampling.max_new_tokens",
-        "6",
-        "--rl.train.max_steps",
-        "2",
-        "--rl.rollout.max_prompt_tokens",
-        "48",
-        "--rl.actor.ema_decay",
-        "0.9",
-        "--rl.logging.samples_every",
-        "1",
-    ]
+    line += "--rl.rollout.prompts_per_step 4 --rl.rollout.sampling.max_new_tokens 6 --rl.train.max_steps 2".split()
+    line += "--rl.rollout.max_prompt_tokens 48 --rl.actor.ema_decay 0.9 --rl.logging.samples_every 1".split()
+    return line
 
 
 def sft_line(output: Path, model: Path, rows: Path, *more: str) -> list[str]:
     """The command line of step 1 by itself."""
     line = _step_line("training/step1_sft/main.py", output, model, rows)
-    line += ["--train.global_batch_size", "4", "--data.max_length", "64", "--logging.sinks", "[]"]
-    return [*line, *more]
+    return [*line, *"--train.global_batch_size 4 --data.max_length 64 --logging.sinks []".split(), *more]
 
 
 def rl_line(output: Path, model: Path, rows: Path, *more: str) -> list[str]:
     """The command line of two steps of step 3 by itself."""
     line = _step_line("training/step3_ppo/main.py", output, model, rows)
-    line += ["--rollout.prompts_per_step", "4", "--rollout.sampling.max_new_tokens", "6"]
-    return [*line, "--train.max_steps", "2", "--data.eval_fraction", "0", *more]
+    line += "--rollout.prompts_per_step 4 --rollout.sampling.max_new_tokens 6".split()
+    return [*line, *"--train.max_steps 2 --data.eval_fraction 0".split(), *more]
 
 
 def _step_line(script: str, output: Path, model: Path, rows: Path) -> list[str]:
-    line = [script, "--model.path", str(model), "--data.sources", str(rows), "--output_dir", str(output)]
-    return [*line, "--data.cache_dir", str(output.parent / "cache")]
+    words = f"{script} --model.path {model} --data.sources {rows} --output_dir {output}"
+    return [*words.split(), "--data.cache_dir", str(output.parent / "cache")]
 
 
 def sft_config(folder: Path, resume: str = "never") -> SFTConfig:

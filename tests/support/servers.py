@@ -19,11 +19,12 @@ def json_server(answer: Callable[[str, str, bytes], tuple[int, Any]]) -> Iterato
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, content = answer(self.command, self.path.partition("?")[0], body)
             data = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            with contextlib.suppress(OSError):  # the client has left
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
 
         do_GET = do_POST = _answer  # noqa: N815 - the names that http.server calls
 

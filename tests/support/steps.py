@@ -26,60 +26,22 @@ def write_rows(file: Path) -> Path:
 
 def step_line(name: str, output: Path, model: Path, rows: Path, *more: str) -> list[str]:
     """The command line of a step of six updates or rollouts, with a checkpoint after every second."""
-    line = [
-        "--data.sources",
-        str(rows),
-        "--output_dir",
-        str(output),
-        "--data.cache_dir",
-        str(rows.parent / "cache"),
-        "--logging.sinks",
-        "[]",
-        "--train.max_steps",
-        "6",
-        "--train.save_every",
-        "2",
-        "--train.eval_every",
-        "3",
-        "--data.max_eval_rows",
-        "4",
-    ]
+    line = (
+        f"--model.path {model} --data.sources {rows} --data.cache_dir {rows.parent}/cache --output_dir {output}".split()
+    )
+    line += "--train.max_steps 6 --train.save_every 2 --train.eval_every 3 --data.max_eval_rows 4".split()
+    line += "--logging.sinks []".split()
     if name != "ppo":
-        return [*line, "--model.path", str(model), "--data.max_length", "64", "--train.global_batch_size", "4", *more]
+        return [*line, *"--data.max_length 64 --train.global_batch_size 4".split(), *more]
     return [
         *line,
-        "--model.path",
-        str(model),
-        "--rollout.prompts_per_step",
-        "4",
-        "--rollout.sampling.max_new_tokens",
-        "5",
-        "--rollout.max_prompt_tokens",
-        "48",
+        *"--rollout.prompts_per_step 4 --rollout.sampling.max_new_tokens 5 --rollout.max_prompt_tokens 48".split(),
+        *"--algorithm.mini_batches 2 --algorithm.epochs 2 --algorithm.kl.target 3".split(),
+        *"--algorithm.score_scaling running --actor.ema_decay 0.5 --actor.optimizer.lr 1e-3".split(),
+        *"--reference.refresh_every 3 --logging.samples_every 1".split(),
+        *f"--ptx.coef 0.1 --ptx.sources {rows} --ptx.max_length 64".split(),
         "--reward.components",
         f"[{{function: '{__file__}:brevity'}}]",
-        "--algorithm.mini_batches",
-        "2",
-        "--algorithm.epochs",
-        "2",
-        "--actor.ema_decay",
-        "0.5",
-        "--algorithm.kl.target",
-        "3",
-        "--algorithm.score_scaling",
-        "running",
-        "--reference.refresh_every",
-        "3",
-        "--logging.samples_every",
-        "1",
-        "--ptx.coef",
-        "0.1",
-        "--ptx.sources",
-        str(rows),
-        "--ptx.max_length",
-        "64",
-        "--actor.optimizer.lr",
-        "1e-3",
         *more,
     ]
 

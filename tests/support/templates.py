@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.support.tiny import byte_tokenizer
 
 GENERATE = "{% if add_generation_prompt %}{{ PROMPT }}{% endif %}"
 CALL = "{% for c in m.tool_calls or [] %}{{ '<call>' + (c.function | tojson) + '</call>' }}{% endfor %}"
@@ -35,19 +36,8 @@ class Family:
 def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
     """One token a byte, and the family's special ones."""
     special = ["<pad>", "<s>", "</s>", *family.special]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*special, *alphabet])}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        clean_up_tokenization_spaces=False,
-    )
+    tokenizer = byte_tokenizer(special, family.template, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.special)})
-    tokenizer.chat_template = family.template
     return tokenizer
 
 
@@ -77,26 +67,29 @@ def _qwen3(prompt: str) -> str:
 _THOUGHTLESS = "<think>\n\n</think>\n\n"
 _LOOK = f"<call>{JSON_CALL}</call>"
 
+
+def _plain(
+    template: str | dict[str, str], special: tuple[str, ...], end: str, call: str = JSON_CALL, before: str = ""
+) -> Family:
+    """A family that shows no reasoning and whose answers, each between `before` and `end`, are one text."""
+    one, two, called, seen = (f"{before}{text}{end}" for text in ("one", "two", call, "seen"))
+    return Family(template, special, [one], [one + two], [one + two], [called + seen], end)
+
+
 FAMILIES: dict[str, Family] = {
-    "chatml": Family(
+    "chatml": _plain(
         TOOLS + _turns(HEAD + CONTENT + CALL + "{{ '<|im_end|>\n' }}", "<|im_start|>assistant\n"),
         IM,
-        ["one<|im_end|>"],
-        ["one<|im_end|>two<|im_end|>"],
-        ["one<|im_end|>two<|im_end|>"],
-        [f"{_LOOK}<|im_end|>seen<|im_end|>"],
-        end="<|im_end|>",
+        "<|im_end|>",
+        _LOOK,
     ),
-    "qwen2.5, a system prompt of its own": Family(
+    "qwen2.5, a system prompt of its own": _plain(
         "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nhelp<|im_end|>\n' }}{% endif %}"
         + TOOLS
         + _turns(HEAD + CONTENT + CALL + "{{ '<|im_end|>\n' }}", "<|im_start|>assistant\n"),
         IM,
-        ["one<|im_end|>"],
-        ["one<|im_end|>two<|im_end|>"],
-        ["one<|im_end|>two<|im_end|>"],
-        [f"{_LOOK}<|im_end|>seen<|im_end|>"],
-        end="<|im_end|>",
+        "<|im_end|>",
+        _LOOK,
     ),
     "qwen3": Family(
         _qwen3("<|im_start|>assistant\n"),
@@ -182,30 +175,22 @@ FAMILIES: dict[str, Family] = {
         ],
         end="<|return|>",
     ),
-    "phi-3, eos behind the whole": Family(
+    "phi-3, eos behind the whole": _plain(
         _turns("{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}", "<|assistant|>\n")
         + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
         ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"),
-        ["one<|end|>"],
-        ["one<|end|>two<|end|>"],
-        ["one<|end|>two<|end|>"],
-        [f"{JSON_CALL}<|end|>seen<|end|>"],
-        end="<|end|>",
+        "<|end|>",
     ),
-    "llama 3": Family(
+    "llama 3": _plain(
         "{{ bos_token }}"
         + _turns(
             "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}",
             "<|start_header_id|>assistant<|end_header_id|>\n\n",
         ),
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        ["one<|eot_id|>"],
-        ["one<|eot_id|>two<|eot_id|>"],
-        ["one<|eot_id|>two<|eot_id|>"],
-        [f"{JSON_CALL}<|eot_id|>seen<|eot_id|>"],
-        end="<|eot_id|>",
+        "<|eot_id|>",
     ),
-    "llama 3.1, calls as parameters, results of ipython": Family(
+    "llama 3.1, calls as parameters, results of ipython": _plain(
         "{{ bos_token }}"
         + _turns(
             "{{ '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\n\n' }}"
@@ -215,11 +200,8 @@ FAMILIES: dict[str, Family] = {
             "<|start_header_id|>assistant<|end_header_id|>\n\n",
         ),
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        ["one<|eot_id|>"],
-        ["one<|eot_id|>two<|eot_id|>"],
-        ["one<|eot_id|>two<|eot_id|>"],
-        ['{"name": "look", "parameters": {"at": "sky"}}<|eot_id|>seen<|eot_id|>'],
-        end="<|eot_id|>",
+        "<|eot_id|>",
+        '{"name": "look", "parameters": {"at": "sky"}}',
     ),
     "llama 2, the system's text within the user's": Family(
         _turns(
@@ -254,7 +236,7 @@ FAMILIES: dict[str, Family] = {
         [f"[CALLS]{JSON_CALL}</s> seen</s>"],
         end="</s>",
     ),
-    "gemma 2, no system, turns that alternate": Family(
+    "gemma 2, no system, turns that alternate": _plain(
         "{{ bos_token }}{% if messages and messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         + _turns(
             "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
@@ -263,13 +245,9 @@ FAMILIES: dict[str, Family] = {
             "<start_of_turn>model\n",
         ),
         ("<start_of_turn>", "<end_of_turn>"),
-        ["one<end_of_turn>"],
-        ["one<end_of_turn>two<end_of_turn>"],
-        ["one<end_of_turn>two<end_of_turn>"],
-        [f"{JSON_CALL}<end_of_turn>seen<end_of_turn>"],
-        end="<end_of_turn>",
+        "<end_of_turn>",
     ),
-    "gemma 3, the system's text before the user's, contents in parts": Family(
+    "gemma 3, the system's text before the user's, contents in parts": _plain(
         "{{ bos_token }}{% set first = '' %}{% set turns = messages %}"
         "{% if messages and messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
         "{% set turns = messages[1:] %}{% endif %}{% for m in turns %}"
@@ -277,11 +255,7 @@ FAMILIES: dict[str, Family] = {
         "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (first if loop.first else '')"
         " + m.content | trim + '<end_of_turn>\n' }}{% endfor %}" + _prompt("<start_of_turn>model\n"),
         ("<start_of_turn>", "<end_of_turn>"),
-        ["one<end_of_turn>"],
-        ["one<end_of_turn>two<end_of_turn>"],
-        ["one<end_of_turn>two<end_of_turn>"],
-        [f"{JSON_CALL}<end_of_turn>seen<end_of_turn>"],
-        end="<end_of_turn>",
+        "<end_of_turn>",
     ),
     "glm 4, no token behind an answer": Family(
         _turns(
@@ -317,44 +291,33 @@ FAMILIES: dict[str, Family] = {
         ],
         end="<|user|>",
     ),
-    "command-r": Family(
+    "command-r": _plain(
         "{{ bos_token }}"
         + _turns(
             "{{ '<|TURN|><|' + (m.role | upper) + '|>' + m.content.strip() + '<|END_OF_TURN|>' }}",
             "<|TURN|><|ASSISTANT|>",
         ),
         ("<|TURN|>", "<|END_OF_TURN|>", "<|USER|>", "<|SYSTEM|>", "<|ASSISTANT|>", "<|TOOL|>"),
-        ["one<|END_OF_TURN|>"],
-        ["one<|END_OF_TURN|>two<|END_OF_TURN|>"],
-        ["one<|END_OF_TURN|>two<|END_OF_TURN|>"],
-        [f"{JSON_CALL}<|END_OF_TURN|>seen<|END_OF_TURN|>"],
-        end="<|END_OF_TURN|>",
+        "<|END_OF_TURN|>",
     ),
-    "cohere 2, two tokens behind an answer": Family(
+    "cohere 2, two tokens behind an answer": _plain(
         _turns(
             "{{ '<|TURN|>' + m.role + '<|START|>' + m.content + ('<|END|>' if m.role == 'assistant' else '') + "
             "'<|END_OF_TURN|>' }}",
             "<|TURN|>assistant<|START|>",
         ),
         ("<|TURN|>", "<|START|>", "<|END|>", "<|END_OF_TURN|>"),
-        ["one<|END|>"],
-        ["one<|END|>two<|END|>"],
-        ["one<|END|>two<|END|>"],
-        [f"{JSON_CALL}<|END|>seen<|END|>"],
-        end="<|END|>",
+        "<|END|>",
     ),
-    "smollm3, marks of its own": Family(
+    "smollm3, marks of its own": _plain(
         _turns(
             HEAD + "{% if m.role == 'assistant' %}{% generation %}" + CONTENT + CALL + "{{ '<|im_end|>' }}"
             "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}",
             "<|im_start|>assistant\n",
         ),
         IM,
-        ["one<|im_end|>"],
-        ["one<|im_end|>two<|im_end|>"],
-        ["one<|im_end|>two<|im_end|>"],
-        [f"{_LOOK}<|im_end|>seen<|im_end|>"],
-        end="<|im_end|>",
+        "<|im_end|>",
+        _LOOK,
     ),
     "lfm 2.5, marks that hold the line break": Family(
         "{{ bos_token }}"
@@ -371,26 +334,19 @@ FAMILIES: dict[str, Family] = {
         [f"{_LOOK}<|im_end|>\nseen<|im_end|>\n"],
         end="<|im_end|>",
     ),
-    "lfm 2, calls passed over": Family(
+    "lfm 2, calls passed over": _plain(
         _turns(HEAD + CONTENT + "{{ '<|im_end|>\n' }}", "<|im_start|>assistant\n", TOOLS),
         IM,
-        ["one<|im_end|>"],
-        ["one<|im_end|>two<|im_end|>"],
-        ["one<|im_end|>two<|im_end|>"],
-        [f"{JSON_CALL}<|im_end|>seen<|im_end|>"],
-        end="<|im_end|>",
+        "<|im_end|>",
     ),
-    "granite": Family(
+    "granite": _plain(
         _turns(
             "{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' }}" + CONTENT + CALL + "{{ '<|end_of_text|>\n' }}",
             "<|start_of_role|>assistant<|end_of_role|>",
         ),
         ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
-        ["one<|end_of_text|>"],
-        ["one<|end_of_text|>two<|end_of_text|>"],
-        ["one<|end_of_text|>two<|end_of_text|>"],
-        [f"{_LOOK}<|end_of_text|>seen<|end_of_text|>"],
-        end="<|end_of_text|>",
+        "<|end_of_text|>",
+        _LOOK,
     ),
     "olmo, eos behind the last answer only": Family(
         "{{ bos_token }}"
@@ -405,27 +361,20 @@ FAMILIES: dict[str, Family] = {
         [f"{JSON_CALL}</s>", "seen</s>"],
         end="</s>",
     ),
-    "zephyr": Family(
+    "zephyr": _plain(
         _turns("{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}", "<|assistant|>\n"),
         (),
-        ["one</s>"],
-        ["one</s>two</s>"],
-        ["one</s>two</s>"],
-        [f"{JSON_CALL}</s>seen</s>"],
-        end="</s>",
+        "</s>",
     ),
-    "vicuna, names in plain text": Family(
+    "vicuna, names in plain text": _plain(
         _turns(
             "{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}{% elif m.role == 'assistant' %}"
             "{{ 'ASSISTANT: ' + m.content + eos_token }}{% elif loop.first %}{{ m.content + ' ' }}{% endif %}",
             "ASSISTANT:",
         ),
         (),
-        [" one</s>"],
-        [" one</s> two</s>"],
-        [" one</s> two</s>"],
-        [f" {JSON_CALL}</s> seen</s>"],
-        end="</s>",
+        "</s>",
+        before=" ",
     ),
     "falcon, nothing behind an answer": Family(
         _turns("{{ m.role | capitalize + ': ' + m.content + '\n' }}", "Assistant:"),
@@ -435,7 +384,7 @@ FAMILIES: dict[str, Family] = {
         [" one\n two\n"],
         [f" {JSON_CALL}\n seen\n"],
     ),
-    "llava, contents in parts": Family(
+    "llava, contents in parts": _plain(
         "{{ bos_token }}"
         + _turns(
             "{{ m.role | upper + ':' }}{% for p in m.content %}{{ ' ' + p.text }}{% endfor %}"
@@ -443,34 +392,25 @@ FAMILIES: dict[str, Family] = {
             "ASSISTANT:",
         ),
         ("<end_of_utterance>",),
-        [" one<end_of_utterance>"],
-        [" one<end_of_utterance> two<end_of_utterance>"],
-        [" one<end_of_utterance> two<end_of_utterance>"],
-        [f" {JSON_CALL}<end_of_utterance> seen<end_of_utterance>"],
-        end="<end_of_utterance>",
+        "<end_of_utterance>",
+        before=" ",
     ),
-    "hermes, one template for tools and one for none": Family(
+    "hermes, one template for tools and one for none": _plain(
         {
             "default": _turns(HEAD + "{{ m.content + '<|im_end|>\n' }}", "<|im_start|>assistant\n"),
             "tool_use": TOOLS + _turns(HEAD + CONTENT + CALL + "{{ '<|im_end|>\n' }}", "<|im_start|>assistant\n"),
         },
         IM,
-        ["one<|im_end|>"],
-        ["one<|im_end|>two<|im_end|>"],
-        ["one<|im_end|>two<|im_end|>"],
-        [f"{_LOOK}<|im_end|>seen<|im_end|>"],
-        end="<|im_end|>",
+        "<|im_end|>",
+        _LOOK,
     ),
-    "kimi, an end in the middle": Family(
+    "kimi, an end in the middle": _plain(
         _turns(
             "{{ '<|im_' + m.role + '|>' + m.role + '<|im_middle|>' }}" + CONTENT + CALL + "{{ '<|im_end|>' }}",
             "<|im_assistant|>assistant<|im_middle|>",
         ),
         ("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_tool|>", "<|im_middle|>", "<|im_end|>"),
-        ["one<|im_end|>"],
-        ["one<|im_end|>two<|im_end|>"],
-        ["one<|im_end|>two<|im_end|>"],
-        [f"{_LOOK}<|im_end|>seen<|im_end|>"],
-        end="<|im_end|>",
+        "<|im_end|>",
+        _LOOK,
     ),
 }

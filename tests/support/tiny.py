@@ -16,19 +16,17 @@ VOCABULARY = 256 + len(SPECIAL)
 
 def tiny_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     """One token per byte, and three special ones; pad equals eos."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(SPECIAL + alphabet)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    roles = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "bos_token": "<|im_start|>"}
+    return byte_tokenizer(SPECIAL, template, **roles, unk_token="<|endoftext|>")
+
+
+def byte_tokenizer(special: list[str], template: str | dict[str, str] | None, **roles: str) -> PreTrainedTokenizerFast:
+    """One token per byte after the special ones, some of which have roles."""
+    vocabulary = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        bos_token="<|im_start|>",
-        unk_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **roles)
     tokenizer.chat_template = template
     return tokenizer
 

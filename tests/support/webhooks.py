@@ -7,8 +7,9 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.support.servers import json_server
 
 
 @dataclass
@@ -25,29 +26,14 @@ class WebhookServer:
 @contextlib.contextmanager
 def webhook_server() -> Iterator[WebhookServer]:
     """A server on this host."""
+    state = WebhookServer("")
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # noqa: N802 - the name that the server calls
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            state.messages.append(json.loads(body))
-            if state.delay is not None:
-                state.delay.wait(30)
-            with contextlib.suppress(OSError):  # the client has left
-                self.send_response(state.status)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+    def answer(method: str, path: str, body: bytes) -> tuple[int, Any]:
+        state.messages.append(json.loads(body))
+        if state.delay is not None:
+            state.delay.wait(30)
+        return state.status, None
 
-        def log_message(self, form: str, *words: Any) -> None:
-            """No lines on stderr."""
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
-    state = WebhookServer(f"http://127.0.0.1:{http.server_address[1]}/hook/s3cret-path")
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with json_server(answer) as url:
+        state.url = f"{url}/hook/s3cret-path"
         yield state
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()

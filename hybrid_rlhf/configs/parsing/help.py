@@ -53,15 +53,6 @@ def help_document(
     return {"command": prog, "about": about, "config": config, "positional": list(positional), "keys": keys}
 
 
-def shown_keys(tree: Section, *, everything: bool = False) -> list[str]:
-    """The dotted keys and unused sections that help shows."""
-    names = []
-    for section in tree.walk(off=everything):
-        names += [key["name"] for key in _described(section, {}, everything=everything)]
-        names += [] if everything else [inner.name for inner in _unused(section)]
-    return names
-
-
 def _described(section: Section, chosen: Mapping[str, Any], *, everything: bool) -> list[dict[str, Any]]:
     """The keys of a section that help shows; the choice of its dataclass comes first."""
     keys: list[dict[str, Any]] = []

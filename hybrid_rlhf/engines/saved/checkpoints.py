@@ -11,13 +11,13 @@ import json
 import logging
 import platform
 import shutil
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
 from hybrid_rlhf.engines.saved.fragments import HostCopies
 from hybrid_rlhf.engines.saved.training_state import AbsentState, TrainingState
+from hybrid_rlhf.runtime.background import BackgroundCall
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
@@ -42,6 +43,7 @@ from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.random_states import random_states, restore_random_states
 from hybrid_rlhf.runtime.world import World
 
+T = TypeVar("T")
 AnyState = TrainingState | AbsentState
 _LIBRARIES = ("hybrid_rlhf", "torch", "deepspeed", "transformers", "peft")
 logger = logging.getLogger(LOGGER_NAME)
@@ -119,11 +121,9 @@ class CheckpointWriter:
             "versions": {"python": platform.python_version(), **{name: version(name) for name in _LIBRARIES}},
         }
         states = {_random_name(self._world.rank): random_states(self._world.device)}
-        self._writing = _Writing(beside, named, states, manifest, self._run_folder)
-        if self._config.save_async:
-            self._writing.start()
-        else:
-            self._writing.run()
+        write = partial(_outcome_of, partial(_write, beside, named, states), self._run_folder)
+        self._writing = _Writing(beside, manifest, BackgroundCall(write, device=self._world.device))
+        if not self._config.save_async:
             self.finish()
 
     def poll(self) -> None:
@@ -134,7 +134,7 @@ class CheckpointWriter:
         """
         if self._writing is None:
             return
-        done = torch.tensor(float(self._writing.is_done), device=self._world.device)
+        done = torch.tensor(float(self._writing.call.has_ended()), device=self._world.device)
         if self._world.all_reduce(done, dist.ReduceOp.MIN).item():
             self.finish()
 
@@ -148,13 +148,13 @@ class CheckpointWriter:
             return
         writing = self._writing
         self._writing = None
-        outcomes = self._world.all_gather_objects(writing.outcome())
+        outcomes = self._world.all_gather_objects(writing.call.result())
         failure = next((outcome for outcome in outcomes if isinstance(outcome, OSError)), None)
         if failure is None and self._world.is_main:
             files = {
                 name: entry for outcome in outcomes if isinstance(outcome, dict) for name, entry in outcome.items()
             }
-            failure = _failure_of(lambda: self._commit(writing, files), self._run_folder)
+            failure = _outcome_of(lambda: self._commit(writing, files), self._run_folder)
         failure = self._world.broadcast_object(failure)
         if failure is not None:
             if self._world.is_main:
@@ -189,74 +189,50 @@ class CheckpointWriter:
             logger.warning("old checkpoints cannot be removed (%s)", error)
 
 
+@dataclass(frozen=True)
 class _Writing:
     """Files of one rank while a checkpoint is being written."""
 
-    def __init__(
-        self,
-        beside: Path,
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        texts: Mapping[str, Mapping[str, Any]],
-        manifest: Mapping[str, Any],
-        run_folder: Path,
-    ) -> None:
-        self.beside = beside
-        self.manifest = manifest
-        self._tensors = tensors
-        self._texts = texts
-        self._run_folder = run_folder
-        self._files: dict[str, dict[str, int]] = {}
-        self._failure: OSError | None = None
-        self._thread = threading.Thread(target=self.run, name="checkpoint", daemon=True)
+    beside: Path
+    manifest: Mapping[str, Any]
+    call: BackgroundCall[dict[str, dict[str, int]] | OSError]
+    """Writes the files; returns sizes and checksums by file, or the error."""
 
-    def start(self) -> None:
-        """Write in a thread while training continues."""
-        self._thread.start()
 
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
+def _write(
+    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], texts: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, int]]:
+    """Write the files of this rank; returns their sizes and checksums."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for name, content in texts.items():
+        write_whole(folder / name, json.dumps(content))
+        files[name] = _size_and_checksum(folder / name)
+    # Overlap the checksum of one file with the writing of another.
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        written = pool.map(lambda name: _write_tensors(folder / name, tensors[name]), tensors)
+        return files | dict(zip(tensors, written, strict=True))
 
-    def outcome(self) -> dict[str, dict[str, int]] | OSError:
-        """Wait for the end of writing; returns sizes and checksums by file, or the error."""
-        if self._thread.ident is not None:
-            self._thread.join()
-        return self._files if self._failure is None else self._failure
 
-    def run(self) -> None:
-        """Write in the calling thread."""
-        self._failure = _failure_of(self._write, self._run_folder)
-
-    def _write(self) -> None:
-        self.beside.mkdir(parents=True, exist_ok=True)
-        for name, content in self._texts.items():
-            write_whole(self.beside / name, json.dumps(content))
-            self._files[name] = _size_and_checksum(self.beside / name)
-        # Overlap the checksum of one file with the writing of another.
-        with ThreadPoolExecutor(_WRITERS) as pool:
-            self._files |= dict(zip(self._tensors, pool.map(self._write_tensors, self._tensors), strict=True))
-
-    def _write_tensors(self, name: str) -> dict[str, int]:
-        file = self.beside / name
-        save_file(dict(self._tensors[name]), file)
-        flush(file)
-        return _size_and_checksum(file)
+def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    save_file(dict(tensors), file)
+    flush(file)
+    return _size_and_checksum(file)
 
 
 def _size_and_checksum(file: Path) -> dict[str, int]:
     return {"bytes": file.stat().st_size, "crc32": checksum(file)}
 
 
-def _failure_of(write: Any, run_folder: Path) -> OSError | None:
-    """Run a write; returns its error as an OSError that can be sent to other ranks, or None."""
+def _outcome_of(write: Callable[[], T], run_folder: Path) -> T | OSError:
+    """Run a write; returns its result, or its error as an OSError that can be sent to other ranks."""
     try:
         with disk_errors_translated(run_folder):
-            write()
+            return write()
     except OSError as error:
         return OSError(error.errno, error.strerror or str(error), str(error.filename or run_folder))
     except Exception as error:  # noqa: BLE001 - a library's own error for a failed write, raised on every rank
         return OSError(None, f"a checkpoint cannot be written ({type(error).__name__}: {error})", str(run_folder))
-    return None
 
 
 def load_checkpoint(checkpoint: Path, *, states: Mapping[str, AnyState], world: World) -> LoopState:

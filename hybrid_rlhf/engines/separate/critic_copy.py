@@ -46,15 +46,20 @@ class CriticCopy:
         self.world = world
         self._union = union
         self._critic = critic
-        self.group = world.split(tensor_parallel)
+        group = world.split(tensor_parallel)
+        self.tensor_parallel = group.size
+        """Number of ranks that compute the same rows together."""
+        self.reports_rows = group.is_main
+        """True if the results of this rank count, among those that compute the same rows."""
         self._scorer: InferenceScorer | None = None
         self._plane: WeightPlane | None = None
         if union.is_member:
             settings = PlaneSettings(
                 "critic", "placement.critic_copy", describe=described_scorer, check_weights=check_weights
             )
-            group = self.group if world.is_member else None
-            self._plane = WeightPlane(critic, settings, union=union, group=group, release=self._release)
+            self._plane = WeightPlane(
+                critic, settings, union=union, group=group if world.is_member else None, release=self._release
+            )
 
     def sync(self) -> None:
         """Receive the critic's weights if they have changed. Every rank must make this call.
@@ -70,16 +75,6 @@ class CriticCopy:
         """Return the output of the head after each real token, as Scorer. All ranks of the group pass the same rows."""
         assert self._scorer is not None, "called after sync, on ranks of the copy"
         return self._scorer(input_ids, attention_mask)
-
-    @property
-    def tensor_parallel(self) -> int:
-        """Number of ranks that compute the same rows together."""
-        return self.group.size
-
-    @property
-    def reports_rows(self) -> bool:
-        """True if the results of this rank count, among those that compute the same rows."""
-        return self.group.is_main
 
     def _release(self) -> None:
         self._scorer = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.engines.hybrid import HybridEngine
@@ -33,26 +32,21 @@ class JointSampler:
             world: the ranks of both.
         """
         self.world = world
+        self.device = world.device
+        """Device of this rank."""
         self._separate = separate
-        self._actor = actor
-        local: SeparateSampler | HybridEngine = separate if actor is None else actor
-        self._own = local
-        self.generation_world = local.generation_world
+        self._engines: list[SeparateSampler | HybridEngine] = [separate] if actor is None else [separate, actor]
+        """The engines whose calls this rank makes; the last samples on it."""
+        self.generation_world = self._engines[-1].generation_world
+        first, group = separate.groups
+        self.groups = (
+            world.size // self.generation_world.size,
+            group if actor is None else first + (actor.groups[1] or 0),
+        )
+        """Number of `generation_world`s, and the index of this rank's; the sampler's come before the actor's."""
         self.max_logprob_diff = separate.max_logprob_diff
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
-
-    @property
-    def groups(self) -> tuple[int, int | None]:
-        """Number of `generation_world`s, and the index of this rank's; the sampler's come before the actor's."""
-        first, group = self._separate.groups
-        count = self.world.size // self.generation_world.size
-        return count, group if self._actor is None else first + (self._actor.groups[1] or 0)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self.world.device
 
     @property
     def weight_version(self) -> int:
@@ -74,7 +68,7 @@ class JointSampler:
             for engine in self._engines:
                 generation = stack.enter_context(engine.inference(stop_token_ids=stop_token_ids, tokenizer=tokenizer))
             yield generation
-        self.work = self._own.work
+        self.work = self._engines[-1].work
         self.weight_sync_seconds = sum(engine.weight_sync_seconds for engine in self._engines)
         self.weight_check_seconds = sum(engine.weight_check_seconds for engine in self._engines)
 
@@ -99,8 +93,3 @@ class JointSampler:
             for engine in self._engines:
                 stack.enter_context(engine.other_weights())
             yield
-
-    @property
-    def _engines(self) -> list[SeparateSampler | HybridEngine]:
-        """The engines whose calls this rank makes."""
-        return [engine for engine in (self._separate, self._actor) if engine is not None]

@@ -174,15 +174,11 @@ class WeightPlane:
             {rank: need.runs for rank, need in needed.items()},
             [of_rank.host for of_rank in introductions],
         )
-        buckets = {
-            everything: plan.buckets(
-                self.model.weights,
-                sends=lambda tensor, everything=everything: everything or tensor.trained,  # type: ignore[misc]
-                bucket_elements=BUCKET_ELEMENTS,
-            )
-            for everything in (True, False)
-        }
-        return {everything: WeightTransfer(self._union, planned, dtypes) for everything, planned in buckets.items()}
+        transfers = {}
+        for everything in (True, False):
+            buckets = plan.buckets(self.model.weights, everything=everything, bucket_elements=BUCKET_ELEMENTS)
+            transfers[everything] = WeightTransfer(self._union, buckets, dtypes)
+        return transfers
 
     def _described(self, trained: ModelEngine) -> TrainedModel:
         try:

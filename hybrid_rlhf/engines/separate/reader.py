@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.engines.engine import EngineFacts, Role
@@ -37,9 +36,16 @@ class InferenceReader:
         """
         self.role: Role = role
         self.world = world
-        self.group = group
+        self.device = world.device
+        """Device that batches must be on."""
+        self.tensor_parallel = group.size
+        """Number of ranks that compute the same rows together."""
+        self.reports_rows = group.is_main
+        """True if the results of this rank count, among those that compute the same rows."""
         self.config = lm.config
         self.parameters = lm.num_parameters()
+        self.facts = EngineFacts(self.parameters, self.packs)
+        """Properties of the model for ranks that do not have it."""
         scores = role in ("reward", "critic")
         self._model: InferencePolicy | InferenceScorer
         self._model = inference_scorer(lm, world=group) if scores else inference_policy(lm, world=group)
@@ -47,26 +53,6 @@ class InferenceReader:
     def __call__(self, *inputs: Any, **settings: Any) -> Any:
         """Return the result of the model's Policy or Scorer. All ranks of the group pass the same rows."""
         return self._model(*inputs, **settings)
-
-    @property
-    def tensor_parallel(self) -> int:
-        """Number of ranks that compute the same rows together."""
-        return self.group.size
-
-    @property
-    def reports_rows(self) -> bool:
-        """True if the results of this rank count, among those that compute the same rows."""
-        return self.group.is_main
-
-    @property
-    def device(self) -> torch.device:
-        """Device that batches must be on."""
-        return self.world.device
-
-    @property
-    def facts(self) -> EngineFacts:
-        """Properties of the model for ranks that do not have it."""
-        return EngineFacts(self.parameters, self.packs)
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing: the weights are always on the device."""

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.engines.separate.intervals import Runs
 from hybrid_rlhf.engines.separate.layout import SentTensor, SentWeight
 from hybrid_rlhf.engines.separate.transfer import Part
 
@@ -69,12 +68,8 @@ class ReceivedWeights:
             return parts[0][1].to(self._device).view(tensor.shape)
         full = torch.empty(tensor.shape, dtype=self._dtypes[tensor.name], device=self._device)
         for runs, values in parts:
-            _view(runs, full).copy_(values.view(runs.count, runs.length))
+            runs.view(full.view(-1)).copy_(values.view(runs.count, runs.length))
         return full
-
-
-def _view(runs: Runs, full: Tensor) -> Tensor:
-    return runs.view(full.view(-1))
 
 
 def _is_whole(tensor: SentTensor, parts: Sequence[Part]) -> bool:

@@ -6,11 +6,11 @@ same amount. All ranks compute the same plan from the same layouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid_rlhf.engines.separate.intervals import Runs
-from hybrid_rlhf.engines.separate.layout import Interval, SentTensor, SentWeight
+from hybrid_rlhf.engines.separate.layout import Interval, SentWeight
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,12 @@ class RoutePlan:
             for target in needed
         }
 
-    def buckets(
-        self, weights: Sequence[SentWeight], *, sends: Callable[[SentTensor], bool], bucket_elements: int
-    ) -> list[Bucket]:
+    def buckets(self, weights: Sequence[SentWeight], *, everything: bool, bucket_elements: int) -> list[Bucket]:
         """Divide all weights into buckets.
 
         Args:
             weights: weights of the model, in order.
-            sends: returns true for tensors that are sent.
+            everything: send all tensors; false: only trained ones.
             bucket_elements: maximum number of elements per bucket, unless a single weight is larger.
         """
         load = dict.fromkeys(self._held, 0)
@@ -75,19 +73,17 @@ class RoutePlan:
         bucket: list[SentWeight] = []
         elements = 0
         for weight in weights:
-            size = sum(tensor.elements for tensor in weight.tensors if sends(tensor))
+            size = sum(tensor.elements for tensor in weight.tensors if everything or tensor.trained)
             if bucket and elements + size > bucket_elements:
-                buckets.append(self._bucket(bucket, sends, load))
+                buckets.append(self._bucket(bucket, everything, load))
                 bucket = []
                 elements = 0
             bucket.append(weight)
             elements += size
-        return [*buckets, self._bucket(bucket, sends, load)]
+        return [*buckets, self._bucket(bucket, everything, load)]
 
-    def _bucket(
-        self, weights: Sequence[SentWeight], sends: Callable[[SentTensor], bool], load: dict[int, int]
-    ) -> Bucket:
-        sent = [tensor for weight in weights for tensor in weight.tensors if sends(tensor)]
+    def _bucket(self, weights: Sequence[SentWeight], everything: bool, load: dict[int, int]) -> Bucket:
+        sent = [tensor for weight in weights for tensor in weight.tensors if everything or tensor.trained]
         return Bucket(tuple(weights), tuple(piece for tensor in sent for piece in self._pieces(tensor.name, load)))
 
     def _pieces(self, name: str, load: dict[int, int]) -> Iterator[Piece]:

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -72,11 +71,15 @@ class SeparateSampler:
                 sampler on the actor's ranks.
         """
         self.world = world
+        self.device = world.device
+        """Device of this rank."""
         self._union = union
         self._actor = actor
         self._rollout = rollout or RolloutConfig()
         # with a policy lag it samples while frozen roles compute, possibly in groups of the same ranks
         self.generation_world = world.split(self._rollout.tensor_parallel, own=self._rollout.policy_lag > 0)
+        self.groups = groups_of(world, self.generation_world)
+        """Number of `generation_world`s, and the index of this rank's; None: it does not sample."""
         self.work = DecodeWork()
         self.weight_sync_seconds = self.weight_check_seconds = 0.0
         self.max_logprob_diff = math.inf  # for ranks outside `union`, which compare nothing
@@ -113,16 +116,6 @@ class SeparateSampler:
         self.max_logprob_diff = logprob_limit(max_logprob_diff, model.dtype, plane.dtype, quantised=quantised)
         self._check = WeightCheck(union, max_logprob_diff, quantised=quantised, remedy="leave placement.sampler out")
         return plane
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self.world.device
-
-    @property
-    def groups(self) -> tuple[int, int | None]:
-        """Number of `generation_world`s, and the index of this rank's; None: it does not sample."""
-        return groups_of(self.world, self.generation_world)
 
     @property
     def weight_version(self) -> int:

@@ -15,18 +15,13 @@ def _experts(config: PreTrainedConfig, *, count: int, **more: Any) -> dict[str, 
 
 
 def qwen_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    """Qwen2-MoE, with shared experts, Qwen3-MoE, and families with their config."""
+    """Qwen2-MoE, with shared experts; Qwen3-MoE, OLMoE and families with their config, without."""
     return _experts(
         config,
         count=config.num_experts,
         normalise=config.norm_topk_prob,
         shared_size=getattr(config, "shared_expert_intermediate_size", 0),
     )
-
-
-def olmoe_experts(config: PreTrainedConfig) -> dict[str, Any]:
-    """OLMoE."""
-    return _experts(config, count=config.num_experts, normalise=config.norm_topk_prob)
 
 
 def mixtral_experts(config: PreTrainedConfig) -> dict[str, Any]:

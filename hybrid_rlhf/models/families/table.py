@@ -21,7 +21,6 @@ from hybrid_rlhf.models.families.experts import (
     granite_experts,
     llama4_experts,
     mixtral_experts,
-    olmoe_experts,
     phimoe_experts,
     qwen_experts,
 )
@@ -367,10 +366,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(_moe_like(), experts=qwen_experts),
     "phimoe": Family(_moe_like(router="router"), lambda c: {"norm": "layer"}, experts=phimoe_experts),
     "olmoe": Family(
-        _moe_like(), _olmo2, experts=olmoe_experts, unsupported={"clipped queries": lambda c: c.clip_qkv is not None}
+        _moe_like(), _olmo2, experts=qwen_experts, unsupported={"clipped queries": lambda c: c.clip_qkv is not None}
     ),
     "mellum": Family(_moe_like(), experts=qwen_experts),
-    "flex_olmo": Family(_FLEX_OLMO, _olmo2, experts=olmoe_experts),
+    "flex_olmo": Family(_FLEX_OLMO, _olmo2, experts=qwen_experts),
     "ernie4_5_moe": Family(_ERNIE_MOE, _glm, experts=ernie_experts),
     "solar_open": Family(_GLM4_MOE, experts=glm4_experts),
     "glm4_moe": Family(_GLM4_MOE, experts=glm4_experts),

@@ -40,7 +40,8 @@ def stop_with_launcher() -> None:
 
     Call it as early as possible: a launcher that dies before the call is not detected. Later calls do nothing.
     """
-    if not _is_launched() or not _watching.acquire(blocking=False):
+    is_launched = any(name in os.environ for name in (STARTED_BY, _TORCHRUN, _DEEPSPEED))
+    if not is_launched or not _watching.acquire(blocking=False):
         return
     started_by = os.environ.pop(STARTED_BY, None)  # child processes do not belong to that launcher
     try:
@@ -49,10 +50,6 @@ def stop_with_launcher() -> None:
         _stop()
         return
     threading.Thread(target=_watch, args=(launchers,), name="launcher", daemon=True).start()
-
-
-def _is_launched() -> bool:
-    return any(name in os.environ for name in (STARTED_BY, _TORCHRUN, _DEEPSPEED))
 
 
 def _launchers(started_by: int | None) -> list[psutil.Process]:

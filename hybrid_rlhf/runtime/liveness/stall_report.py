@@ -12,12 +12,14 @@ import sysconfig
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+
+from hybrid_rlhf.configs.sections.placement import in_words
 
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/deepspeed/comm/")
 _PACKAGE = str(Path(__file__).parents[2])
@@ -55,10 +57,6 @@ class RankReport:
 
     def __str__(self) -> str:
         return f"in {self.phase} since {self.seconds:.0f} s, {self.doing}"
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as a JSON object."""
-        return asdict(self)
 
 
 def report_rank(rank: int, phase: str, seconds: float) -> RankReport:
@@ -118,15 +116,7 @@ def _verb(ranks: Collection[int], singular: str, plural: str) -> str:
 
 def _ranks(ranks: Collection[int]) -> str:
     """`rank 3`, or `ranks 0-5, 7`."""
-    ordered = sorted(ranks)
-    runs = list[list[int]]()
-    for rank in ordered:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' * (len(ordered) > 1)} {text}"
+    return f"rank{'s' * (len(ranks) > 1)} {in_words(sorted(ranks)).replace(',', ', ')}"
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:

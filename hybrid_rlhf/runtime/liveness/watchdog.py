@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
@@ -146,7 +147,8 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._limit + _MARGIN_SECONDS, exit=True, file=self._stacks)
         for rank, message in self._channel.receive(timeout):
             if message is None:
-                self._end_after_death(rank)
+                who = f"rank {rank} ({self._channel.hosts[rank]})"
+                self._end(f"{who} died in {self.phase}; resume from the last checkpoint with --resume auto")
             else:
                 self._handle(message)
         now = time.monotonic()
@@ -178,7 +180,7 @@ class Watchdog:
         (phase, since) = self._beat
         mine = self._reports[rank] = report_rank(rank, phase, time.monotonic() - since)
         _write_stderr(f"rank {rank}: {mine}")
-        self._channel.send({"stalled": mine.to_json()})
+        self._channel.send({"stalled": asdict(mine)})
 
     def _end_if_diagnosed(self, waited_seconds: float) -> None:
         """End the run when rank 0 has the reports of all ranks, or has waited long enough."""
@@ -191,10 +193,6 @@ class Watchdog:
                 f"{diagnose(reports, silent=silent)}; stacks of all ranks: {self._folder}/; "
                 "raise faults.phase_timeout_seconds if this duration is expected"
             )
-
-    def _end_after_death(self, rank: int) -> NoReturn:
-        host = self._channel.hosts[rank]
-        self._end(f"rank {rank} ({host}) died in {self.phase}; resume from the last checkpoint with --resume auto")
 
     def _end(self, text: str, code: int = EXIT_CODE, *, reported: bool = False) -> NoReturn:
         """Print the reason and end this process at once: its main thread may never return.

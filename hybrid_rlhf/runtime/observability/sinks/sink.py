@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -78,26 +78,26 @@ class SinkThread:
         self._kind = kind
         self._run = run
         self._sink: MetricsSink | None = None
-        self._queue: BackgroundQueue[_Call] = BackgroundQueue(self._handle, name=kind.title, on_error=self._give_up)
+        self._queue: BackgroundQueue[Callable[[MetricsSink], None]] = BackgroundQueue(
+            self._handle, name=kind.title, on_error=self._give_up
+        )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step to the queue."""
-        self._queue.put(_Call(step, dict(metrics)))
+        values = dict(metrics)
+        self._queue.put(lambda sink: sink.write(step, values))
 
     def close(self, end_state: EndState, *, within_seconds: float = CLOSE_SECONDS) -> None:
         """Wait until everything is written, for a limited time."""
-        self._queue.put(_Call(end_state=end_state))
+        self._queue.put(lambda sink: sink.close(end_state))
         if left := self._queue.close(within_seconds):
             logger.warning("%s does not answer: it lacks the last %d entries", self._kind.title, left)
 
-    def _handle(self, call: _Call) -> None:
+    def _handle(self, call: Callable[[MetricsSink], None]) -> None:
         if self._sink is None:
             self._sink = self._kind(self._run)
             _keep_id(self._run.folder, self._kind.module, self._sink.run_id)
-        if call.end_state is None:
-            self._sink.write(call.step, call.metrics)
-        else:
-            self._sink.close(call.end_state)
+        call(self._sink)
 
     def _give_up(self, error: Exception) -> None:
         logger.warning(
@@ -106,15 +106,6 @@ class SinkThread:
             type(error).__name__,
             redacted(" ".join(str(error).split()))[:300],
         )
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The metrics of a step, or the end of the run."""
-
-    step: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    end_state: EndState | None = None
 
 
 def require_installed(kinds: Mapping[SinkName, type[MetricsSink]], names: Sequence[SinkName]) -> None:
