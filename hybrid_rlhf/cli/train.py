@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from hybrid_rlhf.cli.runs.processes import PACKAGE, CommandEnd, launcher, local_ranks, tee
+from hybrid_rlhf.cli.runs.processes import CommandEnd, launcher, local_ranks, tee
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.pipeline import (
@@ -28,7 +28,7 @@ from hybrid_rlhf.configs.pipeline import (
 )
 from hybrid_rlhf.configs.sections.placement import RolePlacements, is_automatic
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.runtime.command_line import parse_config, read_config, save_config, user_errors
+from hybrid_rlhf.runtime.command_line import PACKAGE, parse_config, read_config, save_config, user_errors
 from hybrid_rlhf.runtime.hostfile import process_count
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.openmp import shared_cores

@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -27,6 +27,8 @@ from hybrid_rlhf.runtime.files.reading import read_text
 from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 
 ConfigT = TypeVar("ConfigT")
+PACKAGE = Path(__file__).parents[1]
+"""Folder of the package, in the checkout or in site-packages."""
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 ERROR_FILE = "HYBRID_RLHF_ERROR_FILE"
 """Environment variable with the file to which a process writes a user's mistake, for the command that started it: a
@@ -73,6 +75,15 @@ def parse_config(
         print_result(help_document(tree, derived, **how), help_text(tree, derived, **how).rstrip("\n"))
         sys.exit(0)
     return build_config(config_type, layers)
+
+
+def child_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a command of this package that this one starts, with its output unbuffered."""
+    environment = {**base, "PYTHONUNBUFFERED": "1"}
+    root = PACKAGE.parent
+    if root.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), base.get("PYTHONPATH"))))
+    return environment
 
 
 def read_config(config: Any) -> dict[str, Any]:

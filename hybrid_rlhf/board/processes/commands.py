@@ -17,9 +17,8 @@ import yaml
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.building import nested
+from hybrid_rlhf.runtime.command_line import child_environment
 
-_ROOT = Path(__file__).parents[3]
-"""Folder that contains the package."""
 _KILL_SECONDS = 5.0
 
 
@@ -35,9 +34,7 @@ def start_process(
 
     `variables` are added to its environment.
     """
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})}
-    if _ROOT.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), environment.get("PYTHONPATH"))))
+    environment = {**child_environment(os.environ), **(variables or {})}
     return subprocess.Popen(  # a list of arguments, no shell  # nosec B603
         command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True, **streams
     )

@@ -15,13 +15,10 @@ from typing import TextIO
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import LauncherConfig
-from hybrid_rlhf.runtime.command_line import ERROR_FILE
+from hybrid_rlhf.runtime.command_line import ERROR_FILE, child_environment
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 from hybrid_rlhf.runtime.liveness.launcher import STARTED_BY
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, forward_signals
-
-PACKAGE = Path(__file__).parents[2]
-"""Folder of the package, in the checkout or in site-packages."""
 
 
 def launcher(options: LauncherConfig) -> list[str]:
@@ -77,12 +74,9 @@ def tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
 def _tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
     tail: deque[str] = deque(maxlen=20)
     first_error: str | None = None
-    environment = {**base, "PYTHONUNBUFFERED": "1", STARTED_BY: str(os.getpid())}
+    environment = {**child_environment(base), STARTED_BY: str(os.getpid())}
     if not _gpus():
         environment = {**MALLOC_ENVIRONMENT, **environment}
-    root = PACKAGE.parent
-    if root.name not in ("site-packages", "dist-packages"):  # a checkout, which need not be installed
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), environment.get("PYTHONPATH"))))
     with log.open("a", encoding="utf-8") as file:
         process = subprocess.Popen(  # a list of arguments, no shell  # nosec B603
             command,
