@@ -39,7 +39,7 @@ class Cluster:
 
     def hosts_of(self, ranks: tuple[int, ...]) -> int:
         """On how many hosts ascending ranks are."""
-        return len({rank // self.ranks_per_host for rank in ranks})
+        return len({self.host_of(rank) for rank in ranks})
 
 
 @dataclass(frozen=True)

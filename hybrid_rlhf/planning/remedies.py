@@ -242,7 +242,7 @@ def _changes(config: AnyStep, machine: Device) -> Iterator[_Change]:
 def group_sizes(machine: Device, *, above: int = 1) -> list[int]:
     """Sizes of tensor-parallel groups: powers of two that divide the ranks of a host, and its ranks; then whole
     hosts."""
-    local = machine.ranks_per_host or machine.ranks
+    local = machine.cluster.ranks_per_host
     within = [size for size in {*(2**power for power in range(12)), local} if size <= local and local % size == 0]
     across = [local * hosts for hosts in range(2, machine.ranks // local + 1) if machine.ranks // local % hosts == 0]
     return sorted(size for size in {*within, *across} if size > above and machine.ranks % size == 0)

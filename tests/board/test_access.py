@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import httpx2
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.board import ServedBoard, served_board, write_run
@@ -224,6 +224,7 @@ def test_any_body_is_answered(board: ServedBoard, path: str, body: dict[str, Any
 
 @settings(max_examples=25, deadline=None, suppress_health_check=QUIET)
 @given(part=st.text(min_size=1, max_size=20))
+@example(part="/")
 def test_any_path_is_answered(board: ServedBoard, part: str) -> None:
     for place in ("/api/runs/{}", "/api/jobs/{}", "/api/prompts/{}", "/static/{}", "/{}"):
         answer = board.ask(place.format(quote(part, safe="")))

@@ -48,7 +48,14 @@ def build_app(workspace: BoardWorkspace, config: BoardConfig) -> FastAPI:
         yield
         workspace.close()
 
-    app = FastAPI(title="hybrid-rlhf board", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="hybrid-rlhf board",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
     add_error_answers(
         app,
         _STATUSES,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
@@ -19,17 +18,15 @@ from hybrid_rlhf.cli import main as script
 from hybrid_rlhf.cli.machine.scripts import SCRIPTS, CompletedCommand
 from hybrid_rlhf.configs.commands.machine import CompletionConfig
 from hybrid_rlhf.configs.parsing.listing import every_key
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.output import JSON_OPTION, print_result
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+@command(CompletionConfig, positional="shell")
+def main(config: CompletionConfig) -> None:
     """Print the script of a shell."""
-    with user_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        config = parse_config(CompletionConfig, words, prog=prog, positional="shell")
-        text = SCRIPTS[config.shell](script.PROGRAM, list(completed_commands()))
-        print_result({"shell": config.shell, "script": text}, text)
+    text = SCRIPTS[config.shell](script.PROGRAM, list(completed_commands()))
+    print_result({"shell": config.shell, "script": text}, text)
 
 
 def completed_commands(words: Sequence[str] = ()) -> Iterator[CompletedCommand]:

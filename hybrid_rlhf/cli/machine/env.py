@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.configs.commands.machine import EnvConfig
-from hybrid_rlhf.runtime.command_line import parse_config, user_errors
+from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.output import print_result
 
 if TYPE_CHECKING:
     from hybrid_rlhf.runtime.installation import Installation
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+@command(EnvConfig)
+def main(config: EnvConfig) -> None:
     """Print the installation; exit code 1 if it has a fault."""
-    with user_errors():
-        parse_config(EnvConfig, argv, prog=prog)
-        try:
-            from hybrid_rlhf.generation.ops.cpu_kernels import available
-            from hybrid_rlhf.runtime.installation import inspect_installation
+    try:
+        from hybrid_rlhf.generation.ops.cpu_kernels import available
+        from hybrid_rlhf.runtime.installation import inspect_installation
 
-            installation = inspect_installation()
-            compiled = available()
-        except ImportError as error:  # a missing or broken package
-            problem = f"{error.name or 'a package'} cannot be imported ({error})"
-            fix = f"pip install --force-reinstall {error.name}" if error.name else "reinstall the package"
-            print_result({"faults": [{"problem": problem, "fix": fix}]}, f"problem: {problem}: {fix}")
-            sys.exit(1)
-        print_result(
-            {"version": __version__, **vars(installation), "compiled_cpu_kernels": compiled},
-            "\n".join(_lines(installation, compiled)),
-        )
-        if installation.faults:
-            sys.exit(1)
+        installation = inspect_installation()
+        compiled = available()
+    except ImportError as error:  # a missing or broken package
+        problem = f"{error.name or 'a package'} cannot be imported ({error})"
+        fix = f"pip install --force-reinstall {error.name}" if error.name else "reinstall the package"
+        print_result({"faults": [{"problem": problem, "fix": fix}]}, f"problem: {problem}: {fix}")
+        sys.exit(1)
+    print_result(
+        {"version": __version__, **vars(installation), "compiled_cpu_kernels": compiled},
+        "\n".join(_lines(installation, compiled)),
+    )
+    if installation.faults:
+        sys.exit(1)
 
 
 def _lines(installation: Installation, compiled: bool) -> list[str]:

@@ -395,7 +395,7 @@ class Costs:
 
     def _span(self, ranks: tuple[int, ...]) -> _Span:
         def span() -> _Span:
-            on_hosts = Counter(rank // self.cluster.ranks_per_host for rank in ranks)
+            on_hosts = Counter(self.cluster.host_of(rank) for rank in ranks)
             return _Span(len(ranks), len(on_hosts), max(on_hosts.values()))
 
         return self._once(("span", ranks), span)
