@@ -21,8 +21,6 @@ HYBRID = "{actor: {ranks: 0-1}, critic: {ranks: 2}, judge: {ranks: 0}, reference
 CASES = {
     "separation": (2, "separation", 0),
     "tensor parallel": (4, SPLIT, 0),
-}
-SLOW_CASES = {
     "interleaving": (2, "interleaving", 3),
     "with the actor": (2, "{style: separation, sampler: {with_actor: true}}", 0),
     "replicated": (2, "interleaving", 0),
@@ -63,10 +61,17 @@ def phases_of(workspace: Path, output: Path, ranks: int, placement: str, stage: 
     return found
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.faults) for name in SLOW_CASES)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "separation",
+        pytest.param("tensor parallel", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.faults) for name in [*CASES][2:]),
+    ],
+)
 def test_no_rank_holds_more_than_was_planned(name: str, workspace: Path, tmp_path: Path) -> None:
     """By at most 5%; of the ranks that hold the same, the one that takes most."""
-    ranks, placement, stage = {**CASES, **SLOW_CASES}[name]
+    ranks, placement, stage = CASES[name]
     planned: dict[tuple[str, str], float] = {}
     measured: dict[tuple[str, str], float] = {}
     for row in phases_of(workspace, tmp_path / "run", ranks, placement, stage):

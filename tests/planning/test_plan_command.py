@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from hybrid_rlhf.cli.machine import plan
 from hybrid_rlhf.cli.main import main
@@ -24,7 +25,7 @@ from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.job import RLJob, read_job
 from hybrid_rlhf.planning.machines.stored import load_curves
-from hybrid_rlhf.planning.phase_memory import Device
+from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
 from hybrid_rlhf.planning.placed_memory import MemoryModel
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.step_time import PHASES
@@ -44,6 +45,14 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def one_layer(shape: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same with one layer, whose memory is measured six times as fast."""
+    folder = tmp_path_factory.mktemp("one_layer")
+    AutoConfig.from_pretrained(shape, num_hidden_layers=1).save_pretrained(folder)
+    return str(folder)
+
+
 def printed(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, int]:
     """What a line prints, and its exit code."""
     with pytest.raises(SystemExit) as stopped:
@@ -51,8 +60,8 @@ def printed(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[s
     return capsys.readouterr().out, int(stopped.value.code or 0)
 
 
-def test_a_plan_for_another_machine_needs_a_config_alone(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--base_model", shape, "--machine", "h100", "--ranks", "4"]
+def test_a_plan_for_another_machine_needs_a_config_alone(one_layer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", one_layer, "--machine", "h100", "--ranks", "4"]
     text, code = printed(words, capsys)
     assert code == 0
     assert "memory plan in GiB per rank: 4 x cuda of 77.10" in text
@@ -66,8 +75,8 @@ def test_a_plan_for_another_machine_needs_a_config_alone(shape: str, capsys: pyt
     assert {"actor", "critic"} <= {*given.roles} and all(role.ranks for role in given.roles.values())
 
 
-def test_json_has_plans_with_phases_memory_and_reasons(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "4", "--hosts", "2"]
+def test_json_has_plans_with_phases_memory_and_reasons(one_layer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", one_layer, "--steps", "rl", "--machine", "4090", "--ranks", "4", "--hosts", "2"]
     text, _ = printed([*words, "--completion_tokens", "100", "--link_gib_per_second", "3", "--json"], capsys)
     found = json.loads(text)
     assert {each["step"] for each in found["memory"]} == {"rl"}
@@ -83,8 +92,10 @@ def test_json_has_plans_with_phases_memory_and_reasons(shape: str, capsys: pytes
     assert all(each["bytes"] <= 21.6 * 2**30 for each in best["memory_bytes"]) and best["why"]
 
 
-def test_candidates_are_listed_fastest_first_with_why_each_lost(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--base_model", shape, "--machine", "h100", "--ranks", "4", "--candidates", "7"]
+def test_candidates_are_listed_fastest_first_with_why_each_lost(
+    one_layer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--base_model", one_layer, "--machine", "h100", "--ranks", "4", "--candidates", "7"]
     text, _ = printed(words, capsys)
     assert len(re.findall(r"^  \{actor: \{ranks: .*: [\d.]+% slower", text, re.MULTILINE)) == 7
     found = json.loads(printed([*words, "--json"], capsys)[0])["rl"]
@@ -95,8 +106,8 @@ def test_candidates_are_listed_fastest_first_with_why_each_lost(shape: str, caps
     assert all(known.count(each) == 1 for each in known)
 
 
-def test_what_does_not_fit_says_where_and_by_how_much(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--base_model", shape, "--steps", "rl", "--machine", "4090", "--ranks", "1"]
+def test_what_does_not_fit_says_where_and_by_how_much(one_layer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base_model", one_layer, "--steps", "rl", "--machine", "4090", "--ranks", "1"]
     long = ["--rl.rollout.max_prompt_tokens", "3000000", "--rl.train.micro_batch_tokens", "6000000"]
     text, code = printed([*words, *long], capsys)
     assert code == 1 and "does not fit by ranks, ZeRO, offloading and micro-batches alone: rank 0, " in text
@@ -223,13 +234,13 @@ def test_larger_micro_batches_are_planned_where_they_are_faster(shape: str, caps
     ("step", "kind"), [("sft", SFTConfig), ("reward", RewardConfig), ("preference", PreferenceStepConfig)]
 )
 def test_one_step_is_planned_by_its_own_line(
-    step: str, kind: type, shape: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    step: str, kind: type, one_layer: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The same numbers as the step has in the pipeline."""
     machine = ["--machine", "4090", "--ranks", "2", "--json"]
-    own = ["--data.max_length", "300", "--zero.stage", "2", "--model.path", shape]
+    own = ["--data.max_length", "300", "--zero.stage", "2", "--model.path", one_layer]
     text, code = printed([step, *own, *machine], capsys)
-    inside = ["--base_model", shape, *(f"--{step}.{word[2:]}" if word.startswith("--") else word for word in own)]
+    inside = ["--base_model", one_layer, *(f"--{step}.{word[2:]}" if word.startswith("--") else word for word in own)]
     whole, _ = printed([*inside, "--steps", step, *machine], capsys)
     assert code == 0 and json.loads(text)["rl"] is None
     assert json.loads(text)["memory"] == json.loads(whole)["memory"] != []
@@ -239,17 +250,20 @@ def test_one_step_is_planned_by_its_own_line(
     assert json.loads(guessed) == json.loads(text), "the keys of a whole file say which step it is"
 
 
-def test_a_section_of_the_launcher_is_an_option_of_the_plan(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["sft", "--model.path", shape, "--zero.stage", "2", "--json"]
+def test_a_section_of_the_launcher_is_an_option_of_the_plan(one_layer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["sft", "--model.path", one_layer, "--zero.stage", "2", "--json"]
     section, _ = printed([*own, "--launcher", "{num_processes: 2}"], capsys)
     key, _ = printed([*own, "--launcher.num_processes", "2"], capsys)
     assert json.loads(section) == json.loads(key) != json.loads(printed(own, capsys)[0])
 
 
 def test_a_step_that_does_not_fit_is_advised_in_its_own_keys(
-    shape: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    one_layer: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    text, code = printed(["sft", "--model.path", shape, "--machine", machine_file(tmp_path, device_gib=3.5)], capsys)
+    words = ["sft", "--model.path", one_layer, "--machine"]
+    (phase,) = json.loads(printed([*words, "h100", "--json"], capsys)[0])["memory"]
+    device_gib = GPU_RESERVE_GIB + 0.95 * phase["total"] / 2**30
+    text, code = printed([*words, machine_file(tmp_path, device_gib=device_gib)], capsys)
     assert (
         code == 1 and "sft does not fit as configured (SFT training): it fits with --" in text and "--sft." not in text
     )
@@ -270,10 +284,10 @@ def test_a_file_of_several_steps_needs_the_name_of_one(
 
 
 def test_without_curves_the_memory_is_planned_alone(
-    shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    one_layer: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("hybrid_rlhf.runtime.files.reading.CACHE", str(tmp_path))
-    text, code = printed(["--base_model", shape], capsys)
+    text, code = printed(["--base_model", one_layer], capsys)
     assert code == 0 and "actor training" in text
     assert text.splitlines()[-1].startswith("times are not predicted: run hybrid-rlhf calibrate first")
 

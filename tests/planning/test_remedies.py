@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,33 +69,34 @@ def planner(device_gib: float, host_gib: float | None = None) -> Any:
     return SummedPlanner(Device(torch.device("cuda"), 16, device_gib * GIB, host, ranks_per_host=8))
 
 
-def every_minimal(found: SummedPlanner) -> list[Settings]:
-    """By brute force, without adapters."""
-    choices = {
-        "model.gradient_checkpointing": (None, True),
-        "model.activation_offload": (None, True),
-        "actor.zero.stage": (None, 2, 3),
-        "actor.zero.offload_optimizer": (None, True),
-        "actor.zero.offload_parameters": (None, True),
-        "rollout.offload_states": (None, True),
-        "rollout.tensor_parallel": (None, 2, 4, 8, 16),
+CHOICES = {
+    "model.gradient_checkpointing": (None, True),
+    "model.activation_offload": (None, True),
+    "actor.zero.stage": (None, 2, 3),
+    "actor.zero.offload_optimizer": (None, True),
+    "actor.zero.offload_parameters": (None, True),
+    "rollout.offload_states": (None, True),
+    "rollout.tensor_parallel": (None, 2, 4, 8, 16),
+}
+
+
+@functools.cache
+def every_config() -> dict[frozenset[tuple[str, Any]], RLConfig]:
+    """The config of each combination of settings that the rules allow, without adapters."""
+    configs = {}
+    for values in itertools.product(*CHOICES.values()):
+        settings = {key: value for key, value in zip(CHOICES, values, strict=True) if value is not None}
+        with contextlib.suppress(UserError):
+            configs[frozenset(settings.items())] = with_settings(CONFIG, settings)
+    return configs
+
+
+def every_minimal(planner: SummedPlanner) -> list[Settings]:
+    """Settings with which a step fits and of which none can be left out, by brute force."""
+    fitting = {
+        settings for settings, config in every_config().items() if all(phase.fits for phase in planner.phases(config))
     }
-
-    def fits(settings: Settings) -> bool:
-        try:
-            return all(phase.fits for phase in found.phases(with_settings(CONFIG, settings)))
-        except UserError:
-            return False
-
-    every = [
-        {key: value for key, value in zip(choices, values, strict=True) if value is not None}
-        for values in itertools.product(*choices.values())
-    ]
-    return [
-        settings
-        for settings in every
-        if fits(settings) and not any(fits({k: v for k, v in settings.items() if k != key}) for key in settings)
-    ]
+    return [dict(settings) for settings in fitting if not any(settings - {item} in fitting for item in settings)]
 
 
 @pytest.mark.parametrize("device_gib", [309.0, 200.0, 105.0, 60.0, 40.0, 30.0, 25.0, 20.0, 14.0])
@@ -101,9 +104,10 @@ def test_the_remedy_is_the_fastest_of_the_minimal_ones(device_gib: float) -> Non
     """Settings were dropped cheapest first, which left some that nothing needed, and tensor parallelism over all ranks
     was the only one offered."""
     machine = planner(device_gib)
-    fastest = min(seconds(with_settings(CONFIG, settings)) for settings in every_minimal(machine))
+    minimal = every_minimal(machine)
+    fastest = min(seconds(with_settings(CONFIG, settings)) for settings in minimal)
     found = remedies(machine, CONFIG, seconds)[0]
-    assert found.settings in every_minimal(machine)
+    assert found.settings in minimal
     assert found.seconds == fastest == seconds(with_settings(CONFIG, found.settings))
 
 

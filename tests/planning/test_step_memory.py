@@ -51,21 +51,23 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 
 CPU = Device(torch.device("cpu"), 1, 64 * 2**30)
 SFT: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "checkpointing": {"checkpointing": True},
     "activations on the host": {"checkpointing": True, "offload": True},
-    "lora": {"lora": 8},
-    "zero 2": {"stage": 2},
     "zero 3": {"stage": 3},
     "bfloat16, zero 2": {"dtype": "bfloat16", "stage": 2, "length": 16},
+    "plain": {},
+    "checkpointing": {"checkpointing": True},
+    "lora": {"lora": 8},
+    "zero 2": {"stage": 2},
 }
+MORE_SFT = ("plain", "checkpointing", "lora", "zero 2")
+"""Which the others, distillation and PPO have in them."""
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
 PPO_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "zero 2, checkpointing": {"stage": 2, "checkpointing": True},
-    "zero 3, lora": {"stage": 3, "lora": 8},
     "one base, frozen on the host": {"lora": 8, "shared": True},
+    "zero 3, lora": {"stage": 3, "lora": 8},
+    "zero 2, checkpointing": {"stage": 2, "checkpointing": True},
 }
 
 
@@ -131,7 +133,9 @@ def peak_of_sft(model: str, config: SFTConfig, length: int, world: World) -> flo
     return float(counter.peak)
 
 
-@pytest.mark.parametrize("name", SFT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.faults if name in MORE_SFT else ()) for name in SFT]
+)
 def test_sft_training_holds_what_was_planned(name: str, model: str, world: World) -> None:
     parts, length = sections(SFT[name], model), SFT[name].get("length", 96)
     config = SFTConfig(
@@ -192,7 +196,7 @@ def test_types_with_padded_rows_are_planned(model_type: str, tmp_path: Path) -> 
     assert planned(1) < planned(2) < planned(4)
 
 
-@pytest.mark.parametrize("name", ["plain", "lora"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("lora", marks=pytest.mark.faults)])
 def test_distillation_holds_no_more_than_was_planned(name: str, model: str, world: World) -> None:
     parts = sections(SFT[name], model)
     config = SFTConfig(
@@ -254,7 +258,9 @@ def test_answers_for_distillation_hold_what_was_planned(model: str, world: World
     near(generation, counter.peak)
 
 
-@pytest.mark.parametrize("name", PPO_CASES)
+@pytest.mark.parametrize(
+    "name", [*[*PPO_CASES][:2], *(pytest.param(name, marks=pytest.mark.faults) for name in [*PPO_CASES][2:])]
+)
 def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None:
     given = sections(PPO_CASES[name], model)
     shared = PPO_CASES[name].get("shared", False)
@@ -362,21 +368,27 @@ def test_a_remedy_is_a_setting_with_which_the_plan_fits(model: str) -> None:
     config = SFTConfig(model=ModelConfig(path=model), data=SFTDataConfig(max_length=256))
     planner = Planner(CPU)
     needed = max(phase.total for phase in planner.phases(config))
-    (found,) = remedies(on(planner, needed - 1), config)
-    assert found.settings == {"model.gradient_checkpointing": True}
-    small = on(planner, needed / 5)
-    settings = remedies(small, config)[0].settings
-    assert all(phase.fits for phase in small.phases(with_settings(config, settings)))
-    assert remedies(on(planner, 2**20), config) == []
+    small = on(planner, needed - 1)
+    (remedy,) = remedies(small, config)
+    assert remedy.settings == {"model.gradient_checkpointing": True}
+    assert all(phase.fits for phase in small.phases(with_settings(config, remedy.settings)))
 
 
-def test_a_remedy_keeps_to_the_rules_of_what_is_set(model: str) -> None:
+@pytest.fixture
+def one_layer(model: str, tmp_path: Path) -> str:
+    """The config of the model with one layer, whose memory is measured six times as fast."""
+    config = AutoConfig.from_pretrained(model, num_hidden_layers=1)
+    config.save_pretrained(tmp_path / "one")
+    return str(tmp_path / "one")
+
+
+def test_a_remedy_keeps_to_the_rules_of_what_is_set(one_layer: str) -> None:
     """A shared base rules ZeRO-3 out."""
     config = RLConfig(
-        model=ModelConfig(path=model),
+        model=ModelConfig(path=one_layer),
         actor=ActorConfig(lora=LoraConfig(rank=4)),
         critic=CriticConfig(share_base=True),
-        reward=RewardSumConfig(components=[model]),
+        reward=RewardSumConfig(components=[one_layer]),
         rollout=RolloutConfig(max_prompt_tokens=32, sampling=SamplingParams(max_new_tokens=32)),
     )
     planner = Planner(CPU)
@@ -386,25 +398,21 @@ def test_a_remedy_keeps_to_the_rules_of_what_is_set(model: str) -> None:
     assert found and not any(value == 3 for value in found[0].settings.values())
 
 
-def test_a_step_is_planned_on_the_model_that_it_will_start_from(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_is_planned_on_the_model_that_it_will_start_from(one_layer: str, tmp_path: Path) -> None:
     """What SFT starts from goes through all steps; without SFT they start from the base."""
-    told = []
-    data = ["--output_dir", str(tmp_path / "out")]
-    for named in (
-        ["--base_model", model],
-        ["--base_model", "absent/x", "--sft.model.path", model],
-        ["--sft.model.path", model],
-        ["--base_model", model, "--steps", "reward,rl"],
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            plan_main([*data, *named, "--ranks", "2", "--machine", "h100"])
-        assert stopped.value.code == 0
-        told.append(capsys.readouterr().out.splitlines())
-    whole = told[0]
-    assert told[1] == told[2] == whole
-    assert told[3] == [line for line in whole if not line.startswith("SFT")]
+
+    def planned(*line: str) -> dict[str, list[tuple[str, float]]]:
+        config = parse_config(PlanConfig, ["--output_dir", str(tmp_path / "out"), *line])
+        steps = {name: step_config(name, config) for name in config.step_names}
+        _, phases = planned_phases(config, steps, CPU)
+        return {name: [(phase.title, phase.total) for phase in phases[name]] for name in steps}
+
+    whole = planned("--base_model", one_layer)
+    assert {*whole} == {"sft", "reward", "rl"}
+    assert planned("--base_model", "absent/x", "--sft.model.path", one_layer) == whole
+    assert planned("--sft.model.path", one_layer) == whole
+    without = planned("--base_model", one_layer, "--steps", "reward,rl")
+    assert without == {name: whole[name] for name in ("reward", "rl")}
 
 
 @pytest.mark.parametrize("finished", ["alike", "other", None])
