@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,8 +42,16 @@ from tests.support.generation import (
 CPU = torch.device("cpu")
 RECURRENT = [name for name in VARIANTS if describe(variant(name))[0].recurrence is not None]
 
+QUICK = ("qwen3_5", "jamba", "granite 4", "lfm2_moe", "minimax", "falcon_h1 with a norm after the gate")
+"""One of each kind of recurrence, and one with attention beside it in a layer."""
 
-@pytest.mark.parametrize("name", RECURRENT)
+
+def marked(name: str, *more: int) -> Any:
+    """Parameters of a family."""
+    return pytest.param(name, *more, marks=() if name in QUICK else pytest.mark.faults)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in RECURRENT])
 def test_states_go_on_from_chunk_to_chunk_and_with_their_rows(name: str) -> None:
     """In steps that mix both, with rows that move when others finish, and a prompt whose samples enter one by one."""
     model = variant(name)
@@ -144,7 +153,7 @@ class StateCacheCopy:
         return (window * weight[:, 0].t()).sum(dim=0)
 
 
-@pytest.mark.parametrize(("name", "flying"), [(name, place % 2) for place, name in enumerate(RECURRENT)])
+@pytest.mark.parametrize(("name", "flying"), [marked(name, place % 2) for place, name in enumerate(RECURRENT)])
 def test_a_turn_continues_from_the_state_at_the_end_of_the_last(
     name: str, flying: int, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

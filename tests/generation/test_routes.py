@@ -22,6 +22,9 @@ from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, engine_of
 from tests.support.routes import module_routes
 from tests.support.tiny import tiny_model
 
+QUICK = ("deepseek_v3", "llama4", "gemma4 with experts", "minimax")
+"""Beside those whose requests are preempted below."""
+
 
 def recorded(model: PreTrainedModel, **settings: Any) -> GenerationEngine:
     return engine_of(model, STOP_TOKEN_IDS, **settings)
@@ -41,7 +44,9 @@ def assert_own_routes(
             np.testing.assert_array_equal(np.sort(sample.routes[:-1]), np.sort(expected[:-1]))
 
 
-@pytest.mark.parametrize("name", EXPERT_VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.faults) for name in EXPERT_VARIANTS]
+)
 def test_routes_are_those_of_the_models_own_routers(name: str) -> None:
     """With prefixes that prompts and samples share, and prompts in chunks."""
     model = variant(name)
@@ -52,7 +57,11 @@ def test_routes_are_those_of_the_models_own_routers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "spare_blocks"), [("qwen3_moe", 0), ("gpt_oss", 5), ("mixtral with windows", 0), ("qwen3_5_moe", 5)]
+    ("name", "spare_blocks"),
+    [
+        *(("qwen3_moe", 0), ("gpt_oss", 5), ("qwen3_5_moe", 5)),
+        pytest.param("mixtral with windows", 0, marks=pytest.mark.faults),
+    ],
 )
 def test_routes_of_requests_that_are_preempted(name: str, spare_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sampling = variant(name), replace(SAMPLED, max_new_tokens=40)

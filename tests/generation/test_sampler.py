@@ -111,10 +111,10 @@ def test_only_the_cut_set_is_drawn_and_both_logprobs_are_known(
 ) -> None:
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(seed)) * 2
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
-    found = drawn(logits.expand(3000, -1), params)
+    found = drawn(logits.expand(1000, -1), params)
     allowed = slow_set(logits[0] / temperature, params)
     assert set(found.tokens.tolist()) <= set(allowed)
-    assert {token for token, prob in allowed.items() if prob > 0.01} <= set(found.tokens.tolist())
+    assert {token for token, prob in allowed.items() if prob > 0.03} <= set(found.tokens.tolist())
     raw = torch.log_softmax(logits[0] / temperature, 0)
     for token in allowed:
         at = found.tokens == token

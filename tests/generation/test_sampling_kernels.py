@@ -25,7 +25,7 @@ from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.runtime.world import default_device, solo_world
 from tests.support.generation import requests_for
 
-ROWS_OF_EACH = {"compiled": 40, "triton": 2}
+ROWS_OF_EACH = {"compiled": 40, "triton": 1}
 """Triton's interpreter is slow."""
 MODES: list[dict[str, Any]] = [
     {},
@@ -153,8 +153,9 @@ def test_logits_that_are_no_numbers_have_no_log_probs(kernel: str) -> None:
 
 def test_a_row_does_not_depend_on_threads_or_other_rows(kernel: str) -> None:
     torch.manual_seed(0)
-    params = [SamplingParams(**mode) for mode in MODES]
-    logits, asked = 3 * torch.randn(len(params), 9000 if kernel == "compiled" else 1500), requests_for(params)
+    modes, vocabulary = (MODES, 9000) if kernel == "compiled" else (MODES[::3], 1500)
+    params = [SamplingParams(**mode) for mode in modes]
+    logits, asked = 3 * torch.randn(len(params), vocabulary), requests_for(params)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     together, _ = sampled(kernel, logits, asked)
@@ -219,7 +220,7 @@ class Reads:
         monkeypatch.setattr(torch, "empty_like", allocated)
 
 
-@pytest.mark.parametrize("kind", ["of a language model", "flat"])
+@pytest.mark.parametrize("kind", [pytest.param("of a language model", marks=pytest.mark.faults), "flat"])
 def test_truncation_reads_the_vocabulary_three_times(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It took up to 35 reads in up to 68 passes, one after the other, by a single program per row."""
     pytest.importorskip("triton")
