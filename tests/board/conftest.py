@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import rl_line, run_python
+from tests.support.ranks import run_main
+from tests.support.runs import rl_line
 from tests.support.steps import write_rows
 
 REWARD = '{name: length, function: "tests.support.board:length_reward"}'
@@ -17,6 +18,6 @@ def trained_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path)
     """A folder with the RL run `rl` of two steps, with samples and tokens of both."""
     folder = tmp_path_factory.mktemp("trained")
     more = ["--logging.samples_every", "1", "--reward.components", f"[{REWARD}]"]
-    done = run_python(rl_line(folder / "output" / "rl", model_folder, write_rows(folder / "rows.jsonl"), *more))
-    assert done.returncode == 0, done.stderr[-3000:]
+    line = rl_line(folder / "output" / "rl", model_folder, write_rows(folder / "rows.jsonl"), *more)
+    run_main("hybrid_rlhf.cli.rl", 1, line[1:])
     return folder / "output"

@@ -20,7 +20,7 @@ def ended(board: ServedBoard, job: str) -> dict[str, Any]:
     return dict(found)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
     write_run(tmp_path / "output" / "run", steps=1, samples=2)
     with served_board(tmp_path / "output") as board:

@@ -80,7 +80,7 @@ def test_two_runs_give_one_side_each(workspace: BoardWorkspace) -> None:
     assert preferences.next([none]) == {"pair": None}
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_reward_model_is_trained_on_the_pairs(board: ServedBoard, tmp_path: Path, model_folder: Path) -> None:
     body = {"model": str(model_folder), "output_dir": "preferred"}
     nothing = board.post("/api/preferences/train", body)

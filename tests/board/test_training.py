@@ -222,7 +222,7 @@ def test_an_estimate_is_the_result_of_the_command(
     assert found["problem"] == problem and [tuple(phase.values()) for phase in found["memory"]] == memory
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_an_estimate_has_the_memory_of_each_phase(board: ServedBoard, model_folder: Path) -> None:
     values = {"model.path": str(model_folder), "train.global_batch_size": 4}
     found = board.post("/api/form/estimate", {"command": "sft", "values": values}).json()

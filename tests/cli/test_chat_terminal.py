@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import re
 import stat
+import struct
 import sys
-from collections.abc import Callable, Iterator
+import termios
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pexpect
+import pexpect.fdpexpect
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from hybrid_rlhf.cli.main import main
+from tests.support.ranks import FORKSERVER
 from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[()][A-Z0-9]|[=>])")
 _PROMPT = "\x1b[?2004h"
 """What prompt_toolkit writes when it begins to read: pastes are to be marked."""
-Start = Callable[..., pexpect.spawn]
+Start = Callable[..., pexpect.fdpexpect.fdspawn]
 
 
 @pytest.fixture(scope="module")
@@ -36,44 +43,56 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def chat(terminal: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Be a process whose terminal is the one of this name, and chat."""
+    os.setsid()
+    file = os.open(terminal, os.O_RDWR)  # the terminal of the new session
+    for descriptor in range(3):
+        os.dup2(file, descriptor)
+    sys.stdin = open(0, closefd=False)
+    sys.stdout = open(1, "w", closefd=False)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    main(["chat", *words])
+
+
 @pytest.fixture
 def start(folders: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts the command in a terminal of 100 columns."""
-    running: list[pexpect.spawn] = []
+    running = []
 
-    def started(*words: str) -> pexpect.spawn:
+    def started(*words: str) -> pexpect.fdpexpect.fdspawn:
         settings = {
             "TERM": "xterm",
             "XDG_STATE_HOME": str(tmp_path),
             "PROMPT_TOOLKIT_NO_CPR": "1",
             "OMP_NUM_THREADS": "1",
         }
-        terminal = pexpect.spawn(
-            sys.executable,
-            ["-m", "hybrid_rlhf", "chat", *words, "--sampling.max_new_tokens", "8", "--sampling.seed", "1"],
-            env={**os.environ, **settings},
-            dimensions=(40, 100),
-            encoding="utf-8",
-            timeout=120,
-        )
-        terminal.ptyproc.delayafterterminate = 1.0  # of a busy machine
-        running.append(terminal)
+        typed, shown = pty.openpty()
+        fcntl.ioctl(shown, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        more = ("--sampling.max_new_tokens", "8", "--sampling.seed", "1")
+        process = FORKSERVER.Process(target=chat, args=(os.ttyname(shown), [*words, *more], settings))
+        process.start()
+        running.append(process)
+        terminal = pexpect.fdpexpect.fdspawn(typed, encoding="utf-8", timeout=120)
         terminal.expect_exact(_PROMPT)
+        os.close(shown)  # the end of the process is the end of what is shown
         return terminal
 
     yield started
-    for terminal in running:
-        terminal.close(force=True)
+    for process in running:
+        process.kill()
+        process.join()
 
 
-def said(terminal: pexpect.spawn, text: str) -> str:
+def said(terminal: pexpect.fdpexpect.fdspawn, text: str) -> str:
     """Type a line and Enter; what appears before the next prompt, without its colours."""
     terminal.send(f"{text}\r")
     terminal.expect_exact(_PROMPT)
     return _ESCAPES.sub("", terminal.before)
 
 
-def saved(terminal: pexpect.spawn, file: Path) -> dict[str, list[dict[str, str]]]:
+def saved(terminal: pexpect.fdpexpect.fdspawn, file: Path) -> dict[str, list[dict[str, str]]]:
     """The conversation so far, by /save."""
     assert "saved" in said(terminal, f"/save {file}")
     content: dict[str, list[dict[str, str]]] = json.loads(file.read_text())
@@ -125,10 +144,10 @@ def test_commands_are_completed_and_ctrl_c_stops_a_reply(start: Start, folders: 
     terminal.send("hello\r")
     terminal.expect_exact("\x1b[?2004l")  # the prompt has ended
     terminal.expect_exact("\x1b[2K")  # the reply has begun, and is shown again with more text
-    terminal.sendintr()
+    terminal.send("\x03")  # Ctrl-C
     terminal.expect_exact("[stopped]")
     terminal.expect_exact(_PROMPT)
     messages = saved(terminal, tmp_path / "a.json")["messages"]
     assert [m["role"] for m in messages] == ["user", "assistant"]
-    terminal.sendeof()
+    terminal.send("\x04")  # Ctrl-D
     terminal.expect(pexpect.EOF)

@@ -92,8 +92,11 @@ def reward(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pair_ro
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.faults)])
 @pytest.mark.parametrize("line", COMMANDS)
-def test_the_commands_run(line: str, tmp_path: Path, model_folder: Path, pair_rows: Path, reward: Path) -> None:
+def test_the_commands_run(
+    line: str, resumes: bool, tmp_path: Path, model_folder: Path, pair_rows: Path, reward: Path
+) -> None:
     name, step = documented_step(line)
     save_config(step, tmp_path / "step.yaml")
     own = {
@@ -115,6 +118,8 @@ def test_the_commands_run(line: str, tmp_path: Path, model_folder: Path, pair_ro
         return
     assert (folder / "critic").exists() == step.algorithm.needs_critic == ("loss/value" in lines[1])
     assert ("objective/kl" in lines[1]) == step.uses_reference == ("eval/kl" in lines[0])
+    if not resumes:
+        return
     # resumed from its first checkpoint, it ends with the same weights
     (folder / "finished.json").unlink()
     weights = (folder / "actor" / "model.safetensors").read_bytes()

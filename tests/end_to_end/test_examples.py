@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,8 @@ import hybrid_rlhf
 from hybrid_rlhf import RL, SFT, UserError
 from hybrid_rlhf.rl.rewards.functions import load_function
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
+from tests.support.ranks import FORKSERVER
+from tests.support.runs import run_python
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -27,24 +30,22 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def run_example(file: Path, model: Path, output: Path, *launcher: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *launcher, str(file), "--model", str(model), "--output_dir", str(output)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=output.parent,
-        env={**ENVIRONMENT, "HOME": str(output.parent)},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def run_file(file: Path, model: Path, output: Path) -> None:
+    """Be the process of an example."""
+    os.chdir(output.parent)
+    os.environ["HOME"] = str(output.parent)
+    sys.argv = [str(file), "--model", str(model), "--output_dir", str(output)]
+    runpy.run_path(str(file), run_name="__main__")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_an_example_runs(file: Path, model_folder: Path, tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) <= 100
-    run_example(file, model_folder, tmp_path / "out")
+    process = FORKSERVER.Process(target=run_file, args=(file, model_folder, tmp_path / "out"))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
     lines = [json.loads(line) for path in tmp_path.rglob("metrics.jsonl") for line in path.read_text().splitlines()]
     assert any(name.endswith(("/loss", "loss/policy")) for line in lines for name in line)
     assert list(tmp_path.rglob("model.safetensors"))
@@ -55,8 +56,10 @@ def test_a_loop_of_ones_own_trains_and_evaluates_on_two_ranks(model_folder: Path
     file = ROOT / "examples" / "custom_loop.py"
     imported = [node.module for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
     assert len([module for module in imported if (module or "").startswith("hybrid_rlhf")]) <= 6
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    run_example(file, model_folder, tmp_path / "run", *torchrun)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = ["--model", str(model_folder), "--output_dir", str(tmp_path / "run")]
+    done = run_python([*torchrun, str(file), *words])
+    assert done.returncode == 0, done.stderr[-3000:]
     lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["actor/grad_norm"] > 0 and "eval/scores" in line for line in lines)
@@ -64,12 +67,9 @@ def test_a_loop_of_ones_own_trains_and_evaluates_on_two_ranks(model_folder: Path
 
 
 def test_public_names_import_lazily() -> None:
-    code = (
-        "import sys, hybrid_rlhf; assert 'torch' not in sys.modules and 'datasets' not in sys.modules; "
-        "print(*(getattr(hybrid_rlhf, name).__name__ for name in hybrid_rlhf.__all__))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True)
-    assert done.stdout.split() == hybrid_rlhf.__all__
+    code = "import sys, hybrid_rlhf; assert 'torch' not in sys.modules and 'datasets' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True)
+    assert [getattr(hybrid_rlhf, name).__name__ for name in hybrid_rlhf.__all__] == hybrid_rlhf.__all__
     assert set(hybrid_rlhf.__all__) <= set(dir(hybrid_rlhf))
     with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
         hybrid_rlhf.Trainer  # noqa: B018

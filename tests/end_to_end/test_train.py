@@ -6,17 +6,23 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hybrid_rlhf.cli import train
+from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.configs.pipeline import PipelineConfig
+from hybrid_rlhf.runtime.command_line import ERROR_FILE
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
+from hybrid_rlhf.runtime.output import json_output
 from tests.support.faults import run_step
+from tests.support.ranks import run_main
 from tests.support.runs import pipeline_line, rl_line, run_python, sft_line
 
 CONTRACT = {
@@ -89,19 +95,23 @@ def test_the_output_shows_what_changed_and_the_next_command(finished: tuple[Path
 
 
 @pytest.mark.slow
-def test_finished_steps_are_skipped_and_changed_ones_refused(finished: tuple[Path, list[str], str]) -> None:
+def test_finished_steps_are_skipped_and_changed_ones_refused(
+    finished: tuple[Path, list[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
     output, line, _ = finished
     before = (output / "step1_sft" / "metrics.jsonl").read_bytes()
-    again = run_python([*line, "--steps", "sft,reward"])
-    assert again.returncode == 0 and again.stdout.count("already finished") == 2
-    changed = run_python([*line, "--steps", "sft", "--sft.optimizer.lr", "1"])
-    assert changed.returncode == 2
-    assert "contains a run with other settings (optimizer.lr)" in changed.stderr and changed.stderr.count("\n") == 1
+    main(["train", *line[1:], "--steps", "sft,reward"])
+    assert capsys.readouterr().out.count("already finished") == 2
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *line[1:], "--steps", "sft", "--sft.optimizer.lr", "1"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert "contains a run with other settings (optimizer.lr)" in error and error.count("\n") == 1
     assert (output / "step1_sft" / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
-def test_json_is_all_that_is_on_standard_output(finished: tuple[Path, list[str], str], tmp_path: Path) -> None:
+def test_json_is_all_that_is_on_standard_output(finished: tuple[Path, list[str], str]) -> None:
     output, line, _ = finished
     line = ["-m", "hybrid_rlhf", "train", *line[1:], "--json"]
     done = run_python(line)
@@ -115,28 +125,18 @@ def test_json_is_all_that_is_on_standard_output(finished: tuple[Path, list[str],
 
     refused = run_python([*line, "--steps", "sft", "--sft.optimizer.lr", "1"])
     assert refused.returncode == 2 and "other settings (optimizer.lr)" in json.loads(refused.stdout)["error"]
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{\n')
-    more = ["--steps", "sft", "--output_dir", str(tmp_path / "out"), "--data.sources", str(tmp_path / "bad.jsonl")]
-    failed = run_python([*line, *more])
-    assert failed.returncode == 2
-    found = json.loads(failed.stdout)
-    assert found["error"].startswith("step sft: ") and "bad.jsonl:2: a line must be JSON" in found["error"]
-    module = ["--sft.lora.rank", "2", "--sft.lora.target_modules", "[nothing]"]
-    failed = run_python([*line, "--steps", "sft", "--output_dir", str(tmp_path / "out"), *module])
-    assert failed.returncode == 2 and "does not fit" in failed.stderr
-    found = json.loads(failed.stdout)
-    assert found["error"].startswith("step sft: ") and "does not fit" in found["error"]
-    assert found["log"] == str(tmp_path / "out" / "logs" / "step1_sft.log")
 
 
-def test_a_step_alone_prints_its_last_metrics_as_json(tmp_path: Path, model_folder: Path, pair_rows: Path) -> None:
+def test_a_step_alone_prints_its_last_metrics_as_json(
+    tmp_path: Path, model_folder: Path, pair_rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = sft_line(tmp_path / "run", model_folder, pair_rows, "--train.max_steps", "1")[1:]
-    done = run_python(["-m", "hybrid_rlhf", "sft", *words, "--json"])
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    main(["sft", *words, "--json"])
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
     assert found["output_dir"] == str(tmp_path / "run") and found["finished"]
     assert found["metrics"]["step"] == 1 and found["metrics"]["eval/loss"] > 0
-    assert "batch plan" in done.stderr
+    assert "batch plan" in printed.err
 
 
 @pytest.mark.slow
@@ -156,8 +156,7 @@ def test_a_function_and_a_model_make_a_reward(
     )
     more = ["--algorithm.score_scaling", "initial", "--algorithm.penalties.missing_eos", "0"]
     more += ["--config", str(config), "--logging.profile_steps", "[2]"]
-    done = run_python(rl_line(tmp_path / "out", model_folder, pair_rows, *more))
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_main("hybrid_rlhf.cli.rl", 1, rl_line(tmp_path / "out", model_folder, pair_rows, *more)[1:])
     metrics = read_metrics(tmp_path / "out")[-1]
     total = 0.5 * metrics["reward/brevity/mean"] + metrics["reward/liked/mean"]
     assert metrics["objective/scores"] == pytest.approx(total, rel=1e-4)
@@ -170,7 +169,7 @@ def test_a_function_and_a_model_make_a_reward(
 @pytest.mark.parametrize(
     "start",
     [
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+        pytest.param(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], marks=pytest.mark.faults),
         pytest.param(["DEEPSPEED", "--num_gpus", "2", "--no_local_rank"], marks=pytest.mark.faults),
         ["DEEPSPEED", "--num_gpus", "2"],
     ],
@@ -188,7 +187,8 @@ def test_a_step_runs_under_both_launchers(
     assert (tmp_path / "out" / "finished.json").exists()
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.faults
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_users_mistake_in_a_step_is_one_line_and_exit_code_2(ranks: int, model_folder: Path, tmp_path: Path) -> None:
     """torchrun itself ends with 1."""
     bad = tmp_path / "bad.jsonl"
@@ -200,19 +200,43 @@ def test_a_users_mistake_in_a_step_is_one_line_and_exit_code_2(ranks: int, model
     assert not (tmp_path / "out" / "step1_sft" / "log.txt").exists()
 
 
-def test_a_failing_step_is_reported_with_its_command_first_error_and_last_lines(
+@pytest.fixture
+def ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str], tuple[Any, str, str]]:
+    """The exit code of train.py, and what it prints, where the program of step 1 is replaced by another."""
+
+    def end_of(code: str) -> tuple[Any, str, str]:
+        monkeypatch.setattr(train, "launcher", lambda options: [sys.executable, "-c", code])
+        line = ["--base_model", "M", "--output_dir", str(tmp_path), "--steps", "sft"]
+        config, steps = train.pipeline(PipelineConfig, line)
+        with pytest.raises(SystemExit) as stopped:
+            train.run_step("sft", steps["sft"], config)
+        return stopped.value.code, *capsys.readouterr()
+
+    return end_of
+
+
+def test_a_mistake_that_a_step_tells_ends_the_pipeline_with_exit_code_2(
+    ended: Callable[[str], tuple[Any, str, str]], tmp_path: Path
+) -> None:
+    """Whatever the launcher ends with."""
+    log = tmp_path / "logs" / "step1_sft.log"
+    code = f"import os; open(os.environ['{ERROR_FILE}'], 'x').write('a rule, got 1: fix it'); raise SystemExit(1)"
+    exit_code, _, error = ended(code)
+    assert (exit_code, error) == (2, "\nerror: step sft: a rule, got 1: fix it\n")
+    with json_output():
+        exit_code, document, _ = ended(code)
+    assert exit_code == 2 and json.loads(document) == {"error": "step sft: a rule, got 1: fix it", "log": str(log)}
+
+
+def test_a_failing_step_is_reported_with_its_command_first_error_and_last_lines(
+    ended: Callable[[str], tuple[Any, str, str]], tmp_path: Path
 ) -> None:
     code = "print('error: the first'); print('error: another'); [print(n) for n in range(30)]; raise SystemExit(7)"
-    monkeypatch.setattr(train, "launcher", lambda options: [sys.executable, "-c", code])
-    config, steps = train.pipeline(
-        PipelineConfig, ["--base_model", "M", "--output_dir", str(tmp_path), "--steps", "sft"]
-    )
-    with pytest.raises(SystemExit) as stopped:
-        train.run_step("sft", steps["sft"], config)
-    said = capsys.readouterr().err
+    exit_code, _, said = ended(code)
     log = tmp_path / "logs" / "step1_sft.log"
-    assert stopped.value.code == 7 and f"error: step sft failed with exit code 7: {sys.executable} -c" in said
+    assert exit_code == 7 and f"error: step sft failed with exit code 7: {sys.executable} -c" in said
     assert f"first error of {log}:\n  error: the first\nlast lines of {log}:\n  10\n" in said
 
 

@@ -22,6 +22,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from hybrid_rlhf.cli.saved_models import generate
 from hybrid_rlhf.cli.train import check_ranks
 from hybrid_rlhf.configs.inference import GenerateConfig
 from hybrid_rlhf.configs.pipeline import PipelineConfig
@@ -470,19 +471,20 @@ COMMANDS = [
         ["training/step3_ppo/main.py", "--reward.components", "[{urls: ['http://me:pass@h/'], weight: x, timeout: 1}]"],
         ["timeout", "reward.components", "nearest is timeout_seconds"],
     ),
-    (
-        ["inference/generate.py", "D/m", "--input", "D/in.jsonl", "--output", "D"],
-        "--output must be a file that can be written, got D: choose another",
-    ),
 ]
 
 
 @pytest.mark.parametrize(("line", "expected"), COMMANDS, ids=number)
 def test_a_command(line: list[str], expected: list[str], tmp_path: Path) -> None:
-    words = [word.replace("D", str(tmp_path), 1) if word[:1] == "D" else word for word in line]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT, check=False
+        [sys.executable, *line], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT, check=False
     )
     assert done.returncode == 2 and done.stdout == ""
     check_line(done.stderr, expected, tmp_path)
+
+
+def test_an_output_that_is_a_folder(tmp_path: Path) -> None:
+    line = [str(tmp_path / "m"), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path)]
+    expected = ["--output must be a file that can be written, got D: choose another"]
+    check_error(lambda: generate.main(line), expected, tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.service import Service
 from hybrid_rlhf.serving.web import served_in_background
 from tests.support.generation import wait_until
-from tests.support.serving import KEY, server_process
+from tests.support.serving import KEY, ServerProcess, server_process
 
 NAME, ROWS, QUEUE, TOKENS = "tiny", 4, 30, 3000
 HELLO = [{"role": "user", "content": "hello"}]
@@ -41,7 +40,7 @@ JSON = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 class Served:
     """A server, and the same model in this process."""
 
-    process: subprocess.Popen[str]
+    process: ServerProcess
     url: str
     client: openai.OpenAI
     engine: GenerationEngine
