@@ -147,12 +147,21 @@ def expected(
 
 
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.faults), 2, pytest.param(4, marks=pytest.mark.faults)]
+    ("ranks", "cases"),
+    [
+        (2, CASES[::3]),
+        *(pytest.param(*case, marks=pytest.mark.faults) for case in [(1, CASES), (2, CASES), (4, CASES[1::3])]),
+    ],
+    ids=["2 ranks", "1 rank", "more on 2 ranks", "4 ranks"],
 )
 def test_an_update_does_not_depend_on_how_it_is_cut(
-    ranks: int, model_folder: Path, critic_folder: Path, tmp_path: Path, expected: dict[tuple[str, int], torch.Tensor]
+    ranks: int,
+    cases: list[Case],
+    model_folder: Path,
+    critic_folder: Path,
+    tmp_path: Path,
+    expected: dict[tuple[str, int], torch.Tensor],
 ) -> None:
-    cases = CASES if ranks < 4 else CASES[ranks % 3 :: 3]
     tasks: list[Task] = [("ppo", SEEDS[(place + ranks) % len(SEEDS)], case) for place, case in enumerate(cases)]
     tasks += [(name, 0, cases[(place + ranks) % len(cases)]) for place, name in enumerate(OTHERS)]
     found = run_ranks(gradients, ranks, tmp_path, str(model_folder), str(critic_folder), tasks)[0]

@@ -76,7 +76,7 @@ def gone_on(world: World, path: Path, folders: list[Path], settings: dict[str, A
         pytest.param(
             2,
             {"stage": 3, "lora": 4, "offload_optimizer": True, "offload_parameters": True},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.faults,
         ),
     ],
     ids=str,
@@ -108,7 +108,7 @@ def cross(shardings: list[tuple[int, int]], model_folder: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_shardings_read_each_other(model_folder: Path, tmp_path: Path) -> None:
-    cross([(1, 0), (2, 3), (2, 1)], model_folder, tmp_path)
+    cross([(1, 0), (2, 3)], model_folder, tmp_path)
 
 
 @pytest.mark.faults

@@ -18,7 +18,7 @@ from hybrid_rlhf.runtime.world import World, create_groups
 from tests.support.engines import actor_spec, token_rows
 from tests.support.ranks import run_ranks
 
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [(1, {"stage": 3}), (2, {"stage": 3}), (2, {"lora": 4})]
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [(1, {"stage": 3}), (2, {"lora": 4})]
 """Ranks that share a copy, and how the critic trains, on two ranks."""
 
 

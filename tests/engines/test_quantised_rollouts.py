@@ -70,7 +70,7 @@ def sampled(world: World, path: Path, cases: list[tuple[int, int, int]]) -> list
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(1, [(0, 1, 0), (0, 1, 4)]), pytest.param(2, [(3, 1, 4), (2, 2, 0), (3, 2, 4)], marks=pytest.mark.slow)],
+    [(1, [(0, 1, 0), (0, 1, 4)]), pytest.param(2, [(3, 1, 4), (2, 2, 0), (3, 2, 4)], marks=pytest.mark.faults)],
     ids=["1 rank", "2 ranks"],
 )
 def test_samples_are_of_the_weights_that_train(

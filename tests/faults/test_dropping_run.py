@@ -13,7 +13,7 @@ from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 from tests.support.ranks import run_main
 
 
-@pytest.mark.parametrize("placement", ["flattening", pytest.param("separation", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("placement", ["flattening", pytest.param("separation", marks=pytest.mark.faults)])
 def test_a_run_continues_without_dropped_completions(
     placement: str, tmp_path: Path, model_folder: Path, write_jsonl: Callable[..., Path]
 ) -> None:

@@ -61,13 +61,12 @@ def points() -> list[tuple[str, Point]]:
 
 
 POINTS = points()
-QUICK = {("sft", "write_manifest"), ("ppo", "_update_critic")}
 assert len(POINTS) >= 40
 
 
 def marked(name: str, point: Point) -> Any:
-    quick = any(name == step and point.place.endswith(word) and "saving" not in point.place for step, word in QUICK)
-    return pytest.param(name, point, marks=() if quick else pytest.mark.faults, id=f"{name}-{point}")
+    mark = pytest.mark.slow if name == "ppo" and point.place.endswith("_update_critic") else pytest.mark.faults
+    return pytest.param(name, point, marks=mark, id=f"{name}-{point}")
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +150,7 @@ def test_sigterm_saves_mid_step_and_stops(
         pytest.param(
             Point(f"{RL}.updates.updater:Updater._update_critic", 7, 0, signal=signal.SIGTERM),
             STOPPED_EXIT_CODE,
-            marks=pytest.mark.slow,
+            marks=pytest.mark.faults,
         ),
         pytest.param(
             Point(f"{ENGINES}.separate.transfer:WeightTransfer.receive", 4, 1),

@@ -53,7 +53,11 @@ def still_alive(processes: Sequence[psutil.Process], *, seconds: float) -> list[
 
 @pytest.mark.parametrize(
     "start",
-    ["torchrun", "train.py"] + [pytest.param(name, marks=pytest.mark.faults) for name in [*STARTS][2:]],
+    [
+        "train.py",
+        pytest.param("torchrun", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.faults) for name in [*STARTS][2:]),
+    ],
 )
 def test_ranks_save_and_stop_when_their_launcher_is_killed(start: str, model_folder: Path, tmp_path: Path) -> None:
     rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "all" / "out"

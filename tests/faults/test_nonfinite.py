@@ -82,10 +82,7 @@ ONCE: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize(
     "what",
-    [
-        pytest.param(what, marks=[] if what in ("critic loss", "values", "sft gradient") else pytest.mark.slow)
-        for what in ONCE
-    ],
+    [pytest.param(what, marks=[] if what in ("critic loss", "sft gradient") else pytest.mark.faults) for what in ONCE],
 )
 def test_a_step_that_is_not_finite_is_skipped_and_its_rows_are_kept(
     what: str, model_folder: Path, tmp_path: Path
@@ -118,7 +115,7 @@ LASTING = {
 }
 
 
-@pytest.mark.parametrize("what", LASTING)
+@pytest.mark.parametrize("what", ["sft loss", pytest.param("weights", marks=pytest.mark.faults)])
 def test_several_in_a_row_end_the_run_with_advice(what: str, model_folder: Path, tmp_path: Path) -> None:
     name, poison = LASTING[what]
     rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"

@@ -42,15 +42,17 @@ class Watch:
         Run.log = log  # type: ignore[method-assign]
 
 
-def soak(steps: int, *, warm: slice, end: slice, growth: float, asynchronous: bool, model: Path, folder: Path) -> None:
-    """A PPO run on two ranks; resident memory at the end may exceed that after warm-up by the share `growth`."""
+def soak(
+    steps: int, *, ranks: int, warm: slice, end: slice, growth: float, asynchronous: bool, model: Path, folder: Path
+) -> None:
+    """A PPO run; resident memory at the end may exceed that after warm-up by the share `growth`."""
     rows = write_rows(folder / "rows.jsonl")
     more = f"--train.max_steps {steps} --train.epochs 1000 --train.save_async {str(asynchronous).lower()} "
     more += "--train.save_every 20 --train.keep_every 200 --train.eval_every 50 --logging.samples_every 10 "
     more += "--algorithm.epochs 1 --algorithm.mini_batches 1"
     line = step_line("ppo", folder / "out", model, rows, *more.split())
-    assert run_step(MODULES["ppo"], 2, line, Watch(folder), limit_seconds=1800) == [0, 0]
-    for rank in range(2):
+    assert run_step(MODULES["ppo"], ranks, line, Watch(folder), limit_seconds=1800) == [0] * ranks
+    for rank in range(ranks):
         measured = read_lines(folder / f"rank_{rank}.jsonl")
         for what, bound in (("resident", 1 + growth), ("files", 1.0), ("threads", 1.0), ("tasks", 1.0)):
             first, last = median(line[what] for line in measured[warm]), median(line[what] for line in measured[end])
@@ -61,7 +63,7 @@ def soak(steps: int, *, warm: slice, end: slice, growth: float, asynchronous: bo
 @pytest.mark.slow
 def test_a_hundred_steps_use_no_more_than_forty(model_folder: Path, tmp_path: Path) -> None:
     warm, end = slice(40, 60), slice(-20, None)
-    soak(100, warm=warm, end=end, growth=0.05, asynchronous=True, model=model_folder, folder=tmp_path)
+    soak(100, ranks=1, warm=warm, end=end, growth=0.05, asynchronous=True, model=model_folder, folder=tmp_path)
     assert checkpoint_names(tmp_path / "out") == ["step_100", "step_80"]
 
 
@@ -69,5 +71,14 @@ def test_a_hundred_steps_use_no_more_than_forty(model_folder: Path, tmp_path: Pa
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_five_hundred_steps_use_no_more_than_a_hundred(asynchronous: bool, model_folder: Path, tmp_path: Path) -> None:
     warm, end = slice(100, 150), slice(-50, None)
-    soak(500, warm=warm, end=end, growth=0.02, asynchronous=asynchronous, model=model_folder, folder=tmp_path)
+    soak(
+        500,
+        ranks=2,
+        warm=warm,
+        end=end,
+        growth=0.02,
+        asynchronous=asynchronous,
+        model=model_folder,
+        folder=tmp_path,
+    )
     assert checkpoint_names(tmp_path / "out") == ["step_200", "step_400", "step_480", "step_500"]

@@ -112,6 +112,7 @@ def train(world: World, path: Path, stage: int) -> list[float]:
     return [train_step(engine, world) for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_a_model_from_mxfp4_trains_in_partitions(folder: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     expected = run_ranks(train, 1, tmp_path / "one", folder[0], 0)[0]
     assert expected[1] < expected[0]

@@ -48,7 +48,7 @@ from tests.support.faults import Point, run_step
 from tests.support.ranks import run_main, run_ranks
 from tests.support.steps import write_rows
 
-STEPS, PER_STEP = 6, 2
+STEPS, PER_STEP = 4, 2
 
 
 def lag_of(steps: int) -> AsyncSamplingConfig | None:
@@ -249,7 +249,12 @@ def test_ranks_that_share_a_model_sample_in_the_same_order(lag: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "stage", "ranks", "rank"), [(0, 0, 1, 0), (1, 0, 1, 0), (2, 3, 2, 0), (1, 2, 1, 4)]
+    ("staleness", "stage", "ranks", "rank"),
+    [
+        (1, 2, 1, 4),
+        pytest.param(2, 3, 2, 0, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.faults) for case in [(0, 0, 1, 0), (1, 0, 1, 0)]),
+    ],
 )
 def test_tokens_are_of_the_weights_that_they_say(
     staleness: int, stage: int, ranks: int, rank: int, model_folder: Path, tmp_path: Path
@@ -272,12 +277,12 @@ def unchanged(world: World, path: str, staleness: int) -> list[dict[str, torch.T
 
 
 def test_sampling_ahead_gives_what_sampling_at_the_time_gives(model_folder: Path, tmp_path: Path) -> None:
-    plain = run_ranks(unchanged, 1, tmp_path / "0", str(model_folder), 0)[0]
-    for staleness in (1, 3):
-        ahead = run_ranks(unchanged, 1, tmp_path / str(staleness), str(model_folder), staleness)[0]
-        for one, other in zip(plain, ahead, strict=True):
-            assert one.keys() == other.keys()
-            assert all(torch.equal(one[name], other[name]) for name in one)
+    plain, ahead = (
+        run_ranks(unchanged, 1, tmp_path / str(staleness), str(model_folder), staleness)[0] for staleness in (0, 3)
+    )
+    for one, other in zip(plain, ahead, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def stopped_early(world: World, path: str) -> str:
@@ -312,7 +317,7 @@ class TwoTurns:
         return "and?", float(len(completion)), self.turns == 2
 
 
-@pytest.mark.parametrize("name", ["ppo", "dapo", "rloo"])
+@pytest.mark.parametrize("name", ["ppo", *(pytest.param(name, marks=pytest.mark.faults) for name in ("dapo", "rloo"))])
 def test_a_run_goes_on_with_the_rollouts_that_were_ahead(name: str, model_folder: Path, tmp_path: Path) -> None:
     rows, folder = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
     start = rollout_line(folder, model_folder, rows, "--algorithm", name, "--rollout.async_sampling.policy_lag", "2")
@@ -340,6 +345,7 @@ def test_a_run_goes_on_with_the_rollouts_that_were_ahead(name: str, model_folder
     assert (folder / "actor" / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_in_mid_step_goes_on(model_folder: Path, tmp_path: Path) -> None:
     """One update a rollout, before which old log-probs are the sampler's own."""
     rows, folder = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
@@ -399,29 +405,19 @@ def test_a_rollout_that_fails_ahead_costs_no_checkpoint() -> None:
 
 
 def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl")
-    found = {}
-    for staleness in (0, 1):
-        folder = tmp_path / str(staleness)
-        lag = ["--rollout.async_sampling.policy_lag", "1"] if staleness else []
-        own = [*lag, "--algorithm", "rloo", "--rollout.sampling.n", "2"]
-        run_main("hybrid_rlhf.cli.rl", 1, rollout_line(folder, model_folder, rows, *own))
-        found[staleness] = metrics_without_times(folder)[1:]
-    assert all(told["rollout/correction_mean"] == pytest.approx(1.0, abs=1e-4) for told in found[0])
-    assert all(abs(told["rollout/correction_mean"] - 1) > 1e-3 for told in found[1][1:])
-    assert all(told["rollout/logprob_abs_diff_max"] < 1e-3 for told in found[0])
-    assert all(told["rollout/logprob_abs_diff_max"] > 1e-2 for told in found[1][1:])
-
-
-def test_a_policy_lag_needs_no_other_key(model_folder: Path, tmp_path: Path) -> None:
-    """The KV cache and the correction were two more keys, each demanded by a separate error."""
-    line = rollout_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"))
+    """A policy lag needs no other key: the KV cache and the correction were two more, each demanded by a separate
+    error."""
+    line = rollout_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"), "--algorithm", "rloo")
     for key in ("--rollout.kv_cache_gib", "--algorithm.correction.method"):
         del line[line.index(key) : line.index(key) + 2]
-    run_main("hybrid_rlhf.cli.rl", 1, [*line, "--rollout.async_sampling.policy_lag", "1"])
-    steps = metrics_without_times(tmp_path / "run")
-    assert [step["rollout/stale_updates"] for step in steps[1:]] == [0.0, 1.0, 1.0, 1.0]
-    assert all("rollout/correction_mean" in step for step in steps[1:])
+    line += ["--rollout.sampling.n", "2", "--rollout.async_sampling.policy_lag", "1"]
+    run_main("hybrid_rlhf.cli.rl", 1, line)
+    first, *later = metrics_without_times(tmp_path / "run")[1:]
+    assert [step["rollout/stale_updates"] for step in (first, *later)] == [0.0, 1.0, 1.0, 1.0]
+    assert first["rollout/correction_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert all(abs(step["rollout/correction_mean"] - 1) > 1e-3 for step in later)
+    assert first["rollout/logprob_abs_diff_max"] < 1e-3
+    assert all(step["rollout/logprob_abs_diff_max"] > 1e-2 for step in later)
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "algorithm.correction.method truncate, clip 2: other weights than those that train sample" in log
     assert re.search(r"rollout.kv_cache_gib 0\.\d+: by the memory plan, for all completions of a rollout", log)

@@ -104,7 +104,7 @@ def test_texts_are_compared_where_tokens_are_missing(ppo_run: Path, tmp_path: Pa
     [
         (["--algorithm", "grpo", "--rollout.sampling.n", "2", *AHEAD], [4], 1),
         (PARTIAL, [3], 1),
-        (["--algorithm", "grpo", "--rollout.sampling.n", "2"], [3], 2),
+        pytest.param(["--algorithm", "grpo", "--rollout.sampling.n", "2"], [3], 2, marks=pytest.mark.faults),
         pytest.param(["--algorithm", "dapo", "--rollout.sampling.n", "3"], [4], 1, marks=pytest.mark.faults),
         pytest.param(["--algorithm", "remax"], [4], 1, marks=pytest.mark.faults),
         pytest.param([*PARTIAL, *AHEAD], [4], 1, marks=pytest.mark.faults),

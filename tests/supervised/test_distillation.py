@@ -85,7 +85,7 @@ def whole_divergence(student: Any, teacher: Any, rows: Sequence[Mapping[str, Any
     return total / count
 
 
-@pytest.mark.parametrize("kind", ["forward", "jensen_shannon"])
+@pytest.mark.parametrize("kind", ["forward", pytest.param("jensen_shannon", marks=pytest.mark.faults)])
 def test_the_student_moves_to_the_teacher_on_held_out_rows(kind: str, workspace: Path) -> None:
     lines = launch(workspace, kind, *distil(workspace), "--distill.divergence", kind, steps=4)
     data = RowDataConfig(
@@ -126,10 +126,13 @@ KINDS = {
 }
 
 
-CASES = [*(("distill", layout) for layout in range(3)), ("packed", 1), ("packed", 2), ("packed on-policy", 2)]
+CASES = [("packed", 1), ("distill", 2)]
+MORE_CASES = [("distill", 0), ("distill", 1), ("packed", 2), ("packed on-policy", 2)]
 
 
-@pytest.mark.parametrize(("kind", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*CASES, *(pytest.param(*case, marks=pytest.mark.faults) for case in MORE_CASES)]
+)
 def test_losses_do_not_depend_on_the_layout(kind: str, layout: int, workspace: Path) -> None:
     options, loss = KINDS[kind]
     if loss.startswith("distill"):
@@ -210,6 +213,7 @@ def packed_rows(workspace: Path) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_ended(workspace: Path) -> None:
     more = (
         "--distill.on_policy_fraction 0.5 --data.packing best_fit --distill.sampling.max_new_tokens 4 "

@@ -194,7 +194,9 @@ def test_a_kept_reference_says_what_a_live_one_does(name: str, tmp_path: Path, m
     assert run_outputs(runs["cached"]) == whole
 
 
-@pytest.mark.parametrize("more", [(), ("--algorithm", "kto")], ids=["dpo", "kto"])
+@pytest.mark.parametrize(
+    "more", [pytest.param((), marks=pytest.mark.faults), ("--algorithm", "kto")], ids=["dpo", "kto"]
+)
 def test_the_reference_reads_only_the_rows_that_the_run_uses(
     more: tuple[str, ...], tmp_path: Path, model_folder: Path
 ) -> None:
