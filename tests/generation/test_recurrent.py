@@ -26,6 +26,7 @@ from hybrid_rlhf.generation.model.recurrent.states import BLOCK, StateCache
 from hybrid_rlhf.generation.ops.recurrence import DECAYING_SCAN
 from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.generation.weights.probe import probe_hidden, probe_logprobs
+from hybrid_rlhf.models.families import FAMILIES
 from hybrid_rlhf.models.head_check import module_logprobs
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.families import COMMON, HYBRID, MAMBA, VARIANTS, variant
@@ -40,7 +41,7 @@ from tests.support.generation import (
 )
 
 CPU = torch.device("cpu")
-RECURRENT = [name for name in VARIANTS if describe(variant(name))[0].recurrence is not None]
+RECURRENT = [name for name, (family, _) in VARIANTS.items() if FAMILIES[family].recurrence is not None]
 
 QUICK = ("qwen3_5", "jamba", "granite 4", "lfm2_moe", "minimax", "falcon_h1 with a norm after the gate")
 """One of each kind of recurrence, and one with attention beside it in a layer."""

@@ -35,6 +35,7 @@ FORKSERVER.set_forkserver_preload(
         "distutils.ccompiler",  # after setuptools, which provides it
         "hypothesis",
         "pytest",
+        "tests.support.frozen",
     ]
 )
 
