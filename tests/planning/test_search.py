@@ -105,7 +105,7 @@ def test_brute_force_tries_each_plan_once_and_every_kind() -> None:
     assert all(not set(each.get(SAMPLER, ())) & set(each["actor"]) for each in ranks)
 
 
-@pytest.mark.parametrize("ranks", [4, 16])
+@pytest.mark.parametrize("ranks", [4, 24])
 def test_no_plan_that_does_not_fit_is_chosen(ranks: int) -> None:
     """With memory for all of it, for some plans, and for none."""
     job = {"roles": THREE}

@@ -31,6 +31,7 @@ FORKSERVER.set_forkserver_preload(
         "hybrid_rlhf.supervised.build",
         # Imported late, or by the test modules of functions that ranks run: a quarter of a short rank's processor time.
         "deepspeed.module_inject.auto_ep_config",
+        "deepspeed.runtime.zero.muon.muon_optimizer",  # by ZeRO, with the tables of torch.compile
         "setuptools",
         "distutils.ccompiler",  # after setuptools, which provides it
         "hypothesis",
