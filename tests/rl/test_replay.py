@@ -22,6 +22,7 @@ from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.observability.token_records import DETAILS, TokenRecords, record_file
 from tests.support.ahead import rollout_line
 from tests.support.ranks import run_main
+from tests.support.runs import run_python
 from tests.support.steps import brevity, step_line, write_rows
 from tests.support.tiny import tiny_tokenizer
 
@@ -217,10 +218,10 @@ def test_a_damaged_token_record_is_named(ppo_run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_prints_what_it_found(ppo_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = [str(ppo_run), "--step", "5"]
-    replay_main([*line, "--index", "3"])
-    assert capsys.readouterr().out.endswith("1 of 1 samples of step 5 are identical (tokens and log-probs)\n")
-    with pytest.raises(SystemExit) as stopped:
-        replay_main([*line, "--index", "9"])
-    assert stopped.value.code == 2 and capsys.readouterr().err.endswith("got 9: give another\n")
+def test_the_command_prints_what_it_found(ppo_run: Path) -> None:
+    line = ["-m", "hybrid_rlhf", "replay", str(ppo_run), "--step", "5"]
+    done = run_python([*line, "--index", "3"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("1 of 1 samples of step 5 are identical (tokens and log-probs)\n")
+    wrong = run_python([*line, "--index", "9"])
+    assert wrong.returncode == 2 and wrong.stderr.endswith("got 9: give another\n"), wrong.stderr
