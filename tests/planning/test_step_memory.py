@@ -55,6 +55,7 @@ SFT: dict[str, dict[str, Any]] = {
     "checkpointing": {"checkpointing": True},
     "activations on the host": {"checkpointing": True, "offload": True},
     "lora": {"lora": 8},
+    "4 bits": {"lora": 8, "quantization": "nf4"},
     "zero 2": {"stage": 2},
     "zero 3": {"stage": 3},
     "bfloat16, zero 2": {"dtype": "bfloat16", "stage": 2, "length": 16},
@@ -65,6 +66,7 @@ PPO_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "zero 2, checkpointing": {"stage": 2, "checkpointing": True},
     "zero 3, lora": {"stage": 3, "lora": 8},
+    "4 bits": {"lora": 8, "quantization": "nf4"},
     "one base, frozen on the host": {"lora": 8, "shared": True},
 }
 
@@ -88,6 +90,7 @@ def sections(settings: dict[str, Any], model: str) -> dict[str, Any]:
             gradient_checkpointing=settings.get("checkpointing", False),
             activation_offload=settings.get("offload", False),
             dtype=settings.get("dtype", "auto"),
+            quantization=settings.get("quantization"),
         ),
         "trained": {"lora": lora, "zero": zero, "optimizer": OptimizerConfig(lr=1e-5, warmup_fraction=0.0)},
         "deepspeed_config": str(Path(model).parent / "ds.json") if settings.get("stage") else None,

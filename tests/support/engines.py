@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,13 +30,20 @@ PROMPTS = [[5, 6, 7], [9, 8], [4, 4, 4, 4]]
 
 
 def actor_spec(
-    path: Path, *, stage: int = 0, lora: int = 0, dtype: str = "float32", lr: float = 1e-2, **zero: bool
+    path: Path,
+    *,
+    stage: int = 0,
+    lora: int = 0,
+    dtype: str = "float32",
+    lr: float = 1e-2,
+    quantization: Literal["nf4"] | None = None,
+    **zero: bool,
 ) -> EngineSpec:
     """An actor that trains from the model of a folder, at a constant learning rate."""
     return EngineSpec(
         "actor",
         str(path),
-        ModelConfig(dtype=dtype),
+        ModelConfig(dtype=dtype, quantization=quantization),
         ZeroConfig(stage=stage, **zero),
         0,  # type: ignore[arg-type]
         OptimizerConfig(lr=lr, schedule="constant", warmup_fraction=0.0),
