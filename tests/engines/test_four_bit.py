@@ -21,8 +21,7 @@ from hybrid_rlhf.models.four_bit import dequantised
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.world import World
-from tests.engines.test_quantised_rollouts import differences
-from tests.support.engines import PROMPTS, actor_spec, state_of, train_step
+from tests.support.engines import PROMPTS, actor_spec, differences, state_of, train_step
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_tokenizer
 

@@ -86,6 +86,18 @@ def state_of(engine: HybridEngine) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
+def differences(engine: HybridEngine, samples: list[Any], prompt: list[int]) -> list[float]:
+    """Of the log-probs that sampling reports from those of the training forward."""
+    found = []
+    for one in samples:
+        ids = torch.tensor([prompt + one.token_ids])
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        with torch.no_grad():
+            logprobs = engine(ids, mask, mask)[0][0, len(prompt) :]
+        found += (logprobs - torch.tensor(one.logprobs)).abs().tolist()
+    return found
+
+
 def train_generate_save(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Train, generate, train, save."""
     engine = build_actor(actor_spec(path, **settings), world)

@@ -24,7 +24,7 @@ class ModelConfig(Settings):
     quantization: Literal["nf4"] | None = None
     """nf4: the base weights of linear layers in 4 bits, with adapters that train (QLoRA, arXiv 2305.14314); needs lora
     and bitsandbytes. In RL for all models of the run, except frozen ones under tensor parallelism."""
-    sequence_parallel: Count = setting(1, mutable=True)
+    sequence_parallel: Count = setting(1, advanced=True, mutable=True)
     """Number of ranks that compute the tokens of a row together (DeepSpeed-Ulysses, arXiv 2309.14509), in training and
     scoring; a divisor of the number of attention heads and of ranks. For rows too long for one GPU."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = setting(
