@@ -3,6 +3,7 @@
     python -m benchmarks.learning                              # the copy task, 5 seeds: minutes on a laptop
     python -m benchmarks.learning --ablations --seeds 0 1 2    # the copy task with one detail changed at a time
     python -m benchmarks.learning --algorithms --seeds 0 1 2   # the copy task by each on-policy algorithm
+    python -m benchmarks.learning --adapters --steps 60        # GRPO of all weights, and of adapters, also over 4 bits
     python -m benchmarks.learning --task demo --demo output    # SmolLM2-135M, the demo's reward, three KL coefficients
     python -m benchmarks.learning --task reasoning             # SmolLM2-135M on checked answers (extra: bench)
     python -m benchmarks.learning --task reasoning --algorithms grpo dapo    # either of these two by other algorithms
@@ -59,6 +60,14 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "int8": {"rollout": {"quantization": "int8"}, "algorithm": {"correction": {"method": "truncate"}}},
 }
 """Products of the generation engine; int8 requires the correction."""
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "lora": {"actor": {"lora": {"rank": 16}, "optimizer": {"lr": 3e-3}}},
+    "qlora": {"actor": {"lora": {"rank": 16}, "optimizer": {"lr": 3e-3}}, "model": {"quantization": "nf4"}},
+}
+"""What trains in GRPO; embeddings and head are frozen under adapters."""
+ADAPTED_STD = 0.12
+"""Standard deviation of the initial weights under adapters: with 0.02 the frozen head cannot prefer a token."""
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "reinforce": {},
@@ -211,6 +220,7 @@ def main() -> None:
         "--algorithms", nargs="*", choices=RL_ALGORITHMS, help="the task by each of these; alone: by all but remax"
     )
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=[], help="products of the rollouts")
+    parser.add_argument("--adapters", action="store_true", help="the copy task by all weights, LoRA and QLoRA")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
     parser.add_argument("--out", type=Path, help="folder of learning.zip and the figures")
@@ -232,7 +242,12 @@ def main() -> None:
                     {"variant": name, "metric": metric, "seed": seed, **ends(curve(lines, metric))}
                     for seed, lines in zip(options.seeds, runs, strict=True)
                 ]
-    named = {"_ablations": options.ablations, "_by": options.algorithms is not None, "_sampled": bool(options.samplers)}
+    named = {
+        "_adapters": options.adapters,
+        "_ablations": options.ablations,
+        "_by": options.algorithms is not None,
+        "_sampled": bool(options.samplers),
+    }
     title = options.task + next((suffix for suffix, chosen in named.items() if chosen), "")
     tables = {name.replace(" ", "_").replace(",", ""): rows for name, rows in (found | others).items()}
     if held_out:
@@ -254,6 +269,10 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
     names = None if options.algorithms is None else options.algorithms or list(ALGORITHMS)
     if options.task == "demo" and names is None and not options.samplers:
         return {f"kl_coef {c}": (demo_task(options.demo, steps=steps, kl_coef=c), {}) for c in (0.02, 0.05, 0.2)}
+    if options.adapters:
+        task = copy_task(folder, steps=steps, std=ADAPTED_STD)
+        grpo = merged({"algorithm": {"name": "grpo"}}, ALGORITHMS["grpo"])
+        return {name: (task, merged(grpo, changes)) for name, changes in ADAPTERS.items()}
     if options.task == "demo":
         task = demo_task(options.demo, steps=steps)
     else:

@@ -70,9 +70,9 @@ def checked(prompts: Sequence[Any], completions: Sequence[str], entry: Sequence[
     return [float(checker(text.strip(), item) == 1.0) for text, item in zip(completions, items, strict=True)]
 
 
-def copy_task(folder: Path, *, steps: int) -> Task:
-    """Write model, tokenizer and prompts."""
-    write_small_model(folder / "model")
+def copy_task(folder: Path, *, steps: int, std: float = 0.02) -> Task:
+    """Write model, tokenizer and prompts; `std`: of the initial weights."""
+    write_small_model(folder / "model", std=std)
     chance = random.Random(0)
     rows = [{"prompt": " ".join(chance.choices(LETTERS, k=4))} for _ in range(4096)]
     write_rows(folder / "prompts.jsonl", rows)
@@ -90,7 +90,7 @@ def copy_task(folder: Path, *, steps: int) -> Task:
     return Task(config, optimum=1.0)
 
 
-def write_small_model(folder: Path) -> None:
+def write_small_model(folder: Path, *, std: float = 0.02) -> None:
     """A Llama of 0.1M random weights, and a tokenizer of the letters, each one token."""
     vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", "<unk>", ">", *LETTERS])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -115,6 +115,7 @@ def write_small_model(folder: Path) -> None:
             pad_token_id=0,
             bos_token_id=None,
             tie_word_embeddings=False,
+            initializer_range=std,
         )
     )
     for part in (model, tokenizer):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
-from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig, require_adapters
 from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, require, setting
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
@@ -139,6 +139,7 @@ class PreferenceStepConfig(StepConfig):
             self.algorithm.needs_reference or self.reference is None,
             f"algorithm {self.algorithm.name} has no reference, got the section reference: leave it out",
         )
+        require_adapters(self.model, self.lora, section="lora")
 
     @property
     def holds_reference(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
-from hybrid_rlhf.configs.sections.model import SCORER_KEYS, LoraConfig, ModelConfig
+from hybrid_rlhf.configs.sections.model import SCORER_KEYS, LoraConfig, ModelConfig, require_adapters
 from hybrid_rlhf.configs.sections.rules import NonNegative, Settings, require, setting
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
@@ -60,6 +60,7 @@ class RewardConfig(StepConfig):
     objective: RewardObjectiveConfig = field(default_factory=RewardObjectiveConfig)
 
     def __post_init__(self) -> None:
+        require_adapters(self.model, self.lora, section="lora")
         require(
             not self.objective.calibrate or self.data.eval_fraction > 0 or bool(self.data.eval_sources),
             "objective.calibrate needs held-out rows, got data.eval_fraction 0: give for example 0.05",

@@ -12,8 +12,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, PolicyGradientConfig
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
-from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
-from hybrid_rlhf.configs.sections.placement import PlacementConfig, has_separate_sampler, read_placement
+from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig, require_adapters
+from hybrid_rlhf.configs.sections.placement import PlacementConfig, has_separate_sampler, is_automatic, read_placement
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import (
@@ -237,6 +237,8 @@ class RLConfig(StepConfig):
             f"algorithm {name} without algorithm.kl has no reference, got reference.path {self.reference.path} and "
             f"refresh_every {self.reference.refresh_every}: leave the section out",
         )
+        if self.model.quantization is not None:
+            self._check_quantised_base(self.model.quantization)
         critic = self.critic
         if critic is not None and critic.share_base:
             require(
@@ -276,6 +278,32 @@ class RLConfig(StepConfig):
             divisors = [count for count in range(1, most + 1) if rows and rows % (count * unit) == 0]
             defaults["algorithm.mini_batches"] = max(divisors, default=1)
         return defaults
+
+    def _check_quantised_base(self, kind: str) -> None:
+        """Check the rules for base weights in 4 bits, which actor and sampler share."""
+        require_adapters(self.model, self.actor.lora, section="actor.lora")
+        if self.critic is not None:
+            require_adapters(self.model, self.critic_lora, section="critic.lora")
+        require(
+            self.rollout.quantization is None,
+            f"model.quantization {kind} already quantises the sampler, got rollout.quantization "
+            f"{self.rollout.quantization}: leave one out",
+        )
+        require(
+            self.rollout.dtype == "auto",
+            f"model.quantization {kind} samples in the dtype of training, got rollout.dtype {self.rollout.dtype}: "
+            "leave one out",
+        )
+        require(
+            not has_separate_sampler(self.placement) and not is_automatic(self.placement),
+            f"model.quantization {kind} samples from the weights of the actor on its ranks, got placement "
+            f"{self.placement and self.placement.as_given()}: leave one out",
+        )
+        require(
+            not self.reference.refresh_every,
+            f"reference.refresh_every writes the weights of the reference, got model.quantization {kind}: leave one "
+            "out",
+        )
 
     def _check_program(self, name: str, environment: EnvironmentConfig) -> None:
         """Check the rules for programs, inside and outside of the run."""

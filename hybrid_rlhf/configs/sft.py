@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
-from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig, require_adapters
 from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, Share, require, setting
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
@@ -87,3 +87,6 @@ class SFTConfig(StepConfig):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
+
+    def __post_init__(self) -> None:
+        require_adapters(self.model, self.lora, section="lora")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -35,6 +36,12 @@ def shard_batch(
         ranks: number of ranks. All have the same number of micro-batches; one without rows contains None, an empty row.
         micro_batches: size of the micro-batches.
     """
+    group = micro_batches.sequence_parallel
+    if group > 1:
+        # the ranks of a group compute each micro-batch together; its rows are those of one of them, by turns
+        alone = replace(micro_batches, sequence_parallel=1)
+        shared = shard_batch(rows, lengths, rank=rank // group, ranks=ranks // group, micro_batches=alone)
+        return [rows_of_one if turn % group == rank % group else [None] for turn, rows_of_one in enumerate(shared)]
     order = sorted(range(len(rows)), key=lambda i: (-lengths[i], i))
     size = micro_batches.rows
     if size is None and micro_batches.padded:

@@ -36,11 +36,13 @@ from hybrid_rlhf.engines.partition import set_weights, share_weights
 from hybrid_rlhf.engines.residency.rules import RoleResidency
 from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.models.distillation import Student, Teacher
+from hybrid_rlhf.models.four_bit import require_bitsandbytes
 from hybrid_rlhf.models.head_check import require_own_logits
-from hybrid_rlhf.models.lora import choose_trained
-from hybrid_rlhf.models.packing import why_padded
+from hybrid_rlhf.models.lora import choose_trained, four_bit_layers, quantise_base
+from hybrid_rlhf.models.packing import require_sequence_parallelism, set_sequence_world, why_padded
 from hybrid_rlhf.models.policy import Policy, Scorer
-from hybrid_rlhf.models.pretrained.loading import Architecture, load_model, training_dtype
+from hybrid_rlhf.models.pretrained.folders import load_config
+from hybrid_rlhf.models.pretrained.loading import Architecture, load_model, shape_model, training_dtype
 from hybrid_rlhf.models.routers.losses import router_loss
 from hybrid_rlhf.models.structure import listed_mixtures
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
@@ -162,20 +164,25 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     config = deepspeed_config(zero=spec.zero, dtype=dtype, optimizer=spec.optimizer, overrides=spec.deepspeed_overrides)
     partitioned = config["zero_optimization"]["stage"] == 3
     architecture = ARCHITECTURE[spec.role]
+    _require_supported(spec, architecture, dtype)
     lm, fresh_head = load_model(
         spec.path,
         architecture,
         config=spec.model,
         dtype=dtype,
-        zero3_config=config if partitioned else None,
+        zero3_config=config if partitioned and spec.model.quantization is None else None,
         heads=spec.heads,
     )
+    if spec.model.quantization is not None:  # DeepSpeed partitions the quantised weights
+        quantise_base(lm, architecture, device=world.device)
     if spec.optimizer is not None:
         for name in ("calibration", "step_separator"):  # they describe scores before training
             vars(lm.config).pop(name, None)
     fresh_head |= spec.fresh_head
     if fresh_head:
         _init_head(lm, role=spec.role, seed=spec.seed)
+    if spec.model.sequence_parallel > 1:
+        set_sequence_world(lm, world.split(spec.model.sequence_parallel))
     choose_trained(lm, spec.lora, architecture, learns=spec.optimizer is not None, seed=spec.seed)
     if spec.base is not None:
         share_weights(spec.base, lm)
@@ -204,6 +211,20 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
         module.router_loss = router_loss(lm, spec.model)
     options = EngineOptions(section.max_grad_norm, offload_activations=spec.model.activation_offload)
     return engine, options
+
+
+def _require_supported(spec: EngineSpec, architecture: Architecture, dtype: torch.dtype) -> None:
+    """Check, before its weights are loaded, that a model supports 4-bit weights and sequence parallelism as set."""
+    section = spec.model
+    if section.quantization is None and section.sequence_parallel == 1:
+        return
+    config = load_config(spec.path, trust_remote_code=section.trust_remote_code)
+    lm = shape_model(config, architecture, section, dtype=dtype)
+    if section.quantization is not None:
+        require_bitsandbytes()
+        four_bit_layers(lm, architecture)
+    if section.sequence_parallel > 1:
+        require_sequence_parallelism(lm, section.sequence_parallel)
 
 
 def _gather_experts_together(lm: PreTrainedModel, stage: int, *, learns: bool) -> None:

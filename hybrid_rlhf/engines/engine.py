@@ -31,6 +31,7 @@ from hybrid_rlhf.engines.partition import base_parameters
 from hybrid_rlhf.engines.residency.offload import OffloadedWeights
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.activation_offload import ActivationOffload
+from hybrid_rlhf.models.four_bit import elements_of
 from hybrid_rlhf.models.lora import adapters_off, has_lora
 from hybrid_rlhf.models.packing import pads
 from hybrid_rlhf.models.structure import layer_list
@@ -158,7 +159,7 @@ class ModelEngine:
     @property
     def parameters(self) -> int:
         """Number of parameters, including adapters."""
-        return sum(full_elements(parameter) for parameter in self.module.parameters())
+        return sum(elements_of(parameter) or full_elements(parameter) for parameter in self.module.parameters())
 
     @property
     def packs(self) -> bool:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.engines.deepspeed_internals import full_elements, is_partitioned
-from hybrid_rlhf.models.lora import base_weight, lora_layers, merged_weight, plain_name, weights_of
+from hybrid_rlhf.models.four_bit import FourBitWeight, is_four_bit, plain_value, share_four_bit
+from hybrid_rlhf.models.lora import base_weight, four_bit_weight, lora_layers, merged_weight, plain_name, weights_of
 from hybrid_rlhf.models.structure import backbone_of
 from hybrid_rlhf.runtime.world import World
 
@@ -47,17 +48,24 @@ class GatheredWeight:
     """LoRA layer with this base weight; none: the weight has no adapter."""
 
     def merged(self) -> Tensor:
-        """Return the value, with the adapter, if any, merged into a copy."""
-        return self.parameter.detach() if self.adapter is None else merged_weight(self.adapter)
+        """Return the value, with the adapter, if any, merged into a copy; dequantised if it is in 4 bits."""
+        return plain_value(self.parameter) if self.adapter is None else merged_weight(self.adapter)
+
+    def sampled(self) -> Tensor | FourBitWeight:
+        """Return the value that inference weights are built from: `merged`, or the weight in 4 bits with its
+        adapter."""
+        return four_bit_weight(self.parameter, self.adapter) if is_four_bit(self.parameter) else self.merged()
 
     @property
     def is_copy(self) -> bool:
-        """True if `merged` returns new memory."""
+        """True if the memory of `sampled` does not change in training: it is new, or that of frozen 4-bit weights."""
+        if is_four_bit(self.parameter):
+            return not is_partitioned(self.parameter)
         return self.adapter is not None
 
     @property
     def is_persistent(self) -> bool:
-        """True if the memory of `merged` stays valid when the weight is released."""
+        """True if the memory of `sampled` stays valid when the weight is released."""
         return self.is_copy or not is_partitioned(self.parameter)
 
 
@@ -146,3 +154,4 @@ def share_weights(source: PreTrainedModel, target: PreTrainedModel) -> None:
     weights = dict(base_parameters(backbone_of(source)))
     for name, parameter in base_parameters(backbone_of(target)):
         parameter.data = weights[name].data
+        share_four_bit(weights[name], parameter)

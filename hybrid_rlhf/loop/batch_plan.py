@@ -41,9 +41,10 @@ def plan_batch(*, global_batch_size: int, ranks: int, micro_batches: MicroBatche
         UserError: when the sizes do not divide; names the nearest that do.
     """
     rows = micro_batches.rows
-    if rows is not None and global_batch_size % (unit := ranks * rows):
+    parallel, shared_by = _parallel(ranks, micro_batches)
+    if rows is not None and global_batch_size % (unit := parallel * rows):
         raise UserError(
-            f"train.global_batch_size must be a multiple of {ranks} ranks x {rows} rows = {unit}, got "
+            f"train.global_batch_size must be a multiple of {shared_by} x {rows} rows = {unit}, got "
             f"{global_batch_size}: {nearest(global_batch_size, unit)}"
         )
     return BatchPlan(global_batch_size, ranks, micro_batches)
@@ -64,17 +65,33 @@ def plan_rollout(
     """
     size = micro_batches.rows
     rows = prompts_per_step * completions_per_prompt
-    unit = mini_batches if size is None else mini_batches * ranks * size
+    parallel, shared_by = _parallel(ranks, micro_batches)
+    unit = mini_batches if size is None else mini_batches * parallel * size
     if rows % unit:
         parts = f"{mini_batches} mini-batches"
         if size is not None:
-            parts += f" x {ranks} ranks x {size} rows = {unit}"
+            parts += f" x {shared_by} x {size} rows = {unit}"
         raise UserError(
             f"rollout.prompts_per_step x completions per prompt must be a multiple of {parts}, got "
             f"{prompts_per_step} x {completions_per_prompt}: give fewer algorithm.mini_batches or other prompts, "
             f"{nearest(prompts_per_step, unit // math.gcd(unit, completions_per_prompt))}"
         )
     return BatchPlan(rows // mini_batches, ranks, micro_batches)
+
+
+def _parallel(ranks: int, micro_batches: MicroBatches) -> tuple[int, str]:
+    """Number of micro-batches that the ranks compute at once, and the text of what computes one each.
+
+    Raises:
+        UserError: when the ranks cannot be divided into groups that compute a micro-batch together.
+    """
+    together = micro_batches.sequence_parallel
+    if ranks % together:
+        raise UserError(
+            f"model.sequence_parallel must divide the number of ranks {ranks}, got {together}: give a divisor"
+        )
+    groups = ranks // together
+    return groups, f"{ranks} ranks" if together == 1 else f"{groups} groups of {together} ranks"
 
 
 def nearest(value: int, unit: int) -> str:

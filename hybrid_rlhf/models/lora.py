@@ -28,6 +28,8 @@ from transformers.pytorch_utils import Conv1D
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.models.families import WITHOUT_ADAPTERS
+from hybrid_rlhf.models.four_bit import FourBitWeight, is_four_bit, plain_value, quantise_layers
+from hybrid_rlhf.models.pretrained.adapters import LowRank
 from hybrid_rlhf.models.pretrained.folders import reading
 from hybrid_rlhf.models.pretrained.loading import Architecture
 from hybrid_rlhf.runtime.files.durable import flush
@@ -96,6 +98,32 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
         )
     if architecture == "scorer":
         head.requires_grad_(True)
+
+
+def quantise_base(model: PreTrainedModel, architecture: Architecture, *, device: torch.device) -> None:
+    """Quantise the weights that "all-linear" adapts to 4 bits, on a device (models/four_bit.py)."""
+    quantise_layers(model, four_bit_layers(model, architecture), device=device)
+
+
+def four_bit_layers(model: PreTrainedModel, architecture: Architecture) -> list[str]:
+    """Names of the layers that `quantise_base` quantises.
+
+    Raises:
+        UserError: for a model with stacked experts, or with layers that are not linear as torch's.
+    """
+    if experts := stacked_experts(model):
+        raise UserError(
+            f"model.quantization is for linear layers, {type(model).__name__} stacks its experts in one weight "
+            f"({experts[0]}): leave it out"
+        )
+    names = linear_layers(model, _head(model, architecture))
+    for name in names:
+        if not isinstance(model.get_submodule(name), nn.Linear):
+            raise UserError(
+                f"model.quantization needs torch's linear layers, {type(model).__name__} has others ({name}): leave it "
+                "out"
+            )
+    return names
 
 
 def _head(model: PreTrainedModel, architecture: Architecture) -> nn.Module:
@@ -266,17 +294,30 @@ class Adapter:
 
 
 def merged_weight(layer: LoraLayer) -> Tensor:
-    """The merged weight of a layer, from its base weight and adapter."""
-    return Adapter.of(layer).merged(*(weight.detach() for weight in weights_of(layer)))
+    """The merged weight of a layer, from its base weight, dequantised if it is in 4 bits, and adapter."""
+    base, a, b = weights_of(layer)
+    return Adapter.of(layer).merged(plain_value(base), a.detach(), b.detach())
+
+
+def four_bit_weight(parameter: nn.Parameter, layer: LoraLayer | None) -> FourBitWeight:
+    """A base weight in 4 bits with its adapter; `layer`: with the adapter of this weight; none: it has no adapter."""
+    change = None
+    if layer is not None:
+        _, a, b = weights_of(layer)
+        change = LowRank(b.detach() * layer.scaling[_ADAPTER], a.detach(), transposed=False)
+    return FourBitWeight(parameter.detach(), parameter.quant_state, change)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def lora_merged(module: nn.Module) -> Iterator[None]:
     """Context in which the base layers use merged copies in place of their weights.
 
-    All weights must be gathered.
+    All weights must be gathered. Adapters of 4-bit weights are not merged.
     """
     layers = [layer for _, layer in lora_layers(module)]
+    if any(is_four_bit(base_weight(layer)) for layer in layers):
+        yield
+        return
     base_data = [base_weight(layer).data for layer in layers]
     for layer in layers:
         base_weight(layer).data = merged_weight(layer)

@@ -22,7 +22,7 @@ from hybrid_rlhf.functional.logprobs import logprobs_from_hidden
 from hybrid_rlhf.functional.masking import last_index, position_ids
 from hybrid_rlhf.functional.products import wide_linear
 from hybrid_rlhf.models.families import has_float32_logits, head_convention
-from hybrid_rlhf.models.packing import pack, packs
+from hybrid_rlhf.models.packing import SequenceShard, pack, packs, sequence_world, shard_rows
 from hybrid_rlhf.models.routers.losses import RouterLoss, RouterLosses
 from hybrid_rlhf.models.routers.replay import RouterReplay
 from hybrid_rlhf.models.structure import backbone_of
@@ -123,8 +123,29 @@ class Policy(nn.Module):
         Returns:
             logprobs and entropy, [B, T] float32, 0 outside token_mask.
         """
+        world = sequence_world(self.lm)
+        if world is not None:
+            return self._in_parts(
+                shard_rows(self.lm, world, input_ids, attention_mask.bool()), attention_mask, token_mask, temperature
+            )
         hidden, wanted = self.hidden(input_ids, attention_mask, token_mask, routes)
         logprobs, entropy = self.head(hidden, input_ids[wanted], temperature)
+        return scatter_tokens(logprobs, wanted), scatter_tokens(entropy, wanted)
+
+    def _in_parts(
+        self, shard: SequenceShard, attention_mask: Tensor, token_mask: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` under sequence parallelism: the head runs on this rank's part of the tokens."""
+        real = attention_mask.bool()
+        before, wanted = places_before(real, token_mask)
+        asked = torch.zeros(shard.tokens, dtype=torch.bool, device=real.device)
+        asked[before] = True
+        mine = shard.of_all(asked)[shard.part].nonzero().squeeze(1)
+        hidden = backbone_of(self.lm)(**shard.arguments, use_cache=False).last_hidden_state[0]
+        labels = shard.ids.roll(-1)[shard.part][mine]
+        of_part = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
+        results = torch.stack(self.head(hidden[mine], labels, temperature))
+        logprobs, entropy = shard.own(of_part.index_copy(1, mine, results).t())[before].unbind(1)
         return scatter_tokens(logprobs, wanted), scatter_tokens(entropy, wanted)
 
 
@@ -138,7 +159,14 @@ class Scorer(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The head's output after each real token, [B, T] float32, 0 elsewhere; with several heads [B, T, heads]."""
         real = attention_mask.bool()
-        return scatter_tokens(self.lm.score(backbone_hidden(self.lm, input_ids, real)).squeeze(-1).float(), real)
+        world = sequence_world(self.lm)
+        if world is None:
+            values = self.lm.score(backbone_hidden(self.lm, input_ids, real))
+        else:
+            shard = shard_rows(self.lm, world, input_ids, real)
+            hidden = backbone_of(self.lm)(**shard.arguments, use_cache=False).last_hidden_state[0]
+            values = shard.own(self.lm.score(hidden))
+        return scatter_tokens(values.squeeze(-1).float(), real)
 
 
 @contextlib.contextmanager
@@ -225,6 +253,10 @@ def backbone_hidden(
     """
     backbone = backbone_of(lm)
     options: dict[str, Any] = {"use_cache": False}
+    world = sequence_world(lm)
+    if world is not None:
+        shard = shard_rows(lm, world, input_ids, real)
+        return shard.own(backbone(**shard.arguments, **options).last_hidden_state[0])
     if router_logits is not None:
         options["output_router_logits"] = True
     if packs(lm):

@@ -64,7 +64,7 @@ class EngineMemory:
     reduce_bucket: float
     """Added by a backward."""
     gathered: float
-    """Added by a forward."""
+    """Added by a forward: ZeRO-3's gathered weights, and the weight that is dequantised."""
     optimizer_step: float
     """Largest temporaries of an optimizer step."""
     movable: float
@@ -124,7 +124,7 @@ def engine_memory(
     low = dtype.itemsize
     stage = int(zero["stage"])
     trained = e.trained / (ranks if stage else 1)
-    weights = low * e.all / (ranks if stage == 3 else 1)
+    weights = e.stored_bytes(low) / (ranks if stage == 3 else 1)
     masters = FLOAT32 if stage or low < FLOAT32 else 0
     states = (masters + _ADAM) * trained
     gradients = low * (trained if stage >= 2 else e.trained)
@@ -156,10 +156,12 @@ def engine_memory(
         accumulated = MemoryUse(gradients=gradients if stage == 1 else 0.0)
         optimizer_step = 0.0
     gathered = 0.0
+    dequantised = float(low * e.largest_four_bit)
     if stage == 3 and (ranks > 1 or "offload_param" in zero):
         live = max(float(zero.get("stage3_max_live_parameters", 1e9)), e.largest)
-        gathered = low * (min(e.all, live) + min(e.all, float(zero.get("stage3_prefetch_bucket_size", 5e7))))
+        elements = min(e.all, live) + min(e.all, float(zero.get("stage3_prefetch_bucket_size", 5e7)))
+        gathered = e.stored_bytes(low) / e.all * elements
     if "offload_param" in zero:
         held = replace(held, weights=0.0, host=held.host + weights)
     movable = 0.0 if offloads else (_ADAM if stage == 0 else masters + _ADAM) * trained
-    return EngineMemory(model, held, accumulated, bucket, gathered, optimizer_step, movable, backward_end)
+    return EngineMemory(model, held, accumulated, bucket, gathered + dequantised, optimizer_step, movable, backward_end)

@@ -15,6 +15,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.generation.architecture.hugging_face import recurrent_fields
 from hybrid_rlhf.models.families import Family, family_of, has_float32_logits, unread_weights
+from hybrid_rlhf.models.four_bit import BYTES_PER_WEIGHT
 from hybrid_rlhf.planning.shapes import ShapedModel
 
 _FLOAT32 = 4
@@ -25,6 +26,9 @@ _PRODUCTS = (
 _REPLICATED = "q_down kv_down input_gate input_out".split()
 """Roles of the products of a layer, which a CPU packs and `rollout.quantization` quantises: those that tensor-parallel
 ranks share, besides the inputs of recurrent layers, and those that each has whole."""
+_ADAPTER_COPIES = 4
+"""Copies of the adapters of 4-bit weights: one that training does not change, and one fused by product, whose second
+factor has a column for each adapter of the product."""
 _SCALE_BYTES = {"cpu": 8, "cuda": 4}
 """Bytes of each output of a quantised product: its scale in float32, and on a CPU its offset in int32."""
 
@@ -58,6 +62,8 @@ def inference_weight_bytes(
     gathered = stage == 3 or in_use
     base = e.all - (e.trained if e.adapted else 0)
     if rollout.backend == "module" or family is None:
+        if e.four_bit:  # adapters are not merged
+            return e.stored_bytes(size) if gathered else 0.0
         return size * float(base if gathered else 0) + size * e.adapted
     copied = gathered or dtype != model.lm.dtype
     on_cpu = device.type == "cpu"
@@ -65,7 +71,11 @@ def inference_weight_bytes(
     weights = dict(model.lm.named_parameters())
     read = base - sum(weights[name].numel() for name in unread_weights(model.lm, weights))  # towers beside it
     products = _products(model, family, ranks)
-    if rollout.quantization is not None:
+    in_products = products.unique
+    if e.four_bit:
+        in_products = e.four_bit
+        stored = _ADAPTER_COPIES * size * e.trained + (BYTES_PER_WEIGHT * e.four_bit if stage == 3 else 0.0)
+    elif rollout.quantization is not None:
         stored = products.elements + _SCALE_BYTES[device.type] * products.outputs
     elif on_cpu:
         stored = size * products.elements
@@ -74,7 +84,7 @@ def inference_weight_bytes(
     else:
         apart = _made(model, family, adjacent=stage in (1, 2) and ranks == 1 and not e.adapted)
         return size * float(max(apart, e.adapted)) / ranks
-    rest = read - products.unique
+    rest = read - in_products
     if on_cpu:
         head, tied = _head(model)
         project = sum(one.weight.numel() for one in _named(model, family, ["inputs_project"], layers=1))

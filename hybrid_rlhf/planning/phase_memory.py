@@ -108,9 +108,15 @@ class PhaseMemory:
 
 
 def micro_batch(
-    train: LoopConfig, rows: int, length: int, *, sides: int = 1, head_tokens: int | None = None
+    train: LoopConfig,
+    rows: int,
+    length: int,
+    *,
+    sides: int = 1,
+    head_tokens: int | None = None,
+    sequence_parallel: int = 1,
 ) -> BatchShape:
-    """The largest micro-batch of a rank.
+    """The largest micro-batch of a rank, or its part of one.
 
     Args:
         train: limits of micro-batches.
@@ -118,8 +124,10 @@ def micro_batch(
         length: tokens of the longest row.
         sides: sequences per row; two where completions are compared.
         head_tokens: tokens per row whose log-prob is computed; none: all.
+        sequence_parallel: number of ranks that compute the tokens of a row together.
     """
     size = train.micro_batch_size
-    at_once = train.micro_batch_tokens // (length * sides) if size is None else size
-    sequences = max(1, min(at_once, rows)) * sides
-    return BatchShape(sequences, length, sequences * (length if head_tokens is None else head_tokens))
+    at_once = train.micro_batch_tokens * sequence_parallel // (length * sides) if size is None else size
+    sequences = max(1, min(at_once, rows * sequence_parallel)) * sides
+    wanted = sequences * (length if head_tokens is None else head_tokens)
+    return BatchShape(sequences, -(-length // sequence_parallel), -(-wanted // sequence_parallel))

@@ -22,14 +22,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.models.activation_offload import ActivationOffload
-from hybrid_rlhf.models.families import keep_float32_logits
-from hybrid_rlhf.models.lora import base_weight, choose_trained, lora_layers, plain_name
+from hybrid_rlhf.models.four_bit import BYTES_PER_WEIGHT
+from hybrid_rlhf.models.lora import base_weight, choose_trained, four_bit_layers, lora_layers, plain_name
 from hybrid_rlhf.models.packing import layer_masks, packs, places
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import first_line, load_config, reading
 from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf_config
-from hybrid_rlhf.models.pretrained.loading import AUTO_CLASS, Architecture, adapt_config, adapt_model
+from hybrid_rlhf.models.pretrained.loading import Architecture, adapt_config, shape_model
 from hybrid_rlhf.models.pretrained.sources import EMBEDDED_MODEL, quiet_transformers
 from hybrid_rlhf.models.structure import backbone_of, layer_list
 from hybrid_rlhf.planning.live_bytes import LiveBytes
@@ -49,6 +49,14 @@ class ParameterCounts:
     """Elements of the largest tensor."""
     adapted: int
     """In matrices that have adapters."""
+    four_bit: int = 0
+    """In matrices that are stored in 4 bits."""
+    largest_four_bit: int = 0
+    """Elements of the largest of these matrices, which is dequantised at once."""
+
+    def stored_bytes(self, itemsize: int) -> float:
+        """Bytes of the weights, if those that are not in 4 bits take `itemsize` each."""
+        return itemsize * (self.all - self.four_bit) + BYTES_PER_WEIGHT * self.four_bit
 
     @property
     def all(self) -> int:
@@ -87,8 +95,8 @@ class BatchShape:
 class ShapedModel:
     """A model on the meta device."""
 
-    def __init__(self, lm: PreTrainedModel, *, offloads: bool) -> None:
-        """Take the model, and whether its activations are offloaded in training."""
+    def __init__(self, lm: PreTrainedModel, *, offloads: bool, four_bit: Sequence[int] = ()) -> None:
+        """Take the model, whether its activations are offloaded in training, and the sizes of its 4-bit weights."""
         parameters = list(lm.parameters())
         self.lm = lm
         self.config: PreTrainedConfig = lm.config
@@ -97,6 +105,8 @@ class ShapedModel:
             frozen=sum(p.numel() for p in parameters if not p.requires_grad),
             largest=max(p.numel() for p in parameters),
             adapted=sum(base_weight(layer).numel() for _, layer in lora_layers(lm)),
+            four_bit=sum(four_bit),
+            largest_four_bit=max(four_bit, default=0),
         )
         self._offloads = offloads
         self._measured: dict[tuple[BatchShape, bool], ForwardMemory] = {}
@@ -206,20 +216,15 @@ def shaped_model(
     adapt_config(hf_config, architecture)
     # Flash attention does not run on the meta device; sdpa keeps the same tensors.
     config = replace(config, attention="sdpa") if config.attention.startswith("flash") else config
-    with quiet_transformers(), torch.device("meta"):
-        lm = AUTO_CLASS[architecture].from_config(
-            hf_config,
-            dtype=dtype,
-            attn_implementation=None if config.attention == "auto" else config.attention,
-            trust_remote_code=config.trust_remote_code,
-        )
-        adapt_model(lm, config)
-        keep_float32_logits(lm, config.head_dtype == "float32")
+    lm = shape_model(hf_config, architecture, config, dtype=dtype)
+    with torch.device("meta"):
+        names = four_bit_layers(lm, architecture) if config.quantization is not None else []
+        four_bit = [lm.get_submodule(name).weight.numel() for name in names]  # type: ignore[operator, union-attr]
         choose_trained(lm, lora, architecture, learns=learns, seed=0)
     lm.train(learns)
     if len(_MODELS) == _MOST_MODELS:
         _MODELS.pop(next(iter(_MODELS)))
-    _MODELS[key] = ShapedModel(lm, offloads=config.activation_offload)
+    _MODELS[key] = ShapedModel(lm, offloads=config.activation_offload, four_bit=four_bit)
     return _MODELS[key]
 
 

@@ -110,6 +110,15 @@ class World:
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.stack(parts)
 
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Send part r of a tensor [ranks, ...] to rank r; returns the parts received, [ranks, ...] by sender."""
+        self._require_reachable()
+        if self.size == 1:
+            return tensor
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
+        return received
+
     def all_gather_objects(self, item: T) -> list[T]:
         """The picklable items of all ranks, by rank; for small data such as counts, file names and completions."""
         self._require_reachable()

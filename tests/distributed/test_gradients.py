@@ -48,6 +48,11 @@ CASES: list[Case] = [
     (stage, attention, CUTS[(stage + shift) % 2])
     for stage, (shift, attention) in product(range(4), enumerate((PACKED, PADDED)))
 ]
+IN_PARTS: list[Case] = [
+    (stage, PACKED, MicroBatches(rows=rows, tokens=tokens, sequence_parallel=2))
+    for stage, (rows, tokens) in zip(range(4), ((2, 8192), (None, 24), (2, 8192), (None, 24)), strict=True)
+]
+"""Rows that pairs of ranks compute together."""
 OTHERS = [name for name in ALGORITHMS if name not in ("ppo", "dr_grpo", "dapo")]
 """Those two are GRPO with other settings."""
 SETTINGS: dict[str, Any] = {
@@ -106,7 +111,8 @@ def gradients(world: World, path: str, critic_path: str, tasks: list[Task]) -> d
     found = {}
     for number, (name, seed, (stage, attention, micro)) in enumerate(tasks):
         products._LEAST_PRODUCTS = 1 if attention == PACKED else 2**62  # oneDNN against torch's own
-        spec = EngineSpec("actor", path, ModelConfig(attention=attention), ZeroConfig(stage=stage), 0, optimizer)  # type: ignore[arg-type]
+        model = ModelConfig(attention=attention, sequence_parallel=micro.sequence_parallel)  # type: ignore[arg-type]
+        spec = EngineSpec("actor", path, model, ZeroConfig(stage=stage), 0, optimizer)  # type: ignore[arg-type]
         actor, algorithm = build_actor(spec, world), ALGORITHMS[name](settings_of(name))
         critic = build_engine(replace(spec, role="critic", path=critic_path), world) if name == "ppo" else None
         roles: Any = Roles(world, actor, None, critic)  # type: ignore[arg-type]
@@ -166,6 +172,22 @@ def test_an_update_does_not_depend_on_how_it_is_cut(
     tasks += [(name, 0, cases[(place + ranks) % len(cases)]) for place, name in enumerate(OTHERS)]
     found = run_ranks(gradients, ranks, tmp_path, str(model_folder), str(critic_folder), tasks)[0]
     assert len(found) == len(tasks)
+    assert_as_expected(found, expected)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_an_update_does_not_depend_on_sequence_parallelism(
+    ranks: int, model_folder: Path, critic_folder: Path, tmp_path: Path, expected: dict[tuple[str, int], torch.Tensor]
+) -> None:
+    """Two ranks compute all rows together; of four, two pairs compute rows of their own."""
+    tasks: list[Task] = [(name, 0, case) for name, case in product(("ppo", "grpo"), IN_PARTS)]
+    found = run_ranks(gradients, ranks, tmp_path, str(model_folder), str(critic_folder), tasks)[0]
+    assert len(found) == len(tasks)
+    assert_as_expected(found, expected)
+
+
+def assert_as_expected(found: dict[Task, torch.Tensor], expected: dict[tuple[str, int], torch.Tensor]) -> None:
+    """Compare gradients with those of one rank."""
     for (name, seed, case), gradient in found.items():
         size = float(expected[name, seed].norm())
         assert size > 0.1, name

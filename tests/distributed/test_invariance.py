@@ -43,6 +43,7 @@ STEPS = {
 MICRO_BATCHES = {
     **{str(rows): ["--train.micro_batch_size", str(rows)] for rows in (1, 2, 4, 8)},
     "100 tokens": ["--train.micro_batch_tokens", "100"],
+    "in parts": ["--train.micro_batch_tokens", "100", "--model.sequence_parallel", "2"],
     "padded": ["--train.micro_batch_tokens", "100", "--model.attention", "eager"],
 }
 OPTIONS = {
@@ -53,15 +54,24 @@ OPTIONS = {
     "kto": "--algorithm kto --optimizer.warmup_fraction 0",
 }
 """Options of single steps."""
-LAYOUTS = [(1, 2, "4"), (1, 3, "2"), (1, 0, "padded"), (2, 0, "2"), (2, 2, "1"), (2, 3, "100 tokens")]
+LAYOUTS = [
+    (1, 2, "4"),
+    (1, 3, "2"),
+    (1, 0, "padded"),
+    (2, 0, "2"),
+    (2, 2, "1"),
+    (2, 3, "100 tokens"),
+    (2, 1, "in parts"),
+    (2, 3, "in parts"),
+]
 """Ranks, ZeRO stage, micro-batches; each is held against one rank, stage 0, packed micro-batches of 8."""
 COVERING = {
-    "sft": (5,),
+    "sft": (5, 6),
     "moe": (1,),
     "reward": (2,),
     "listwise": (4,),
     "steps": (2,),
-    "dpo": (0,),
+    "dpo": (0, 7),
     "kto": (2,),
     "ppo": (3,),
 }
@@ -139,6 +149,7 @@ def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
         pytest.param(name, *layout, marks=[] if place in COVERING[name] else pytest.mark.faults)
         for name in STEPS
         for place, layout in enumerate(LAYOUTS)
+        if name != "moe" or layout[2] != "in parts"
     ],
 )
 def test_losses_do_not_depend_on_the_layout(name: str, ranks: int, stage: int, micro: str, workspace: Path) -> None:
@@ -186,3 +197,20 @@ def test_every_step_adds_the_losses_of_routers(name: str, loss: str, more: list[
     metric = f"{'actor' if name == 'ppo' else loss.split('/')[0]}/router_aux_loss"
     assert metric not in first[0] and first[1][metric] >= 2
     assert first[1][loss] - first[0][loss] == pytest.approx(0.5 * first[1][metric], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["sft", "ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reward", "dpo"))]
+)
+def test_losses_over_four_bit_weights_do_not_depend_on_the_layout(name: str, workspace: Path) -> None:
+    """In each step the base is quantised, frozen models too, and ZeRO-3 gathers it in 4 bits."""
+    launch("reward", workspace, ranks=1, stage=0, micro="8")
+    lora = "--actor.lora.rank" if name == "ppo" else "--lora.rank"
+    extra = ["--model.quantization", "nf4", lora, "4"]
+    expected = launch(name, workspace, ranks=1, stage=0, micro="8", extra=extra)
+    found = launch(name, workspace, ranks=2, stage=3, micro="2", extra=extra)
+    unquantised = launch(name, workspace, ranks=1, stage=0, micro="8")
+    key = STEPS[name][1][0]
+    for want, got in zip(expected[1:], found[1:], strict=True):
+        assert got[key] == pytest.approx(want[key], abs=TOLERANCE, rel=TOLERANCE), want["step"]
+    assert expected[-1][key] != pytest.approx(unquantised[-1][key], abs=1e-6), "the weights are rounded"

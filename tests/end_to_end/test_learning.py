@@ -29,7 +29,13 @@ def test_every_variant_of_the_benchmark_is_a_config(task: str, tmp_path: Path) -
         (tmp_path / step).mkdir()
         (tmp_path / step / "config.json").write_text("{}")
     options = argparse.Namespace(
-        task=task, steps=2, ablations=False, algorithms=[*RL_ALGORITHMS], samplers=[], demo=tmp_path
+        task=task,
+        steps=2,
+        ablations=False,
+        adapters=False,
+        algorithms=[*RL_ALGORITHMS],
+        samplers=[],
+        demo=tmp_path,
     )
     variants = variants_of(options, tmp_path)
     if task == "copy":

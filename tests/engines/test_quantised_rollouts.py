@@ -13,30 +13,17 @@ import torch
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
-from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.world import World
-from tests.support.engines import PROMPTS, actor_spec, state_of, train_step
+from tests.support.engines import PROMPTS, actor_spec, differences, state_of, train_step
 from tests.support.placement import small_job
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rl import ALGORITHM, SAMPLING, build_parts, sample_and_score
 from tests.support.steps import MODULES, step_line, write_rows
 
 SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2)
-
-
-def differences(engine: HybridEngine, samples: list[Any], prompt: list[int]) -> list[float]:
-    """Of the log-probs that sampling reports from those of the training forward."""
-    found = []
-    for one in samples:
-        ids = torch.tensor([prompt + one.token_ids])
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        with torch.no_grad():
-            logprobs = engine(ids, mask, mask)[0][0, len(prompt) :]
-        found += (logprobs - torch.tensor(one.logprobs)).abs().tolist()
-    return found
 
 
 def sampled(world: World, path: Path, cases: list[tuple[int, int, int]]) -> list[dict[str, Any]]:

@@ -52,6 +52,7 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 CPU = Device(torch.device("cpu"), 1, 64 * 2**30)
 SFT: dict[str, dict[str, Any]] = {
     "activations on the host": {"checkpointing": True, "offload": True},
+    "4 bits": {"lora": 8, "quantization": "nf4"},
     "zero 3": {"stage": 3},
     "bfloat16, zero 2": {"dtype": "bfloat16", "stage": 2, "length": 16},
     "plain": {},
@@ -65,6 +66,7 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rop
 GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
 PPO_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "4 bits": {"lora": 8, "quantization": "nf4"},
     "one base, frozen on the host": {"lora": 8, "shared": True},
     "zero 3, lora": {"stage": 3, "lora": 8},
     "zero 2, checkpointing": {"stage": 2, "checkpointing": True},
@@ -90,6 +92,7 @@ def sections(settings: dict[str, Any], model: str) -> dict[str, Any]:
             gradient_checkpointing=settings.get("checkpointing", False),
             activation_offload=settings.get("offload", False),
             dtype=settings.get("dtype", "auto"),
+            quantization=settings.get("quantization"),
         ),
         "trained": {"lora": lora, "zero": zero, "optimizer": OptimizerConfig(lr=1e-5, warmup_fraction=0.0)},
         "deepspeed_config": str(Path(model).parent / "ds.json") if settings.get("stage") else None,

@@ -90,7 +90,7 @@ def test_recipes_evaluate_what_they_save() -> None:
             config = parse_config(EvaluateConfig, shlex.split(line), positional="path")
             assert config.path == f"{run_folder(file)}/actor"
             found += 1
-    assert found == 4
+    assert found == 5
 
 
 def run_folder(file: Path) -> str:

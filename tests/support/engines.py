@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,13 +30,20 @@ PROMPTS = [[5, 6, 7], [9, 8], [4, 4, 4, 4]]
 
 
 def actor_spec(
-    path: Path, *, stage: int = 0, lora: int = 0, dtype: str = "float32", lr: float = 1e-2, **zero: bool
+    path: Path,
+    *,
+    stage: int = 0,
+    lora: int = 0,
+    dtype: str = "float32",
+    lr: float = 1e-2,
+    quantization: Literal["nf4"] | None = None,
+    **zero: bool,
 ) -> EngineSpec:
     """An actor that trains from the model of a folder, at a constant learning rate."""
     return EngineSpec(
         "actor",
         str(path),
-        ModelConfig(dtype=dtype),
+        ModelConfig(dtype=dtype, quantization=quantization),
         ZeroConfig(stage=stage, **zero),
         0,  # type: ignore[arg-type]
         OptimizerConfig(lr=lr, schedule="constant", warmup_fraction=0.0),
@@ -77,6 +84,18 @@ def state_of(engine: HybridEngine) -> list[torch.Tensor]:
     for states in inner.state.values():
         tensors += [value for value in states.values() if isinstance(value, torch.Tensor)]
     return [tensor.detach().clone() for tensor in tensors]
+
+
+def differences(engine: HybridEngine, samples: list[Any], prompt: list[int]) -> list[float]:
+    """Of the log-probs that sampling reports from those of the training forward."""
+    found = []
+    for one in samples:
+        ids = torch.tensor([prompt + one.token_ids])
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        with torch.no_grad():
+            logprobs = engine(ids, mask, mask)[0][0, len(prompt) :]
+        found += (logprobs - torch.tensor(one.logprobs)).abs().tolist()
+    return found
 
 
 def train_generate_save(world: World, path: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:

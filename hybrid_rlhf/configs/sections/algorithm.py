@@ -34,7 +34,7 @@ class KLConfig(Settings):
     case."""
     where: Literal["reward", "loss"] = "reward"
     """reward: subtracted from the reward of each token (InstructGPT); loss: a term of the actor's loss (GRPO)."""
-    target: Nats | None = None
+    target: Nats | None = setting(None, advanced=True)
     """KL per completion, in nats, to which coef is adapted; null: coef is constant (N+ details)."""
     horizon: Count = setting(10000, advanced=True)
     """Completions over which coef adapts to target (10000: arXiv 1909.08593, section 2.2)."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from hybrid_rlhf.configs.sections.rules import Positive, Settings, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Positive, Settings, require, setting
 
 ROUTER_KEYS = ("router_aux_loss_coef", "router_z_loss_coef")
 
@@ -20,12 +21,18 @@ class ModelConfig(Settings):
     """Type of the weights in training; auto: bfloat16 on a GPU, float32 on a CPU."""
     head_dtype: Literal["float32", "model"] = setting("float32", advanced=True)
     """Type of the logits in training and sampling: float32 (ScaleRL, arXiv 2510.13786), or that of the model."""
+    quantization: Literal["nf4"] | None = None
+    """nf4: the base weights of linear layers in 4 bits, with adapters that train (QLoRA, arXiv 2305.14314); needs lora
+    and bitsandbytes. In RL for all models of the run, except frozen ones under tensor parallelism."""
+    sequence_parallel: Count = setting(1, advanced=True, mutable=True)
+    """Number of ranks that compute the tokens of a row together (DeepSpeed-Ulysses, arXiv 2309.14509), in training and
+    scoring; a divisor of the number of attention heads and of ranks. For rows too long for one GPU."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = setting(
         "auto", advanced=True
     )
     """Attention kernel, by its transformers name; auto: sdpa if the model supports it, else eager."""
     gradient_checkpointing: bool = setting(False, mutable=True)
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory, about a third more time. With quantization: true."""
     router_aux_loss_coef: Annotated[float, "0 (off) or more"] | None = setting(None, advanced=True)
     """Weight of the load-balancing loss of a mixture of experts (Switch, arXiv 2101.03961, eq. 4); null: the model's
     own value if its config sets output_router_logits, as in transformers, else 0."""
@@ -36,9 +43,35 @@ class ModelConfig(Settings):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 
+    @staticmethod
+    def following(values: Mapping[str, Any], settled: set[str]) -> dict[str, Any]:
+        """Defaults that follow from other keys: 4-bit weights are for machines with little memory.
+
+        Args:
+            values: known values by key.
+            settled: keys that are set.
+        """
+        if values["quantization"] is None or "gradient_checkpointing" in settled:
+            return {}
+        return {"gradient_checkpointing": True}
+
 
 SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if key.name not in ROUTER_KEYS)
 """Keys of a model that is trained only as a scorer."""
+
+
+def require_adapters(model: ModelConfig, lora: LoraConfig | None, *, section: str) -> None:
+    """Require adapters of a trained model whose base weights are quantised, as these cannot be trained.
+
+    Args:
+        model: the model section.
+        lora: adapters of the trained model.
+        section: key of the adapters.
+    """
+    require(
+        model.quantization is None or lora is not None,
+        f"model.quantization {model.quantization} trains adapters, got {section} null: give --{section}.rank 16",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

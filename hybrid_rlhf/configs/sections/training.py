@@ -105,6 +105,8 @@ class MicroBatches:
     """Largest number of real tokens, unless a single row has more."""
     padded: bool = False
     """True if some layers of the model compute padding; tokens are then rows times the longest row."""
+    sequence_parallel: int = 1
+    """Number of ranks that compute a micro-batch together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +124,10 @@ class LoopConfig(CheckpointConfig):
     eval_every: Natural = 0
     """Steps between evaluations on held-out rows; 0: only before the first and after the last step."""
 
-    @property
-    def micro_batches(self) -> MicroBatches:
-        """The size of the micro-batches."""
-        return MicroBatches(self.micro_batch_size, self.micro_batch_tokens)
+    def micro_batches(self, sequence_parallel: int = 1) -> MicroBatches:
+        """The size of the micro-batches, each of which so many ranks compute together."""
+        tokens = self.micro_batch_tokens * sequence_parallel
+        return MicroBatches(self.micro_batch_size, tokens, sequence_parallel=sequence_parallel)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.engines.partition import GatheredWeight, adapted_layers, base_parameters
+from hybrid_rlhf.models.four_bit import FourBitWeight
 from hybrid_rlhf.models.lora import Adapter, weights_of
 
 ELEMENTS = 512
@@ -47,8 +48,11 @@ class ElementCheck:
         self._weights = {name: (parameter, adapted.get(id(parameter))) for name, parameter in base_parameters(lm)}
         self._excess: dict[str, Tensor] = {}
 
-    def __call__(self, weights: Iterable[GatheredWeight], *, seed: int) -> Iterator[tuple[GatheredWeight, Tensor]]:
-        """Compare weights while they are gathered; yields each weight and its merged value.
+    def __call__(
+        self, weights: Iterable[GatheredWeight], *, seed: int
+    ) -> Iterator[tuple[GatheredWeight, Tensor | FourBitWeight]]:
+        """Compare weights while they are gathered; yields each weight and its value in generation. 4-bit weights are
+        not compared, as generation reads them where training does.
 
         Args:
             weights: all weights of one sync.
@@ -57,8 +61,9 @@ class ElementCheck:
         self._excess = {}
         generator = torch.Generator().manual_seed(seed)
         for weight in weights:
-            value = weight.merged()
-            self._excess[weight.name] = self._compare(weight.name, value, generator)
+            value = weight.sampled()
+            if isinstance(value, Tensor):
+                self._excess[weight.name] = self._compare(weight.name, value, generator)
             yield weight, value
 
     @property

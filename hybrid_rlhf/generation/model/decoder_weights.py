@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.model.latent import LatentAttention
 from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm
-from hybrid_rlhf.generation.model.quantised import Linear
+from hybrid_rlhf.generation.model.quantised import Linear, weight_bytes
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer
 
 LAYER_NORMS = (
@@ -107,7 +107,7 @@ class DecoderWeights:
         latents = sum(layer.latent.kv_up.nbytes for layer in self.layers if layer.latent is not None)
         experts = sum(layer.experts.weight_bytes for layer in self.layers if layer.experts is not None)
         # without the padding of packed weights
-        return experts + latents + sum(p.outputs * p.inputs * p.weight.element_size() for p in products)
+        return experts + latents + sum(map(weight_bytes, products))
 
     def refresh(self) -> None:
         """Recompute tensors derived from weights, after the weights were updated in place."""

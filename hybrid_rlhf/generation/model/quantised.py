@@ -26,9 +26,11 @@ from torch.nn import functional
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.architecture.model_description import ModelDescription
+from hybrid_rlhf.generation.model.four_bit import FourBitLinear
 from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.ops import choice, cpu_kernels
 from hybrid_rlhf.generation.ops.quantisation import CODES, SMALLEST, Quantization, quantise
+from hybrid_rlhf.models.four_bit import BYTES_PER_WEIGHT
 
 _LEAST_CAPABILITY: dict[Quantization, tuple[int, int]] = {"int8": (8, 0), "fp8": (8, 9)}
 """Minimum compute capability of a GPU whose tensor cores multiply these types."""
@@ -135,6 +137,15 @@ class QuantisedLinear:
         return (computed - expected).norm() / expected.norm().clamp(min=SMALLEST)
 
 
-Linear = InferenceLinear | QuantisedLinear
+Linear = InferenceLinear | QuantisedLinear | FourBitLinear
+
+
+def weight_bytes(product: Linear) -> int:
+    """Number of bytes of the weight that a call reads, without padding."""
+    elements = product.outputs * product.inputs
+    is_four_bit = isinstance(product, FourBitLinear)
+    return round(elements * BYTES_PER_WEIGHT) if is_four_bit else elements * product.weight.element_size()
+
+
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 """Creates a linear layer from a weight [N, K] and a bias [N] or none."""

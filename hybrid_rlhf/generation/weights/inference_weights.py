@@ -35,6 +35,7 @@ from hybrid_rlhf.generation.model.decoder_weights import (
     LayerWeights,
 )
 from hybrid_rlhf.generation.model.experts import RoutedExperts
+from hybrid_rlhf.generation.model.four_bit import FourBitLinear, FourBitPart
 from hybrid_rlhf.generation.model.latent import LatentAttention
 from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm
 from hybrid_rlhf.generation.model.quantised import Linear, product_maker
@@ -58,6 +59,7 @@ from hybrid_rlhf.generation.weights.picks import (
     same_storage,
 )
 from hybrid_rlhf.models.families import has_float32_logits, unread_weights
+from hybrid_rlhf.models.four_bit import FourBitWeight
 from hybrid_rlhf.models.pretrained.adapters import LowRank
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World
@@ -133,7 +135,9 @@ class InferenceWeights:
         """True if later builds write into the weights of the first build."""
         self._decoder: Decoder | None = None
         self._assembled: dict[str, Sequence[Tensor]] = {}
-        self._parts: dict[str, list[Tensor | None]] = {}
+        self._four_bit: dict[str, FourBitLinear] = {}
+        """Products that later builds update."""
+        self._parts: dict[str, list[Tensor | FourBitPart | None]] = {}
         self.targets: dict[str, list[tuple[str, int, Pick]]] = {name: [] for name in model.unread}
         """For each training weight: inference weights that it goes to, as (name, part index, pick)."""
         self._plan()
@@ -144,16 +148,19 @@ class InferenceWeights:
         """Return the functions that select this rank's parts of a full training weight."""
         return [pick for _, _, pick in self.targets[name]]
 
-    def build(self, weights: Iterable[tuple[str, Tensor, bool]]) -> Decoder:
+    def build(self, weights: Iterable[tuple[str, Tensor | FourBitWeight, bool]]) -> Decoder:
         """Build or update the decoder.
 
         Args:
-            weights: yields name without the prefixes of adapters, full tensor, and true if the tensor's memory stays
-                valid and unchanged after this call, so that a view of it is enough. An update in place needs only the
-                weights that have changed.
+            weights: yields name without the prefixes of adapters, full tensor or weight in 4 bits, and true if its
+                memory stays valid and unchanged after this call, so that a view of it is enough. An update in place
+                needs only the weights that have changed.
         """
-        for name, tensor, persistent in weights:
-            self._load(name, tensor.detach(), persistent=persistent)
+        for name, weight, persistent in weights:
+            if isinstance(weight, FourBitWeight):
+                self._load_four_bit(name, weight, persistent=persistent)
+            else:
+                self._load(name, weight.detach(), persistent=persistent)
         if self._decoder is not None:
             self._decoder.refresh()
             return self._decoder
@@ -171,6 +178,15 @@ class InferenceWeights:
                     target.copy_(part)
                 continue
             self._parts[key][index] = part if persistent or not same_storage(part, tensor) else part.clone()
+
+    def _load_four_bit(self, name: str, weight: FourBitWeight, *, persistent: bool) -> None:
+        for key, index, pick in self.targets[name]:
+            if key in self._four_bit:
+                self._four_bit[key].follow(index, weight)
+            elif key in self._assembled:
+                self._assembled[key][index].copy_(pick(weight.merged()))
+            else:
+                self._parts[key][index] = FourBitPart(weight.copied(codes=not persistent), pick)
 
     def assemble(self) -> DecoderWeights:
         """Fuse and pack the loaded weights. The loader is empty afterwards and can be filled again."""
@@ -251,9 +267,10 @@ class InferenceWeights:
 
     def _take(self, key: str) -> Tensor | None:
         """Return an inference weight with its parts fused, and release the parts; None if the model lacks it."""
-        parts = [part for part in self._parts.get(key, ()) if part is not None]
-        if not parts:
+        loaded = [part for part in self._parts.get(key, ()) if part is not None]
+        if not loaded:
             return None
+        parts = [part.dense() if isinstance(part, FourBitPart) else part for part in loaded]
         self._parts[key] = [None] * len(parts)
         whole = parts[0]
         if len(parts) > 1:
@@ -264,6 +281,14 @@ class InferenceWeights:
         return whole
 
     def _linear(self, key: str) -> Linear | None:
+        loaded = self._parts.get(f"{key}.weight", [])
+        parts = [part for part in loaded if isinstance(part, FourBitPart)]
+        if parts and len(parts) == len(loaded):
+            self._parts[f"{key}.weight"] = [None] * len(parts)
+            product = FourBitLinear(parts, self._take(f"{key}.bias"))
+            if self.in_place:
+                self._four_bit[f"{key}.weight"] = product
+            return product
         weight = self._take(f"{key}.weight")
         return None if weight is None else self._product(weight, self._take(f"{key}.bias"))
 

@@ -4,21 +4,29 @@ Completions end early, so a padded batch is half padding, and everything except 
 for text.
 
 Read `batches.py` (which models pack, a batch as a packed row), `rows.py` (the boundaries of rows as a mask, and padding
-for the layers that mix tokens), `attention.py` and `mixers.py` (these layers), `varlen.py` (the kernels).
+for the layers that mix tokens), `attention.py` and `mixers.py` (these layers), `varlen.py` (the kernels), `sequence.py`
+and `exchange.py` (rows that several ranks compute together).
 """
 
 from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
 from hybrid_rlhf.models.packing.batches import PackedBatch, layer_masks, pack, packs, pads, use_packing, why_padded
+from hybrid_rlhf.models.packing.exchange import sequence_world, set_sequence_world
 from hybrid_rlhf.models.packing.rows import places
+from hybrid_rlhf.models.packing.sequence import SequenceShard, require_sequence_parallelism, shard_rows
 
 __all__ = [
     "PACKED_ATTENTION",
     "PackedBatch",
+    "SequenceShard",
     "layer_masks",
     "pack",
     "packs",
     "pads",
     "places",
+    "require_sequence_parallelism",
+    "sequence_world",
+    "set_sequence_world",
+    "shard_rows",
     "use_packing",
     "why_padded",
 ]

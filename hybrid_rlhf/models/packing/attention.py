@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hybrid_rlhf.models.packing.exchange import heads_of_all_tokens, sequence_world, tokens_of_all_heads
 from hybrid_rlhf.models.packing.rows import groups_of, is_packed
 from hybrid_rlhf.models.packing.varlen import varlen_attention
 
@@ -60,8 +61,28 @@ def packed_attention(
             return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)  # type: ignore[no-any-return]
         mixed = _attend(query, key, value, attention_mask, scaling, softcap, s_aux)
         return mixed.transpose(1, 2).contiguous(), None
+    world = sequence_world(module)
+    if world is None:
+        return _attend_rows(query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux), None
+    query, key, value = (heads_of_all_tokens(x, world) for x in (query, key, value))
+    s_aux = None if s_aux is None else s_aux.chunk(world.size)[world.rank]
+    mixed = _attend_rows(query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux)
+    return tokens_of_all_heads(mixed, world), None
+
+
+def _attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """[1, N, A, D] of packed rows."""
     if attention_mask.dtype == torch.int32:
-        return _attend_varlen(query, key, value, attention_mask, scaling, sliding_window), None
+        return _attend_varlen(query, key, value, attention_mask, scaling, sliding_window)
     groups = groups_of(attention_mask)
     counts = [len(group.places) for group in groups]
     parts = zip(*(x[0].transpose(0, 1).split(counts) for x in (query, key, value)), strict=True)
@@ -70,7 +91,7 @@ def packed_attention(
         q, k, v = (group.pad(x).transpose(1, 2) for x in tokens)
         mixed = _attend(q, k, v, _window(group.longest, sliding_window, query.device), scaling, softcap, s_aux)
         outputs.append(group.unpad(mixed.transpose(1, 2)))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
 
 def _attend_varlen(

@@ -81,7 +81,7 @@ def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Pack
     real = attention_mask.bool()
     if lm.config._attn_implementation != PACKED_ATTENTION:
         return PackedBatch(_arguments(lm, input_ids, real, None), None)
-    if _has_varlen_kernel(lm, real.device):
+    if has_varlen_kernel(lm, real.device):
         return PackedBatch(_arguments(lm, input_ids, real, ends(real.sum(dim=1))), None)
     sizes = real.sum(dim=1).tolist()
     rows = sorted(range(len(sizes)), key=lambda row: -sizes[row])
@@ -110,7 +110,7 @@ def _arguments(lm: PreTrainedModel, input_ids: Tensor, real: Tensor, mask: Tenso
     return arguments if mask is None else {**arguments, "attention_mask": layer_masks(lm, mask)}
 
 
-def _has_varlen_kernel(lm: PreTrainedModel, device: torch.device) -> bool:
+def has_varlen_kernel(lm: PreTrainedModel, device: torch.device) -> bool:
     """Return True if a varlen kernel computes a model's attention."""
     config = lm.config.get_text_config()
     if vars(lm)["has_own_scores"] or config.is_heterogeneous:  # the latter has heads of several sizes

@@ -176,6 +176,29 @@ def _require_all_layers(path: str, config: PreTrainedConfig, unused: set[str]) -
         raise UserError(f"config.json of {path} has {layers} layers, its weights have more ({beyond[0]}): correct it")
 
 
+def shape_model(
+    config: PreTrainedConfig, architecture: Architecture, section: ModelConfig, *, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model of a config as `load_model` prepares it, on the meta device.
+
+    Args:
+        config: config of the model, which is changed.
+        architecture: causal_lm or scorer.
+        section: attention kernel, trust, gradient checkpointing.
+        dtype: dtype of the weights.
+    """
+    with quiet_transformers(), torch.device("meta"):
+        model: PreTrainedModel = AUTO_CLASS[architecture].from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=None if section.attention == "auto" else section.attention,
+            trust_remote_code=section.trust_remote_code,
+        )
+        adapt_model(model, section)
+        keep_float32_logits(model, section.head_dtype == "float32")
+    return model
+
+
 def is_scorer(config: PreTrainedConfig) -> bool:
     """Return True if a stored model has a score head; labels do not tell, as a causal LM's config has them too."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
@@ -249,4 +272,6 @@ def adapt_model(model: PreTrainedModel, config: ModelConfig) -> None:
         use_packing(model)
     route_without_noise(model)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.23 deprecates the older name
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})

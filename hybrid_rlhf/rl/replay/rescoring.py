@@ -76,7 +76,7 @@ def rescore(recorded: RecordedStep, index: int, completion: str, scratch: Path) 
         prompt = prompts[row["prompt_row"]]
         reward = build_reward_alone(config, run, place_roles(config, run, path), tokenizer)
         ids = _completion_ids(prompt, completion, tokenizer)
-        planner = MiniBatchPlanner(replace(config.train.micro_batches, padded=not reward.packs), seed=config.seed)
+        planner = MiniBatchPlanner(replace(config.train.micro_batches(), padded=not reward.packs), seed=config.seed)
         rollout = completed(prompt["input_ids"], [ids], [True], run.world.device)
         return score_completions(reward, rollout, prompt, tokenizer=tokenizer, planner=planner)[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.loop.setup import resolve
@@ -23,8 +24,23 @@ def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
     """
     placed = placed_roles(config, has_reference=reference_path_of(config, run, actor_path) is not None)
     placement = resolve_placement(config.placement, placed, ranks=run.world.size)
-    create_groups(placement.groups())
+    create_groups([*placement.groups(), *_sequence_groups(placement, config.model.sequence_parallel)])
     return placement
+
+
+def _sequence_groups(placement: Placement, size: int) -> list[tuple[int, ...]]:
+    """The ranks that compute rows together, of each role."""
+    roles = placement.roles if size > 1 else {}
+    groups = []
+    for name, role in roles.items():
+        ranks = role.ranks
+        if role.tensor_parallel == 1 and len(ranks) % size:
+            raise UserError(
+                f"model.sequence_parallel must divide the number of ranks of each role, {name} has {len(ranks)}, got "
+                f"{size}: give a divisor, or other ranks"
+            )
+        groups += [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    return groups
 
 
 def log_placement(config: RLConfig, placement: Placement, world: World) -> None:

@@ -1,0 +1,60 @@
+"""Exchange of tokens for heads among the ranks of a sequence-parallel group, inside attention (sequence.py).
+
+Shapes: S ranks, N tokens of the group, C = N / S tokens of a rank, A heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.runtime.world import World
+
+_ATTRIBUTE = "sequence_world"
+"""Attribute of the modules of a model under sequence parallelism: the ranks of the group."""
+
+
+def set_sequence_world(lm: nn.Module, world: World) -> None:
+    """Set the ranks that compute the rows of a model together."""
+    for module in lm.modules():
+        vars(module)[_ATTRIBUTE] = world
+
+
+def sequence_world(module: nn.Module) -> World | None:
+    """The ranks that compute the rows of a model or of one of its modules together; None without sequence
+    parallelism."""
+    world: World | None = vars(module).get(_ATTRIBUTE)
+    return world
+
+
+def heads_of_all_tokens(x: Tensor, world: World) -> Tensor:
+    """[1, A / S, N, D], this rank's heads of all tokens, from [1, A, C, D], all heads of this rank's tokens.
+
+    Fewer heads than ranks, as grouped keys and values may have, are repeated: each rank gets the one of its queries.
+    """
+    heads = x.shape[1]
+    x = x.repeat_interleave(math.lcm(heads, world.size) // heads, dim=1) if heads % world.size else x
+    parts = _Exchanged.apply(x[0].unflatten(0, (world.size, -1)), world)  # [S, A / S, C, D]
+    return parts.transpose(0, 1).flatten(1, 2)[None]  # type: ignore[no-any-return]
+
+
+def tokens_of_all_heads(x: Tensor, world: World) -> Tensor:
+    """The inverse: [1, C, A, D] from [1, N, A / S, D]."""
+    parts = _Exchanged.apply(x[0].unflatten(0, (world.size, -1)), world)  # [S, C, A / S, D]
+    return parts.transpose(0, 1).flatten(1, 2)[None]  # type: ignore[no-any-return]
+
+
+class _Exchanged(torch.autograd.Function):
+    """`World.all_to_all`, whose gradient is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return world.all_to_all(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.world.all_to_all(grad), None

@@ -1,0 +1,141 @@
+"""Sequence parallelism: the ranks of a group compute the packed rows of all of them together, each some of the tokens.
+
+The rows of the group, one after the other, are one packed row. Each rank runs the layers on a contiguous part of its
+tokens; attention exchanges parts of the tokens of all heads for all tokens of a part of the heads, and back. Afterwards
+each rank receives the outputs of its own rows, and computes their loss: everything outside of the model sees ordinary
+data parallelism, and gradients are summed over ranks as there.
+
+Source: DeepSpeed-Ulysses (arXiv 2309.14509). Deviation from DeepSpeed's adapter for transformers (ALST, arXiv
+2506.13996): it replaces the attention of all models of the process, drops the boundaries of packed rows, and gives all
+ranks of a group the same rows, for which ZeRO 0 to 2 and ZeRO 3 scale gradients differently.
+
+Shapes: B rows of this rank, T tokens of a row, S ranks of the group, N tokens of all rows of the group (a multiple of
+S), C = N / S tokens of this rank's part, n real tokens of this rank's rows, A heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.models.families import has_mixers
+from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
+from hybrid_rlhf.models.packing.batches import has_varlen_kernel
+from hybrid_rlhf.models.packing.rows import ends, places
+from hybrid_rlhf.runtime.world import World
+
+
+def require_sequence_parallelism(lm: PreTrainedModel, size: int) -> None:
+    """Check that groups of so many ranks can compute the rows of a model together.
+
+    Raises:
+        UserError: for a model that does not support it.
+    """
+    config = lm.config.get_text_config()
+    name = type(lm).__name__
+    if has_mixers(lm.config):
+        raise UserError(
+            f"model.sequence_parallel exchanges tokens in attention, {name} has other layers that mix tokens, such as "
+            "recurrent ones: set it to 1"
+        )
+    if lm.config._attn_implementation != PACKED_ATTENTION:
+        raise UserError(
+            f"model.sequence_parallel needs packed rows with attention auto or sdpa, {name} has "
+            f"{lm.config._attn_implementation}: set it to 1, or leave out model.attention"
+        )
+    if any(name.split(".")[-1] in ("experts", "router") for name, _ in lm.named_modules()):
+        raise UserError(f"model.sequence_parallel is for dense models, {name} has a mixture of experts: set it to 1")
+    if config.num_attention_heads % size:
+        raise UserError(
+            f"model.sequence_parallel must divide the number of attention heads, {name} has "
+            f"{config.num_attention_heads}, got {size}: give a divisor"
+        )
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """This rank's part of the packed row of its group."""
+
+    world: World
+    arguments: dict[str, Tensor]
+    """Arguments of the backbone: tokens and positions [1, C], and the boundaries of all rows."""
+    ids: Tensor
+    """[N] tokens of all rows."""
+    first: int
+    """Index of the first real token of this rank's rows among them."""
+    tokens: int
+    """n."""
+
+    @property
+    def part(self) -> slice:
+        """This rank's part of the N tokens."""
+        size = len(self.ids) // self.world.size
+        return slice(self.world.rank * size, (self.world.rank + 1) * size)
+
+    def own(self, values: Tensor) -> Tensor:
+        """Values [n, ...] of this rank's rows from those [C, ...] of the parts of all ranks; every rank calls."""
+        whole: Tensor = _Gathered.apply(values, self.world)
+        return whole[self.first : self.first + self.tokens]
+
+    def of_all(self, flags: Tensor) -> Tensor:
+        """[N] flags of all rows, false in the padding, from those [n] of this rank's rows; every rank calls."""
+        parts = _gathered_lists(flags.to(torch.int64), self.world)
+        flat = torch.cat(parts).bool()
+        return torch.nn.functional.pad(flat, (0, len(self.ids) - len(flat)))
+
+
+def shard_rows(lm: PreTrainedModel, world: World, input_ids: Tensor, real: Tensor) -> SequenceShard:
+    """This rank's part of the rows of its group; every rank calls.
+
+    Args:
+        lm: the model.
+        world: the ranks of the group.
+        input_ids: [B, T] int64, rows of this rank.
+        real: [B, T] bool, true on real tokens.
+    """
+    mine = real.sum(dim=1)
+    lengths = [length for rows in _gathered_lists(mine, world) for length in rows.tolist() if length]
+    by_rank = _gathered_lists(input_ids[real], world)
+    before = sum(len(ids) for ids in by_rank[: world.rank])
+    ids = torch.cat(by_rank)
+    padding = -len(ids) % world.size or (0 if len(ids) else world.size)
+    if padding:
+        ids = torch.nn.functional.pad(ids, (0, padding))
+        lengths.append(padding)
+    positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
+    mask = (
+        ends(torch.tensor(lengths, device=ids.device))
+        if has_varlen_kernel(lm, ids.device)
+        else places(lengths, [len(lengths)], device=ids.device)
+    )
+    shard = SequenceShard(world, {}, ids, before, int(mine.sum()))
+    shard.arguments.update(
+        input_ids=ids[None, shard.part], position_ids=positions[None, shard.part], attention_mask=mask
+    )
+    return shard
+
+
+def _gathered_lists(values: Tensor, world: World) -> list[Tensor]:
+    """The int64 tensors [n] of all ranks, whose sizes differ, by rank."""
+    sizes = world.all_gather(torch.tensor([len(values)], device=values.device)).flatten().tolist()
+    padded = torch.nn.functional.pad(values.long(), (0, max(sizes) - len(values)))
+    return [row[:size] for row, size in zip(world.all_gather(padded), sizes, strict=True)]
+
+
+class _Gathered(torch.autograd.Function):
+    """[C, ...] of each rank as [N, ...] on all; the gradient of a part is the sum of those of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return world.all_gather(x).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        received = ctx.world.all_to_all(grad.unflatten(0, (ctx.world.size, -1)))
+        return received.sum(dim=0), None

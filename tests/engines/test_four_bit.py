@@ -1,0 +1,146 @@
+"""Base weights in 4 bits: any sharding trains and samples the same, and the sampler reads what training reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.engines.builder import build_actor
+from hybrid_rlhf.engines.partition import full_tensors
+from hybrid_rlhf.generation import SamplingParams
+from hybrid_rlhf.generation.model.four_bit import FourBitLinear
+from hybrid_rlhf.loop.saving import save_adapter
+from hybrid_rlhf.models.four_bit import dequantised
+from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
+from hybrid_rlhf.models.pretrained.saving import save_model
+from hybrid_rlhf.runtime.world import World
+from tests.support.engines import PROMPTS, actor_spec, differences, state_of, train_step
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_tokenizer
+
+SAMPLED = SamplingParams(max_new_tokens=6, seed=3, n=2)
+
+
+def trained_and_sampled(world: World, path: Path, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Two updates, with a rollout after each, by ZeRO stage and tensor-parallel ranks."""
+    results = []
+    for stage, tensor_parallel in cases:
+        rollout = RolloutConfig(tensor_parallel=tensor_parallel)
+        spec = actor_spec(path, stage=stage, lora=4, lr=0.05, quantization="nf4")
+        engine = build_actor(spec, world, rollout=rollout)
+        losses: list[float] = []
+        apart: list[float] = []
+        tokens: list[list[int]] = []
+        same = True
+        for _ in range(2):
+            losses.append(train_step(engine, world))
+            before = state_of(engine)
+            with engine.inference(stop_token_ids=()) as generation:
+                completions = generation.generate(PROMPTS, SAMPLED)
+            same &= all(map(torch.equal, before, state_of(engine)))
+            for prompt, samples in zip(PROMPTS, completions, strict=True):
+                apart += differences(engine, samples, prompt)
+                tokens += [sample.token_ids for sample in samples]
+        results.append({"losses": losses, "apart": max(apart), "tokens": tokens, "same": same})
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One rank without ZeRO."""
+    folder = tmp_path_factory.mktemp("alone")
+    ((result,),) = run_ranks(trained_and_sampled, 1, folder, model_folder, [(0, 1)])
+    return result
+
+
+def test_any_sharding_of_four_bit_weights_trains_and_samples_the_same(
+    model_folder: Path, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    cases = [(0, 2), (1, 1), (2, 2), (3, 1), (3, 2)]
+    for results in run_ranks(trained_and_sampled, 2, tmp_path, model_folder, cases):
+        for case, result in zip(cases, results, strict=True):
+            assert result["losses"] == pytest.approx(alone["losses"], abs=1e-4), case
+            assert result["tokens"] == alone["tokens"], case
+            assert result["apart"] <= 1e-4, case
+            assert result["same"], f"{case}: weights, gradients and optimizer states are bit for bit what they were"
+    assert alone["losses"][1] < alone["losses"][0]
+    assert alone["apart"] <= 1e-4
+
+
+def one_base(world: World, path: Path) -> dict[str, Any]:
+    """What training and generation share, and how a forward in eval mode leaves it."""
+    engine = build_actor(actor_spec(path, lora=4, quantization="nf4"), world)
+    layers = [module for module in engine.lm.modules() if isinstance(module, Linear4bit)]
+    before = [layer.weight.detach().clone() for layer in layers]
+    with engine.inference(stop_token_ids=()) as generation:
+        weights = generation.backend.decoder._weights.layers[0]  # type: ignore[attr-defined]
+        sampled = [weights.qkv, weights.o, weights.up, weights.down]
+        addresses = [part.weight.codes.data_ptr() for product in sampled for part in product._parts]
+        kinds = [type(product) for product in sampled]
+    engine.module.eval()
+    tokens = probe_tokens(100)
+    module_logprobs(engine.lm, tokens)
+    engine.module.train()
+    losses = [train_step(engine, world), train_step(engine, world)]
+    stored = sum(layer.weight.nbytes + _scale_bytes(layer) for layer in layers)
+    return {
+        "shared": set(addresses) <= {layer.weight.data_ptr() for layer in layers},
+        "kinds": set(kinds),
+        "same": all(torch.equal(a, layer.weight) for a, layer in zip(before, layers, strict=True)),
+        "repacks": any(layer.support_avx512bf16_for_cpu for layer in layers),
+        "share": stored / sum(2 * layer.weight.quant_state.shape.numel() for layer in layers),
+        "losses": losses,
+    }
+
+
+def _scale_bytes(layer: Any) -> int:
+    state = layer.weight.quant_state
+    return int(state.absmax.nbytes + state.state2.absmax.nbytes)
+
+
+def test_sampler_and_trainer_read_one_base_that_no_forward_repacks(model_folder: Path, tmp_path: Path) -> None:
+    """bitsandbytes repacks weights in place in eval mode on CPUs with AVX512-BF16: gradients are lost without error."""
+    (result,) = run_ranks(one_base, 1, tmp_path, model_folder)
+    assert result["kinds"] == {FourBitLinear}
+    assert result["shared"] and result["same"] and not result["repacks"]
+    assert result["share"] <= 0.30
+    assert result["losses"][1] < result["losses"][0]
+
+
+def saved(world: World, path: Path, folder: Path) -> torch.Tensor:
+    engine = build_actor(actor_spec(path, stage=3, lora=4, lr=0.05, quantization="nf4"), world)
+    train_step(engine, world)
+    save_model(folder, full_tensors(engine.lm, world), lm=engine.lm, tokenizer=tiny_tokenizer(), world=world)
+    save_adapter(folder / "adapter", engine)
+    ids = torch.tensor([probe_tokens(100)])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        logprobs: torch.Tensor = engine(ids, mask, mask)[0][0, 1:]
+    return logprobs
+
+
+def test_a_saved_model_has_the_log_probs_of_training(model_folder: Path, tmp_path: Path) -> None:
+    """Merged into the dequantised base, not into the weights before quantisation, which training never saw."""
+    expected, _ = run_ranks(saved, 2, tmp_path, model_folder, tmp_path / "saved")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    tokens = probe_tokens(100)
+    assert torch.allclose(module_logprobs(merged, tokens), expected, atol=1e-4)
+    plain = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32), str(tmp_path / "saved" / "adapter")
+    )
+    assert not torch.allclose(module_logprobs(plain, tokens), expected, atol=1e-4)
+
+
+def test_a_product_is_that_of_the_dequantised_weight() -> None:
+    torch.manual_seed(0)
+    layer = Linear4bit(64, 48, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    x = torch.randn(3, 64)
+    expected = x @ dequantised(layer.weight, layer.weight.quant_state).t()
+    assert torch.allclose(layer(x), expected, atol=1e-6)
