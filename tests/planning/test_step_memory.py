@@ -66,8 +66,8 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rop
 GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
 PPO_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "4 bits": {"lora": 8, "quantization": "nf4"},
     "one base, frozen on the host": {"lora": 8, "shared": True},
+    "4 bits": {"lora": 8, "quantization": "nf4"},
     "zero 3, lora": {"stage": 3, "lora": 8},
     "zero 2, checkpointing": {"stage": 2, "checkpointing": True},
 }
