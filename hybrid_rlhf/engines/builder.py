@@ -214,9 +214,10 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
 
 
 def _require_supported(spec: EngineSpec, architecture: Architecture, dtype: torch.dtype) -> None:
-    """Check, before its weights are loaded, that a model supports 4-bit weights and sequence parallelism as set."""
+    """Check, before its weights are loaded, that a model supports 4-bit weights, sequence parallelism and MLPs in parts
+    as set."""
     section = spec.model
-    if section.quantization is None and section.sequence_parallel == 1:
+    if section.quantization is None and section.sequence_parallel == section.mlp_parts == 1:
         return
     config = load_config(spec.path, trust_remote_code=section.trust_remote_code)
     lm = shape_model(config, architecture, section, dtype=dtype)

@@ -43,7 +43,7 @@ STEPS = {
 MICRO_BATCHES = {
     **{str(rows): ["--train.micro_batch_size", str(rows)] for rows in (1, 2, 4, 8)},
     "100 tokens": ["--train.micro_batch_tokens", "100"],
-    "in parts": ["--train.micro_batch_tokens", "100", "--model.sequence_parallel", "2"],
+    "in parts": "--train.micro_batch_tokens 100 --model.sequence_parallel 2 --model.mlp_parts 3".split(),
     "padded": ["--train.micro_batch_tokens", "100", "--model.attention", "eager"],
 }
 OPTIONS = {

@@ -39,7 +39,7 @@ class Streamed:
     is_copy: bool = True
     is_persistent: bool = True
 
-    def merged(self) -> Tensor:
+    def sampled(self) -> Tensor:
         """Its value."""
         return self.values
 

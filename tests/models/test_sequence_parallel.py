@@ -10,6 +10,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.packing import require_sequence_parallelism, set_sequence_world, use_packing
 from hybrid_rlhf.models.policy import Policy
+from hybrid_rlhf.models.tiled_mlp import tile_mlps
 from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.runtime.world import World
 from tests.support.families import variant
@@ -133,6 +134,25 @@ def test_what_cannot_be_divided_is_refused(name: str, size: int, reason: str) ->
     use_packing(model)
     with pytest.raises(UserError, match=reason):
         require_sequence_parallelism(model, size)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_an_mlp_in_parts_is_that_of_the_whole(checkpoints: bool) -> None:
+    expected = gradients(policy("llama"), [23, 4])
+    module = policy("llama")
+    tile_mlps(module.lm, 40)  # more than there are tokens
+    if checkpoints:
+        module.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        module.train()
+    total, grads = gradients(module, [23, 4])
+    assert total == pytest.approx(expected[0], rel=1e-6)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(grads, expected[1], strict=True))
+
+
+@pytest.mark.parametrize("family", ["opt", "qwen3_moe"])
+def test_layers_without_an_mlp_module_have_no_parts(family: str) -> None:
+    with pytest.raises(UserError, match="model.mlp_parts is for dense models"):
+        tile_mlps(variant(family), 2)
 
 
 def test_sequence_parallelism_needs_packed_rows() -> None:

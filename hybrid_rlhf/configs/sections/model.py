@@ -27,6 +27,9 @@ class ModelConfig(Settings):
     sequence_parallel: Count = setting(1, advanced=True, mutable=True)
     """Number of ranks that compute the tokens of a row together (DeepSpeed-Ulysses, arXiv 2309.14509), in training and
     scoring; a divisor of the number of attention heads and of ranks. For rows too long for one GPU."""
+    mlp_parts: Count = setting(1, advanced=True, mutable=True)
+    """Number of parts in which an MLP computes the tokens of a micro-batch, recomputed in the backward pass; 8 or more
+    for long rows (ALST, arXiv 2506.13996)."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = setting(
         "auto", advanced=True
     )

@@ -38,6 +38,7 @@ from hybrid_rlhf.models.pretrained.folders import load_config, reading, stored_s
 from hybrid_rlhf.models.pretrained.quantised import dequantisation, require_whole_mxfp4
 from hybrid_rlhf.models.pretrained.sources import quiet_transformers
 from hybrid_rlhf.models.routers.modules import route_without_noise
+from hybrid_rlhf.models.tiled_mlp import tile_mlps
 from hybrid_rlhf.runtime.world import default_device, default_dtype
 
 Architecture = Literal["causal_lm", "scorer"]
@@ -258,8 +259,8 @@ def adapt_config(config: PreTrainedConfig, architecture: Architecture, *, heads:
 
 
 def adapt_model(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Disable dropout that has no config key; set faster layers on a CPU, packed attention, routers without noise, and
-    activation checkpointing."""
+    """Disable dropout that has no config key; set faster layers on a CPU, MLPs in parts, packed attention, routers
+    without noise, and activation checkpointing."""
     on_cpu = default_device().type == "cpu"
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -268,6 +269,8 @@ def adapt_model(model: PreTrainedModel, config: ModelConfig) -> None:
             module.__class__ = BackendLinear
     if on_cpu:
         fuse_layers(model)
+    if config.mlp_parts > 1:
+        tile_mlps(model, config.mlp_parts)
     if config.attention in ("auto", "sdpa"):
         use_packing(model)
     route_without_noise(model)
