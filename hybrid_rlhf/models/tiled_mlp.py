@@ -33,7 +33,7 @@ def tile_mlps(lm: PreTrainedModel, parts: int) -> None:
     modules = dict(lm.named_modules())
     for number, layer in enumerate(layers or ()):
         name = "" if pattern is None else pattern.format(number).rpartition(".")[0]
-        mlp = modules.get(name)
+        mlp: Any = modules.get(name)
         if mlp is None or mlp is layer or mlp is lm:
             raise UserError(
                 f"model.mlp_parts is for dense models whose layers have an MLP module, {type(lm).__name__} has none: "
