@@ -39,7 +39,8 @@ def tile_mlps(lm: PreTrainedModel, parts: int) -> None:
                 f"model.mlp_parts is for dense models whose layers have an MLP module, {type(lm).__name__} has none: "
                 "set it to 1"
             )
-        mlp.__class__ = _tiled(type(mlp))
+        kind: Any = type(mlp)
+        mlp.__class__ = _tiled(kind)
         vars(mlp)["parts"] = parts
 
 
