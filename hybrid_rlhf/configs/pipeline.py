@@ -35,6 +35,9 @@ class LauncherConfig(Settings):
     """Processes on this machine; null: one per GPU, or one."""
     hostfile: str | None = None
     """DeepSpeed hostfile for several machines, with lines `host slots=8`."""
+    restarts: Natural = 0
+    """Number of times that a step which a dead, hung or unreachable rank has ended starts again, from its newest
+    checkpoint. With a hostfile, a restart waits up to 10 minutes for a host that does not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

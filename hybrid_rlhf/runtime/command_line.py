@@ -29,6 +29,7 @@ from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 ConfigT = TypeVar("ConfigT")
 PACKAGE = Path(__file__).parents[1]
 """Folder of the package, in the checkout or in site-packages."""
+USER_ERROR_CODE = 2
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 ERROR_FILE = "HYBRID_RLHF_ERROR_FILE"
 """Environment variable with the file to which a process writes a user's mistake, for the command that started it: a
@@ -130,7 +131,7 @@ def _stop(message: str, file: str | None, *, every_rank: bool) -> NoReturn:
             print_document({"error": line})
         else:
             print(f"error: {line}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(USER_ERROR_CODE)
 
 
 def _read_file(file: str) -> dict[str, Any]:
