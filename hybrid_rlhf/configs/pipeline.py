@@ -171,6 +171,8 @@ class CalibrateConfig(Settings):
 
     ranks: Count | None = None
     """Ranks that measure collectives; null: up to 8 processes on a CPU, one per GPU otherwise."""
+    hostfile: str | None = None
+    """DeepSpeed hostfile of several machines: also measure the link between them. Run it on the first of them."""
     quick: bool = False
     """Fewer and smaller sizes, for a quick test: seconds instead of minutes."""
     renew: bool = False
