@@ -19,7 +19,7 @@ from tests.support.steps import run_outputs
 pytestmark = [pytest.mark.hosts, pytest.mark.faults]
 LIMIT_SECONDS = 45
 """Until the command has ended: 20 s until a silent connection fails, for the ranks as for ssh, and the launcher."""
-DIED = re.compile(r"^(?:node1: )?error: rank 1 \(node2\) died in .* of step \d+; resume from the last checkpoint")
+DIED = re.compile(r"^(?:node1: )?error: rank 1 \(node2\) died in .*step \d+; resume from the last checkpoint")
 
 
 @pytest.fixture
