@@ -265,7 +265,7 @@ def _require_shared(folder: Path, world: World) -> None:
     """
     if not world.has_several_hosts:
         return
-    marker = world.broadcast_object(folder / f".shared_{secrets.token_hex(8)}")
+    marker = folder / world.broadcast_object(f".shared_{secrets.token_hex(8)}")
     if world.is_main:
         marker.touch()
     world.barrier()

@@ -238,7 +238,7 @@ def test_a_step_restarts_only_after_a_fault(
     except SystemExit as stopped:
         assert stopped.code == code
     said = capfd.readouterr()
-    assert said.out.count("started") == starts
+    assert said.out.splitlines().count("started") == starts
     assert said.out.count("restart 2 of 2") == (starts == 3)
     assert ("error: step sft: a mistake" in said.err) == (code == 2), "without the host that pdsh puts before it"
 
