@@ -89,7 +89,7 @@ def test_a_folder_that_is_not_shared_is_refused(hosts: Network, training: Traini
 @pytest.mark.faults
 def test_a_pipeline_in_a_folder_that_is_not_shared_is_refused(hosts: Network, training: Training) -> None:
     """The other host could not read the settings of the step, and rank 0 would wait for it."""
-    done = hosts["node1"].run(training.line(LOCAL / "all", "--launcher.hostfile", str(hosts.hostfile())), timeout=100)
+    done = hosts["node1"].run(training.line(LOCAL / "all", "--launcher.hostfile", str(hosts.hostfile())))
     assert done.returncode == 2
     rule = "error: all hosts need the same software and output_dir at the same paths, on a file system that they share"
     assert done.stdout.splitlines()[-1].startswith(f"{rule}: node2 does not have {LOCAL}/all/logs/step1_sft.yaml")
@@ -99,7 +99,7 @@ def test_a_pipeline_in_a_folder_that_is_not_shared_is_refused(hosts: Network, tr
 def test_a_host_that_ssh_does_not_reach_is_named(hosts: Network, training: Training, tmp_path: Path) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("node1 slots=1\nnode9 slots=1\n")
-    done = hosts["node1"].run(training.line(tmp_path / "all", "--launcher.hostfile", str(hostfile)), timeout=100)
+    done = hosts["node1"].run(training.line(tmp_path / "all", "--launcher.hostfile", str(hostfile)))
     assert done.returncode == 2
     rule = "error: launcher.hostfile needs ssh without a password to every host, node9 does not answer ("
     assert done.stdout.splitlines()[-1].startswith(rule), done.stdout
@@ -113,7 +113,7 @@ def test_a_users_mistake_on_hosts_is_one_line_and_exit_code_2(
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40 + '{"prompt": \n')
     more = ["--launcher.hostfile", str(hosts.hostfile()), "--launcher.restarts", "2", "--sft.data.sources", f"[{rows}]"]
-    done = hosts["node1"].run(training.line(tmp_path / "all", *more), timeout=100)
+    done = hosts["node1"].run(training.line(tmp_path / "all", *more))
     assert done.returncode == 2, done.stdout
     assert done.stdout.splitlines()[-1].startswith(f"error: step sft: {rows}:41: a line must be JSON")
     assert "restart" not in done.stdout
