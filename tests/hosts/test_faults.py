@@ -34,7 +34,7 @@ def start(hosts: Network, training: Training, tmp_path: Path) -> Iterator[Callab
             process = hosts["node1"].start(line, stdout=said)
         started.append(process)
         folder = tmp_path / "all" / "step1_sft"
-        wait_until(lambda: saved(folder, 8) or process.poll() is not None, "second checkpoint", seconds=180)
+        wait_until(lambda: saved(folder, 8) or process.poll() is not None, "second checkpoint", seconds=400)
         assert process.poll() is None, (tmp_path / "said.txt").read_text()
         return process
 
@@ -120,7 +120,7 @@ def test_slurm_requeues_a_job_whose_rank_is_killed(hosts: Network, training: Tra
     output, log = tmp_path / "run", tmp_path / "job.out"
     with slurm(hosts, tmp_path / "slurm") as cluster:
         job = cluster.submit(*slurm_line(training, output, log), GPUS="1")
-        wait_until(lambda: saved(output, 8), "second checkpoint", seconds=180)
+        wait_until(lambda: saved(output, 8), "second checkpoint", seconds=400)
         (rank,) = hosts["node2"].ranks()
         rank.kill()
         end = cluster.end_of(job, seconds=300)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,7 @@ def time_link(file: Path) -> None:
     from hybrid_rlhf.planning.machines.collectives import time_between_hosts
     from hybrid_rlhf.runtime.world import close_world, init_world
 
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     world = init_world(timeout_seconds=_LIMIT_SECONDS)
     times = time_between_hosts(world, LINK_SIZES)
     if world.is_main:
