@@ -24,7 +24,7 @@ measure_link(sys.argv[1], Path(sys.argv[2]))
 
 
 def test_ranks_on_two_hosts_measure_the_cable_between_them(hosts: Network, tmp_path: Path) -> None:
-    """Whatever else the machine does, nothing travels faster than the cable; a plan took the network of a data sheet."""
+    """Whatever else the machine does, nothing is faster than the cable; a plan took the network of a data sheet."""
     with hosts.long_cable("node2", delay_ms=1e3 * DELAY_SECONDS, mbit=1000):
         done = hosts["node1"].run([sys.executable, "-c", MEASURE, str(hosts.hostfile()), str(tmp_path)], timeout=500)
     assert done.returncode == 0, done.stdout
