@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.conftest import Training
-from tests.hosts.test_starts import slurm_line
+from tests.support.host_runs import Training, slurm_line
 from tests.support.hosts import Network, inside, kill_below, wait_until
 from tests.support.slurm import slurm
 from tests.support.steps import run_outputs

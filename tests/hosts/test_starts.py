@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.conftest import Training
+from tests.support.host_runs import Training, slurm_line
 from tests.support.hosts import LOCAL, NAMES, Network, network, why_no_hosts
 from tests.support.runs import ROOT
 from tests.support.slurm import slurm
@@ -60,13 +60,6 @@ def test_sbatch(hosts: Network, training: Training, tmp_path: Path) -> None:
     assert (end["JobState"], end["Restarts"]) == ("COMPLETED", "0"), said
     assert PLACES in said
     assert run_outputs(output) == training.outputs
-
-
-def slurm_line(training: Training, output: Path, log: Path) -> list[str]:
-    """The recipe's script with the sizes of this cluster."""
-    sizes = ["--cpus-per-task=1", "--gpus-per-node=1", "--time=10", f"--output={log}"]
-    script = [str(ROOT / "recipes" / "cluster" / "slurm.sh"), "sft", str(training.config)]
-    return [*sizes, *script, "--output_dir", str(output)]
 
 
 def test_a_folder_that_is_not_shared_is_refused(hosts: Network, training: Training) -> None:

@@ -213,6 +213,9 @@ class FixedCosts:
         """See Costs."""
         return Work()
 
+    def messages(self, phase: str) -> Work:
+        return Work()
+
     def loop(self) -> Work:
         """See Costs."""
         return Work(self._seconds.get("loop", 0.0))
