@@ -214,6 +214,7 @@ class FixedCosts:
         return Work()
 
     def messages(self, phase: str) -> Work:
+        """See Costs."""
         return Work()
 
     def loop(self) -> Work:
