@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from hybrid_rlhf.cli.runs.processes import CommandEnd, launcher, local_ranks, tee
+from hybrid_rlhf.cli.runs.hosts import LOST_CODE, RESTART_WAIT_SECONDS, SHARED_SECONDS, require_hosts
+from hybrid_rlhf.cli.runs.processes import CommandEnd, launcher, launcher_environment, local_ranks, tee
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.pipeline import (
@@ -28,10 +29,17 @@ from hybrid_rlhf.configs.pipeline import (
 )
 from hybrid_rlhf.configs.sections.placement import RolePlacements, is_automatic
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.runtime.command_line import PACKAGE, parse_config, read_config, save_config, user_errors
+from hybrid_rlhf.runtime.command_line import (
+    INTERRUPTED_EXIT_CODE,
+    PACKAGE,
+    USER_ERROR_CODE,
+    parse_config,
+    read_config,
+    save_config,
+    user_errors,
+)
 from hybrid_rlhf.runtime.hostfile import process_count
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
-from hybrid_rlhf.runtime.openmp import shared_cores
 from hybrid_rlhf.runtime.output import print_document, wants_json
 from hybrid_rlhf.runtime.placement import placed_roles, resolve_placement
 
@@ -209,25 +217,42 @@ def run_step(name: str, step: Any, config: PipelineConfig) -> None:
     if _is_done(step):
         print(f"== {name}: already finished in {folder}, skipped", flush=True)
         return
-    if _resumes(folder, step.resume):
-        print(f"== {name}: resuming the unfinished run in {folder}", flush=True)
-        step = replace(step, resume="auto")
     logs = Path(config.output_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     settings = logs / f"{FOLDERS[name]}.yaml"
-    save_config(step, settings)
-    command = [*launcher(config.launcher), MODULES[name], "--config", str(settings)]
-    print(f"== {name}: {' '.join(command)}", flush=True)
-    start = time.monotonic()
-    threads = {} if config.launcher.hostfile is not None else shared_cores(local_ranks(config.launcher))
     log = logs / f"{FOLDERS[name]}.log"
-    end = tee(command, log, {**os.environ, **threads})
+    command = [*launcher(config.launcher), MODULES[name], "--config", str(settings)]
+    start = time.monotonic()
+    for attempt in range(config.launcher.restarts + 1):
+        if _resumes(folder, step.resume):
+            print(f"== {name}: resuming the unfinished run in {folder}", flush=True)
+            step = replace(step, resume="auto")
+        save_config(step, settings)
+        if config.launcher.hostfile is not None:
+            wait_seconds = RESTART_WAIT_SECONDS if attempt else SHARED_SECONDS
+            require_hosts(config.launcher.hostfile, [settings], seconds=wait_seconds)
+        print(f"== {name}: {' '.join(command)}", flush=True)
+        end = tee(command, log, {**os.environ, **launcher_environment(config.launcher)})
+        if config.launcher.hostfile is not None and end.code == LOST_CODE:
+            from hybrid_rlhf.runtime.liveness.watchdog import EXIT_CODE
+
+            end = replace(end, code=EXIT_CODE)
+        if not _may_restart(end) or attempt == config.launcher.restarts:
+            break
+        error = "" if end.first_error is None else f" ({end.first_error.strip()})"
+        print(f"== {name}: ended with exit code {end.code}{error}", flush=True)
+        print(f"== {name}: restart {attempt + 1} of {config.launcher.restarts}", flush=True)
     if end.code == STOPPED_EXIT_CODE:
         print(f"== {name}: stopped; run the same command to resume", flush=True)
         sys.exit(end.code)
     if end.code:
         _fail(name, end, command, log)
     print(f"== {name}: done in {time.monotonic() - start:.0f} s, model in {folder}", flush=True)
+
+
+def _may_restart(end: CommandEnd) -> bool:
+    """Return True if a step may end otherwise when it starts again."""
+    return end.user_error is None and end.code not in (0, STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE)
 
 
 def _fail(name: str, end: CommandEnd, command: Sequence[str], log: Path) -> NoReturn:
@@ -244,7 +269,7 @@ def _fail(name: str, end: CommandEnd, command: Sequence[str], log: Path) -> NoRe
             print(f"first error of {log}:\n  {end.first_error}", end="", file=sys.stderr)
         print(f"last lines of {log}:", file=sys.stderr)
         print("".join(f"  {line}" for line in end.tail), end="", file=sys.stderr)
-    sys.exit(2 if mistake else end.code)
+    sys.exit(USER_ERROR_CODE if mistake else end.code)
 
 
 def _resumes(folder: Path, resume: str) -> bool:

@@ -35,6 +35,9 @@ class LauncherConfig(Settings):
     """Processes on this machine; null: one per GPU, or one."""
     hostfile: str | None = None
     """DeepSpeed hostfile for several machines, with lines `host slots=8`."""
+    restarts: Natural = 0
+    """Number of times that a step which a dead, hung or unreachable rank has ended starts again, from its newest
+    checkpoint. With a hostfile, a restart waits up to 10 minutes for a host that does not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +171,8 @@ class CalibrateConfig(Settings):
 
     ranks: Count | None = None
     """Ranks that measure collectives; null: up to 8 processes on a CPU, one per GPU otherwise."""
+    hostfile: str | None = None
+    """DeepSpeed hostfile of several machines: also measure the link between them. Run it on the first of them."""
     quick: bool = False
     """Fewer and smaller sizes, for a quick test: seconds instead of minutes."""
     renew: bool = False

@@ -138,6 +138,8 @@ class Search:
         self._device_bytes = memory.machine.device_bytes
         everyone = costs.exchange("all_gather").seconds + costs.loop().seconds
         self._fixed = everyone + costs.exchange("all_reduce").seconds * (1 + bool(self._job.frozen))
+        phases = ("gather", "training", *(["scoring"] if self._job.frozen else []))
+        self._fixed += sum(costs.messages(phase).seconds for phase in phases)
 
     def run(self, styles: Collection[str] = STYLES) -> SearchResult:
         """The best plans of some styles."""

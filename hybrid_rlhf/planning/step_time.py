@@ -83,7 +83,7 @@ def step_time(costs: Costs, plan: StepPlan, *, rows_at_once: int) -> StepTime:
     everyone = tuple(range(cluster.ranks))
     sync = Task("weight_sync", _with_samplers(plan), costs.weight_sync(plan), "actor")
     sampling = _sampling(costs, plan, rows_at_once)
-    gather = Task("gather", everyone, costs.exchange("all_gather"))
+    gather = Task("gather", everyone, costs.exchange("all_gather") + costs.messages("gather"))
     rest = [*_reads(costs, plan), *_updates(costs, plan), Task("loop", everyone, costs.loop())]
     if not plan.policy_lag:
         tasks = [slowed for stage in _stages([sync, sampling, gather, *rest]) for slowed in _sharing(stage, costs)]
@@ -115,7 +115,7 @@ def _reads(costs: Costs, plan: StepPlan) -> Iterator[Task]:
     for role in job.frozen:
         yield Task("scoring", plan.roles[role.name].ranks, costs.read(role, plan), role.name)
     if job.frozen:
-        yield reduced
+        yield replace(reduced, work=reduced.work + costs.messages("scoring"))
     reads = {"actor": job.actor_reads(lag=plan.policy_lag), "critic": 1}
     for role in _learners(costs):
         if times := reads[role.name]:
@@ -135,7 +135,7 @@ def _updates(costs: Costs, plan: StepPlan) -> Iterator[Task]:
             yield Task("training", _with_samplers(plan), ahead, "actor", beside=True)
             work = work * last
         yield Task("training", ranks, work, role.name)
-    yield Task("training", tuple(range(costs.cluster.ranks)), Work())
+    yield Task("training", tuple(range(costs.cluster.ranks)), costs.messages("training"))
 
 
 def _learners(costs: Costs) -> list[RoleJob]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 ConfigT = TypeVar("ConfigT")
 PACKAGE = Path(__file__).parents[1]
 """Folder of the package, in the checkout or in site-packages."""
+USER_ERROR_CODE = 2
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 ERROR_FILE = "HYBRID_RLHF_ERROR_FILE"
 """Environment variable with the file to which a process writes a user's mistake, for the command that started it: a
@@ -121,8 +123,7 @@ def user_errors() -> Iterator[None]:
 def _stop(message: str, file: str | None, *, every_rank: bool) -> NoReturn:
     # Every rank has the same error, and one rank per host reports it.
     if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
-        rank = f"rank {os.environ.get('RANK')}: " if every_rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        line = f"{rank}{redacted(message)}"
+        line = f"{_rank_prefix() if every_rank else ''}{redacted(message)}"
         if file is not None:
             with contextlib.suppress(OSError), Path(file).open("x", encoding="utf-8") as place:  # the first rank's
                 place.write(line)
@@ -130,7 +131,15 @@ def _stop(message: str, file: str | None, *, every_rank: bool) -> NoReturn:
             print_document({"error": line})
         else:
             print(f"error: {line}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(USER_ERROR_CODE)
+
+
+def _rank_prefix() -> str:
+    """Name of this rank before an error that other ranks do not have, on several hosts with its host."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ranks))
+    host = "" if local_ranks == ranks else f" ({socket.gethostname()})"
+    return "" if ranks == "1" else f"rank {os.environ.get('RANK')}{host}: "
 
 
 def _read_file(file: str) -> dict[str, Any]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import shutil
+import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +20,7 @@ from pathlib import Path
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.listing import changed_keys
+from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.runtime.command_line import read_config
 from hybrid_rlhf.runtime.files.atomic import write_whole
@@ -58,6 +62,8 @@ DATA_FILE = "data.json"
 """Counts of the rows of the sources."""
 _START_FILES = (CONFIG_FILE, LOG_FILE, PRODUCTS_FILE, DATA_FILE)
 """Files that a start may write before its loop."""
+_SHARED_SECONDS = 10.0
+"""Time in which a network file system shows a new file to all hosts."""
 _RESUME_MODES = ("never", "auto")
 """The values of `resume` that do not name a folder."""
 Callback = Callable[[int, Mapping[str, float]], object]
@@ -215,6 +221,7 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
             failure = world.broadcast_object(_claim(folder, resume, lock, changed) if world.is_main else None)
             if failure is not None:
                 raise UserError(failure)
+            _require_shared(folder, world)
             before = _contents(folder, _START_FILES) if world.is_main else {}
             _log_device(setup_logging(world, file=folder / LOG_FILE), world)
             initial_resume = _initial_resume(folder, config.resume)
@@ -250,8 +257,41 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
             close_world()
 
 
+def _require_shared(folder: Path, world: World) -> None:
+    """Check that every host sees a new file of rank 0 in the run folder: each rank writes its part of a checkpoint.
+
+    Raises:
+        UserError: on every rank, if a host does not see the file in time.
+    """
+    if not world.has_several_hosts:
+        return
+    marker = folder / world.broadcast_object(f".shared_{secrets.token_hex(8)}")
+    if world.is_main:
+        marker.touch()
+    world.barrier()
+    try:
+        with shared_user_errors(world):
+            until = time.monotonic() + _SHARED_SECONDS
+            while world.is_local_main and not marker.exists():
+                if time.monotonic() > until:
+                    raise UserError(
+                        f"output_dir must be on a file system that all hosts share, {folder} on "
+                        f"{socket.gethostname()} is another folder than that of rank 0: set output_dir to a shared one"
+                    )
+                time.sleep(0.1)
+    finally:
+        if world.is_main:
+            marker.unlink()
+
+
 def _log_device(log: logging.Logger, world: World) -> None:
-    """Log the device of rank 0, and a warning for a GPU that it does not use, or cannot compile kernels for."""
+    """Log the device of rank 0, and a warning for a GPU that it does not use, or cannot compile kernels for; and the
+    hosts, if there are several."""
+    if world.has_several_hosts:
+        ranks = defaultdict(list)
+        for rank, host in enumerate(world.all_gather_objects(socket.gethostname())):
+            ranks[host].append(rank)
+        log.info("hosts: %s", ", ".join(f"{host} (ranks {in_words(own)})" for host, own in ranks.items()))
     if world.is_main:
         line, faults = device_line(world)
         log.info("%s", line)

@@ -72,6 +72,16 @@ class World:
         return self.local_rank == 0
 
     @property
+    def has_several_hosts(self) -> bool:
+        """True if other hosts have ranks too; ask the World of all ranks of a run."""
+        return self.size > self.local_size
+
+    @property
+    def name(self) -> str:
+        """Name of this rank in messages: `rank 3`, on several hosts `rank 3 (HOST)`."""
+        return f"rank {self.rank}" + f" ({socket.gethostname()})" * self.has_several_hosts
+
+    @property
     def is_member(self) -> bool:
         """True if this process is one of the ranks."""
         return self.rank >= 0

@@ -240,6 +240,33 @@ def test_a_failing_step_is_reported_with_its_command_first_error_and_last_lines(
     assert f"first error of {log}:\n  error: the first\nlast lines of {log}:\n  10\n" in said
 
 
+@pytest.mark.parametrize(
+    ("says", "code", "starts"),
+    [("error: rank 1 (b) died", 70, 3), ("node2: error: a mistake", 2, 1), ("stopped", 143, 1), ("done", 0, 1)],
+    ids=["a dead rank", "a mistake", "a stop", "success"],
+)
+def test_a_step_restarts_only_after_a_fault(
+    says: str,
+    code: int,
+    starts: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    line = f"print('started'); print({says!r}); raise SystemExit({code})"
+    monkeypatch.setattr(train, "launcher", lambda options: [sys.executable, "-c", line])
+    words = ["--base_model", "M", "--output_dir", str(tmp_path), "--steps", "sft", "--launcher.restarts", "2"]
+    config, steps = train.pipeline(PipelineConfig, words)
+    try:
+        train.run_step("sft", steps["sft"], config)
+    except SystemExit as stopped:
+        assert stopped.code == code
+    said = capfd.readouterr()
+    assert said.out.splitlines().count("started") == starts
+    assert said.out.count("restart 2 of 2") == (starts == 3)
+    assert ("error: step sft: a mistake" in said.err) == (code == 2), "without the host that pdsh puts before it"
+
+
 MISTAKES = {  # tests/fuzz has what each mistake is answered with
     "unknown key": (["--train.batch", "3"], "give train.global_batch_size"),
     "too few rows": (["--train.global_batch_size", "64"], "batch of 64 rows, got "),

@@ -397,6 +397,11 @@ def test_diagnoses() -> None:
     assert stuck == "all ranks wait in one collective that does not end; ranks 0-2 wait in barrier, called at a.py:1 f"
     assert diagnose([reported(0, "barrier", 5)], silent=[2, 1]).startswith("ranks 1-2 do not respond (")
     assert diagnose([reported(0, None, 0, "b.py:2 g")]) == f"rank 0 {stalled}"
+    hosts = {0: "node1", 1: "node2", 2: "node2"}
+    assert diagnose(mixed, hosts=hosts).startswith("rank 1 (node2) is stalled: in training of step 3 since 60 s, ")
+    assert diagnose([reported(0, "barrier", 5)], silent=[2, 1], hosts=hosts).startswith("ranks 1-2 (node2) do not")
+    one_host = dict.fromkeys(hosts, "node1")
+    assert diagnose(mixed, hosts=one_host) == diagnose(mixed), "the user of one host knows it"
 
 
 def test_a_beat_takes_microseconds(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.planning.costs import Costs
-from hybrid_rlhf.planning.curves import MachineCurves
+from hybrid_rlhf.planning.curves import MachineCurves, Surface
 from hybrid_rlhf.planning.job import ModelDimensions, RLJob, RoleJob, modelled_lengths
 from hybrid_rlhf.planning.machines import collectives
 from hybrid_rlhf.planning.machines.datasheets import DATA_SHEETS, modelled_curves, with_usual_link
@@ -183,3 +183,16 @@ def test_the_ranks_that_fill_a_measured_link_are_counted() -> None:
     assert sent == pytest.approx([0.8, 0.8, 0.8, 1.6])
     gathered = [curves.collective("all_gather", ranks=ranks, size_bytes=1e9, hosts=2) for ranks in (2, 8, 16)]
     assert gathered == pytest.approx([0.2, 0.05, 0.05])
+
+
+def test_a_step_pays_for_its_small_exchanges_between_hosts() -> None:
+    """20 ms one way: by hand, 40 ms for a reduction and 20 ms for an all-gather. Two hosts of eight ranks; on one host
+    calibration has measured them with the rest."""
+    job = grpo(B7, prompts=64, n=8, prompt=512, mean=1000, most=4096)
+    surface = {"all_reduce": 0.04, "all_gather": 0.02, "reduce_scatter": 0.02, "transfer": 0.02}
+    between = {kind: Surface.of([(16.0, 64.0, seconds)]) for kind, seconds in surface.items()}
+    curves = replace(with_usual_link(measured()), between_hosts=between)
+    costs, alone = (Costs(job, curves, cluster) for cluster in (Cluster(16, 8), Cluster(8, 8)))
+    assert costs.messages("training").wire == pytest.approx((2 + job.updates) * 0.04 + 4 * 0.02)
+    assert costs.messages("gather").wire == pytest.approx((1 + 2 * 2) * 0.02)
+    assert alone.messages("training").seconds == 0.0

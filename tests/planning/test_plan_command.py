@@ -398,3 +398,26 @@ def test_calibrate_measures_again_what_is_older(
     main(["calibrate", "--ranks", "2", "--cache_dir", str(tmp_path)])
     assert "differs in torch (1.0 instead of" in capsys.readouterr().out
     assert stored.read_curves(path) == machine(bandwidth=2e9)
+
+
+def test_calibrate_adds_the_link_between_hosts_to_what_is_stored(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """tests/hosts measures a real one."""
+    from hybrid_rlhf.planning.machines import stored
+    from tests.support.placement import machine
+
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    times = {kind: [[2.0, 256.0, 0.02], [2.0, 2.0**24, 0.3]] for kind in kinds}
+    transfers = {"transfer": [[1.0, 256.0, 0.04], [1.0, 2.0**24, 0.2]]}
+    monkeypatch.setattr("hybrid_rlhf.cli.machine.link.measure_link", lambda hostfile, folder: times | transfers)
+    path = stored.save_curves(machine(), 2, str(tmp_path))
+    words = ["calibrate", "--ranks", "2", "--cache_dir", str(tmp_path)]
+    main([*words, "--hostfile", "hosts", "--json"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["measured"]
+    curves = stored.read_curves(path)
+    assert (curves.link_source, curves.products) == ("measured", machine().products)
+    assert curves.collective("all_gather", ranks=2, size_bytes=64, hosts=2) == pytest.approx(0.02)
+    main(words)
+    assert "this machine is measured" in capsys.readouterr().out
+    assert stored.read_curves(path) == curves, "without a hostfile the link stays"

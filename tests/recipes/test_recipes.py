@@ -241,6 +241,32 @@ def test_slurm_asks_the_rank_of_the_run_folder_for_a_checkpoint(
         assert job.wait(timeout=15) == 7
 
 
+@pytest.mark.parametrize(
+    ("ends", "state", "count", "requeued"),
+    [
+        ("exit 1", "RUNNING", 0, True),
+        ("exit 1", "RUNNING", 3, False),
+        ("exit 1", "CANCELLED", 0, False),
+        ("touch $HYBRID_RLHF_ERROR_FILE; exit 1", "RUNNING", 0, False),
+        ("exit 0", "RUNNING", 0, False),
+    ],
+    ids=["a fault", "the last restart", "scancel", "a user's mistake", "success"],
+)
+def test_slurm_requeues_a_job_after_a_fault(ends: str, state: str, count: int, requeued: bool, tmp_path: Path) -> None:
+    """Stand-ins for Slurm's commands; tests/hosts runs the script on a real cluster, where only root can."""
+    (tmp_path / "step.yaml").write_text("output_dir: runs/a\n")
+    programs = {"srun": ends, "scontrol": f'[ "$1" = requeue ] && touch {tmp_path}/requeued; echo JobState={state}'}
+    for name, content in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{content}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_CPUS_PER_TASK": "2", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(count)}
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **slurm}
+    command = ["bash", str(ROOT / "recipes" / "cluster" / "slurm.sh"), "rl", "step.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode == 0) == (ends == "exit 0"), done.stderr
+    assert (tmp_path / "requeued").exists() == requeued, done.stdout + done.stderr
+
+
 def test_cluster_scripts_parse() -> None:
     for file in (ROOT / "recipes" / "cluster").glob("*.sh"):
         done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True)

@@ -27,7 +27,7 @@ from hybrid_rlhf.runtime.liveness.signals import SignalRequests, forward_signals
 from hybrid_rlhf.runtime.observability.metrics import MetricsWriter, read_metrics
 from hybrid_rlhf.runtime.observability.samples import SampleLog
 from hybrid_rlhf.runtime.observability.timers import Timers, peak_memory_gib
-from hybrid_rlhf.runtime.run import DATA_FILE, start_run
+from hybrid_rlhf.runtime.run import DATA_FILE, _require_shared, start_run
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks
 from tests.support.runs import sft_config
@@ -260,6 +260,22 @@ def test_an_error_before_the_loop_leaves_the_files_of_the_folder_as_they_were(tm
     start("auto")
     assert (tmp_path / DATA_FILE).read_text() == '{"rows": 1}'
     assert (tmp_path / LOG_FILE).read_text().startswith("an older line\n"), "the log of a run that resumes goes on"
+
+
+def claims_elsewhere(world: World, folder: str) -> tuple[str, list[str]]:
+    """Of two ranks on two hosts, each with a folder of its own."""
+    own = Path(folder) / f"host{world.rank}"
+    own.mkdir()
+    with pytest.raises(UserError) as error:
+        _require_shared(own, replace(world, local_rank=0, local_size=1))
+    return str(error.value), os.listdir(own)
+
+
+def test_a_folder_that_hosts_do_not_share_is_refused_by_every_rank(tmp_path: Path) -> None:
+    """tests/hosts has it with real hosts, where only root can run it."""
+    for text, left in run_ranks(claims_elsewhere, 2, tmp_path / "ranks", str(tmp_path)):
+        assert "/host1 on " in text and "is another folder than that of rank 0: set output_dir to a shared one" in text
+        assert left == []
 
 
 def test_a_save_request_outside_the_loop_is_ignored(tmp_path: Path) -> None:

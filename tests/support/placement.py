@@ -213,6 +213,10 @@ class FixedCosts:
         """See Costs."""
         return Work()
 
+    def messages(self, phase: str) -> Work:
+        """See Costs."""
+        return Work()
+
     def loop(self) -> Work:
         """See Costs."""
         return Work(self._seconds.get("loop", 0.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess  # starts the commands of this package  # nosec B404
 import sys
@@ -13,12 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
+from hybrid_rlhf.cli.runs.hosts import hosts_environment
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import LauncherConfig
-from hybrid_rlhf.runtime.command_line import ERROR_FILE, child_environment
+from hybrid_rlhf.runtime.command_line import ERROR_FILE, USER_ERROR_CODE, child_environment
 from hybrid_rlhf.runtime.host_memory import MALLOC_ENVIRONMENT
 from hybrid_rlhf.runtime.liveness.launcher import STARTED_BY
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, forward_signals
+from hybrid_rlhf.runtime.openmp import shared_cores
+
+_ERROR_LINE = re.compile(r"(?:[\w.-]+: )?error: (.*)")
+"""A line that reports an error; pdsh puts the host before it."""
 
 
 def launcher(options: LauncherConfig) -> list[str]:
@@ -34,6 +40,11 @@ def launcher(options: LauncherConfig) -> list[str]:
     if processes == 1:
         return [sys.executable, "-m"]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+
+
+def launcher_environment(options: LauncherConfig) -> dict[str, str]:
+    """Variables of the launcher, beside those of this process."""
+    return hosts_environment() if options.hostfile is not None else shared_cores(local_ranks(options))
 
 
 def local_ranks(options: LauncherConfig) -> int:
@@ -55,9 +66,9 @@ class CommandEnd:
     tail: list[str]
     """The last lines of its output."""
     first_error: str | None = None
-    """The first line that begins with `error:`."""
+    """The first line that reports an error."""
     user_error: str | None = None
-    """The user's mistake that ended a process of this host."""
+    """The user's mistake that ended it."""
 
 
 def tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
@@ -68,7 +79,11 @@ def tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
     with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_") as folder:
         mistake = Path(folder) / "user_error"
         end = _tee(command, log, {**base, ERROR_FILE: str(mistake)})
-        return replace(end, user_error=mistake.read_text(encoding="utf-8")) if mistake.exists() else end
+        if mistake.exists():
+            return replace(end, user_error=mistake.read_text(encoding="utf-8"))
+        error = _ERROR_LINE.match(end.first_error or "")
+        # Ranks on hosts of a hostfile do not get that file; their launcher ends with their exit code.
+        return replace(end, user_error=error[1]) if error is not None and end.code == USER_ERROR_CODE else end
 
 
 def _tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
@@ -93,7 +108,7 @@ def _tee(command: list[str], log: Path, base: Mapping[str, str]) -> CommandEnd:
             for line in process.stdout:
                 _pass_on(line, sinks)
                 tail.append(line)
-                if first_error is None and line.startswith("error:"):
+                if first_error is None and _ERROR_LINE.match(line):
                     first_error = line
             code = process.wait()
         return CommandEnd(STOPPED_EXIT_CODE if code and asked.stop else code, list(tail), first_error)

@@ -49,6 +49,29 @@ class Work:
         return self.compute + self.wire
 
 
+class Messages(NamedTuple):
+    """Numbers of exchanges of a few bytes that all ranks make in a phase of a step."""
+
+    reductions: int = 0
+    per_update: int = 0
+    """Reductions of each update."""
+    gathers: int = 0
+    """All-gathers, and broadcasts, which take as long: after one, the receivers are late."""
+    per_host: int = 0
+    """Broadcasts of the ranks of each host; those of one host follow each other without waiting."""
+
+
+MESSAGES = {
+    "weight_sync": Messages(reductions=2),  # the check of the inference weights
+    "gather": Messages(gathers=1, per_host=2),  # sizes of the completions, then two broadcasts of each rank
+    "scoring": Messages(reductions=1),  # rows without a score
+    "training": Messages(reductions=2, per_update=1, gathers=4),  # metrics; in each update, signals
+    "loop": Messages(reductions=1, gathers=2),  # signals; the end of data, stale weights
+}
+"""Counted in tests/planning/test_messages.py."""
+MESSAGE_BYTES = 64
+
+
 class _Span(NamedTuple):
     """Ranks as prices see them."""
 
@@ -242,7 +265,7 @@ class Costs:
             if plan.offload_states:
                 states = 12 * sizes.trained / (span.ranks if actor.zero else 1)
                 work += Work(wire=2 * c.host_link(states))
-            return work * c.factor("weight_sync")
+            return work * c.factor("weight_sync") + self.messages("weight_sync")
 
         hosts = self._hosts_of_both(actor.ranks, sampling.ranks)
         shape = (span, actor.zero, self._span(sampling.ranks), sampling.tensor_parallel, hosts)
@@ -379,10 +402,23 @@ class Costs:
 
         return self._once(("exchange", kind), price)
 
+    def messages(self, phase: str) -> Work:
+        """Exchanges of a few bytes between the hosts in a phase of a step; within a host they are part of what
+        calibration measures."""
+        hosts = self.cluster.hosts
+        if hosts == 1:
+            return Work()
+        counts = MESSAGES[phase]
+        reductions = counts.reductions + counts.per_update * self.job.updates
+        gathers = counts.gathers + counts.per_host * hosts
+        everyone = self._span(tuple(range(self.cluster.ranks)))
+        reduction, gather = (self._collective(kind, everyone, MESSAGE_BYTES) for kind in ("all_reduce", "all_gather"))
+        return Work(wire=reductions * reduction + gathers * gather)
+
     def loop(self) -> Work:
         """What each rank does in a step outside its phases."""
         shared = by_ranks(self.curves.shared_loop, self.cluster.ranks, none=1.0)
-        return Work(self.curves.loop(self.job.lengths.tokens) * shared)
+        return Work(self.curves.loop(self.job.lengths.tokens) * shared) + self.messages("loop")
 
     def _call(self, name: str) -> float:
         return self.curves.calls.get(name, 0.0)

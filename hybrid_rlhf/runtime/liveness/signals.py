@@ -72,11 +72,12 @@ def ignore_save_requests() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def forward_signals(process: subprocess.Popen[str]) -> Iterator[SignalRequests]:
-    """Forward signals to the ranks: the child process, or those it has started on this host; SIGINT as SIGTERM.
+    """Forward signals to the ranks on this host: the child process, or those it has started; SIGINT as SIGTERM.
 
-    The child needs a separate session, as Ctrl-C would reach it too. A launcher in between would end its ranks without
-    waiting for a checkpoint. SIGUSR1 is not sent to a process that does not handle it, such as a rank that is still
-    importing or a launcher without ranks, because it would end it.
+    Ranks of a hostfile are not below the child, but below the sshd of this host. The child needs a separate session, as
+    Ctrl-C would reach it too. A launcher in between would end its ranks without waiting for a checkpoint. SIGUSR1 is
+    not sent to a process that does not handle it, such as a rank that is still importing or a launcher without ranks,
+    because it would end it.
 
     Yields:
         the requests received so far; only `stop` is set.
@@ -92,7 +93,7 @@ def forward_signals(process: subprocess.Popen[str]) -> Iterator[SignalRequests]:
         with contextlib.suppress(psutil.Error):
             child = psutil.Process(process.pid)
             ranks = [descendant for descendant in child.children(recursive=True) if _is_rank(descendant)]
-            for rank in ranks or [child]:
+            for rank in ranks or _same_command(child) or [child]:
                 if number == signal.SIGTERM or _handles(rank, number):
                     rank.send_signal(number)
 
@@ -129,6 +130,17 @@ def _is_rank(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return "RANK" in process.environ()
     return False
+
+
+def _same_command(launcher: psutil.Process) -> list[psutil.Process]:
+    """The ranks of this host with the module and the settings of a launcher's command."""
+    command = launcher.cmdline()[-3:]
+    ranks = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != launcher.pid and process.cmdline()[-3:] == command and _is_rank(process):
+                ranks.append(process)
+    return ranks
 
 
 def _handles(process: psutil.Process, number: int) -> bool:

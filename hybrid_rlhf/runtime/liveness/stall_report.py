@@ -11,10 +11,10 @@ import sys
 import sysconfig
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -75,18 +75,25 @@ def report_rank(rank: int, phase: str, seconds: float) -> RankReport:
     return RankReport(rank, phase, round(seconds, 1), place, _collective(frames), _started())
 
 
-def diagnose(reports: Sequence[RankReport], *, silent: Collection[int] = ()) -> str:
+def diagnose(
+    reports: Sequence[RankReport], *, silent: Collection[int] = (), hosts: Mapping[int, str] = MappingProxyType({})
+) -> str:
     """One line that names the stalled ranks and the ranks that wait for them.
 
     Args:
         reports: reports of the ranks that responded, at least one.
         silent: ranks that did not respond.
+        hosts: the host of each rank; the stalled ranks are named with theirs if there are several.
     """
     stalled = [] if silent else _stalled(reports)
-    parts = [f"{_ranks(ranks)} {_verb(ranks, 'is', 'are')} stalled: {text}" for text, ranks in _grouped(stalled, str)]
+    parts = [
+        f"{_ranks(ranks)}{_on(ranks, hosts)} {_verb(ranks, 'is', 'are')} stalled: {text}"
+        for text, ranks in _grouped(stalled, str)
+    ]
     if silent:
         verb = _verb(silent, "does", "do")
-        parts = [f"{_ranks(silent)} {verb} not respond (stopped, or in C code that holds the interpreter lock)"]
+        who = f"{_ranks(silent)}{_on(silent, hosts)}"
+        parts = [f"{who} {verb} not respond (stopped, or in C code that holds the interpreter lock)"]
     elif not stalled:
         same = len({report.doing for report in reports}) == 1
         parts = [f"all ranks wait in {'one collective that does not end' if same else 'different collectives'}"]
@@ -117,6 +124,12 @@ def _verb(ranks: Collection[int], singular: str, plural: str) -> str:
 def _ranks(ranks: Collection[int]) -> str:
     """`rank 3`, or `ranks 0-5, 7`."""
     return f"rank{'s' * (len(ranks) > 1)} {in_words(sorted(ranks)).replace(',', ', ')}"
+
+
+def _on(ranks: Collection[int], hosts: Mapping[int, str]) -> str:
+    """The hosts of ranks, in parentheses; "" if the run has one host."""
+    names = sorted({hosts[rank] for rank in ranks if rank in hosts})
+    return f" ({', '.join(names)})" if len({*hosts.values()}) > 1 else ""
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:

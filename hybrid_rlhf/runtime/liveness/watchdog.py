@@ -134,7 +134,7 @@ class Watchdog:
             return
         code = 2 if isinstance(error, UserError) else EXIT_CODE
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        self._channel.send_exit_notice({"failed": text[:2000], "rank": self._world.rank, "code": code})
+        self._channel.send_exit_notice({"failed": text[:2000], "who": self._world.name, "code": code})
         # Only the first rank of a host prints a user's error: give rank 0 time to print that of another host.
         until = time.monotonic() + _EXIT_NOTICE_SECONDS
         while code == 2 and self._channel.peers and time.monotonic() < until:
@@ -167,7 +167,7 @@ class Watchdog:
             self._reports[report.rank] = report
             self._report_stall()
         elif "failed" in message and self._failure is None:
-            text = f"rank {message['rank']} stopped: {message['failed']}"
+            text = f"{message['who']} stopped: {message['failed']}"
             self._failure = (time.monotonic() + _GRACE_SECONDS, text, message["code"])
 
     def _report_stall(self) -> None:
@@ -179,7 +179,7 @@ class Watchdog:
         rank = self._world.rank
         (phase, since) = self._beat
         mine = self._reports[rank] = report_rank(rank, phase, time.monotonic() - since)
-        _write_stderr(f"rank {rank}: {mine}")
+        _write_stderr(f"{self._world.name}: {mine}")
         self._channel.send({"stalled": asdict(mine)})
 
     def _end_if_diagnosed(self, waited_seconds: float) -> None:
@@ -190,7 +190,7 @@ class Watchdog:
         if waited_seconds > (_REPORT_SECONDS if is_main else _DIAGNOSIS_SECONDS) or not (silent if is_main else peers):
             reports = [self._reports[rank] for rank in sorted(self._reports)]
             self._end(
-                f"{diagnose(reports, silent=silent)}; stacks of all ranks: {self._folder}/; "
+                f"{diagnose(reports, silent=silent, hosts=self._channel.hosts)}; stacks of all ranks: {self._folder}/; "
                 "raise faults.phase_timeout_seconds if this duration is expected"
             )
 

@@ -23,7 +23,7 @@ def setup_logging(world: World, *, file: Path | None = None) -> logging.Logger:
     """Configure the project's logger for this rank.
 
     Args:
-        world: rank 0 logs at INFO, the others at WARNING with their rank as a prefix.
+        world: rank 0 logs at INFO, the others at WARNING with their rank as a prefix, on several hosts also their host.
         file: file for a copy of rank 0's log.
     """
     logger = logging.getLogger(LOGGER_NAME)
@@ -31,7 +31,7 @@ def setup_logging(world: World, *, file: Path | None = None) -> logging.Logger:
     logger.handlers.clear()
     logger.propagate = False
     logger.setLevel(logging.INFO if world.is_main else logging.WARNING)
-    form = "%(message)s" if world.is_main else f"rank {world.rank}: %(message)s"
+    form = "%(message)s" if world.is_main else f"{world.name}: %(message)s"
     handlers: list[logging.Handler] = [_Console()]
     if file is not None and world.is_main:
         handlers.append(_LogFile(file))
