@@ -139,7 +139,7 @@ class PreferenceStepConfig(StepConfig):
             self.algorithm.needs_reference or self.reference is None,
             f"algorithm {self.algorithm.name} has no reference, got the section reference: leave it out",
         )
-        require_adapters(self.model, self.lora, section="lora")
+        require_adapters(self.model, self.lora, section="lora", stage=self.zero.stage)
 
     @property
     def holds_reference(self) -> bool:

@@ -60,7 +60,7 @@ class RewardConfig(StepConfig):
     objective: RewardObjectiveConfig = field(default_factory=RewardObjectiveConfig)
 
     def __post_init__(self) -> None:
-        require_adapters(self.model, self.lora, section="lora")
+        require_adapters(self.model, self.lora, section="lora", stage=self.zero.stage)
         require(
             not self.objective.calibrate or self.data.eval_fraction > 0 or bool(self.data.eval_sources),
             "objective.calibrate needs held-out rows, got data.eval_fraction 0: give for example 0.05",

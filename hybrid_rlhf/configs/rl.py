@@ -281,9 +281,9 @@ class RLConfig(StepConfig):
 
     def _check_quantised_base(self, kind: str) -> None:
         """Check the rules for base weights in 4 bits, which actor and sampler share."""
-        require_adapters(self.model, self.actor.lora, section="actor.lora")
+        require_adapters(self.model, self.actor.lora, section="actor.lora", stage=self.actor.zero.stage)
         if self.critic is not None:
-            require_adapters(self.model, self.critic_lora, section="critic.lora")
+            require_adapters(self.model, self.critic_lora, section="critic.lora", stage=self.critic_zero.stage)
         require(
             self.rollout.quantization is None,
             f"model.quantization {kind} already quantises the sampler, got rollout.quantization "

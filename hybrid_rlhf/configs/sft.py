@@ -89,4 +89,4 @@ class SFTConfig(StepConfig):
     zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
 
     def __post_init__(self) -> None:
-        require_adapters(self.model, self.lora, section="lora")
+        require_adapters(self.model, self.lora, section="lora", stage=self.zero.stage)

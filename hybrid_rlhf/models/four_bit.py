@@ -21,8 +21,10 @@ from transformers import PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.pretrained.adapters import LowRank
 
-BYTES_PER_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""A code of 4 bits, a scale of 8 bits per block, and a float32 scale of these per 256 blocks."""
+SCALE_BYTES_PER_WEIGHT = 1 / 64 + 4 / (64 * 256)
+"""A scale of 8 bits per block, and a float32 scale of these per 256 blocks."""
+BYTES_PER_WEIGHT = 0.5 + SCALE_BYTES_PER_WEIGHT
+"""A code of 4 bits, and scales."""
 
 
 def quantise_layers(model: PreTrainedModel, names: list[str], *, device: torch.device) -> None:
@@ -45,7 +47,6 @@ def quantise_layers(model: PreTrainedModel, names: list[str], *, device: torch.d
             )
         weight: Any = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=layer)
         layer.weight = weight.to(device)
-        layer.quant_state = weight.quant_state
         layer.bias = linear.bias
         # otherwise a forward in eval mode repacks the weight in place, in bfloat16, and later gradients are wrong
         layer.support_avx512bf16_for_cpu = False

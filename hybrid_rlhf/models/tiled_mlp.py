@@ -9,6 +9,7 @@ Source: tiled MLP of ALST (arXiv 2506.13996, section 3.2).
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ def tile_mlps(lm: PreTrainedModel, parts: int) -> None:
                 "set it to 1"
             )
         kind: Any = type(mlp)
+        if len(inspect.signature(kind.forward).parameters) != 2:
+            raise UserError(
+                f"model.mlp_parts is for MLPs that read hidden states alone, {kind.__name__} reads more: set it to 1"
+            )
         mlp.__class__ = _tiled(kind)
         vars(mlp)["parts"] = parts
 

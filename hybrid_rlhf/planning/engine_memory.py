@@ -15,6 +15,7 @@ import torch
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.ds_config import deepspeed_config
+from hybrid_rlhf.models.four_bit import SCALE_BYTES_PER_WEIGHT
 from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
 from hybrid_rlhf.planning.shapes import BatchShape, ShapedModel
 
@@ -124,7 +125,8 @@ def engine_memory(
     low = dtype.itemsize
     stage = int(zero["stage"])
     trained = e.trained / (ranks if stage else 1)
-    weights = e.stored_bytes(low) / (ranks if stage == 3 else 1)
+    scales = SCALE_BYTES_PER_WEIGHT * e.four_bit  # ZeRO-3 does not partition them
+    weights = (e.stored_bytes(low) - scales) / (ranks if stage == 3 else 1) + scales
     masters = FLOAT32 if stage or low < FLOAT32 else 0
     states = (masters + _ADAM) * trained
     gradients = low * (trained if stage >= 2 else e.trained)

@@ -91,6 +91,7 @@ def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
         train: RowSequence = data.train
         if config.data.packing == "best_fit":
             train = pack_rows(train, capacity=config.data.max_length, seed=config.seed, log=run.world.is_main)
+        plan = _plan(config, run)
         role: Role = "actor"
         objective: Objective[Any] = SFTObjective(pad_token_id=pad_token(tokenizer), device=run.world.device)
         if distill is not None and teacher_path is not None:
@@ -100,7 +101,6 @@ def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
             objective = DistillObjective(
                 distill, teacher, tokenizer, seed=config.seed, max_length=config.data.max_length
             )
-        plan = _plan(config, run)
         engine = _build_learner(config, run, role, path, "sft", steps=_steps(config, run, train, plan))
         SupervisedTrainer(
             objective, engine, train=train, held_out=data.held_out, plan=plan, config=config.train, run=run

@@ -15,9 +15,9 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.generation import SamplingParams
-from hybrid_rlhf.generation.model.four_bit import FourBitLinear
+from hybrid_rlhf.generation.model.four_bit import FourBitLinear, FourBitPart
 from hybrid_rlhf.loop.saving import save_adapter
-from hybrid_rlhf.models.four_bit import dequantised
+from hybrid_rlhf.models.four_bit import FourBitWeight, dequantised
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.world import World
@@ -136,6 +136,18 @@ def test_a_saved_model_has_the_log_probs_of_training(model_folder: Path, tmp_pat
         AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32), str(tmp_path / "saved" / "adapter")
     )
     assert not torch.allclose(module_logprobs(plain, tokens), expected, atol=1e-4)
+
+
+def test_a_scaled_weight_is_multiplied_whole() -> None:
+    """The rows of a scaled weight are not those whose numbers the scaled selection gives."""
+    torch.manual_seed(0)
+    layer = Linear4bit(64, 48, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    weight = FourBitWeight(layer.weight.detach(), layer.weight.quant_state)
+    x = torch.randn(3, 64)
+    product = FourBitLinear([FourBitPart(weight, lambda tensor: 2.0 * tensor)], None)
+    assert torch.allclose(product(x), 2 * layer(x), atol=1e-5)
+    some = FourBitLinear([FourBitPart(weight, lambda tensor: tensor[[5, 3, 40]])], None)
+    assert torch.allclose(some(x), layer(x)[:, [5, 3, 40]], atol=1e-5)
 
 
 def test_a_product_is_that_of_the_dequantised_weight() -> None:

@@ -201,6 +201,18 @@ def test_neighbours_stay_in_one_micro_batch() -> None:
         assert sorted(seen) == list(range(10))
 
 
+@pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 2), (4, 2), (3, 1)])
+def test_readers_without_sequence_parallelism_compute_every_row(ranks: int, tensor_parallel: int) -> None:
+    """Inference weights compute rows alone; their ranks need not be a multiple of those that train a row together."""
+    rollout = completions_of([1, 9, 2, 2, 7, 3])
+    plan = MiniBatchPlanner(MicroBatches(rows=1, sequence_parallel=2), seed=3).plan(rollout)
+    seen: list[int] = []
+    for rank in range(0, ranks, tensor_parallel):
+        parts = plan.micro_batches(World(rank, ranks, rank, ranks, torch.device("cpu")), tensor_parallel)
+        seen += [row for part in parts for row in part if row is not None]
+    assert sorted(seen) == list(range(6))
+
+
 def test_a_batch_can_leave_rows_out_and_comes_back_from_a_checkpoint() -> None:
     values, scores = torch.arange(18.0).view(3, 6), torch.tensor([1.0, 2.0, 3.0])
     rollout = completions_of(

@@ -23,7 +23,7 @@ class ModelConfig(Settings):
     """Type of the logits in training and sampling: float32 (ScaleRL, arXiv 2510.13786), or that of the model."""
     quantization: Literal["nf4"] | None = None
     """nf4: the base weights of linear layers in 4 bits, with adapters that train (QLoRA, arXiv 2305.14314); needs lora
-    and bitsandbytes. In RL for all models of the run, except frozen ones under tensor parallelism."""
+    and bitsandbytes. For all models of the run, except frozen ones under tensor parallelism."""
     sequence_parallel: Count = setting(1, advanced=True, mutable=True)
     """Number of ranks that compute the tokens of a row together (DeepSpeed-Ulysses, arXiv 2309.14509), in training and
     scoring; a divisor of the number of attention heads and of ranks. For rows too long for one GPU."""
@@ -63,14 +63,21 @@ SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if key.name not in R
 """Keys of a model that is trained only as a scorer."""
 
 
-def require_adapters(model: ModelConfig, lora: LoraConfig | None, *, section: str) -> None:
+def require_adapters(model: ModelConfig, lora: LoraConfig | None, *, section: str, stage: int) -> None:
     """Require adapters of a trained model whose base weights are quantised, as these cannot be trained.
 
     Args:
         model: the model section.
         lora: adapters of the trained model.
         section: key of the adapters.
+        stage: its ZeRO stage; under stage 3, bitsandbytes would keep all gathered weights until the backward pass,
+            unless activations are recomputed.
     """
+    require(
+        model.quantization is None or stage < 3 or model.gradient_checkpointing,
+        f"model.quantization {model.quantization} under zero.stage 3 needs model.gradient_checkpointing, got false: "
+        "leave it out",
+    )
     require(
         model.quantization is None or lora is not None,
         f"model.quantization {model.quantization} trains adapters, got {section} null: give --{section}.rank 16",

@@ -39,7 +39,8 @@ class FourBitPart:
         self.selects_rows = picked.shape[1] == inputs and not is_scaled
         """True if the part consists of rows of the weight."""
         rows = picked[:, 0].long()
-        self._rows = None if len(rows) == outputs and bool((rows == numbers).all()) else rows
+        is_whole = not self.selects_rows or (len(rows) == outputs and bool((rows == numbers).all()))
+        self._rows = None if is_whole else rows
 
     def dense(self) -> Tensor:
         """Return the part [N, K] with its adapter merged."""

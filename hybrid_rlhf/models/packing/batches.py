@@ -86,7 +86,7 @@ def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Pack
     sizes = real.sum(dim=1).tolist()
     rows = sorted(range(len(sizes)), key=lambda row: -sizes[row])
     longest_first = [sizes[row] for row in rows]
-    groups = _groups(longest_first, min_saving=_MIN_SAVING[real.device.type])
+    groups = like_lengths(longest_first, real.device)
     order = None
     if len(groups) > 1:
         sizes = longest_first
@@ -118,9 +118,10 @@ def has_varlen_kernel(lm: PreTrainedModel, device: torch.device) -> bool:
     return varlen_attention(device, lm.dtype, head_size(config)) is not None
 
 
-def _groups(lengths: Sequence[int], *, min_saving: int) -> list[int]:
+def like_lengths(lengths: Sequence[int], device: torch.device) -> list[int]:
     """Sizes of groups of rows, longest row first, that share one attention call; each further group must save
     scores."""
+    min_saving = _MIN_SAVING[device.type]
     groups: list[int] = []
     start = 0
     for row in range(1, len(lengths)):

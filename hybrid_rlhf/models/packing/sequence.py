@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.families import has_mixers
 from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
-from hybrid_rlhf.models.packing.batches import has_varlen_kernel
+from hybrid_rlhf.models.packing.batches import has_varlen_kernel, like_lengths
 from hybrid_rlhf.models.packing.rows import ends, places
 from hybrid_rlhf.runtime.world import World
 
@@ -50,6 +50,12 @@ def require_sequence_parallelism(lm: PreTrainedModel, size: int) -> None:
         )
     if any(name.split(".")[-1] in ("experts", "router") for name, _ in lm.named_modules()):
         raise UserError(f"model.sequence_parallel is for dense models, {name} has a mixture of experts: set it to 1")
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rotary in ("longrope", "dynamic"):
+        raise UserError(
+            f"model.sequence_parallel needs rotary positions that do not depend on the length, {name} has {rotary}: "
+            "set it to 1"
+        )
     if config.num_attention_heads % size:
         raise UserError(
             f"model.sequence_parallel must divide the number of attention heads, {name} has "
@@ -66,10 +72,15 @@ class SequenceShard:
     """Arguments of the backbone: tokens and positions [1, C], and the boundaries of all rows."""
     ids: Tensor
     """[N] tokens of all rows."""
-    first: int
-    """Index of the first real token of this rank's rows among them."""
-    tokens: int
-    """n."""
+    order: Tensor
+    """[tokens of all ranks] index of each among the N, by rank and row."""
+    mine: slice
+    """This rank's tokens in that order."""
+
+    @property
+    def tokens(self) -> int:
+        """n."""
+        return self.mine.stop - self.mine.start  # type: ignore[no-any-return]
 
     @property
     def part(self) -> slice:
@@ -80,13 +91,12 @@ class SequenceShard:
     def own(self, values: Tensor) -> Tensor:
         """Values [n, ...] of this rank's rows from those [C, ...] of the parts of all ranks; every rank calls."""
         whole: Tensor = _Gathered.apply(values, self.world)
-        return whole[self.first : self.first + self.tokens]
+        return whole[self.order[self.mine]]
 
     def of_all(self, flags: Tensor) -> Tensor:
         """[N] flags of all rows, false in the padding, from those [n] of this rank's rows; every rank calls."""
-        parts = _gathered_lists(flags.to(torch.int64), self.world)
-        flat = torch.cat(parts).bool()
-        return torch.nn.functional.pad(flat, (0, len(self.ids) - len(flat)))
+        flags = torch.cat(_gathered_lists(flags.to(torch.int64), self.world)).bool()
+        return torch.zeros_like(self.ids, dtype=torch.bool).index_copy(0, self.order, flags)
 
 
 def shard_rows(lm: PreTrainedModel, world: World, input_ids: Tensor, real: Tensor) -> SequenceShard:
@@ -98,24 +108,30 @@ def shard_rows(lm: PreTrainedModel, world: World, input_ids: Tensor, real: Tenso
         input_ids: [B, T] int64, rows of this rank.
         real: [B, T] bool, true on real tokens.
     """
-    mine = real.sum(dim=1)
-    lengths = [length for rows in _gathered_lists(mine, world) for length in rows.tolist() if length]
+    lengths = [length for rows in _gathered_lists(real.sum(dim=1), world) for length in rows.tolist() if length]
     by_rank = _gathered_lists(input_ids[real], world)
     before = sum(len(ids) for ids in by_rank[: world.rank])
     ids = torch.cat(by_rank)
+    device = ids.device
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    sizes = [lengths[row] for row in longest_first]
+    starts = torch.zeros(len(lengths), dtype=torch.long)
+    starts[longest_first] = torch.tensor([0, *sizes]).cumsum(0)[:-1]
+    order = torch.cat(
+        [torch.arange(start, start + length) for start, length in zip(starts.tolist(), lengths, strict=True)]
+        or [torch.arange(0)]
+    ).to(device)
     padding = -len(ids) % world.size or (0 if len(ids) else world.size)
-    if padding:
-        ids = torch.nn.functional.pad(ids, (0, padding))
-        lengths.append(padding)
-    positions = torch.cat([torch.arange(length, device=ids.device) for length in lengths])
-    mask = (
-        ends(torch.tensor(lengths, device=ids.device))
-        if has_varlen_kernel(lm, ids.device)
-        else places(lengths, [len(lengths)], device=ids.device)
-    )
-    shard = SequenceShard(world, {}, ids, before, int(mine.sum()))
+    sizes += [padding] * bool(padding)
+    if has_varlen_kernel(lm, device):
+        mask = ends(torch.tensor(sizes, device=device))
+    else:
+        mask = places(sizes, like_lengths(sizes, device), device=device)
+    packed = ids.new_zeros(len(ids) + padding).index_copy(0, order, ids)
+    positions = torch.cat([torch.arange(size, device=device) for size in sizes])
+    shard = SequenceShard(world, {}, packed, order, slice(before, before + len(by_rank[world.rank])))
     shard.arguments.update(
-        input_ids=ids[None, shard.part], position_ids=positions[None, shard.part], attention_mask=mask
+        input_ids=packed[None, shard.part], position_ids=positions[None, shard.part], attention_mask=mask
     )
     return shard
 

@@ -9,7 +9,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.loop.setup import resolve
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
-from hybrid_rlhf.runtime.placement import READS_ACTOR, Placement, placed_roles, resolve_placement
+from hybrid_rlhf.runtime.placement import CRITIC_COPY, READS_ACTOR, Placement, placed_roles, resolve_placement
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World, create_groups
 
@@ -33,13 +33,15 @@ def _sequence_groups(placement: Placement, size: int) -> list[tuple[int, ...]]:
     roles = placement.roles if size > 1 else {}
     groups = []
     for name, role in roles.items():
+        if name in ("sampler", CRITIC_COPY):  # these have inference weights
+            continue
         ranks = role.ranks
         if role.tensor_parallel == 1 and len(ranks) % size:
             raise UserError(
                 f"model.sequence_parallel must divide the number of ranks of each role, {name} has {len(ranks)}, got "
                 f"{size}: give a divisor, or other ranks"
             )
-        groups += [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        groups += [ranks[first : first + size] for first in range(0, len(ranks) - len(ranks) % size, size)]
     return groups
 
 
