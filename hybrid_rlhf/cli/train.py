@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from hybrid_rlhf.cli.runs.hosts import LOST_CODE, RESTART_WAIT_SECONDS, SHARED_SECONDS, require_hosts
+from hybrid_rlhf.cli.runs.hosts import LOST_CODE, RESTART_WAIT_SECONDS, require_hosts
 from hybrid_rlhf.cli.runs.processes import CommandEnd, launcher, launcher_environment, local_ranks, tee
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.listing import changed_keys
@@ -38,7 +38,7 @@ from hybrid_rlhf.runtime.command_line import (
     save_config,
     user_errors,
 )
-from hybrid_rlhf.runtime.hostfile import process_count
+from hybrid_rlhf.runtime.hostfile import SHARED_SECONDS, process_count
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.output import print_document, wants_json
 from hybrid_rlhf.runtime.placement import placed_roles, resolve_placement

@@ -22,7 +22,7 @@ from hybrid_rlhf.functional.logprobs import logprobs_from_hidden
 from hybrid_rlhf.functional.masking import last_index, position_ids
 from hybrid_rlhf.functional.products import wide_linear
 from hybrid_rlhf.models.families import has_float32_logits, head_convention
-from hybrid_rlhf.models.packing import SequenceShard, pack, packs, sequence_world, shard_rows
+from hybrid_rlhf.models.packing import SequenceShard, pack, packs, shard_rows
 from hybrid_rlhf.models.routers.losses import RouterLoss, RouterLosses
 from hybrid_rlhf.models.routers.replay import RouterReplay
 from hybrid_rlhf.models.structure import backbone_of
@@ -123,11 +123,9 @@ class Policy(nn.Module):
         Returns:
             logprobs and entropy, [B, T] float32, 0 outside token_mask.
         """
-        world = sequence_world(self.lm)
-        if world is not None:
-            return self._in_parts(
-                shard_rows(self.lm, world, input_ids, attention_mask.bool()), attention_mask, token_mask, temperature
-            )
+        shard = shard_rows(self.lm, input_ids, attention_mask.bool())
+        if shard is not None:
+            return self._in_parts(shard, attention_mask, token_mask, temperature)
         hidden, wanted = self.hidden(input_ids, attention_mask, token_mask, routes)
         logprobs, entropy = self.head(hidden, input_ids[wanted], temperature)
         return scatter_tokens(logprobs, wanted), scatter_tokens(entropy, wanted)
@@ -141,7 +139,7 @@ class Policy(nn.Module):
         asked = torch.zeros(shard.tokens, dtype=torch.bool, device=real.device)
         asked[before] = True
         mine = shard.of_all(asked)[shard.part].nonzero().squeeze(1)
-        hidden = backbone_of(self.lm)(**shard.arguments, use_cache=False).last_hidden_state[0]
+        hidden = shard.hidden(self.lm)
         labels = shard.ids.roll(-1)[shard.part][mine]
         of_part = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
         results = torch.stack(self.head(hidden[mine], labels, temperature))
@@ -159,13 +157,11 @@ class Scorer(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The head's output after each real token, [B, T] float32, 0 elsewhere; with several heads [B, T, heads]."""
         real = attention_mask.bool()
-        world = sequence_world(self.lm)
-        if world is None:
+        shard = shard_rows(self.lm, input_ids, real)
+        if shard is None:
             values = self.lm.score(backbone_hidden(self.lm, input_ids, real))
         else:
-            shard = shard_rows(self.lm, world, input_ids, real)
-            hidden = backbone_of(self.lm)(**shard.arguments, use_cache=False).last_hidden_state[0]
-            values = shard.own(self.lm.score(hidden))
+            values = shard.own(self.lm.score(shard.hidden(self.lm)))
         return scatter_tokens(values.squeeze(-1).float(), real)
 
 
@@ -251,12 +247,11 @@ def backbone_hidden(
         replay: replays or compares `routes`.
         routes: [B, T, E, k], recorded experts of each token.
     """
+    shard = shard_rows(lm, input_ids, real)
+    if shard is not None:
+        return shard.own(shard.hidden(lm))
     backbone = backbone_of(lm)
     options: dict[str, Any] = {"use_cache": False}
-    world = sequence_world(lm)
-    if world is not None:
-        shard = shard_rows(lm, world, input_ids, real)
-        return shard.own(backbone(**shard.arguments, **options).last_hidden_state[0])
     if router_logits is not None:
         options["output_router_logits"] = True
     if packs(lm):

@@ -8,6 +8,9 @@ from hybrid_rlhf.configs.pipeline import LauncherConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.runtime.files.reading import read_text
 
+SHARED_SECONDS = 10.0
+"""Time in which a network file system shows a new file to all hosts."""
+
 
 def process_count(launcher: LauncherConfig) -> tuple[int | None, str]:
     """Number of processes on all machines, None for one per GPU of this machine; and the setting that determines it."""

@@ -34,6 +34,7 @@ from hybrid_rlhf.runtime.files.checkpoint_folder import (
 )
 from hybrid_rlhf.runtime.files.folder_lock import FolderLock
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, LOG_FILE
+from hybrid_rlhf.runtime.hostfile import SHARED_SECONDS
 from hybrid_rlhf.runtime.installation import device_line
 from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
 from hybrid_rlhf.runtime.liveness.signals import ignore_save_requests
@@ -62,8 +63,6 @@ DATA_FILE = "data.json"
 """Counts of the rows of the sources."""
 _START_FILES = (CONFIG_FILE, LOG_FILE, PRODUCTS_FILE, DATA_FILE)
 """Files that a start may write before its loop."""
-_SHARED_SECONDS = 10.0
-"""Time in which a network file system shows a new file to all hosts."""
 _RESUME_MODES = ("never", "auto")
 """The values of `resume` that do not name a folder."""
 Callback = Callable[[int, Mapping[str, float]], object]
@@ -271,7 +270,7 @@ def _require_shared(folder: Path, world: World) -> None:
     world.barrier()
     try:
         with shared_user_errors(world):
-            until = time.monotonic() + _SHARED_SECONDS
+            until = time.monotonic() + SHARED_SECONDS
             while world.is_local_main and not marker.exists():
                 if time.monotonic() > until:
                     raise UserError(

@@ -117,18 +117,18 @@ class Host:
         return found
 
     def cut(self) -> None:
-        """Cut the link: packets vanish, and no connection is told."""
+        """Take the link down: all packets are dropped, and connections are not closed."""
         self._port("down")
 
     def join(self) -> None:
-        """Restore the link."""
+        """Bring the link up again."""
         self._port("up")
 
     def _port(self, state: str) -> None:
         _must(["nsenter", "--target", str(self.switch), "--net", "ip", "link", "set", f"to_{self.name}", state])
 
     def lose_power(self) -> None:
-        """End the host without a word to the others: its link goes first, then all its processes."""
+        """End the host as a power failure does: take its link down, then kill all its processes."""
         self.cut()
         os.kill(self.init, signal.SIGKILL)
         self.process.wait()

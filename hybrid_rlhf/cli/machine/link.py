@@ -9,14 +9,14 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybrid_rlhf.cli.runs.hosts import SHARED_SECONDS, require_hosts
+from hybrid_rlhf.cli.runs.hosts import require_hosts
 from hybrid_rlhf.cli.runs.processes import launcher, launcher_environment, tee
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import LauncherConfig
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.runtime.command_line import user_errors
 from hybrid_rlhf.runtime.files.atomic import write_whole
-from hybrid_rlhf.runtime.hostfile import hosts_of
+from hybrid_rlhf.runtime.hostfile import SHARED_SECONDS, hosts_of
 
 if TYPE_CHECKING:
     from hybrid_rlhf.planning.machines.collectives import Times

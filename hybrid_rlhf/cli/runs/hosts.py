@@ -27,8 +27,6 @@ RESTART_WAIT_SECONDS = 600.0
 _ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """ssh ends 20 s after its host has vanished, as the ranks of the other hosts do; by default it waits for ever."""
 _ASK = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
-SHARED_SECONDS = 10.0
-"""Time in which a network file system shows a new file to all hosts."""
 _POLL_SECONDS = 1.0
 
 

@@ -53,12 +53,9 @@ class FourBitPart:
         product = self.weight.multiply(x)
         return product if self._rows is None else product[:, self._rows]
 
-    def up(self) -> Tensor | None:
-        """Return the factor [N, r] of the adapter for these outputs; None without an adapter."""
-        change = self.weight.change
-        if change is None:
-            return None
-        return change.up if self._rows is None else change.up[self._rows]
+    def rows_of(self, up: Tensor) -> Tensor:
+        """Return the rows for these outputs of an adapter's factor for all outputs of the weight."""
+        return up if self._rows is None else up[self._rows]
 
 
 class FourBitLinear:
@@ -90,15 +87,14 @@ class FourBitLinear:
 
     def _set_factors(self, place: int) -> None:
         part = self._parts[place]
-        up = part.up()
         change = part.weight.change
-        if not self._ranks[place] or up is None or change is None:
+        rank = self._ranks[place]
+        if not rank or change is None:
             return
         columns = sum(self._ranks[:place])
         rows = sum(before.shape[0] for before in self._parts[:place])
-        rank = self._ranks[place]
         self._down[columns : columns + rank] = change.down
-        self._up[rows : rows + part.shape[0], columns : columns + rank] = up
+        self._up[rows : rows + part.shape[0], columns : columns + rank] = part.rows_of(change.up)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [T, K] to [T, N]."""

@@ -10,7 +10,7 @@ and `exchange.py` (rows that several ranks compute together).
 
 from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
 from hybrid_rlhf.models.packing.batches import PackedBatch, layer_masks, pack, packs, pads, use_packing, why_padded
-from hybrid_rlhf.models.packing.exchange import sequence_world, set_sequence_world
+from hybrid_rlhf.models.packing.exchange import set_sequence_world
 from hybrid_rlhf.models.packing.rows import places
 from hybrid_rlhf.models.packing.sequence import SequenceShard, require_sequence_parallelism, shard_rows
 
@@ -24,7 +24,6 @@ __all__ = [
     "pads",
     "places",
     "require_sequence_parallelism",
-    "sequence_world",
     "set_sequence_world",
     "shard_rows",
     "use_packing",

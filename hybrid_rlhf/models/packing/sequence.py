@@ -26,7 +26,9 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.families import has_mixers
 from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
 from hybrid_rlhf.models.packing.batches import has_varlen_kernel, like_lengths
+from hybrid_rlhf.models.packing.exchange import sequence_world
 from hybrid_rlhf.models.packing.rows import ends, places
+from hybrid_rlhf.models.structure import backbone_of
 from hybrid_rlhf.runtime.world import World
 
 
@@ -82,6 +84,11 @@ class SequenceShard:
         """n."""
         return self.mine.stop - self.mine.start  # type: ignore[no-any-return]
 
+    def hidden(self, lm: PreTrainedModel) -> Tensor:
+        """Last hidden states [C, H] of this rank's part."""
+        hidden: Tensor = backbone_of(lm)(**self.arguments, use_cache=False).last_hidden_state[0]
+        return hidden
+
     @property
     def part(self) -> slice:
         """This rank's part of the N tokens."""
@@ -99,15 +106,17 @@ class SequenceShard:
         return torch.zeros_like(self.ids, dtype=torch.bool).index_copy(0, self.order, flags)
 
 
-def shard_rows(lm: PreTrainedModel, world: World, input_ids: Tensor, real: Tensor) -> SequenceShard:
-    """This rank's part of the rows of its group; every rank calls.
+def shard_rows(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> SequenceShard | None:
+    """This rank's part of the rows of its group; None without sequence parallelism. Every rank calls.
 
     Args:
         lm: the model.
-        world: the ranks of the group.
         input_ids: [B, T] int64, rows of this rank.
         real: [B, T] bool, true on real tokens.
     """
+    world = sequence_world(lm)
+    if world is None:
+        return None
     lengths = [length for rows in _gathered_lists(real.sum(dim=1), world) for length in rows.tolist() if length]
     by_rank = _gathered_lists(input_ids[real], world)
     before = sum(len(ids) for ids in by_rank[: world.rank])

@@ -33,15 +33,15 @@ def _sequence_groups(placement: Placement, size: int) -> list[tuple[int, ...]]:
     roles = placement.roles if size > 1 else {}
     groups = []
     for name, role in roles.items():
-        if name in ("sampler", CRITIC_COPY):  # these have inference weights
+        if name in ("sampler", CRITIC_COPY) or role.tensor_parallel > 1:  # these have inference weights
             continue
         ranks = role.ranks
-        if role.tensor_parallel == 1 and len(ranks) % size:
+        if len(ranks) % size:
             raise UserError(
                 f"model.sequence_parallel must divide the number of ranks of each role, {name} has {len(ranks)}, got "
                 f"{size}: give a divisor, or other ranks"
             )
-        groups += [ranks[first : first + size] for first in range(0, len(ranks) - len(ranks) % size, size)]
+        groups += [ranks[first : first + size] for first in range(0, len(ranks), size)]
     return groups
 
 
