@@ -44,7 +44,7 @@ _SOLO_ENVIRONMENT = {
     "HYBRID_RLHF_SOLO": "",
 }
 """The variables that a launcher would set for a single rank; DeepSpeed reads them too. The last one has the id of the
-process that set them."""
+process that set them, and the port."""
 
 
 @dataclass(frozen=True)
@@ -279,8 +279,9 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
     Args:
         timeout_seconds: time limit of a collective.
     """
-    if "RANK" not in os.environ:
-        os.environ.update(_SOLO_ENVIRONMENT, MASTER_PORT=str(_free_port()), HYBRID_RLHF_SOLO=str(os.getpid()))
+    if not _has_launcher():
+        port = str(_free_port())
+        os.environ.update(_SOLO_ENVIRONMENT, MASTER_PORT=port, HYBRID_RLHF_SOLO=f"{os.getpid()}:{port}")
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -380,7 +381,7 @@ def close_world() -> None:
         _GROUPS.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
-    if os.environ.get("HYBRID_RLHF_SOLO") == str(os.getpid()):
+    if os.environ.get("HYBRID_RLHF_SOLO", "").startswith(f"{os.getpid()}:"):
         for name in _SOLO_ENVIRONMENT:
             os.environ.pop(name, None)
 
@@ -403,6 +404,13 @@ def seed_all(seed: int, *, deterministic: bool = False) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def _has_launcher() -> bool:
+    """Whether a launcher describes this process; not where a parent process, a single rank of its own, does."""
+    owner, _, port = os.environ.get("HYBRID_RLHF_SOLO", "").partition(":")
+    inherited = owner not in ("", str(os.getpid())) and port == os.environ.get("MASTER_PORT")
+    return "RANK" in os.environ and not inherited
 
 
 def _free_port() -> int:

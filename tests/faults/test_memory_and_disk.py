@@ -32,7 +32,7 @@ from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
 from hybrid_rlhf.runtime.command_line import save_config, user_errors
 from hybrid_rlhf.runtime.files.disk import DISK_ERRNOS, disk_errors_translated
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
-from hybrid_rlhf.runtime.world import _SOLO_ENVIRONMENT, solo_world
+from hybrid_rlhf.runtime.world import solo_world
 from hybrid_rlhf.supervised.trainer import SupervisedTrainer
 from tests.support import ranks as _  # noqa: F401 - has the server of processes import everything
 from tests.support.faults import files_of_at_most
@@ -151,8 +151,6 @@ def remove_data(folder: Path) -> None:
 
 def run_sft(line: list[str], stderr: Path, act: Callable[[Path], None] | None, place: Path) -> None:
     """The main of step 1; in the middle of its second update something happens. What it says on stderr to a file."""
-    for name in _SOLO_ENVIRONMENT:  # of a test that this process was forked beside
-        os.environ.pop(name, None)
     with stderr.open("w") as file:
         os.dup2(file.fileno(), 2)
     update, steps = SupervisedTrainer._update, iter(range(1, 100))

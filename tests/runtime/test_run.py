@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -370,6 +371,22 @@ def test_timers_accumulate_and_reset() -> None:
     taken = timers.take()
     assert set(taken) == {"a"} and taken["a"] > 0 and timers.take() == {}
     assert 0.01 < peak_memory_gib(torch.device("cpu")) < 64
+
+
+def test_a_run_that_another_single_rank_starts_has_a_group_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook with an open session starts a step: the step tried to listen at the session's port."""
+    with socket.socket() as parents:
+        parents.bind(("127.0.0.1", 0))
+        parents.listen()
+        port = str(parents.getsockname()[1])
+        inherited = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        inherited |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HYBRID_RLHF_SOLO": f"{os.getppid()}:{port}"}
+        for name, value in inherited.items():
+            monkeypatch.setenv(name, value)
+        with start_run(sft_config(tmp_path)) as run:
+            assert run.world.size == 1 and os.environ["MASTER_PORT"] != port
 
 
 def test_a_closed_run_leaves_no_environment_to_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
