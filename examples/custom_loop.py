@@ -62,8 +62,8 @@ def main() -> None:
             report = parts.updater.update(batch, [plan])
             held_out = list(session.held_out)
             evaluated = parts.scorer.score(held_out, parts.sampler.sample(held_out, step=0))
-            metrics = {**rollout_metrics(report.batch), **report.metrics}
-            run.log(step, metrics | evaluation_metrics(evaluated, prefix="eval"))
+            metrics = {**rollout_metrics(report.batch, run.world), **report.metrics}
+            run.log(step, metrics | evaluation_metrics(evaluated, run.world, prefix="eval"))
             run.report(f"step {step}", {"objective/scores": metrics["objective/scores"]})
         session.save()
 

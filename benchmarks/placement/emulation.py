@@ -30,7 +30,7 @@ from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import derive_seed
 from hybrid_rlhf.planning.costs import Costs, Work
 from hybrid_rlhf.planning.plans import SAMPLER, StepPlan
-from hybrid_rlhf.rl.rollouts import sampler as rollout_sampler
+from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 
@@ -74,7 +74,7 @@ class Emulation:
             tuple(work.seconds for work in costs.sampling(plan, rows_at_once=rows_at_once)),
             costs.weight_sync(plan).seconds,
             plan.placement.with_actor,
-            costs.exchange("all_gather").seconds,
+            costs.messages("gather").seconds,
             job.lengths.completions,
             shrink,
             pace,
@@ -129,7 +129,7 @@ class _Emulator:
                 (GenerationEngine, "generate", self._generate),
                 *((owner, "inference", self._inference) for owner in self._samplers),
                 (SeparateSampler, "snapshot", self._snapshot),
-                (rollout_sampler, "gather_completions", self._gather),
+                (RolloutSampler, "_held", self._gather),
             ):
                 stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
             yield
@@ -215,10 +215,10 @@ class _Emulator:
         self._sleep(self._weight_sync, spent=time.thread_time() - start)
 
     def _gather(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def gather(mine: Any, world: World) -> Any:
-            found = real(mine, world)
-            self._rollout_tokens = sum(len(each.prompt) + len(each.completion.token_ids) for each in found)
+        def gather(*arguments: Any) -> Any:
+            rollout = real(*arguments)
+            self._rollout_tokens = int(rollout.index.lengths.sum())
             self._sleep(self._emulation.gather)
-            return found
+            return rollout
 
         return gather

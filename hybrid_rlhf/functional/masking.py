@@ -12,6 +12,8 @@ ValueError, since a broadcast mask would be counted wrongly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -51,15 +53,22 @@ def masked_mean(values: Tensor, *, mask: Tensor, dim: int | None = None) -> Tens
     return total / count.clamp(min=1)
 
 
-def masked_var(values: Tensor, *, mask: Tensor) -> Tensor:
-    """Unbiased variance of the values where the mask is 1."""
-    count = mask.bool().sum()
+def masked_var(values: Tensor, *, mask: Tensor, total: Callable[[Tensor], Tensor] = lambda partial: partial) -> Tensor:
+    """Unbiased variance of the values where the mask is 1; `total` as in `masked_whiten`."""
     masked = keep(values, mask)
-    deviation = keep(masked - masked_mean(masked, mask=mask), mask)
-    return deviation.square().sum() / (count - 1).clamp(min=1)
+    count, summed = total(torch.stack([mask.bool().sum().to(masked.dtype), masked.sum()]))
+    deviation = keep(masked - summed / count.clamp(min=1), mask)
+    return total(deviation.square().sum()) / (count - 1).clamp(min=1)
 
 
-def masked_whiten(values: Tensor, *, mask: Tensor, shift_mean: bool = True, unbiased: bool = True) -> Tensor:
+def masked_whiten(
+    values: Tensor,
+    *,
+    mask: Tensor,
+    shift_mean: bool = True,
+    unbiased: bool = True,
+    total: Callable[[Tensor], Tensor] = lambda partial: partial,
+) -> Tensor:
     """Values with variance 1 and, with shift_mean, mean 0; 0 where the mask is 0 (N details, no. 18).
 
     The statistics carry no gradient, and are accumulated in float64: equal float32 values have a deviation of 0.
@@ -69,14 +78,15 @@ def masked_whiten(values: Tensor, *, mask: Tensor, shift_mean: bool = True, unbi
         mask: mask of the same shape.
         shift_mean: false keeps the mean, as for rewards.
         unbiased: use the unbiased variance, as TRL and verl do; OpenAI's code of 2019 uses the biased one.
+        total: sums numbers over the ranks, where values are part of those to whiten.
 
     Returns:
         tensor with the shape of values, in float32 or better.
     """
     masked = keep(values, mask)
-    count = mask.bool().sum().double()
-    mean = (masked.detach().sum(dtype=torch.float64) / count.clamp(min=1)).to(masked.dtype)
-    squares = keep(masked.detach() - mean, mask).square().sum(dtype=torch.float64)
+    count, summed = total(torch.stack([mask.bool().sum().double(), masked.detach().sum(dtype=torch.float64)]))
+    mean = (summed / count.clamp(min=1)).to(masked.dtype)
+    squares = total(keep(masked.detach() - mean, mask).square().sum(dtype=torch.float64))
     variance = (squares / (count - int(unbiased)).clamp(min=1)).to(masked.dtype)
     whitened = (masked - mean) * torch.rsqrt(variance + 1e-8)
     return keep(whitened if shift_mean else whitened + mean, mask)

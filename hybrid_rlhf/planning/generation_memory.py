@@ -31,6 +31,7 @@ from hybrid_rlhf.generation.model.recurrent.states import state_bytes
 from hybrid_rlhf.models.families import family_of
 from hybrid_rlhf.planning.engine_memory import FLOAT32, MemoryUse
 from hybrid_rlhf.planning.inference_memory import inference_weight_bytes
+from hybrid_rlhf.planning.job import LEARNED_BYTES
 from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
 from hybrid_rlhf.planning.shapes import ShapedModel
 
@@ -54,15 +55,28 @@ def route_size(model: ShapedModel, rollout: RolloutConfig) -> RouteSize | None:
     return RouteSize(len(mixtures), kind.per_token, kind.index_dtype)
 
 
-def route_bytes(model: ShapedModel, rollout: RolloutConfig) -> tuple[int, int]:
-    """Memory of the recorded experts: of a rollout, on the host of every rank; and of a token on the device of the
-    actor, where it replays them."""
+def rollout_bytes(model: ShapedModel, rollout: RolloutConfig, *, groups: int | None, ranks: int) -> float:
+    """Memory of the longest rollout on the host of a rank: the rows that it holds and those that it computes, with the
+    recorded experts.
+
+    Args:
+        model: the actor.
+        rollout: settings.
+        groups: number of groups that sample, if the rank is in one; its first rank holds the rows. None: it holds none.
+        ranks: number of ranks of the run.
+    """
     size = route_size(model, rollout)
-    if size is None:
-        return 0, 0
     longest = rollout.max_prompt_tokens + rollout.sampling.max_new_tokens
-    completions = rollout.recorded_prompts(rollout.prompts_per_step) * rollout.sampling.n
-    return completions * longest * size.nbytes, size.nbytes if rollout.routing_replay else 0
+    recorded = 0 if size is None else rollout.recorded_prompts(rollout.prompts_per_step) * size.nbytes
+    whole = rollout.sampling.n * longest * (rollout.prompts_per_step * LEARNED_BYTES + recorded)
+    computed = whole / ranks if ranks > 1 else 0.0
+    return computed + (0.0 if groups is None else whole / groups)
+
+
+def replayed_bytes(model: ShapedModel, rollout: RolloutConfig) -> int:
+    """Memory of the recorded experts of a token on the device of the actor, where it replays them."""
+    size = route_size(model, rollout)
+    return 0 if size is None or not rollout.routing_replay else size.nbytes
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,13 @@ TAIL_SIGMA = 0.6
 """Sigma of the log-normal law of lengths that a plan assumes where it knows only their mean: the longest of 256
 completions is about five times the median."""
 
+SAMPLED_BYTES = 26
+"""Bytes of a sampled token: id, log-probs as reported and as drawn, weight version, masks."""
+LEARNED_BYTES = 54
+"""Bytes of it in a batch of PPO, with log-probs of actor and reference, entropy, value, reward, advantage, return."""
+COMPUTED_BYTES = 4
+"""Bytes of a value of a token that a model computes."""
+
 
 @dataclass(frozen=True)
 class ModelDimensions:

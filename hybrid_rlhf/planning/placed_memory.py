@@ -16,7 +16,7 @@ from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.hybrid import BUCKET_ELEMENTS
 from hybrid_rlhf.engines.residency.rules import RoleResidency
 from hybrid_rlhf.planning.engine_memory import FLOAT32, EngineMemory, MemoryUse, engine_memory, split_memory
-from hybrid_rlhf.planning.generation_memory import GenerationMemory, InferenceBytes, route_bytes
+from hybrid_rlhf.planning.generation_memory import GenerationMemory, InferenceBytes, replayed_bytes, rollout_bytes
 from hybrid_rlhf.planning.job import RLJob, RoleJob
 from hybrid_rlhf.planning.memo import Memo
 from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory, micro_batch
@@ -92,7 +92,9 @@ class MemoryModel:
         if "actor" in names and job.config.actor.ema_decay:
             actor = plan.roles["actor"]
             base += MemoryUse(host=FLOAT32 * job.actor.sizes.trained / (len(actor.ranks) if actor.zero == 3 else 1))
-        base += MemoryUse(host=route_bytes(_shapes(job.actor), job.config.rollout)[0])
+        groups = len(plan.sampling_groups) if any(name in names for name in plan.samplers) else None
+        held = rollout_bytes(_shapes(job.actor), job.config.rollout, groups=groups, ranks=self.machine.ranks)
+        base += MemoryUse(host=held)
         found: list[PhaseMemory] = []
         rows = None
         sampler = next((name for name in plan.samplers if name in names), None)
@@ -216,7 +218,7 @@ class MemoryModel:
                 most = self._micro_batch(self._job.learned_rows)
                 use = _between(measure(self._micro_batch(1)), measure(most), batch.rows, most.rows)
             if backward and role.name == "actor":
-                routes = route_bytes(_shapes(role), self._job.config.rollout)[1]
+                routes = replayed_bytes(_shapes(role), self._job.config.rollout)
                 use += MemoryUse(buffers=routes * batch.rows * batch.length)
             return use
 

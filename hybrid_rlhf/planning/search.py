@@ -136,10 +136,14 @@ class Search:
         self._fitting: list[Candidate] = []
         self._once = Memo()
         self._device_bytes = memory.machine.device_bytes
-        everyone = costs.exchange("all_gather").seconds + costs.loop().seconds
-        self._fixed = everyone + costs.exchange("all_reduce").seconds * (1 + bool(self._job.frozen))
-        phases = ("gather", "training", *(["scoring"] if self._job.frozen else []))
-        self._fixed += sum(costs.messages(phase).seconds for phase in phases)
+        of_everyone = [
+            costs.messages("gather"),
+            costs.rows_to_read() * (1 + bool(self._job.frozen)),
+            costs.values_read(),
+            costs.rows_to_learn(),
+            costs.loop(self._cluster.ranks),
+        ]
+        self._fixed = sum(work.seconds for work in of_everyone)
 
     def run(self, styles: Collection[str] = STYLES) -> SearchResult:
         """The best plans of some styles."""

@@ -83,8 +83,8 @@ def step_time(costs: Costs, plan: StepPlan, *, rows_at_once: int) -> StepTime:
     everyone = tuple(range(cluster.ranks))
     sync = Task("weight_sync", _with_samplers(plan), costs.weight_sync(plan), "actor")
     sampling = _sampling(costs, plan, rows_at_once)
-    gather = Task("gather", everyone, costs.exchange("all_gather") + costs.messages("gather"))
-    rest = [*_reads(costs, plan), *_updates(costs, plan), Task("loop", everyone, costs.loop())]
+    gather = Task("gather", everyone, costs.messages("gather"))
+    rest = [*_reads(costs, plan), *_updates(costs, plan), Task("loop", everyone, costs.loop(len(plan.sampling_groups)))]
     if not plan.policy_lag:
         tasks = [slowed for stage in _stages([sync, sampling, gather, *rest]) for slowed in _sharing(stage, costs)]
         seconds, phases = _in_turn(tasks)
@@ -111,16 +111,16 @@ def _sampling(costs: Costs, plan: StepPlan, rows_at_once: int) -> Task:
 
 def _reads(costs: Costs, plan: StepPlan) -> Iterator[Task]:
     job = costs.job
-    reduced = Task("scoring", tuple(range(costs.cluster.ranks)), costs.exchange("all_reduce"))
+    everyone = tuple(range(costs.cluster.ranks))
     for role in job.frozen:
         yield Task("scoring", plan.roles[role.name].ranks, costs.read(role, plan), role.name)
     if job.frozen:
-        yield replace(reduced, work=reduced.work + costs.messages("scoring"))
+        yield Task("scoring", everyone, costs.rows_to_read())
     reads = {"actor": job.actor_reads(lag=plan.policy_lag), "critic": 1}
     for role in _learners(costs):
         if times := reads[role.name]:
             yield Task("scoring", plan.roles[role.name].ranks, costs.read(role, plan, times=times), role.name)
-    yield reduced
+    yield Task("scoring", everyone, costs.rows_to_read() + costs.values_read())
 
 
 def _updates(costs: Costs, plan: StepPlan) -> Iterator[Task]:
@@ -135,7 +135,7 @@ def _updates(costs: Costs, plan: StepPlan) -> Iterator[Task]:
             yield Task("training", _with_samplers(plan), ahead, "actor", beside=True)
             work = work * last
         yield Task("training", ranks, work, role.name)
-    yield Task("training", tuple(range(costs.cluster.ranks)), costs.messages("training"))
+    yield Task("training", tuple(range(costs.cluster.ranks)), costs.rows_to_learn())
 
 
 def _learners(costs: Costs) -> list[RoleJob]:

@@ -8,84 +8,118 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.functional.groups import differs_in_group, group_size
-from hybrid_rlhf.functional.masking import masked_mean, masked_sum, spread
+from hybrid_rlhf.functional.masking import masked_sum, masked_var, spread
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.rl.batch import Batch, Rollout, SampledTokens
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.runtime.observability.profiling import decode_roofline, model_flops_utilisation
 from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
+from hybrid_rlhf.runtime.world import World
 
 
-def rollout_metrics(batch: Batch) -> dict[str, float]:
-    """Metrics of a rollout under TRL's names; KL and entropy are sums over a completion, in nats."""
+def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
+    """Metrics of a rollout under TRL's names; KL and entropy are sums over a completion, in nats. Every rank calls."""
     rollout = batch.rollout
     mask = rollout.response_mask
     old_logprobs = rollout.old_logprobs
-    scores = rollout.penalized_scores
-    assert old_logprobs is not None
+    assert old_logprobs is not None and rollout.groups is not None
     difference = torch.where(mask, (rollout.sampled_logprobs - old_logprobs).abs(), 0.0)
-    kl = rollout.kl
-    explained = batch.explained_variance
-    clipped = batch.clipped
+    columns = {
+        "kl": rollout.kl,
+        "clipped": batch.clipped,
+        "entropy": masked_sum(-old_logprobs, mask=mask, dim=1),
+        "reward": batch.rewards.sum(dim=1),
+        "scores": rollout.penalized_scores,
+        "truncated": ~rollout.stopped,
+        "difference": difference.sum(dim=1),
+        "largest": difference.amax(dim=1),
+        "groups": rollout.groups,
+    }
+    index = rollout.numbered(world)
+    known = {name: column.float() for name, column in columns.items() if column is not None}
+    whole = dict(zip(known, index.gather(torch.stack(list(known.values()), dim=1)).T.contiguous(), strict=True))
+    explained = _explained_variance(batch, world)
     return {
-        **({} if kl is None else {"objective/kl": float(kl.mean())}),
+        **({} if "kl" not in whole else {"objective/kl": float(whole["kl"].mean())}),
         **({} if explained is None else {"val/explained_variance": explained}),
-        "objective/entropy": float(masked_sum(-old_logprobs, mask=mask, dim=1).mean()),
-        "objective/scores": float(scores.mean()),
-        "objective/scores_std": spread(scores),
-        **({} if clipped is None else {"objective/score_clipfrac": float(clipped.float().mean())}),
-        "objective/rlhf_reward": float(batch.rewards.sum(dim=1).mean()),
-        **_equal_groups(rollout, scores),
-        "completions/mean_length": float(mask.sum(dim=1).float().mean()),
-        "completions/clipped_ratio": float((~rollout.stopped).float().mean()),
-        "rollout/logprob_abs_diff_mean": float(masked_mean(difference, mask=mask)),
-        "rollout/logprob_abs_diff_max": float(difference.max()),
+        "objective/entropy": float(whole["entropy"].mean()),
+        "objective/scores": float(whole["scores"].mean()),
+        "objective/scores_std": spread(whole["scores"]),
+        **({} if "clipped" not in whole else {"objective/score_clipfrac": float(whole["clipped"].mean())}),
+        "objective/rlhf_reward": float(whole["reward"].mean()),
+        **_equal_groups(whole["scores"], whole["groups"]),
+        "completions/mean_length": float(index.responses.float().mean()),
+        "completions/clipped_ratio": float(whole["truncated"].mean()),
+        "rollout/logprob_abs_diff_mean": float(whole["difference"].sum() / index.responses.sum().clamp(min=1)),
+        "rollout/logprob_abs_diff_max": float(whole["largest"].max()),
     }
 
 
-def episode_metrics(rollout: Rollout) -> dict[str, float]:
-    """Turns, rewards and truncation, means over episodes; {} without an environment."""
+def _explained_variance(batch: Batch, world: World) -> float | None:
+    """1 - var(returns - values) / var(returns), 1 for a perfect critic, 0 for a constant one; None without it."""
+    values = batch.rollout.old_values
+    if values is None or batch.returns is None:
+        return None
+    mask = batch.rollout.response_mask
+    variance = masked_var(batch.returns, mask=mask, total=world.total)
+    unexplained = masked_var(batch.returns - values, mask=mask, total=world.total)
+    return float(1 - unexplained / variance.clamp(min=1e-8))
+
+
+def episode_metrics(rollout: Rollout, world: World) -> dict[str, float]:
+    """Turns, rewards and truncation, means over episodes; {} without an environment. Every rank calls."""
     if rollout.turn_rewards is None:
         return {}
+    index = rollout.numbered(world)
     mask = rollout.response_mask
     begins = mask[:, 1:] & ~mask[:, :-1]  # the template has at least one token between two turns
-    turns = begins.sum(dim=1).float()
-    rewards = rollout.turn_rewards.sum(dim=1)
-    whole = {"environment/truncated": float((~rollout.stopped).float().mean())}
-    if rollout.samples is None:
-        return {**whole, "environment/turns": float(turns.mean()), "environment/reward": float(rewards.mean())}
-    first, _ = rollout.episodes()
-    return {
-        **whole,
-        "environment/turns": float(turns.sum() / len(first)),
-        "environment/reward": float(rewards[first].mean()),
-        "environment/sequences": len(mask) / len(first),
+    first = torch.zeros(len(mask)).index_fill(0, rollout.episodes()[0], 1.0)
+    columns = [begins.sum(dim=1), rollout.turn_rewards.sum(dim=1), ~rollout.stopped, first]
+    whole = index.gather(torch.stack([column.float() for column in columns], dim=1))
+    turns, rewards, truncated, first = whole.T.contiguous()
+    metrics = {
+        "environment/truncated": float(truncated.mean()),
+        "environment/turns": float(turns.sum() / first.sum()),
+        "environment/reward": float(rewards[first.bool()].mean()),
     }
+    return metrics if rollout.samples is None else {**metrics, "environment/sequences": len(first) / float(first.sum())}
 
 
-def _equal_groups(rollout: Rollout, scores: Tensor) -> dict[str, float]:
+def _equal_groups(scores: Tensor, groups: Tensor) -> dict[str, float]:
     """The share of groups whose scores are all equal, and so have no advantages; {} if no group has several
     completions."""
-    if rollout.groups is None:
-        return {}
-    sizes = group_size(rollout.groups)
+    sizes = group_size(groups)
     weights = (sizes > 1) / sizes  # 1 in each group of several
     if not weights.any():
         return {}
-    equal = ~differs_in_group(scores, groups=rollout.groups)
+    equal = ~differs_in_group(scores, groups=groups)
     return {"rollout/frac_reward_zero_std": float((equal * weights).sum() / weights.sum())}
 
 
-def evaluation_metrics(rollout: Rollout, *, prefix: str) -> dict[str, float]:
-    """Metrics of completions of held-out prompts; KL and length per completion."""
-    scores = rollout.penalized_scores
-    kl = rollout.kl
+def staleness_metrics(ages: Tensor, responses: Tensor) -> dict[str, float]:
+    """Age of the tokens of a rollout, from `Rollout.staleness` [N, 4] and the response tokens [N] of all its rows."""
+    updates, largest, stale, carried = ages.unbind(dim=1)
+    tokens = responses.sum().clamp(min=1)
+    return {
+        "rollout/stale_updates": float(updates.sum() / tokens),
+        "rollout/stale_updates_max": float(largest.max()),
+        "rollout/stale_tokens_ratio": float(stale.sum() / tokens),
+        "rollout/carried_ratio": float(carried.mean()),
+    }
+
+
+def evaluation_metrics(rollout: Rollout, world: World, *, prefix: str) -> dict[str, float]:
+    """Metrics of completions of held-out prompts; KL and length per completion. Every rank calls."""
+    index = rollout.numbered(world)
+    scores = index.gather(rollout.penalized_scores)
+    kl = None if rollout.kl is None else index.gather(rollout.kl)
+    stopped = index.gather(rollout.stopped)
     return {
         f"{prefix}/scores": float(scores.mean()),
         f"{prefix}/scores_std": spread(scores),
         **({} if kl is None else {f"{prefix}/kl": float(kl.mean())}),
-        f"{prefix}/mean_length": float(rollout.response_mask.sum(dim=1).float().mean()),
-        f"{prefix}/clipped_ratio": float((~rollout.stopped).float().mean()),
+        f"{prefix}/mean_length": float(index.responses.float().mean()),
+        f"{prefix}/clipped_ratio": float((~stopped).float().mean()),
         **{f"{prefix}/{name}": value for name, value in rollout.metrics.items()},
     }
 

@@ -71,7 +71,7 @@ class RLParts:
             ptx_coef: weight of the pretraining loss.
         """
         scaling = ScoreScaling(algorithm.config.score_scaling)
-        planner = MiniBatchPlanner(replace(micro_batches, padded=not roles.packs), seed=sampler.seed)
+        planner = MiniBatchPlanner(replace(micro_batches, padded=not roles.packs), seed=sampler.seed, world=roles.world)
         scorer = RolloutScorer(
             roles,
             algorithm=algorithm.config,
@@ -87,7 +87,7 @@ class RLParts:
         return cls(roles, algorithm, sampler, scorer, updater, scaling, planner)
 
     def plan(self, rollout: Rollout, *, step: int, epoch: int = 0) -> MiniBatchPlan:
-        """The mini-batches of an epoch of a step."""
+        """The mini-batches of an epoch of a step. Every rank calls."""
         return self.planner.plan(
             rollout,
             step=step,
@@ -98,7 +98,9 @@ class RLParts:
 
     def estimate(self, rollout: Rollout, *, kl_coef: float) -> Batch:
         """Estimate advantages of a scored rollout; see estimate_advantages."""
-        return estimate_advantages(rollout, self.algorithm, scaling=self.scaling, kl_coef=kl_coef)
+        return estimate_advantages(
+            rollout, self.algorithm, scaling=self.scaling, kl_coef=kl_coef, world=self.roles.world
+        )
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,19 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
 from hybrid_rlhf.loop.non_finite import NonFiniteError, SkippedUpdates, non_finite_rows
 from hybrid_rlhf.loop.trainer import Trainer
-from hybrid_rlhf.rl.batch import Batch, Rollout, with_prefix, without_prefix
+from hybrid_rlhf.rl.batch import Batch, Rollout, restored_rows, with_prefix, without_prefix
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics, speed_metrics
 from hybrid_rlhf.rl.parts import RLSession
 from hybrid_rlhf.rl.rollouts.advantages import KLController, NothingToLearn
-from hybrid_rlhf.rl.rollouts.samples import SampleTexts, token_arrays
+from hybrid_rlhf.rl.rollouts.samples import SampleTexts, token_arrays, token_rows
 from hybrid_rlhf.rl.updates.updater import LastLogprobs, Progress, UpdateReport
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.samples import SampleLog
@@ -107,10 +109,11 @@ class RLTrainer(Trainer):
         except NonFiniteError as error:
             self._run.timers.take()
             return self._skipped.record(step, error.what)
+        plans = [self._parts.plan(batch.rollout, step=step, epoch=epoch) for epoch in range(config.algorithm.epochs)]
         with self._run.timers("training"):
             report = self._updater.update(
                 batch,
-                [self._parts.plan(batch.rollout, step=step, epoch=epoch) for epoch in range(config.algorithm.epochs)],
+                plans,
                 kl_coef=kl_coef,
                 train_actor=config.critic is None or step > config.critic.warmup_steps,
                 progress=progress,
@@ -119,19 +122,19 @@ class RLTrainer(Trainer):
                     partial(self._partial_state, step, batch, progress)
                 ),
             )
-        metrics = {**rollout_metrics(report.batch), **batch.metrics, **report.metrics}
+        metrics = {**rollout_metrics(report.batch, self._world), **batch.metrics, **report.metrics}
         metrics |= self._speed(report, start)
         self._require_own_samples(step, metrics)
         if "objective/kl" in metrics:
-            self._kl.update(metrics["objective/kl"], completions=len(batch))
+            self._kl.update(metrics["objective/kl"], completions=len(plans[0].index))
         if due(step, config.reference.refresh_every):
             self._roles.refresh_reference()
         self._write_samples(step, report)
         return metrics | self._skipped.record(step, [f"a gradient of the {role}" for role in report.skipped])
 
     def batch(self, step: int) -> Batch:
-        """The training data of a step: its rollout with rewards and advantages. Every rank calls, in the order of
-        steps.
+        """This rank's training data of a step: its rollout with rewards and advantages. Every rank calls, in the order
+        of steps.
 
         Raises:
             NothingToLearn: on every rank, when there is no completion to learn from.
@@ -153,12 +156,14 @@ class RLTrainer(Trainer):
         faulty = non_finite_rows(
             {name: values for name, values in computed.items() if values is not None}, mask=rollout.response_mask
         )
-        if not faulty:
+        counts = self._world.total(torch.tensor([len(faulty.get(what, [])) for what in computed])).tolist()
+        if not any(counts):
             return
-        if self._world.is_main:
-            rows = sorted({row for rows in faulty.values() for row in rows})
-            self._skipped.keep(step, self._texts(rollout, rows))
-        raise NonFiniteError([f"{what} of {len(rows)} completions" for what, rows in faulty.items()])
+        rows = sorted({row for rows in faulty.values() for row in rows})
+        numbers = rollout.numbered(self._world).mine
+        self._skipped.keep(step, self._texts(rollout.rows(rows), [numbers[row] for row in rows]))
+        found = zip(computed, counts, strict=True)
+        raise NonFiniteError([f"{what} of {count} completions" for what, count in found if count])
 
     def _require_own_samples(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise UserError if current weights sampled tokens with other log-probs than training gives them."""
@@ -173,10 +178,15 @@ class RLTrainer(Trainer):
 
     def _write_samples(self, step: int, report: UpdateReport) -> None:
         batch = report.batch
-        self._samples.write(step, lambda: self._texts.of_batch(batch))
-        self._tokens.write(step, lambda: token_arrays(batch, report.ratios))
-        rows = {row for skipped in report.skipped.values() for row in skipped}
-        self._skipped.keep(step, self._texts(batch.rollout, sorted(rows)))
+        index = batch.rollout.numbered(self._world)
+        if self._samples.records(step):
+            texts = index.bring(self._texts.of_batch(batch, index.mine))
+            self._samples.write(step, texts)
+        if self._tokens.records(step):
+            rows = index.bring(token_rows(batch, report.ratios))
+            self._tokens.write(step, lambda: token_arrays(rows))
+        for skipped in report.skipped.values():
+            self._skipped.keep(step, self._texts(skipped.rows, skipped.numbers))
 
     def _speed(self, report: UpdateReport, start: float | None) -> dict[str, float]:
         """Speed and time of a step; {} for a resumed one, whose beginning was not timed."""
@@ -198,10 +208,10 @@ class RLTrainer(Trainer):
         prompts = list(self._session.held_out)
         if not prompts:
             return {}
-        metrics = evaluation_metrics(self._evaluated(prompts), prefix="eval")
+        metrics = evaluation_metrics(self._evaluated(prompts), self._world, prefix="eval")
         if self._rl.actor.ema_decay:
             with self._updater.averaged(), self._roles.sampler.other_weights():
-                metrics |= evaluation_metrics(self._evaluated(prompts), prefix="eval_ema")
+                metrics |= evaluation_metrics(self._evaluated(prompts), self._world, prefix="eval_ema")
         self._run.timers.take()
         return metrics
 
@@ -241,10 +251,10 @@ class RLTrainer(Trainer):
     def _partial_state(self, step: int, batch: Batch, progress: Progress) -> LoopState:
         state = self.state(step - 1)
         partial_step = {"metrics": dict(batch.metrics), "progress": progress.state_dict(self._roles)}
-        last = {} if progress.last is None else progress.last.tensors(self._world)
+        last = {} if progress.last is None else progress.last.tensors()
         tensors = {
             **state.tensors,
-            **with_prefix(_PARTIAL_STEP, batch.tensors()),
+            **with_prefix(_PARTIAL_STEP, batch.tensors() if len(batch) else {}),
             **with_prefix(_LAST_LOGPROBS, last),
         }
         return LoopState(state.step, {**state.content, "partial_step": partial_step}, progress.updates, tensors)
@@ -260,9 +270,9 @@ class RLTrainer(Trainer):
         if self._parts.scaling.needs_initial_scores:
             prompts = self._session.prompts
             first = range(min(len(prompts), self._rl.rollout.prompts_per_step))
-            scores = self._evaluated([prompts[i] for i in first]).scores
-            assert scores is not None
-            self._parts.scaling.observe(scores)
+            rollout = self._evaluated([prompts[i] for i in first])
+            assert rollout.scores is not None
+            self._parts.scaling.observe(rollout.numbered(self._world).gather(rollout.scores))
         return None if state is None else state.step
 
     def _restore(self, state: LoopState) -> None:
@@ -284,13 +294,15 @@ class RLTrainer(Trainer):
         self._kl.load_state_dict(content["kl"])
         self._parts.scaling.load_state_dict(content["scaling"])
         self._skipped.load_state_dict(content["skipped"])
-        self._ahead.load_state_dict(content.get("ahead", ()), state.tensors, self._world, content.get("carried"))
+        self._ahead.load_state_dict(content.get("ahead", ()), state.shards, self._world, content.get("carried"))
         if self._updater.ptx is not None and "ptx" in content:
             self._updater.ptx.load_state_dict(content["ptx"])
         if state.update is not None:
             stored = content["partial_step"]
-            tensors = without_prefix(_PARTIAL_STEP, state.tensors)
+            batch = restored_rows(Batch, state.shards, _PARTIAL_STEP, stored["metrics"], self._world)
+            assert batch is not None
             progress = Progress(self._world.device)
             progress.load_state_dict(stored["progress"], self._roles)
-            progress.last = LastLogprobs.from_tensors(without_prefix(_LAST_LOGPROBS, state.tensors), self._world)
-            self._interrupted = Batch.from_tensors(tensors, self._world.device, stored["metrics"]), progress
+            last = [without_prefix(_LAST_LOGPROBS, shard) for shard in state.shards]
+            progress.last = LastLogprobs.from_tensors(last, self._world)
+            self._interrupted = batch, progress

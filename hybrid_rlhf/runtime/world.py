@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables of torch's allocator: the name in all versions, and the newer one."""
+_SLICE_BYTES = 2**27
+"""Bytes of `World.exchange` on the device at a time, in each direction."""
 _SOLO_ENVIRONMENT = {
     "RANK": "0",
     "WORLD_SIZE": "1",
@@ -104,6 +106,10 @@ class World:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of a tensor in host memory. Every rank calls."""
+        return self.all_reduce(tensor.to(self.device, copy=True)).cpu()
+
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Overwrite a tensor by that of one of the ranks, and return it."""
         self._require_reachable()
@@ -127,6 +133,29 @@ class World:
             return tensor
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
+        return received
+
+    def exchange(self, parts: Sequence[bytes]) -> list[bytes | bytearray]:
+        """Send parts[r] to rank r; returns the parts received, by sender. Every rank calls.
+
+        They pass through the device in slices: it holds at most `_SLICE_BYTES` of those sent and as many of those
+        received.
+        """
+        self._require_reachable()
+        if self.size == 1:
+            return list(parts)
+        lengths = torch.tensor([len(part) for part in parts], device=self.device)
+        sizes = self.all_gather(lengths).tolist()
+        received: list[bytes | bytearray] = [bytearray() for _ in parts]
+        step = _SLICE_BYTES // self.size
+        for start in range(0, max(max(of_rank) for of_rank in sizes), step):
+            sent = [np.frombuffer(part, np.uint8)[start : start + step] for part in parts]
+            counts = [len(range(start, min(of_rank[self.rank], start + step))) for of_rank in sizes]
+            arrived = torch.empty(sum(counts), dtype=torch.uint8, device=self.device)
+            leaving = torch.from_numpy(np.concatenate(sent)).to(self.device)
+            dist.all_to_all_single(arrived, leaving, counts, [len(part) for part in sent], group=self.group)
+            for whole, part in zip(received, arrived.cpu().split(counts), strict=True):
+                whole += memoryview(part.numpy())
         return received
 
     def all_gather_objects(self, item: T) -> list[T]:

@@ -30,7 +30,7 @@ from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.updates.updater import Updater
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks
 from tests.support.rl import rollout_of
 from tests.support.tiny import tiny_config
@@ -117,7 +117,7 @@ def gradients(world: World, path: str, critic_path: str, tasks: list[Task]) -> d
         critic = build_engine(replace(spec, role="critic", path=critic_path), world) if name == "ppo" else None
         roles: Any = Roles(world, actor, None, critic)  # type: ignore[arg-type]
         batch, micro_batches = random_batch(seed), replace(micro, padded=attention == PADDED)
-        planner = MiniBatchPlanner(micro_batches, seed=number)
+        planner = MiniBatchPlanner(micro_batches, seed=number, world=solo_world(torch.device("cpu")))
         plan = planner.plan(batch.rollout, together=algorithm.together)
         learners = roles.learners.values()
         before = [value for engine in learners for _, value in full_tensors(engine.lm, world)]

@@ -35,6 +35,7 @@ from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, route_to_expert_0, token_rows
 from tests.support.families import variant
 from tests.support.ranks import run_ranks
+from tests.support.rl import whole
 from tests.support.separate import build_separate, plane_of, weight_tensors
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -149,8 +150,8 @@ def shared_rollouts(world: World, path: Path) -> list[tuple[int, int, list[Any],
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(GenerationEngine, "generate", counted)
-            shared = both.sample(rows, step=1)
-        alone = one.sample(rows, step=1)
+            shared = whole(both.sample(rows, step=1), world)
+        alone = whole(one.sample(rows, step=1), world)
         found.append((counts.pop(), joint.groups[0], shared.input_ids.tolist(), alone.input_ids.tolist()))
         torch.testing.assert_close(shared.sampled_logprobs, alone.sampled_logprobs, atol=1e-5, rtol=0)
         learn(actor)

@@ -25,7 +25,7 @@ from hybrid_rlhf.rl.rewards.functions import MAX_HANGING_CALLS, FunctionReward
 from hybrid_rlhf.runtime import background as waits
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks
-from tests.support.rl import rollout_of
+from tests.support.rl import rewarded, rollout_of
 
 CPU = torch.device("cpu")
 ANSWERS = CompletionTexts([[{"role": "user", "content": "q"}]] * 4, ["a", "bb", "ccc", ""], {"target": [1, 2, 3, 4]})
@@ -47,7 +47,7 @@ def four_rows() -> Rollout:
 def score_completions(
     *parts: RewardComponent, world: World | None = None, micro: list[list[int | None]] | None = None
 ) -> RewardReport:
-    return Reward(parts, world or solo_world(CPU))(four_rows(), lambda *_: micro or [[0, 1], [2, 3]], lambda: ANSWERS)
+    return rewarded(Reward(parts, world or solo_world(CPU)), four_rows(), micro or [[0, 1], [2, 3]], ANSWERS)
 
 
 def function(folder: Path, body: str, *, prefix: str = "", **settings: Any) -> FunctionReward:

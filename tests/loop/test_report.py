@@ -211,7 +211,7 @@ def test_ranks_of_different_roles_have_plans_of_their_own(run: Run, model_folder
         ("scoring", "1-2"): 0.125,
     }
     planned = [rows[key]["planned_gib"] for key in (("actor training", "0"), ("scoring", "1-2"))]
-    assert planned[0] > 3 * planned[1] > 0, "states of two optimizers are on the first rank alone"
+    assert planned[0] > 2 * planned[1] > 0, "states of two optimizers are on the first rank alone"
 
 
 def test_a_run_that_stops_before_its_first_step_has_a_report(run: Run) -> None:

@@ -35,7 +35,7 @@ class Counts:
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         """Count from now on."""
-        for name in ("all_reduce", "all_gather", "broadcast"):
+        for name in ("all_reduce", "all_gather", "broadcast", "all_to_all_single"):
             self._count(patch, name, getattr(distributed_c10d, name))
         timed = Timers.__call__
 
@@ -96,13 +96,16 @@ def test_a_step_makes_the_exchanges_that_the_planner_prices(tmp_path: Path) -> N
     folder.mkdir()
     counted = run_ranks(counted_step, RANKS, tmp_path / "ranks", str(folder))[0]
     priced = {
-        # the all-gather of a rollout is priced by its bytes; a broadcast of an object is two, which do not wait
         "loop all_reduce": sum(MESSAGES[name].reductions for name in ("loop", "weight_sync")),
-        "loop all_gather": MESSAGES["gather"].gathers + 1,
-        "loop broadcast": MESSAGES["gather"].per_host * RANKS + 2 * MESSAGES["loop"].gathers,
-        "scoring all_reduce": MESSAGES["scoring"].reductions + 1,
+        "loop all_gather": MESSAGES["gather"].gathers + MESSAGES["loop"].gathers,
+        "loop broadcast": 2,  # an object, beside the samplers' completions
+        "scoring all_reduce": MESSAGES["values"].reductions,
+        "scoring all_gather": 2 * MESSAGES["scoring"].gathers + MESSAGES["values"].gathers,
         "training all_gather": MESSAGES["training"].gathers,
         # besides the gradients of actor and critic
         "training all_reduce": MESSAGES["training"].reductions + (MESSAGES["training"].per_update + 2) * UPDATES,
+        # these are priced by their bytes
+        "scoring all_to_all_single": 3,
+        "training all_to_all_single": 1,
     }
     assert counted == priced

@@ -193,6 +193,6 @@ def test_a_step_pays_for_its_small_exchanges_between_hosts() -> None:
     between = {kind: Surface.of([(16.0, 64.0, seconds)]) for kind, seconds in surface.items()}
     curves = replace(with_usual_link(measured()), between_hosts=between)
     costs, alone = (Costs(job, curves, cluster) for cluster in (Cluster(16, 8), Cluster(8, 8)))
-    assert costs.messages("training").wire == pytest.approx((2 + job.updates) * 0.04 + 4 * 0.02)
-    assert costs.messages("gather").wire == pytest.approx((1 + 2 * 2) * 0.02)
+    assert costs.messages("training").wire == pytest.approx((2 + job.updates) * 0.04 + 6 * 0.02)
+    assert costs.messages("gather").wire == pytest.approx(4 * 0.02)
     assert alone.messages("training").seconds == 0.0

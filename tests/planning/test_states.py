@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutCon
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.batching.capacity import WorkingMemory
-from hybrid_rlhf.planning.generation_memory import GenerationMemory, route_bytes
+from hybrid_rlhf.planning.generation_memory import GenerationMemory, replayed_bytes, rollout_bytes, route_size
+from hybrid_rlhf.planning.job import LEARNED_BYTES
 from hybrid_rlhf.planning.shapes import ShapedModel, shaped_model
 from hybrid_rlhf.rl.batch import RolloutRoutes
 from tests.support.families import variant
@@ -60,16 +60,23 @@ def test_recorded_experts_take_what_was_planned(name: str, tmp_path: Path) -> No
     assert routes is not None
     rollout = replace(ROLLOUT, routing_replay=True)
     model = shaped(tmp_path)
-    assert route_bytes(model, rollout) == (routes.experts.nbytes, routes.experts[0].nbytes)
-    assert route_bytes(model, replace(rollout, prompts_per_step=500)) == (500 * routes.experts.nbytes // 3, ANY)
-    compared = route_bytes(model, replace(ROLLOUT, prompts_per_step=500))
-    assert compared == (16 * 30 * routes.experts[0].nbytes, 0), "30 tokens of 16 completions"
+    of_token = routes.experts[0].nbytes
+    assert (replayed_bytes(model, rollout), replayed_bytes(model, ROLLOUT)) == (of_token, 0)
+    tokens = LEARNED_BYTES * 3 * 2 * 30
+    alone = rollout_bytes(model, rollout, groups=1, ranks=1)
+    assert alone == tokens + routes.experts.nbytes
+    many = replace(rollout, prompts_per_step=500)
+    assert rollout_bytes(model, many, groups=1, ranks=1) == 500 / 3 * alone
+    assert rollout_bytes(model, many, groups=2, ranks=4) == 500 / 3 * alone * (1 / 2 + 1 / 4)
+    assert rollout_bytes(model, many, groups=None, ranks=4) == 500 / 3 * alone / 4, "a rank that does not sample"
+    compared = rollout_bytes(model, replace(ROLLOUT, prompts_per_step=500), groups=1, ranks=1)
+    assert compared == 500 / 3 * tokens + 16 * 30 * of_token, "experts of 16 completions"
 
 
 @pytest.mark.parametrize("name", ["llama", "granite 4 without experts or positions"])
 def test_models_without_experts_record_none(name: str, tmp_path: Path) -> None:
     variant(name).save_pretrained(tmp_path)
-    assert route_bytes(shaped(tmp_path), ROLLOUT) == (0, 0)
+    assert route_size(shaped(tmp_path), ROLLOUT) is None
 
 
 def test_the_plan_of_a_gpu_has_tables_split_attention_and_a_reserve_for_graphs(tmp_path: Path) -> None:
@@ -95,7 +102,7 @@ def test_the_plan_of_a_gpu_has_tables_split_attention_and_a_reserve_for_graphs(t
 
 def test_a_module_records_none(tmp_path: Path) -> None:
     variant("qwen3_moe").save_pretrained(tmp_path)
-    assert route_bytes(shaped(tmp_path), replace(ROLLOUT, backend="module")) == (0, 0)
+    assert route_size(shaped(tmp_path), replace(ROLLOUT, backend="module")) is None
 
 
 def shaped(folder: Path) -> ShapedModel:

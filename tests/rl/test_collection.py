@@ -20,11 +20,14 @@ from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector, _joined
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.runtime.command_line import parse_config
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.rl import rollout_of
 
 ROWS = 23
 SAMPLES = 3
+
+
+CPU = solo_world(torch.device("cpu"))
 
 
 def completions_of(lengths: list[int], *, mark: list[int] | None = None, stopped: bool = True, **known: Any) -> Rollout:
@@ -45,13 +48,16 @@ class Scripted:
         self.mixed = mixed
         self.sampled: list[tuple[int, int, list[int]]] = []
         self.weight_version = 0
+        self.world = CPU
 
     def sample(self, prompts: Any, *, step: int, first: int = 0, greedy: bool, part: None = None) -> Rollout:
         marks = [prompt["input_ids"][0] for prompt in prompts]
         self.sampled.append((step, first, marks))
         each = SAMPLES + greedy
         return completions_of(
-            [2 + mark % 3 for mark in marks for _ in range(each)], mark=[m for m in marks for _ in range(each)]
+            [2 + mark % 3 for mark in marks for _ in range(each)],
+            mark=[m for m in marks for _ in range(each)],
+            groups=torch.arange(len(marks)).repeat_interleave(each),
         )
 
     def score(self, prompts: Any, found: Rollout, *, first: int, greedy: bool, refill: bool) -> Rollout:
@@ -191,7 +197,7 @@ def test_neighbours_stay_in_one_micro_batch() -> None:
     for micro in (MicroBatches(rows=1), MicroBatches(rows=4), MicroBatches(rows=None, tokens=12)):
         seen: list[int] = []
         for rank in range(2):
-            plan = MiniBatchPlanner(micro, seed=3).plan(rollout, mini_batches=2, together=2)
+            plan = MiniBatchPlanner(micro, seed=3, world=CPU).plan(rollout, mini_batches=2, together=2)
             for part in plan.micro_batches(World(rank, 2, rank, 2, torch.device("cpu"))):
                 assert len(part) % 2 == 0
                 for first, second in zip(part[::2], part[1::2], strict=True):
@@ -205,7 +211,7 @@ def test_neighbours_stay_in_one_micro_batch() -> None:
 def test_readers_without_sequence_parallelism_compute_every_row(ranks: int, tensor_parallel: int) -> None:
     """Inference weights compute rows alone; their ranks need not be a multiple of those that train a row together."""
     rollout = completions_of([1, 9, 2, 2, 7, 3])
-    plan = MiniBatchPlanner(MicroBatches(rows=1, sequence_parallel=2), seed=3).plan(rollout)
+    plan = MiniBatchPlanner(MicroBatches(rows=1, sequence_parallel=2), seed=3, world=CPU).plan(rollout)
     seen: list[int] = []
     for rank in range(0, ranks, tensor_parallel):
         parts = plan.micro_batches(World(rank, ranks, rank, ranks, torch.device("cpu")), tensor_parallel)
@@ -223,7 +229,7 @@ def test_a_batch_can_leave_rows_out_and_comes_back_from_a_checkpoint() -> None:
     assert kept.rollout.ref_logprobs is not None and kept.rollout.old_values is None
     for found in (kept.rollout.ref_logprobs, kept.rewards, kept.advantages):
         assert torch.equal(found, values[[0, 2], :4])
-    again = Batch.from_tensors(kept.tensors(), torch.device("cpu"), kept.metrics)
+    again = Batch.from_tensors(kept.tensors(), kept.metrics)
     assert again.rollout.old_values is None and torch.equal(again.advantages, kept.advantages)
     assert again.tensors().keys() == kept.tensors().keys() and again.metrics == {"a": 1.0}
     assert all(torch.equal(tensor, kept.tensors()[name]) for name, tensor in again.tensors().items())

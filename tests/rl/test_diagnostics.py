@@ -15,7 +15,8 @@ from hybrid_rlhf.rl.roles import place_roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.run import start_run
-from tests.support.rl import rollout_of_rows
+from hybrid_rlhf.runtime.world import solo_world
+from tests.support.rl import rollout_of_rows, scaled
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_groups_of_equal_scores_are_counted() -> None:
     scores = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0])
 
     def share(groups: list[int]) -> dict[str, float]:
-        return _equal_groups(replace(rollout_of_rows(), groups=torch.tensor(groups)), scores)
+        return _equal_groups(scores, torch.tensor(groups))
 
     name = "rollout/frac_reward_zero_std"
     assert share([0, 0, 1, 1, 1]) == {name: pytest.approx(0.5)}, "by group, not by completion"
@@ -104,8 +105,8 @@ def test_rounding_makes_no_difference_between_equal_scores(score: float) -> None
     scores = torch.full((12,), score)
     rows = rollout_of_rows([[5]] * 12)
     rollout = replace(rows, groups=torch.zeros(12, dtype=torch.long), scores=scores, penalties=torch.zeros(12))
-    assert _equal_groups(rollout, scores) == {"rollout/frac_reward_zero_std": 1.0}
-    assert evaluation_metrics(rollout, prefix="eval")["eval/scores_std"] == 0.0
+    assert _equal_groups(scores, torch.zeros(12, dtype=torch.long)) == {"rollout/frac_reward_zero_std": 1.0}
+    assert evaluation_metrics(rollout, solo_world(torch.device("cpu")), prefix="eval")["eval/scores_std"] == 0.0
     scaling = ScoreScaling("running")
     for _ in range(3):
-        assert (scaling(scores) == 0).all() and scaling.metrics()["objective/scaling_std"] == 0.0
+        assert (scaled(scaling, scores) == 0).all() and scaling.metrics()["objective/scaling_std"] == 0.0

@@ -41,8 +41,8 @@ class Judge(RewardComponent):
         self._failing = failing
 
     def begin(self, share: RewardBatch) -> Callable[[], ComponentScores]:
-        failures = {place: "no" for place, row in enumerate(share.rows) if row in self._failing}
-        values = [None if place in failures else float(row) for place, row in enumerate(share.rows)]
+        failures = {place: "no" for place, row in enumerate(share.numbers) if row in self._failing}
+        values = [None if place in failures else float(row) for place, row in enumerate(share.numbers)]
         return lambda: ComponentScores(values, failures)
 
 
@@ -72,11 +72,11 @@ def test_dropped_rows_are_in_no_tensor_and_no_figure(world: World, paths: dict[s
             torch.testing.assert_close(found[mask], expected[mask], atol=1e-5, rtol=1e-5)
         else:
             assert torch.equal(found, expected), name
-    metrics = rollout_metrics(batch)
+    metrics = rollout_metrics(batch, world)
     assert metrics["objective/scores"] == pytest.approx(float(whole.penalized_scores[kept].mean()))
     assert metrics["completions/mean_length"] == float(whole.response_mask[kept].sum(dim=1).float().mean())
     assert parts.scaling.metrics()["objective/scaling_mean"] == pytest.approx(sum(kept) / len(kept))
-    assert evaluation_metrics(rollout, prefix="eval")["eval/scores"] == metrics["objective/scores"]
+    assert evaluation_metrics(rollout, world, prefix="eval")["eval/scores"] == metrics["objective/scores"]
     assert ALGORITHM.kl is not None
     controller = KLController(replace(ALGORITHM.kl, target=1.0))
     controller.update(10.0, completions=len(rollout))

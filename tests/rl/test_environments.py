@@ -36,7 +36,6 @@ from hybrid_rlhf.rl.environments import StepResult, build_runner
 from hybrid_rlhf.rl.environments.calculator import Calculator, compute
 from hybrid_rlhf.rl.environments.calls import CallFailure, EnvironmentCalls
 from hybrid_rlhf.rl.environments.environment import read_environment
-from hybrid_rlhf.rl.environments.episodes import as_rollout
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
 from hybrid_rlhf.rl.metrics import episode_metrics, rollout_metrics
 from hybrid_rlhf.rl.parts import RLParts
@@ -46,7 +45,7 @@ from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.families import variant
 from tests.support.ranks import run_main, run_ranks
-from tests.support.rl import chat_row, episode_parts
+from tests.support.rl import chat_row, episode_parts, whole
 from tests.support.routes import module_routes
 from tests.support.templates import FAMILIES, tokenizer_of
 from tests.support.tiny import CHATML, tiny_model, tiny_tokenizer
@@ -181,7 +180,7 @@ def test_an_episode_is_what_was_sampled_and_what_was_told(kind: Any, world: Worl
         assert bool(rollout.stopped[place]) == ended
     assert rollout.stopped.any() and not rollout.stopped[4:].any(), "who would go on was cut off"
     assert float(rollout.turn_rewards.sum()) == 2 * (6 + 1 + 6)
-    told = episode_metrics(rollout)
+    told = episode_metrics(rollout, world)
     assert told["environment/turns"] == pytest.approx((3 + 1 + 3) / 3)
     assert told["environment/reward"] == pytest.approx(2 * 13 / 6)
     assert told["environment/truncated"] == pytest.approx(1 - float(rollout.stopped.float().mean()))
@@ -247,7 +246,7 @@ def test_scores_are_the_environments_and_rewards_lie_where_they_were_earned(
     assert batch.rewards.sum(dim=1).tolist() == pytest.approx([5, 5, 1, 1, 5, 5], abs=1e-5)
     factor = torch.tensor([5 / 6, 5 / 6, 1, 1, 5 / 6, 5 / 6])[:, None]
     torch.testing.assert_close(batch.rewards, turn_rewards * factor)  # a clip scales every turn
-    assert rollout_metrics(batch)["objective/score_clipfrac"] == pytest.approx(4 / 6)
+    assert rollout_metrics(batch, world)["objective/score_clipfrac"] == pytest.approx(4 / 6)
     assert batch.rollout.greedy_scores.tolist() == [5, 5, 1, 1, 5, 5], "and from a baseline"  # type: ignore[union-attr]
     scaling = build(
         world, paths["actor"], max_turns=3, max_turn_tokens=12, algorithm=replace(ALGORITHM, score_scaling="running")
@@ -267,10 +266,10 @@ def on_ranks(world: World, path: str, sizes: list[int]) -> list[dict[str, Any]]:
 def _on_ranks(world: World, path: str, tensor_parallel: int) -> dict[str, Any]:
     sampling = replace(SAMPLING, tensor_parallel=tensor_parallel)
     parts = build(world, path, sampling=sampling, max_turns=3, max_turn_tokens=12)
-    rollout = parts.sampler.sample(PROMPTS, step=1)
-    result = {name: tensor.tolist() for name, tensor in rollout.tensors().items()}
-    result["scores"] = parts.scorer.score(PROMPTS, rollout).scores.tolist()
-    result["one"] = parts.sampler.sample(PROMPTS[:1], step=2).input_ids.tolist()  # a rank has no share
+    rollout = parts.scorer.score(PROMPTS, parts.sampler.sample(PROMPTS, step=1))
+    result = {name: tensor.tolist() for name, tensor in whole(rollout, world).tensors().items()}
+    one = parts.sampler.sample(PROMPTS[:1], step=2)  # a rank has no share
+    result["one"] = whole(one, world).input_ids.tolist()
     failing = build(world, path, Failing, sampling=sampling, options={"how": "raise", "where": "c"}, max_turns=2)
     try:
         failing.sampler.sample(PROMPTS, step=1)
@@ -490,7 +489,7 @@ def test_a_template_without_a_place_for_observations_is_refused() -> None:
         ObservationEncoder(tiny_tokenizer("{{ messages[0]['content'] }}"), max_observation_tokens=9)
 
 
-def test_text_of_an_episode_is_what_the_actor_said() -> None:
+def test_text_of_an_episode_is_what_the_actor_said(world: World) -> None:
     tokenizer = tiny_tokenizer()
     episode = Episode(tokenizer("Q").input_ids)
     for said, told in (("one", "TOLD"), ("two", None)):
@@ -499,10 +498,10 @@ def test_text_of_an_episode_is_what_the_actor_said() -> None:
         episode.add_turn(Completion(ids, zeros, "stop", zeros))
         if told is not None:
             episode.add_observation(tokenizer(told).input_ids)
-    answers = CompletionTexts.read([chat_row("Q")], as_rollout([episode], CPU), tokenizer)
+    answers = CompletionTexts.read([chat_row("Q")], replace(Rollout.of([episode]), groups=torch.tensor([0])), tokenizer)
     assert answers.completions == ["one\ntwo"]
-    plain = Rollout.of([Episode.of([5], Completion([70, 2], [-1.0, -2.0], "stop", [-1.0, -2.0]))], CPU)
-    assert plain.turn_rewards is None and episode_metrics(plain) == {}
+    plain = Rollout.of([Episode.of([5], Completion([70, 2], [-1.0, -2.0], "stop", [-1.0, -2.0]))])
+    assert plain.turn_rewards is None and episode_metrics(plain, world) == {}
 
 
 def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:

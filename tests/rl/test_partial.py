@@ -19,6 +19,7 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.metrics import staleness_metrics
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
@@ -36,6 +37,7 @@ from tests.support.ahead import (
 )
 from tests.support.faults import run_step
 from tests.support.ranks import run_main, run_ranks
+from tests.support.rl import whole
 from tests.support.steps import write_rows
 
 STEPS, PER_STEP, EXTRA, LONGEST = 4, 4, 2, 24
@@ -78,12 +80,17 @@ def steps_of(
     actor, stream = build_sampling_actor(world, path, **actor_settings)
     ahead, taken = partial_of(actor, stream, lag, max_lag=max_lag), []
     for step in range(1, STEPS + 1):
-        taken.append(ahead.take(step))
+        taken.append(_taken(ahead, step, world))
         ahead.begin(step)
         if changes:
             change_weights(actor, step)
     assert not ahead.has_next or stream.left == PROMPTS - STEPS * PER_STEP
     return taken
+
+
+def _taken(ahead: AsyncSampler, step: int, world: World) -> Step:
+    rows, rollout = ahead.take(step)
+    return rows, whole(rollout, world)
 
 
 def versions_of(rollout: Rollout) -> list[list[int]]:
@@ -146,7 +153,8 @@ def test_every_prompt_is_trained_on_once_by_tokens_of_the_weights_that_they_say(
                 assert versions == sorted(versions) and versions[-1] <= newest
                 assert versions[0] >= newest - max_lag
                 spans.append(len(set(versions)))
-            assert 0 <= rollout.staleness(number)["rollout/stale_updates"] <= lag + max_lag
+            ages = staleness_metrics(rollout.staleness(number), rollout.response_mask.sum(dim=1))
+            assert 0 <= ages["rollout/stale_updates"] <= lag + max_lag
         assert max(spans) > 1, "some are carried"
         if max_lag == 1:
             assert max(spans) == 2
@@ -171,7 +179,7 @@ def tokens_by_row(rows: list[int], rollout: Rollout) -> dict[int, list[list[int]
 
 def test_carried_completions_are_those_of_whole_rollouts(model_folder: Path, tmp_path: Path) -> None:
     """While the weights stay; whatever the number of groups, how many rows are decoded together, and the lag."""
-    whole = run_ranks(whole_steps, 1, tmp_path / "whole", str(model_folder))[0]
+    complete = run_ranks(whole_steps, 1, tmp_path / "whole", str(model_folder))[0]
     by_groups: dict[int, list[list[int]]] = {}
     cases: list[tuple[int, int, dict[str, Any]]] = [
         (1, 0, {}),
@@ -183,7 +191,7 @@ def test_carried_completions_are_those_of_whole_rollouts(model_folder: Path, tmp
         assert_each_prompt_once(steps)
         for rows, rollout in steps:
             for row, tokens in tokens_by_row(rows, rollout).items():
-                assert tokens == whole[row]
+                assert tokens == complete[row]
         assert by_groups.setdefault(ranks, [rows for rows, _ in steps]) == [rows for rows, _ in steps]
 
 
@@ -192,11 +200,13 @@ def begun(world: World, path: str, lag: int) -> tuple[list[Step], State]:
     actor, stream = build_sampling_actor(world, path)
     ahead, taken = partial_of(actor, stream, lag), []
     for step in (1, 2):
-        taken.append(ahead.take(step))
+        taken.append(_taken(ahead, step, world))
         ahead.begin(step)
         change_weights(actor, step)
     later, carried = ahead.state_dict(), ahead.carried_state(world)
-    return taken, json.loads(json.dumps([stream.state_dict(), later, carried])) + [ahead.tensors()]
+    return taken, json.loads(json.dumps([stream.state_dict(), later, carried])) + [
+        world.all_gather_objects(ahead.tensors())
+    ]
 
 
 def continued(world: World, path: str, lag: int, state: list[Any]) -> list[Step]:
@@ -209,7 +219,7 @@ def continued(world: World, path: str, lag: int, state: list[Any]) -> list[Step]
     ahead.load_state_dict(later, tensors, world, carried)
     found = []
     for step in (3, 4):
-        found.append(ahead.take(step))
+        found.append(_taken(ahead, step, world))
         ahead.begin(step)
         change_weights(actor, step)
     return found
@@ -220,11 +230,12 @@ def continued(world: World, path: str, lag: int, state: list[Any]) -> list[Step]
 )
 def test_carried_completions_resume(lag: int, ranks: int, model_folder: Path, tmp_path: Path) -> None:
     path = str(model_folder)
-    whole = run_ranks(steps_of, ranks, tmp_path / "whole", path, lag, True, {})[0]
+    uninterrupted = run_ranks(steps_of, ranks, tmp_path / "whole", path, lag, True, {})[0]
     (before, state), *_ = run_ranks(begun, ranks, tmp_path / "begun", path, lag)
-    assert state[2]["completions"] and any(reason is None for _, reason in state[2]["completions"])
+    reasons = [reason for of_rank in state[2]["finish_reasons"] for reason in of_rank]
+    assert reasons and None in reasons
     after = run_ranks(continued, ranks, tmp_path / "continued", path, lag, state)[0]
-    for (rows, rollout), (other_rows, other) in zip(whole, [*before, *after], strict=True):
+    for (rows, rollout), (other_rows, other) in zip(uninterrupted, [*before, *after], strict=True):
         assert rows == other_rows
         one, two = rollout.tensors(), other.tensors()
         assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

@@ -18,15 +18,17 @@ from hybrid_rlhf.loop.loss_sums import RunningSums
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner
-from hybrid_rlhf.rl.metrics import rollout_metrics
+from hybrid_rlhf.rl.metrics import _explained_variance, rollout_metrics
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import KLController
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
 from hybrid_rlhf.rl.updates.updater import Updater
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.rl import ALGORITHM, SAMPLING, build_parts, collect, rollout_of, score
 
 WHOLE = MiniBatch(tokens=1.0, sequences=1.0)
+
+CPU = solo_world(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
@@ -85,7 +87,7 @@ def gradients(roles: Roles, batch: Batch, micro: MicroBatches, which: str) -> li
     """The gradient of one mini-batch cut into micro-batches of a size."""
     engine = getattr(roles, which)
     updater = Updater(roles, PPO(replace(ALGORITHM, entropy_coef=0.1)), rollout=SAMPLING)
-    plan = MiniBatchPlanner(micro, seed=0).plan(batch.rollout)
+    plan = MiniBatchPlanner(micro, seed=0, world=CPU).plan(batch.rollout)
     for indices in plan.mini_batches(roles.world)[0]:
         mini_batch = MiniBatch(plan.tokens[0], plan.sequences[0], 0.1)
         loss = updater.value_loss(roles.critic, batch.rows(indices))
@@ -151,10 +153,10 @@ def test_rollout_metrics_have_closed_forms() -> None:
         old_values=0 * ones,
     )
     batch = Batch(rollout, rewards=ones * mask, advantages=ones, returns=ones * mask)
-    metrics = rollout_metrics(batch)
+    metrics = rollout_metrics(batch, CPU)
     assert "objective/score_clipfrac" not in metrics
     clipped = replace(batch, clipped=torch.tensor([True, False]))
-    assert rollout_metrics(clipped)["objective/score_clipfrac"] == 0.5
+    assert rollout_metrics(clipped, CPU)["objective/score_clipfrac"] == 0.5
     assert metrics["objective/kl"] == 1.5  # 2 tokens and 1 token of 1 nat
     assert metrics["objective/entropy"] == 3.0
     assert metrics["objective/scores"] == 2.0
@@ -208,7 +210,7 @@ def test_explained_variance_is_1_for_a_perfect_critic() -> None:
     def variance(values: torch.Tensor) -> float | None:
         zero = torch.zeros(2, 3)
         rollout = rollout_of(mask, mask, sampled_logprobs=returns, old_logprobs=zero, old_values=values)
-        return Batch(rollout, zero, zero, returns).explained_variance
+        return _explained_variance(Batch(rollout, zero, zero, returns), CPU)
 
     assert variance(returns) == 1.0
     assert variance(torch.full((2, 3), 0.3)) == pytest.approx(0.0, abs=1e-5)
@@ -221,10 +223,10 @@ def test_plans_give_every_row_once_and_equal_work() -> None:
     rollout = rollout_of(mask, mask, stopped=lengths > 0)
 
     def dealt_to(rank: int, ranks: int, micro_batch: int) -> list[list[list[int | None]]]:
-        planner = MiniBatchPlanner(MicroBatches(micro_batch), seed=1)
+        planner = MiniBatchPlanner(MicroBatches(micro_batch), seed=1, world=CPU)
         return planner.plan(rollout, mini_batches=2).mini_batches(World(rank, ranks, rank, ranks, torch.device("cpu")))
 
-    tokens = MiniBatchPlanner(MicroBatches(2), seed=1).plan(rollout, mini_batches=2).tokens
+    tokens = MiniBatchPlanner(MicroBatches(2), seed=1, world=CPU).plan(rollout, mini_batches=2).tokens
 
     for ranks in (1, 2, 4):
         dealt = [dealt_to(rank, ranks, 2) for rank in range(ranks)]

@@ -26,7 +26,7 @@ from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.runtime.world import World
 from tests.support.programs import ALGORITHM, PROMPTS, SAMPLING, STOP, Numbered, client_of, play_numbered, program_parts
 from tests.support.ranks import run_main, run_ranks
-from tests.support.rl import chat_row, episode_parts
+from tests.support.rl import chat_row, episode_parts, whole
 from tests.support.runs import rl_line
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -132,7 +132,7 @@ def test_a_program_learns_from_the_tokens_of_the_environment_with_the_same_repli
         torch.testing.assert_close(found.drawn_logprobs, expected.drawn_logprobs)
         assert found.turn_rewards is not None and expected.turn_rewards is not None
         assert torch.equal(found.turn_rewards.sum(dim=1), expected.turn_rewards.sum(dim=1))
-        assert episode_metrics(found) == {**episode_metrics(expected), "environment/sequences": 1.0}
+        assert episode_metrics(found, world) == {**episode_metrics(expected, world), "environment/sequences": 1.0}
 
 
 @pytest.mark.faults
@@ -185,7 +185,7 @@ def on_ranks(world: World, path: str) -> list[dict[str, Any]]:
     parts = program_parts(world, path, branch)
     found = []
     for prompts in ([chat_row("longer"), chat_row("q")], [chat_row("longer")]):
-        tensors = parts.sampler.sample(prompts, step=1).tensors()
+        tensors = whole(parts.sampler.sample(prompts, step=1), world).tensors()
         found.append({name: tensors[name].tolist() for name in ("input_ids", "response_mask", "groups", "samples")})
     sampling = replace(SAMPLING, tensor_parallel=world.size)
     shared = program_parts(world, path, branch, sampling=sampling).sampler if world.size > 1 else None

@@ -11,7 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from hybrid_rlhf.runtime import background as waits
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ranks import run_ranks
-from tests.support.rl import COMPLETIONS, MICRO_BATCH_ROWS, rollout_of_rows
+from tests.support.rl import COMPLETIONS, MICRO_BATCH_ROWS, rewarded, rollout_of_rows
 from tests.support.tiny import tiny_config, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def score_completions(
     *parts: Any, world: World | None = None, micro: list[list[int | None]] = MICRO_BATCH_ROWS
 ) -> RewardReport:
-    return Reward(parts, world or solo_world(CPU))(rollout_of_rows(), lambda *_: micro, lambda: COMPLETIONS)
+    return rewarded(Reward(parts, world or solo_world(CPU)), rollout_of_rows(), micro, COMPLETIONS)
 
 
 @pytest.fixture
@@ -295,9 +295,7 @@ def test_replicas_share_the_work_and_a_dead_one_is_left_out(serve: Callable[...,
 def test_columns_that_json_cannot_represent_are_logged(serve: Callable[..., Server]) -> None:
     odd = CompletionTexts(COMPLETIONS.prompts, COMPLETIONS.completions, {"x": [float("nan")] * 5})
     with pytest.raises(UserError, match="does not fit JSON"):
-        Reward([remote(serve(lengths).url)], solo_world(CPU))(
-            rollout_of_rows(), lambda *_: MICRO_BATCH_ROWS, lambda: odd
-        )
+        rewarded(Reward([remote(serve(lengths).url)], solo_world(CPU)), rollout_of_rows(), MICRO_BATCH_ROWS, odd)
 
 
 def test_answers_are_what_the_data_says_and_the_actor_said() -> None:
@@ -308,7 +306,8 @@ def test_answers_are_what_the_data_says_and_the_actor_said() -> None:
     ]
     said = ["2", "two", "é", ""]
     rows = [[7, 7, 7, *tokenizer.encode(text), tokenizer.eos_token_id] for text in said]
-    answers = CompletionTexts.read(prompts, rollout_of_rows(rows, prompt=3), tokenizer)
+    groups = torch.tensor([0, 0, 1, 1])
+    answers = CompletionTexts.read(prompts, replace(rollout_of_rows(rows, prompt=3), groups=groups), tokenizer)
     assert answers.completions == said
     assert [prompt[0]["content"] for prompt in answers.prompts] == ["1+1?", "1+1?", "why?", "why?"]
     assert answers.columns == {"answer": [2, 2, None, None], "kind": [None, None, "open", "open"]}
@@ -379,7 +378,7 @@ def test_models_score_their_own_reading_of_a_conversation(world: World, judges: 
     )
     assert [type(part) for part in reward._components] == [ModelReward, RetokenizingModelReward]
     rows = [[5, 6, 7], [9, 8], [4, 4, 4, 4], [11], [3, 200, 7]]
-    report = reward(rollout_of_rows(rows), lambda *_: [*MICRO_BATCH_ROWS, [None]], lambda: COMPLETIONS)
+    report = rewarded(reward, rollout_of_rows(rows), [*MICRO_BATCH_ROWS, [None]], COMPLETIONS)
     own, other, tokenizer = load(judges["own"]), load(judges["other"]), other_tokenizer()
     for row, ids in enumerate(rows):
         messages = [*COMPLETIONS.prompts[row], {"role": "assistant", "content": COMPLETIONS.completions[row]}]
@@ -392,15 +391,14 @@ def test_models_score_their_own_reading_of_a_conversation(world: World, judges: 
 def test_one_model_on_the_actors_tokens_needs_no_text_and_logs_nothing(world: World, judges: dict[str, str]) -> None:
     engine = frozen_engine(judges["own"], world)
     part = ModelReward(RewardComponentConfig(model=judges["own"]), engine)
-    report = Reward([part], world)(
-        rollout_of_rows([[5, 6], [9, 8, 7], [4]]), lambda *_: [[1, 0], [2, None]], pytest.fail
-    )
+    rollout = rollout_of_rows([[5, 6], [9, 8, 7], [4]])
+    report = rewarded(Reward([part], world), rollout, [[1, 0], [2, None]])
     assert report.metrics == {}
     assert float(report.scores[1]) == pytest.approx(by_hand(load(judges["own"]), [9, 8, 7]), abs=1e-5)
     with torch.no_grad():
         engine.lm.score.weight.fill_(math.nan)
     with pytest.raises(UserError, match="for 3 of 3 completions: got nan"):
-        Reward([part], world)(rollout_of_rows([[5, 6], [9, 8, 7], [4]]), lambda *_: [[1, 0], [2, None]], pytest.fail)
+        rewarded(Reward([part], world), rollout, [[1, 0], [2, None]])
 
 
 def test_a_model_on_the_actors_tokens_reads_what_its_template_has_behind_an_answer_that_ended(
@@ -410,7 +408,7 @@ def test_a_model_on_the_actors_tokens_reads_what_its_template_has_behind_an_answ
     part = ModelReward(RewardComponentConfig(model=judges["own"]), engine, end=(6, [12, 13]))
     longest = [6] * (engine.lm.config.max_position_embeddings - 1)  # there is no room behind it
     rollout = rollout_of_rows([[5, 6], [9, 8, 7], [6], longest])
-    report = Reward([part], world)(rollout, lambda *_: [[1, 0], [2, None], [3]], pytest.fail)
+    report = rewarded(Reward([part], world), rollout, [[1, 0], [2, None], [3]])
     for score, ids in zip(report.scores, ([5, 6, 12, 13], [9, 8, 7], [6, 12, 13], longest), strict=True):
         assert float(score) == pytest.approx(by_hand(load(judges["own"]), ids), abs=1e-5)
 
@@ -423,7 +421,7 @@ def test_a_conversation_that_a_model_cannot_read_fails_like_any_other(world: Wor
         part = RetokenizingModelReward(
             RewardComponentConfig(model=judges["other"], **settings), engine, other_tokenizer()
         )
-        return Reward([part], world)(rollout_of_rows(), lambda *_: MICRO_BATCH_ROWS, lambda: odd)
+        return rewarded(Reward([part], world), rollout_of_rows(), MICRO_BATCH_ROWS, odd)
 
     with pytest.raises(UserError, match="for 2 of 5 completions: .*(tokens and the model reads|template must accept)"):
         run()
@@ -441,9 +439,8 @@ def on_two_ranks(world: World, folder: Path, judge: str) -> dict[str, Any]:
         body = rank_1 if world.rank == 1 else "return [float(len(text)) for text in completions]"
         file.write_text(f"def f(prompts, completions, **columns):\n    {body}\n")
         config = RewardComponentConfig(function=f"{file}:f", **settings)
-        return Reward([FunctionReward(config, device=world.device)], world)(
-            rollout_of_rows(), lambda *_: micro, lambda: COMPLETIONS
-        )
+        reward = Reward([FunctionReward(config, device=world.device)], world)
+        return rewarded(reward, rollout_of_rows(), micro, COMPLETIONS)
 
     result: dict[str, Any] = {}
     try:
@@ -458,9 +455,8 @@ def on_two_ranks(world: World, folder: Path, judge: str) -> dict[str, Any]:
         config = RewardComponentConfig(model=judge, on_failure=on_failure)  # type: ignore[arg-type]
         part = RetokenizingModelReward(config, engine, other_tokenizer())
         try:
-            result["judged"] = Reward([part], world)(
-                rollout_of_rows(), lambda *_: micro, lambda: forbidden
-            ).scores.tolist()
+            report = rewarded(Reward([part], world), rollout_of_rows(), micro, forbidden)
+            result["judged"] = report.scores.tolist()
         except UserError as error:
             result["unread"] = str(error)
     missing = RewardComponentConfig(

@@ -156,9 +156,9 @@ def test_routes_stay_with_their_rows(data: st.DataObject) -> None:
     np.testing.assert_array_equal(together.padded_routes[1:].numpy(), whole)
     assert (together.padded_routes[0] == -1).all()
     batch = Batch(rollout, *[torch.zeros(rollout.input_ids.shape)] * 2)
-    again = Batch.from_tensors(batch.tensors(), CPU, {}).rollout
+    again = Batch.from_tensors(batch.tensors(), {}).rollout
     assert again.padded_routes.equal(rollout.padded_routes)
-    assert Rollout.from_tensors(plain.tensors(), CPU).routes is None
+    assert Rollout.from_tensors(plain.tensors()).routes is None
 
 
 @pytest.mark.parametrize(

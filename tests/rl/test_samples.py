@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.rl.batch import Batch, Rollout
-from hybrid_rlhf.rl.rollouts.samples import token_arrays
+from hybrid_rlhf.rl.rollouts.samples import token_arrays, token_rows
 from hybrid_rlhf.runtime.observability.token_records import TokenRecord, TokenRecords
 from hybrid_rlhf.runtime.world import World
 from tests.support.ranks import run_main
@@ -23,7 +23,7 @@ MODULE = "hybrid_rlhf.cli.rl"
 
 def test_the_tokens_of_a_row_are_those_of_the_batch(world: World, paths: dict[str, str]) -> None:
     batch, _ = collect(build_parts(world, paths))
-    arrays, rollout = token_arrays(batch), batch.rollout
+    arrays, rollout = token_arrays(token_rows(batch)), batch.rollout
     tensors = {
         "logprobs": rollout.sampled_logprobs,
         "old_logprobs": rollout.old_logprobs,
@@ -53,7 +53,7 @@ def test_the_tokens_of_a_row_are_those_of_the_batch(world: World, paths: dict[st
 def test_a_row_without_response_tokens_is_all_prompt() -> None:
     rollout = rollout_of_rows([[5, 6], [7, 8, 9]], prompt=2)
     zeros = torch.zeros(rollout.input_ids.shape)
-    empty, full = (TokenRecord.of(token_arrays(Batch(rollout, zeros, zeros)), row) for row in (0, 1))
+    empty, full = (TokenRecord.of(token_arrays(token_rows(Batch(rollout, zeros, zeros))), row) for row in (0, 1))
     assert (empty.prompt_length, empty.ids, set(empty.columns["rewards"])) == (2, [5, 6], {None})
     assert (full.prompt_length, full.columns["rewards"]) == (2, [None, None, 0.0])
 
@@ -61,7 +61,7 @@ def test_a_row_without_response_tokens_is_all_prompt() -> None:
 def test_scores_of_components_follow_their_rows(tmp_path: Path) -> None:
     rollout = rollout_of_rows([[1], [2], [3]])
     rollout = Rollout(**{**vars(rollout), "components": {"a/b": torch.tensor([1.0, math.nan, 3.0])}})
-    again = Rollout.from_tensors(rollout.tensors(), torch.device("cpu"))
+    again = Rollout.from_tensors(rollout.tensors())
     assert again.components["a/b"].nan_to_num(-1).tolist() == [1, -1, 3]
     assert again.rows([2, None, 0]).components["a/b"].tolist()[::2] == [3, 1]
     assert Rollout.joined([again, again]).components["a/b"].nan_to_num(-1).tolist() == [1, -1, 3] * 2

@@ -209,7 +209,15 @@ class FixedCosts:
         """See Costs."""
         return Work(self._seconds.get(f"train {role.name}", 0.0))
 
-    def exchange(self, kind: str) -> Work:
+    def rows_to_read(self) -> Work:
+        """See Costs."""
+        return Work()
+
+    def values_read(self) -> Work:
+        """See Costs."""
+        return Work()
+
+    def rows_to_learn(self) -> Work:
         """See Costs."""
         return Work()
 
@@ -217,7 +225,7 @@ class FixedCosts:
         """See Costs."""
         return Work()
 
-    def loop(self) -> Work:
+    def loop(self, holders: int) -> Work:
         """See Costs."""
         return Work(self._seconds.get("loop", 0.0))
 

@@ -20,12 +20,13 @@ from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
 from hybrid_rlhf.rl.algorithms.ppo import PPO
-from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, Rollout
+from hybrid_rlhf.rl.batch import Batch, LocalRows, MiniBatchPlan, Rollout
 from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.rl.parts import RLParts
-from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
+from hybrid_rlhf.rl.rewards import CompletionTexts, Reward, RewardReport
 from hybrid_rlhf.rl.rewards.models import ModelReward
 from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
@@ -112,9 +113,38 @@ def rollout_of(attention_mask: torch.Tensor, response_mask: torch.Tensor, **know
             "drawn_logprobs": known.get("sampled_logprobs", zeros),
             "stopped": torch.ones(shape[0], dtype=torch.bool),
             "weight_versions": torch.zeros(shape, dtype=torch.long),
+            "groups": torch.arange(shape[0]),
             **known,
         }
     )
+
+
+def whole(rollout: Rollout, world: World) -> Rollout:
+    """The rows of all ranks, on every rank."""
+    index = rollout.numbered(world)
+    rows = range(len(index))
+    return index.fetch(rollout, rows).on_host(rows)
+
+
+def scaled(scaling: ScoreScaling, scores: torch.Tensor) -> torch.Tensor:
+    """Scores of a step, scaled."""
+    if scaling.follows_scores:
+        scaling.observe(scores)
+    return scaling.scaled(scores)
+
+
+def rewarded(
+    reward: Reward, rollout: Rollout, micro_batches: Sequence[list[int | None]], texts: CompletionTexts | None = None
+) -> RewardReport:
+    """The report of a rollout whose rows are all on this rank; `texts` are those of its groups, None if none may
+    read them."""
+
+    def read(rows: Rollout) -> CompletionTexts:
+        assert rows.groups is not None and texts is not None
+        return texts.select(rows.groups.tolist())
+
+    rows = LocalRows(rollout, range(len(rollout)), torch.device("cpu"))
+    return reward(rows, len(rollout), lambda *_: list(micro_batches), read)
 
 
 def rollout_of_rows(rows: Sequence[Sequence[int]] = ((5,),) * 5, prompt: int = 0) -> Rollout:

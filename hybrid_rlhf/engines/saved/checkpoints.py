@@ -11,7 +11,7 @@ import json
 import logging
 import platform
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
@@ -47,14 +48,13 @@ T = TypeVar("T")
 AnyState = TrainingState | AbsentState
 _LIBRARIES = ("hybrid_rlhf", "torch", "deepspeed", "transformers", "peft")
 logger = logging.getLogger(LOGGER_NAME)
-_LOOP_FILE = "loop.safetensors"
 _WRITERS = 2
 """Number of writer threads per rank."""
 
 
 @dataclass(frozen=True)
 class LoopState:
-    """State of a training loop, the same on every rank."""
+    """State of a training loop, the same on every rank but for the tensors."""
 
     step: int
     """Number of completed steps: optimizer updates, or rollouts in RL."""
@@ -63,7 +63,9 @@ class LoopState:
     update: int | None = None
     """Number of updates on the rollout of the next step, if the checkpoint is within that step."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Rollouts that were sampled but not fully trained on."""
+    """This rank's rows of rollouts that were sampled but not fully trained on."""
+    shards: Sequence[Mapping[str, Tensor]] = ()
+    """The tensors of each rank that wrote the checkpoint; read from its files when they are used."""
 
 
 class CheckpointWriter:
@@ -106,10 +108,10 @@ class CheckpointWriter:
         named = {
             f"{role}_{self._states[role].world.rank:05}.safetensors": part for role, part in tensors.items() if part
         }
-        if self._world.is_main and loop.tensors:
+        if loop.tensors:
             # safetensors does not accept views, and tensors of a rollout may be views of each other
             copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in loop.tensors.items()}
-            named[_LOOP_FILE] = copies
+            named[_loop_name(self._world.rank)] = copies
         manifest = {
             "step": loop.step,
             "update": loop.update,
@@ -259,8 +261,32 @@ def load_checkpoint(checkpoint: Path, *, states: Mapping[str, AnyState], world: 
     if manifest["world_size"] == world.size:
         random = json.loads((checkpoint / _random_name(world.rank)).read_text())
         restore_random_states(random, world.device)
-    tensors = load_file(checkpoint / _LOOP_FILE) if _LOOP_FILE in manifest["files"] else {}
-    return LoopState(int(manifest["step"]), manifest["loop"], manifest["update"], tensors)
+    names = map(_loop_name, range(manifest["world_size"]))
+    shards = [_StoredTensors(checkpoint / name) if name in manifest["files"] else {} for name in names]
+    return LoopState(int(manifest["step"]), manifest["loop"], manifest["update"], shards=shards)
+
+
+class _StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a file, each read when it is used."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        with safe_open(file, "pt") as tensors:
+            self._names = tuple(tensors.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._file, "pt") as tensors:
+            return tensors.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _loop_name(rank: int) -> str:
+    return f"loop_{rank:05}.safetensors"
 
 
 def _random_name(rank: int) -> str:

@@ -22,7 +22,7 @@ from hybrid_rlhf.models.head_check import PROBE_TOKENS
 from hybrid_rlhf.planning.costs.decoding import DecodeSegments
 from hybrid_rlhf.planning.costs.passes import ModelPasses, Numbers, PassedTokens
 from hybrid_rlhf.planning.curves import Collective, MachineCurves, by_ranks
-from hybrid_rlhf.planning.job import ModelDimensions, RLJob, RoleJob
+from hybrid_rlhf.planning.job import COMPUTED_BYTES, LEARNED_BYTES, SAMPLED_BYTES, ModelDimensions, RLJob, RoleJob
 from hybrid_rlhf.planning.memo import Memo
 from hybrid_rlhf.planning.phase_memory import Cluster
 from hybrid_rlhf.planning.plans import StepPlan
@@ -57,16 +57,15 @@ class Messages(NamedTuple):
     """Reductions of each update."""
     gathers: int = 0
     """All-gathers, and broadcasts, which take as long: after one, the receivers are late."""
-    per_host: int = 0
-    """Broadcasts of the ranks of each host; those of one host follow each other without waiting."""
 
 
 MESSAGES = {
     "weight_sync": Messages(reductions=2),  # the check of the inference weights
-    "gather": Messages(gathers=1, per_host=2),  # sizes of the completions, then two broadcasts of each rank
-    "scoring": Messages(reductions=1),  # rows without a score
-    "training": Messages(reductions=2, per_update=1, gathers=4),  # metrics; in each update, signals
-    "loop": Messages(reductions=1, gathers=2),  # signals; the end of data, stale weights
+    "gather": Messages(gathers=4),  # columns and lengths of the completions, as objects
+    "scoring": Messages(gathers=2),  # which rows a rank reads, and their bytes
+    "values": Messages(reductions=1, gathers=1),  # scores; bytes of the values
+    "training": Messages(reductions=2, per_update=1, gathers=6),  # metrics, rows; in each update, signals
+    "loop": Messages(reductions=8, gathers=4),  # signals, whitening; scores and metrics of all rows
 }
 """Counted in tests/planning/test_messages.py."""
 MESSAGE_BYTES = 64
@@ -393,14 +392,27 @@ class Costs:
 
     # All ranks
 
-    def exchange(self, kind: Collective) -> Work:
-        """A collective of all ranks over a number for each token of the rollout's completions."""
+    def rows_to_read(self) -> Work:
+        """Rows of a rollout travel to the ranks that read them."""
+        return self._exchange(SAMPLED_BYTES) + self.messages("scoring")
+
+    def values_read(self) -> Work:
+        """What the roles have read travels back."""
+        return self._exchange(COMPUTED_BYTES * len(self.job.roles)) + self.messages("values")
+
+    def rows_to_learn(self) -> Work:
+        """Rows of a batch travel to the ranks that learn from them, in every epoch."""
+        return self._exchange(LEARNED_BYTES) * self.job.config.algorithm.epochs + self.messages("training")
+
+    def _exchange(self, token_bytes: int) -> Work:
+        """Rows of a rollout travel between all ranks: each sends and receives its part."""
 
         def price() -> Work:
             everyone = self._span(tuple(range(self.cluster.ranks)))
-            return Work(wire=self._collective(kind, everyone, 4 * self.job.lengths.tokens))
+            size = token_bytes * self.job.lengths.tokens / self.cluster.ranks
+            return Work(wire=self._collective("all_gather", everyone, size))
 
-        return self._once(("exchange", kind), price)
+        return self._once(("exchange", token_bytes), price)
 
     def messages(self, phase: str) -> Work:
         """Exchanges of a few bytes between the hosts in a phase of a step; within a host they are part of what
@@ -410,15 +422,15 @@ class Costs:
             return Work()
         counts = MESSAGES[phase]
         reductions = counts.reductions + counts.per_update * self.job.updates
-        gathers = counts.gathers + counts.per_host * hosts
         everyone = self._span(tuple(range(self.cluster.ranks)))
         reduction, gather = (self._collective(kind, everyone, MESSAGE_BYTES) for kind in ("all_reduce", "all_gather"))
-        return Work(wire=reductions * reduction + gathers * gather)
+        return Work(wire=reductions * reduction + counts.gathers * gather)
 
-    def loop(self) -> Work:
-        """What each rank does in a step outside its phases."""
+    def loop(self, holders: int) -> Work:
+        """What a rank does in a step outside its phases; so many ranks hold the rows, each as many."""
         shared = by_ranks(self.curves.shared_loop, self.cluster.ranks, none=1.0)
-        return Work(self.curves.loop(self.job.lengths.tokens) * shared) + self.messages("loop")
+        held = self.job.lengths.tokens / holders
+        return Work(self.curves.loop(held) * shared) + self.messages("loop")
 
     def _call(self, name: str) -> float:
         return self.curves.calls.get(name, 0.0)

@@ -1,7 +1,7 @@
 """The data of an RL step, and its division into batches.
 
-Read `rollout.py` (the tensors of a step, and the recorded experts), then `planning.py` (mini-batches and
-micro-batches).
+Read `rollout.py` (the tensors of a step, and the recorded experts), `sharing.py` (which rank holds which rows), then
+`planning.py` (mini-batches and micro-batches).
 """
 
 from hybrid_rlhf.rl.batch.planning import MiniBatchPlan, MiniBatchPlanner
@@ -13,7 +13,13 @@ from hybrid_rlhf.rl.batch.rollout import (
     RolloutRoutes,
     RouterAgreement,
     SampledTokens,
-    scatter_rows,
+)
+from hybrid_rlhf.rl.batch.sharing import (
+    LocalRows,
+    RowIndex,
+    restored_rows,
+    row_values,
+    with_columns_of_all_ranks,
     with_prefix,
     without_prefix,
 )
@@ -22,13 +28,17 @@ __all__ = [
     "ROUTER_AGREEMENT",
     "Batch",
     "Episode",
+    "LocalRows",
     "MiniBatchPlan",
     "MiniBatchPlanner",
     "Rollout",
     "RolloutRoutes",
     "RouterAgreement",
+    "RowIndex",
     "SampledTokens",
-    "scatter_rows",
+    "restored_rows",
+    "row_values",
+    "with_columns_of_all_ranks",
     "with_prefix",
     "without_prefix",
 ]

@@ -14,6 +14,7 @@ import numpy as np
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.loaders import shard_batch
 from hybrid_rlhf.rl.batch.rollout import Rollout
+from hybrid_rlhf.rl.batch.sharing import RowIndex
 from hybrid_rlhf.runtime.world import World
 
 
@@ -21,6 +22,8 @@ from hybrid_rlhf.runtime.world import World
 class MiniBatchPlan:
     """The rows of each mini-batch, and the part of them that a rank computes."""
 
+    index: RowIndex
+    """The numbers of the rows, and where they are."""
     rows: list[list[int]]
     """[mini-batch][unit]; a unit is `together` neighbouring rows."""
     tokens: list[float]
@@ -71,27 +74,26 @@ class MiniBatchPlan:
 class MiniBatchPlanner:
     """Divides rows into mini-batches; computes the same plan on every rank."""
 
-    def __init__(self, micro_batches: MicroBatches, *, seed: int) -> None:
-        """Take the size of a micro-batch and the seed of the shuffles."""
+    def __init__(self, micro_batches: MicroBatches, *, seed: int, world: World) -> None:
+        """Take the size of a micro-batch, the seed of the shuffles, and the ranks that hold rows."""
         self._micro_batches = micro_batches
         self._seed = seed
+        self._world = world
 
     def plan(
         self, rollout: Rollout, *, step: int = 0, epoch: int = 0, mini_batches: int = 1, together: int = 1
     ) -> MiniBatchPlan:
-        """The mini-batches of a pass over a rollout.
+        """The mini-batches of a pass over a rollout. Every rank calls.
 
         Args:
-            rollout: the rows.
+            rollout: this rank's rows.
             step: key of the shuffle.
             epoch: key of the shuffle.
             mini_batches: number of equal parts.
             together: neighbouring rows that stay in one micro-batch.
         """
-        lengths, tokens = (
-            column.view(-1, together).sum(dim=1).tolist()
-            for column in (rollout.lengths, rollout.response_mask.sum(dim=1))
-        )
+        index = rollout.numbered(self._world)
+        lengths, tokens = (column.view(-1, together).sum(dim=1).tolist() for column in (index.lengths, index.responses))
         micro_batches = self._micro_batches
         if micro_batches.rows is not None:
             micro_batches = replace(micro_batches, rows=max(1, micro_batches.rows // together))
@@ -99,6 +101,7 @@ class MiniBatchPlanner:
         size = -(-len(order) // mini_batches)
         parts = [order[start : start + size] for start in range(0, len(order), size)]
         return MiniBatchPlan(
+            index,
             parts,
             [float(sum(tokens[i] for i in part)) for part in parts],
             [len(part) * together for part in parts],

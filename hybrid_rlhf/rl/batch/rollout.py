@@ -1,19 +1,18 @@
-"""The tensors of an RL step, complete on every rank: a `Rollout`, and the `Batch` to learn from.
+"""The tensors of an RL step that a rank holds, in host memory: a `Rollout`, and the `Batch` to learn from.
 
-A rollout is small compared to a model (a few floats per token). Keeping all of it on every rank makes whitening,
-mini-batches and the balance of lengths independent of the number of ranks. Recorded experts are stored separately from
-the other tensors: they take a byte per mixture and expert, 384 for a token of Qwen3-30B-A3B. They are in host memory
-without padding, for the completions that have them; the device receives those of a micro-batch.
+A rank holds all completions of some prompts (sharing.py); a micro-batch of them has the same type, and is on the device
+of the models. Recorded experts are stored separately from the other tensors, without padding and for the completions
+that have them: they take a byte per mixture and expert, 384 for a token of Qwen3-30B-A3B.
 
-Shapes: N completions of the rollout over all ranks, T time, right-padded; E mixtures of experts, k experts per token.
-A tensor describes the token at its own position: logprobs[n, t] of token t, values[n, t] of the state in which token t
-is chosen.
+Shapes: N completions of this rank, or of a micro-batch; T time, right-padded; E mixtures of experts, k experts per
+token. A tensor describes the token at its own position: logprobs[n, t] of token t, values[n, t] of the state in which
+token t is chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -22,8 +21,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hybrid_rlhf.engines.engine import ModelEngine
-from hybrid_rlhf.functional.masking import masked_mean, masked_sum, masked_var
+from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.generation.sampling import Completion
+from hybrid_rlhf.rl.batch.sharing import RowIndex, with_prefix, without_prefix
 from hybrid_rlhf.runtime.world import World
 
 ROUTER_AGREEMENT = "rollout/router_agreement"
@@ -222,18 +222,21 @@ class Rollout:
     """[N] float32 by name, scores of the reward components before their weights; NaN where one does not apply."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of sampling and scoring."""
+    index: RowIndex | None = None
+    """The numbers of these rows among those of all ranks; None in a micro-batch, or if they are not numbered yet."""
 
     @classmethod
-    def of(cls, episodes: Sequence[Episode], device: torch.device, *, has_rewards: bool = False) -> Self:
+    def of(cls, episodes: Sequence[Episode], *, has_rewards: bool = False) -> Self:
         """Episodes [N] as right-padded tensors; `has_rewards`: an environment gives rewards for turns."""
-        width = max(len(episode.prompt) + len(episode.token_ids) for episode in episodes)
+        width = max((len(episode.prompt) + len(episode.token_ids) for episode in episodes), default=1)
+        samples = [episode.sample for episode in episodes]
 
         def tensor(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
             whole = torch.zeros(len(episodes), width, dtype=dtype)
             for row, (episode, values) in enumerate(zip(episodes, rows, strict=True)):
                 start = len(episode.prompt)
                 whole[row, start : start + len(values)] = torch.tensor(values, dtype=dtype)
-            return whole.to(device)
+            return whole
 
         ids = tensor([e.token_ids for e in episodes], torch.long)
         attention = torch.zeros(len(episodes), width, dtype=torch.bool)
@@ -242,13 +245,14 @@ class Rollout:
             attention[row, : len(episode.prompt) + len(episode.token_ids)] = True
         return cls(
             ids,
-            attention.to(device),
+            attention,
             tensor([e.sampled for e in episodes], torch.bool),
             tensor([e.logprobs for e in episodes], torch.float32),
             tensor([e.drawn_logprobs for e in episodes], torch.float32),
-            torch.tensor([e.stopped for e in episodes], dtype=torch.bool, device=device),
+            torch.tensor([e.stopped for e in episodes], dtype=torch.bool),
             tensor([e.weight_versions for e in episodes], torch.long),
             tensor([e.turn_rewards for e in episodes], torch.float32) if has_rewards else None,
+            samples=None if None in samples or not samples else torch.tensor(samples),
             routes=RolloutRoutes.of([e.routes for e in episodes]),
         )
 
@@ -285,13 +289,6 @@ class Rollout:
             return None
         return masked_sum(self.old_logprobs - self.ref_logprobs, mask=self.response_mask, dim=1)
 
-    def places(self, prompts: int) -> Tensor:
-        """[N] int64, the index of each row's prompt; without `samples` all prompts have the same number of rows."""
-        if self.samples is not None:
-            assert self.groups is not None
-            return self.groups
-        return torch.arange(len(self), device=self.input_ids.device) // (len(self) // prompts)
-
     def episodes(self) -> tuple[Tensor, Tensor]:
         """The first row of each episode [E] int64, and the episode of each row [N] int64; E episodes."""
         rows = torch.arange(len(self), device=self.input_ids.device)
@@ -301,22 +298,15 @@ class Rollout:
         first = torch.full((keys.shape[1],), len(self), device=rows.device)
         return first.scatter_reduce(0, member, rows, "amin"), member
 
-    def stale_updates(self, weight_version: int) -> float:
-        """Updates between the weights that sampled a token and a given weight version, mean over tokens."""
-        return float(masked_mean((weight_version - self.weight_versions).float(), mask=self.response_mask))
-
-    def staleness(self, weight_version: int) -> dict[str, float]:
-        """Age of the tokens relative to a weight version, for metrics."""
+    def staleness(self, weight_version: int) -> Tensor:
+        """Age of the sampled tokens of each row relative to a weight version, [N, 4] float64: the sum and the maximum
+        of the updates since, the number of tokens with any, and 1 if older and newer weights sampled the row."""
         mask = self.response_mask
         updates = torch.where(mask, weight_version - self.weight_versions, 0)
         newest = torch.where(mask, self.weight_versions, -1).amax(dim=1, keepdim=True)
         carried = (mask & (self.weight_versions < newest)).any(dim=1)
-        return {
-            "rollout/stale_updates": self.stale_updates(weight_version),
-            "rollout/stale_updates_max": float(updates.max()),
-            "rollout/stale_tokens_ratio": float((updates > 0).sum() / mask.sum().clamp(min=1)),
-            "rollout/carried_ratio": float(carried.float().mean()),
-        }
+        columns = [updates.sum(dim=1), updates.amax(dim=1), (updates > 0).sum(dim=1), carried]
+        return torch.stack([column.double() for column in columns], dim=1)
 
     def rows(self, indices: Sequence[int | None]) -> Rollout:
         """Some rows, cut to the longest of them; None gives an empty row that does not count."""
@@ -324,7 +314,7 @@ class Rollout:
         index = torch.tensor([0 if i is None else i for i in indices], dtype=torch.long, device=device)
         present = torch.tensor([i is not None for i in indices], dtype=torch.bool, device=device)
         width = max(torch.where(present, self.lengths[index], 1).tolist(), default=1)
-        picked = {name: _cut(tensor[index], width) for name, tensor in _tensors_of(self).items()}
+        picked: dict[str, Any] = {name: _cut(tensor[index], width) for name, tensor in _tensors_of(self).items()}
         picked["response_mask"] = picked["response_mask"] & present[:, None]
         first = torch.arange(width, device=device) == 0
         picked["attention_mask"] = picked["attention_mask"] & (present[:, None] | first)
@@ -333,28 +323,46 @@ class Rollout:
         return Rollout(**picked, routes=routes, components=components, metrics=self.metrics)
 
     def select(self, chosen: Tensor) -> Rollout:
-        """The rows where chosen [N] is true."""
-        return self if bool(chosen.all()) else self.rows(chosen.nonzero().flatten().tolist())
+        """The rows where chosen [N] is true, not numbered."""
+        if bool(chosen.all()):
+            return replace(self, index=None)
+        return self.rows(chosen.nonzero().flatten().tolist())
+
+    def numbered(self, world: World) -> RowIndex:
+        """The index of the rows, of which each rank has those that it holds. Every rank calls, with rows that are
+        numbered or with rows that are not."""
+        if self.index is not None:
+            return self.index
+        assert self.groups is not None
+        return RowIndex.of(self.groups, self.lengths, self.response_mask.sum(dim=1), world)
+
+    def to(self, device: torch.device) -> Rollout:
+        """The rows on a device; recorded experts stay on the host until they are read."""
+        here: dict[str, Any] = {name: tensor.to(device) for name, tensor in _tensors_of(self).items()}
+        components = {name: scores.to(device) for name, scores in self.components.items()}
+        return Rollout(**here, routes=self.routes, components=components, metrics=self.metrics)
 
     @staticmethod
     def joined(parts: Sequence[Rollout]) -> Rollout:
         """Rows of several rollouts, padded to the longest; without metrics."""
         width = max(part.input_ids.shape[1] for part in parts)
         names = _tensors_of(parts[0])
-        whole = {name: torch.cat([_padded(getattr(part, name), width) for part in parts]) for name in names}
+        whole: dict[str, Any] = {
+            name: torch.cat([_padded(getattr(part, name), width) for part in parts]) for name in names
+        }
         routes = RolloutRoutes.joined([(part.routes, len(part)) for part in parts])
         components = {name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components}
         return Rollout(**whole, routes=routes, components=components, metrics={})
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device) -> Self:
-        """The rollout that `tensors()` of another one describes, on a device."""
-        here = {name: tensor.to(device) for name, tensor in tensors.items() if not name.startswith(_ROUTES)}
-        components = without_prefix(_COMPONENTS, here)
-        tensor_fields = {name: tensor for name, tensor in here.items() if not name.startswith(_COMPONENTS)}
+    def from_tensors(cls, tensors: Mapping[str, Tensor], metrics: Mapping[str, float] | None = None) -> Self:
+        """The rollout that `tensors()` of another one describes."""
+        separate = (_COMPONENTS, _ROUTES)
+        tensor_fields: dict[str, Any] = {name: t for name, t in tensors.items() if not name.startswith(separate)}
         routes = without_prefix(_ROUTES, tensors)
         known = RolloutRoutes(**routes) if routes else None
-        return cls(**tensor_fields, routes=known, components=components, metrics={})
+        components = without_prefix(_COMPONENTS, tensors)
+        return cls(**tensor_fields, routes=known, components=components, metrics=metrics or {})
 
 
 @dataclass(frozen=True)
@@ -377,14 +385,9 @@ class Batch:
         return len(self.rollout)
 
     @property
-    def explained_variance(self) -> float | None:
-        """1 - var(returns - values) / var(returns), 1 for a perfect critic, 0 for a constant one; None without it."""
-        values = self.rollout.old_values
-        if values is None or self.returns is None:
-            return None
-        mask = self.rollout.response_mask
-        variance = masked_var(self.returns, mask=mask)
-        return float(1 - masked_var(self.returns - values, mask=mask) / variance.clamp(min=1e-8))
+    def lengths(self) -> Tensor:
+        """[N] int64, real tokens."""
+        return self.rollout.lengths
 
     def rows(self, indices: Sequence[int | None]) -> Batch:
         """Some rows, with the semantics of `Rollout.rows`."""
@@ -398,37 +401,30 @@ class Batch:
         """All tensors by name, for a checkpoint."""
         return _tensors_of(self) | with_prefix("rollout.", self.rollout.tensors())
 
+    def to(self, device: torch.device) -> Batch:
+        """The rows on a device."""
+        here = {name: tensor.to(device) for name, tensor in _tensors_of(self).items()}
+        return Batch(self.rollout.to(device), **here, metrics=self.metrics)
+
+    @staticmethod
+    def joined(parts: Sequence[Batch]) -> Batch:
+        """Rows of several batches, padded to the longest; without metrics."""
+        rollout = Rollout.joined([part.rollout for part in parts])
+        width = rollout.input_ids.shape[1]
+        names = _tensors_of(parts[0])
+        whole = {name: torch.cat([_padded(getattr(part, name), width) for part in parts]) for name in names}
+        return Batch(rollout, **whole, metrics={})
+
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], device: torch.device, metrics: Mapping[str, float]) -> Self:
-        """The batch that `tensors` describes, on a device."""
-        tensor_fields = {name: tensor.to(device) for name, tensor in tensors.items() if not name.startswith("rollout.")}
-        return cls(Rollout.from_tensors(without_prefix("rollout.", tensors), device), **tensor_fields, metrics=metrics)
-
-
-def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with prefixed names, to be stored with others in a checkpoint."""
-    return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that `with_prefix` named, under their own names."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    def from_tensors(cls, tensors: Mapping[str, Tensor], metrics: Mapping[str, float]) -> Self:
+        """The batch that `tensors()` of another one describes."""
+        tensor_fields = {name: tensor for name, tensor in tensors.items() if not name.startswith("rollout.")}
+        return cls(Rollout.from_tensors(without_prefix("rollout.", tensors)), **tensor_fields, metrics=metrics)
 
 
 def _tensors_of(owner: Rollout | Batch) -> dict[str, Tensor]:
     """The fields that are tensors, by name; all have N rows."""
     return {name: value for name, value in vars(owner).items() if isinstance(value, Tensor)}
-
-
-def scatter_rows(target: Tensor, indices: Sequence[int | None], values: Tensor) -> None:
-    """Write values [n, t] or [n] into rows of target [N, T] or [N]; empty rows are left out."""
-    for row, index in enumerate(indices):
-        if index is None:
-            continue
-        if target.dim() == 1:
-            target[index] = values[row]
-        else:
-            target[index, : values.shape[1]] = values[row]
 
 
 def _padded(tensor: Tensor, width: int) -> Tensor:

@@ -10,7 +10,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -21,7 +21,7 @@ from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import SamplingParams
-from hybrid_rlhf.rl.batch import Episode, Rollout
+from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import EnvironmentCalls
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.timers import Timers
@@ -66,21 +66,29 @@ class EpisodeRunner(ABC):
         With on_failure stop, the others are incomplete once one has failed.
         """
 
-    def check_failures(self, episodes: Sequence[Episode], world: World) -> None:
-        """Log the failures of a rollout; the same on every rank.
+    def checked(self, episodes: Sequence[tuple[int, Episode]], world: World) -> list[tuple[int, Episode]]:
+        """This rank's episodes with the places of their prompts, without the sequences that have no tokens. Logs the
+        failures of all ranks; every rank calls.
 
         Raises:
-            UserError: for any failure if on_failure is stop.
+            UserError: on every rank, for any failure if on_failure is stop, or if sequences have `sample` and no rank
+                has any with tokens.
         """
-        reasons = [episode.failure for episode in episodes if episode.failure is not None]
-        if not reasons:
-            return
-        name = self._config.name
-        where = f"in {len(reasons)} of {len(episodes)} episodes: {reasons[0]}"
-        if self._config.on_failure == "stop":
-            raise UserError(f"environment {name} failed {where}; fix it, or set environment.on_failure to zero")
-        if world.is_main:
-            logger.warning("environment %s gives 0 and ends %s", name, where)
+        reasons = [episode.failure for _, episode in episodes if episode.failure is not None]
+        kept = [(place, episode) for place, episode in episodes if episode.sample is None or episode.token_ids]
+        by_rank = world.all_gather_objects((reasons, len(episodes), len(kept)))
+        all_reasons = [reason for reasons, _, _ in by_rank for reason in reasons]
+        total = sum(count for _, count, _ in by_rank)
+        if all_reasons:
+            name = self._config.name
+            where = f"in {len(all_reasons)} of {total} episodes: {all_reasons[0]}"
+            if self._config.on_failure == "stop":
+                raise UserError(f"environment {name} failed {where}; fix it, or set environment.on_failure to zero")
+            if world.is_main:
+                logger.warning("environment %s gives 0 and ends %s", name, where)
+        if not any(count for _, _, count in by_rank):
+            raise UserError(f"environment.program must make requests, none of {total} episodes has: fix it")
+        return kept
 
 
 def is_finite_number(value: Any) -> bool:
@@ -91,26 +99,3 @@ def is_finite_number(value: Any) -> bool:
 def environment_row(prompt: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the data as environments receive it."""
     return {**json.loads(prompt["columns"]), "prompt": json.loads(prompt["prompt"])}
-
-
-def as_rollout(episodes: Sequence[Episode], device: torch.device, *, places: Sequence[int] = ()) -> Rollout:
-    """Episodes [N] as right-padded tensors; sequences with `sample` are left out if they have no tokens.
-
-    Args:
-        episodes: in the order of their prompts.
-        device: device of the tensors.
-        places: index of each episode's prompt, where episodes have `sample`.
-
-    Raises:
-        UserError: when no episode has tokens.
-    """
-    if not episodes or episodes[0].sample is None:
-        return Rollout.of(episodes, device, has_rewards=True)
-    nonempty = [(place, episode) for place, episode in zip(places, episodes, strict=True) if episode.token_ids]
-    if not nonempty:
-        raise UserError(f"environment.program must make requests, none of {len(episodes)} episodes has: fix it")
-    rollout = Rollout.of([episode for _, episode in nonempty], device, has_rewards=True)
-    groups = torch.tensor([place for place, _ in nonempty], device=device)
-    return replace(
-        rollout, groups=groups, samples=torch.tensor([episode.sample for _, episode in nonempty], device=device)
-    )

@@ -80,19 +80,19 @@ def branch(replayed: ReplayedStep, index: int, *, token: int, text: str | None =
         tokenizer=tokenizer,
     )
     sampled = sampler.sample([{"input_ids": [*prompt, *beginning]}], step=_BRANCH_STEP, first=token)
-    new = [ids[mask].tolist() for ids, mask in zip(sampled.input_ids, sampled.response_mask, strict=True)]
-    rows = replayed.batch.rollout.prompt_rows
-    assert rows is not None
+    held = [ids[mask].tolist() for ids, mask in zip(sampled.input_ids, sampled.response_mask, strict=True)]
+    stopped = sampled.stopped.tolist()
+    rollout = replayed.batch.rollout
+    assert rollout.prompt_rows is not None
     scores = score_completions(
         roles.reward,
-        completed(prompt, [[*beginning, *ids] for ids in new], sampled.stopped.tolist(), world.device),
-        session.prompts[int(rows[index])],
+        completed(prompt, [[*beginning, *ids] for ids in held], stopped),
+        session.prompts[int(rollout.numbered(world).gather(rollout.prompt_rows)[index])],
         tokenizer=tokenizer,
         planner=session.parts.planner,
     )
+    new = sampled.numbered(world).bring(list(zip(held, stopped, strict=True)), everywhere=True)
     return [
-        Branch(
-            str(tokenizer.decode([*text_ids, *ids], skip_special_tokens=True)), [*text_ids, *ids], bool(stopped), score
-        )
-        for ids, stopped, score in zip(new, sampled.stopped, scores, strict=True)
+        Branch(str(tokenizer.decode([*text_ids, *ids], skip_special_tokens=True)), [*text_ids, *ids], ended, score)
+        for (ids, ended), score in zip(new, scores, strict=True)
     ]

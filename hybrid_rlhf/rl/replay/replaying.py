@@ -11,7 +11,6 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from hybrid_rlhf.rl.build import rl_session
 from hybrid_rlhf.rl.parts import RLSession
 from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
-from hybrid_rlhf.rl.rollouts.samples import sample_text, token_arrays
+from hybrid_rlhf.rl.rollouts.samples import sample_text, token_arrays, token_rows
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.observability.token_records import TokenRecord
@@ -62,6 +61,11 @@ class ReplayedStep:
     recorded: RecordedStep
     session: RLSession
     batch: Batch
+    """This rank's rows."""
+    texts: list[str]
+    """Completions of all rows."""
+    arrays: dict[str, np.ndarray]
+    """Tokens of all rows, in the format of `TokenRecord.of`."""
 
     def sample(self, index: int) -> ReplayedSample:
         """A sample of the step beside its record.
@@ -72,7 +76,7 @@ class ReplayedStep:
         row = self.recorded.sample(index)
         before = self.recorded.tokens(index)
         now = self.record(index)
-        text = sample_text(self.batch.rollout, index, self.session.tokenizer)
+        text = self.texts[index]
         if before is None:
             difference = _first_difference(row["completion"], text)
         else:
@@ -91,15 +95,11 @@ class ReplayedStep:
     def record(self, index: int) -> TokenRecord:
         """The tokens of a sample as they are generated now."""
         require(
-            index < len(self.batch),
-            f"step {self.recorded.step} has {len(self.batch)} samples when it is replayed, got index {index}: the "
+            index < len(self.texts),
+            f"step {self.recorded.step} has {len(self.texts)} samples when it is replayed, got index {index}: the "
             "run's data or settings have changed",
         )
-        return TokenRecord.of(self._arrays, index)
-
-    @cached_property
-    def _arrays(self) -> dict[str, np.ndarray]:
-        return token_arrays(self.batch)
+        return TokenRecord.of(self.arrays, index)
 
 
 @contextlib.contextmanager
@@ -133,7 +133,16 @@ def replayed_step(
                     f"step {recorded.step} has samples in {recorded.folder} and none when it is replayed ({error}): "
                     "the run's data or settings have changed"
                 ) from error
-            yield ReplayedStep(recorded, session, batch)
+            rollout = batch.rollout
+            index = rollout.numbered(session.run.world)
+            texts = [sample_text(rollout, row, session.tokenizer) for row in range(len(rollout))]
+            yield ReplayedStep(
+                recorded,
+                session,
+                batch,
+                index.bring(texts, everywhere=True),
+                token_arrays(index.bring(token_rows(batch), everywhere=True)),
+            )
 
 
 def _sampled(record: TokenRecord) -> list[tuple[int, float | None]]:

@@ -76,8 +76,10 @@ def rescore(recorded: RecordedStep, index: int, completion: str, scratch: Path) 
         prompt = prompts[row["prompt_row"]]
         reward = build_reward_alone(config, run, place_roles(config, run, path), tokenizer)
         ids = _completion_ids(prompt, completion, tokenizer)
-        planner = MiniBatchPlanner(replace(config.train.micro_batches(), padded=not reward.packs), seed=config.seed)
-        rollout = completed(prompt["input_ids"], [ids], [True], run.world.device)
+        planner = MiniBatchPlanner(
+            replace(config.train.micro_batches(), padded=not reward.packs), seed=config.seed, world=run.world
+        )
+        rollout = completed(prompt["input_ids"], [ids], [True])
         return score_completions(reward, rollout, prompt, tokenizer=tokenizer, planner=planner)[0]
 
 
@@ -89,15 +91,18 @@ def score_completions(
     tokenizer: PreTrainedTokenizerBase,
     planner: MiniBatchPlanner,
 ) -> list[SampleScore]:
-    """The score of each row of a rollout of one prompt. Every rank calls.
+    """The score of each row of a rollout of one prompt, over all ranks. Every rank calls.
 
     Raises:
         UserError: if a component that stops at a failure fails.
     """
+    plan = planner.plan(rollout)
+    index = plan.index
     report = reward(
-        rollout,
-        planner.plan(rollout).micro_batches,
-        lambda: CompletionTexts.read([prompt], rollout, tokenizer),
+        index.fetch(rollout, reward.rows(plan.micro_batches)),
+        len(index),
+        plan.micro_batches,
+        lambda rows: CompletionTexts.read([prompt], rows, tokenizer),
         may_drop_all=True,
     )
     return [
@@ -105,19 +110,17 @@ def score_completions(
             None if row in report.dropped else json_number(report.scores[row]),
             {name: json_number(values[row]) for name, values in report.components.items()},
         )
-        for row in range(len(rollout))
+        for row in range(len(index))
     ]
 
 
-def completed(
-    prompt: Sequence[int], completions: Sequence[Sequence[int]], stopped: Sequence[bool], device: torch.device
-) -> Rollout:
+def completed(prompt: Sequence[int], completions: Sequence[Sequence[int]], stopped: Sequence[bool]) -> Rollout:
     """Token ids of completions of a prompt as a rollout to be scored, without log-probs."""
     episodes = [
         Episode(list(prompt), list(ids), [True] * len(ids), stopped=ended)
         for ids, ended in zip(completions, stopped, strict=True)
     ]
-    return Rollout.of(episodes, device)
+    return replace(Rollout.of(episodes), groups=torch.zeros(len(episodes), dtype=torch.long))
 
 
 def _alone(config: RLConfig, scratch: Path) -> RLConfig:

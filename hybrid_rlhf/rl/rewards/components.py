@@ -25,7 +25,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rewards import OnFailure, RewardComponentConfig
 from hybrid_rlhf.data.chat.conversation import completion_text
 from hybrid_rlhf.data.chat.messages import Message, Tools, row_tools
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.batch import LocalRows, Rollout
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.world import World
 
@@ -53,33 +53,30 @@ class CompletionTexts:
 
         Args:
             prompts: rows of `load_prompt_data`, with `prompt` and `columns` as JSON.
-            rollout: the same number of completions of each prompt, in the order of the prompts; or with `samples` any
-                number, and the places of their prompts in `groups`.
+            rollout: rows on the host, with the places of their prompts in `groups`.
             tokenizer: tokenizer of the actor.
 
         Raises:
             UserError: for a data column with the name of an argument of reward functions.
         """
-        rows = [prompts[place] for place in rollout.places(len(prompts)).tolist()]
-        other_columns = [json.loads(row["columns"]) for row in rows]
-        names = list(dict.fromkeys(name for row_columns in other_columns for name in row_columns))
+        assert rollout.groups is not None
+        columns = [json.loads(row["columns"]) for row in prompts]
+        names = list(dict.fromkeys(name for row_columns in columns for name in row_columns))
         for name in RESERVED:
             if name in names:
                 raise UserError(
                     f"{' and '.join(RESERVED)} are arguments of a reward function, "
                     f"the data has a column {name!r}: rename it"
                 )
-        ids = rollout.input_ids.cpu()
-        mask = rollout.response_mask.cpu()
+        places = rollout.groups.tolist()
         return cls(
-            [json.loads(row["prompt"]) for row in rows],
-            [_sampled_text(row, sampled, tokenizer) for row, sampled in zip(ids, mask, strict=True)],
-            {name: [row_columns.get(name) for row_columns in other_columns] for name in names},
+            [json.loads(prompts[place]["prompt"]) for place in places],
+            [
+                _sampled_text(ids, sampled, tokenizer)
+                for ids, sampled in zip(rollout.input_ids, rollout.response_mask, strict=True)
+            ],
+            {name: [columns[place].get(name) for place in places] for name in names},
         )
-
-    def tools(self, place: int) -> Tools | None:
-        """Tools that the assistant may call in a completion."""
-        return row_tools("the row", {"tools": self.columns["tools"][place]}) if "tools" in self.columns else None
 
     def select(self, indices: Sequence[int]) -> Self:
         """Some rows, in the given order."""
@@ -88,6 +85,10 @@ class CompletionTexts:
             [self.completions[i] for i in indices],
             {name: [values[i] for i in indices] for name, values in self.columns.items()},
         )
+
+    def tools(self, place: int) -> Tools | None:
+        """Tools that the assistant may call in a completion."""
+        return row_tools("the row", {"tools": self.columns["tools"][place]}) if "tools" in self.columns else None
 
 
 def _sampled_text(ids: Tensor, mask: Tensor, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -105,16 +106,16 @@ _LARGEST = torch.finfo(torch.float32).max
 class RewardBatch:
     """This rank's rows of a rollout, for one component."""
 
-    rollout: Rollout
-    """The whole rollout."""
+    rows: LocalRows[Rollout]
+    """Rows on this rank, by number."""
     micro_batches: list[list[int | None]]
-    """This rank's rows; None is an empty row. Every rank of the component has the same number of micro-batches."""
+    """Numbers of the rows; None is an empty row. Every rank of the component has the same number of micro-batches."""
     texts: CompletionTexts
-    """Text of `rows`, in their order; empty if no component reads text."""
+    """Text of the rows `numbers`, in their order; empty if no component reads text."""
 
     @property
-    def rows(self) -> list[int]:
-        """This rank's rows, without empty rows."""
+    def numbers(self) -> list[int]:
+        """Numbers of this rank's rows, without empty rows."""
         return [row for row in chain.from_iterable(self.micro_batches) if row is not None]
 
 

@@ -111,7 +111,7 @@ class ModelReward(_PresentModel):
         self._end = end
 
     def _score(self, batch: RewardBatch) -> ComponentScores:
-        values = self._values(batch, lambda indices: self._read(batch.rollout.rows(indices)))
+        values = self._values(batch, lambda indices: self._read(batch.rows(indices)))
         return ComponentScores.read(values, len(values))
 
     def _read(self, batch: Rollout) -> Tensor:
@@ -169,7 +169,7 @@ class RetokenizingModelReward(_PresentModel):
         empty = StepwiseTokens([int(self._tokenizer.pad_token_id)], [0], 0)  # type: ignore[arg-type]
         tokenized: dict[int | None, StepwiseTokens] = {None: empty}
         failures = {}
-        for place, row in enumerate(batch.rows):
+        for place, row in enumerate(batch.numbers):
             tokens = self._tokenize(texts.prompts[place], texts.completions[place], texts.tools(place))
             if isinstance(tokens, str):
                 failures[place] = tokens

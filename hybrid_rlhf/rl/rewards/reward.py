@@ -16,7 +16,7 @@ from hybrid_rlhf.data.chat.conversation import turn_end
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.functional.masking import spread
-from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.batch import LocalRows, Rollout
 from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, RewardBatch, RewardComponent
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
@@ -36,9 +36,9 @@ class RewardReport:
     """Scores and metrics of a rollout."""
 
     scores: Tensor
-    """[N] float32, complete on every rank."""
+    """[N] float32 of all rows, on every rank."""
     dropped: list[int]
-    """Rows to remove from the rollout."""
+    """Numbers of the rows to remove from the rollout."""
     metrics: dict[str, float]
     """reward/NAME/mean and /std of a component's scores over all ranks, before its weight; /failures and /dropped count
     completions without a valid score."""
@@ -62,9 +62,10 @@ class Reward:
     @torch.no_grad()
     def __call__(
         self,
-        rollout: Rollout,
+        rows: LocalRows[Rollout],
+        count: int,
         micro_batches: MicroBatchesOn,
-        read_texts: Callable[[], CompletionTexts],
+        read_texts: Callable[[Rollout], CompletionTexts],
         *,
         may_drop_all: bool = False,
         beside: Callable[[], None] = lambda: None,
@@ -72,11 +73,12 @@ class Reward:
         """Score a rollout. Every rank calls, and computes its rows of the components that it has.
 
         Args:
-            rollout: the rollout, complete on every rank.
+            rows: rows on this rank, among them those of `self.rows(micro_batches)`.
+            count: number of rows over all ranks.
             micro_batches: returns this rank's rows for a component, from its ranks and the size of their
                 tensor-parallel groups; None is an empty row. Each row is on exactly one group, and all groups have the
                 same number of micro-batches.
-            read_texts: returns the rollout as text; called once, and only if a component of this rank reads text.
+            read_texts: returns rows as text; called only if a component of this rank reads text.
             may_drop_all: true if all rows may be dropped.
             beside: called after functions and endpoints have started, before any rank waits for another.
 
@@ -84,16 +86,14 @@ class Reward:
             UserError: on every rank, when a component whose on_failure is stop fails for a row on any rank, or all rows
                 are dropped and may_drop_all is false.
         """
-        batches = self._batches(rollout, micro_batches, read_texts)
+        batches = self._batches(rows, micro_batches, read_texts)
         pending = [component.begin(batch) for component, batch in zip(self._components, batches, strict=True)]
         beside()
         scores = [finish() for finish in pending]
-        values, scored, failed = self._of_all_ranks(batches, scores, len(rollout))
+        values, scored, failed = self._of_all_ranks(batches, scores, count)
         self._report_failures(scores, failed, may_drop_all)
         dropped = self._dropped(failed)
-        weights = torch.tensor(
-            [component.weight for component in self._components], dtype=torch.float32, device=values.device
-        )
+        weights = torch.tensor([component.weight for component in self._components], dtype=torch.float32)
         return RewardReport(
             (weights[:, None] * values).sum(dim=0),
             dropped.nonzero().flatten().tolist(),
@@ -109,20 +109,27 @@ class Reward:
         for component in self._components:
             component.require_columns(rows())
 
+    def rows(self, micro_batches: MicroBatchesOn) -> set[int]:
+        """Numbers of the rows that this rank's components read."""
+        batches = (self._micro_batches(component, micro_batches) for component in self._components)
+        return {row for batch in batches for rows in batch for row in rows if row is not None}
+
+    def _micro_batches(self, component: RewardComponent, micro_batches: MicroBatchesOn) -> list[list[int | None]]:
+        return micro_batches(component.world or self._world, component.tensor_parallel)
+
     def _batches(
-        self, rollout: Rollout, micro_batches: MicroBatchesOn, read_texts: Callable[[], CompletionTexts]
+        self, rows: LocalRows[Rollout], micro_batches: MicroBatchesOn, read_texts: Callable[[Rollout], CompletionTexts]
     ) -> list[RewardBatch]:
         """This rank's rows for each component."""
         reads_text = any(component.reads_text for component in self._components)
-        texts = read_texts() if reads_text else _NO_TEXT
         shared: dict[tuple[tuple[int, ...], int], RewardBatch] = {}
         batches = []
         for component in self._components:
-            world = component.world or self._world
-            key = (world.members, component.tensor_parallel)
+            key = ((component.world or self._world).members, component.tensor_parallel)
             if key not in shared:
-                batch = RewardBatch(rollout, micro_batches(world, component.tensor_parallel), _NO_TEXT)
-                shared[key] = replace(batch, texts=texts.select(batch.rows)) if reads_text else batch
+                batch = RewardBatch(rows, self._micro_batches(component, micro_batches), _NO_TEXT)
+                texts = read_texts(rows.on_host(batch.numbers)) if reads_text else _NO_TEXT
+                shared[key] = replace(batch, texts=texts)
             batches.append(shared[key])
         return batches
 
@@ -136,12 +143,12 @@ class Reward:
         ):
             if not component.reports_rows:
                 continue
-            rows = torch.tensor(batch.rows, dtype=torch.long)
+            rows = torch.tensor(batch.numbers, dtype=torch.long)
             table[0, place, rows] = torch.tensor([value or 0.0 for value in component_scores.values])
             table[1, place, rows] = torch.tensor([float(value is not None) for value in component_scores.values])
             table[2, place, rows[list(component_scores.failures)]] = 1.0
         # Each row is set on one rank and is zero on the others.
-        values, scored, failed = self._world.all_reduce(table.to(self._world.device))
+        values, scored, failed = self._world.total(table)
         return values, scored, failed
 
     def _report_failures(self, scores: Sequence[ComponentScores], failed: Tensor, may_drop_all: bool) -> None:
@@ -172,7 +179,7 @@ class Reward:
     def _dropped(self, failed: Tensor) -> Tensor:
         """[N] bool, failed rows of the components that drop them."""
         dropping = [component.on_failure == "drop" for component in self._components]
-        return failed[torch.tensor(dropping, dtype=torch.bool, device=failed.device)].any(dim=0)
+        return failed[torch.tensor(dropping, dtype=torch.bool)].any(dim=0)
 
     def _metrics(self, values: Tensor, scored: Tensor, failed: Tensor) -> dict[str, float]:
         if not self._logged:

@@ -5,7 +5,8 @@ Rewards are InstructGPT's: the score at the last response token, less a KL penal
 reward: by running statistics (OpenRLHF), or by those of the initial actor's completions (Ziegler et al. 2019, arXiv
 1909.08593, section 2.2; InstructGPT, whose reward has mean 0 on demonstrations). The KL coefficient is fixed, or
 adapted to a target (Ziegler et al., section 2.2; N details, no. 20). Deviation: the number of completions is clamped to
-the horizon, so that the coefficient never changes its sign. Every rank computes the same.
+the horizon, so that the coefficient never changes its sign. Every rank computes its own rows; statistics of scores and
+whitening are those of all rows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hybrid_rlhf.functional.masking import masked_mean, masked_whiten, spread
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
 from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.runtime.world import World
 
 
 class ScoreScaling:
@@ -53,11 +55,10 @@ class ScoreScaling:
         self._squares += squares + shift**2 * self._count * count / total
         self._count = total
 
-    def __call__(self, scores: Tensor) -> Tensor:
-        """Scale scores [N]; with running statistics, add them to the statistics first."""
-        if self._how == "running":
-            self.observe(scores)
-        return self.scaled(scores)
+    @property
+    def follows_scores(self) -> bool:
+        """True if `observe` must be called with the scores of each step before they are scaled."""
+        return self._how == "running"
 
     def scaled(self, scores: Tensor) -> Tensor:
         """Scores [N] scaled by the current statistics."""
@@ -105,14 +106,17 @@ class NothingToLearn(Exception):
         self.metrics = metrics
 
 
-def estimate_advantages(rollout: Rollout, algorithm: Algorithm, *, scaling: ScoreScaling, kl_coef: float) -> Batch:
-    """Scale the scores, shape the rewards, and let the algorithm estimate advantages and returns.
+def estimate_advantages(
+    rollout: Rollout, algorithm: Algorithm, *, scaling: ScoreScaling, kl_coef: float, world: World
+) -> Batch:
+    """Scale the scores, shape the rewards, and let the algorithm estimate advantages and returns. Every rank calls.
 
     Args:
-        rollout: a rollout with scores, and the log-probs and values of the roles.
+        rollout: this rank's rows with scores, and the log-probs and values of the roles.
         algorithm: turns rewards into advantages.
         scaling: scaling of the scores; running statistics include these scores.
         kl_coef: coefficient of the KL penalty where it is in the reward.
+        world: the ranks that hold rows.
 
     Raises:
         NothingToLearn: on every rank, when truncated completions are masked and all are truncated.
@@ -123,7 +127,9 @@ def estimate_advantages(rollout: Rollout, algorithm: Algorithm, *, scaling: Scor
     kl = torch.zeros_like(rollout.old_logprobs)
     if rollout.ref_logprobs is not None and config.kl is not None and config.kl.where == "reward":
         kl = KL_ESTIMATORS[config.kl.estimator](rollout.old_logprobs, ref_logprobs=rollout.ref_logprobs)
-    scores = scaling(rollout.scores) - rollout.penalties
+    if scaling.follows_scores:
+        scaling.observe(rollout.numbered(world).gather(rollout.scores))
+    scores = scaling.scaled(rollout.scores) - rollout.penalties
     score_clip = config.score_clip if isinstance(config, ClippedConfig | OnlineDPOConfig) else None
     turn_rewards = rollout.turn_rewards
     rewards = shaped_rewards(
@@ -135,13 +141,19 @@ def estimate_advantages(rollout: Rollout, algorithm: Algorithm, *, scaling: Scor
         earned=None if turn_rewards is None else scaling.scale_rewards(turn_rewards),
     )
     if isinstance(config, PPOConfig) and config.whiten_rewards:
-        rewards = masked_whiten(rewards, mask=mask, shift_mean=False, unbiased=config.whiten_unbiased)
+        rewards = masked_whiten(
+            rewards, mask=mask, shift_mean=False, unbiased=config.whiten_unbiased, total=world.total
+        )
     rollout = _with_scaled_greedy_scores(rollout, scaling, score_clip=score_clip)
     advantages = _advantages(rewards, rollout, algorithm)
     returns = algorithm.returns(rewards, rollout)
     if isinstance(config, ClippedConfig) and config.whiten_advantages:
         advantages = masked_whiten(
-            advantages, mask=mask, shift_mean=config.whiten_shift_mean, unbiased=config.whiten_unbiased
+            advantages,
+            mask=mask,
+            shift_mean=config.whiten_shift_mean,
+            unbiased=config.whiten_unbiased,
+            total=world.total,
         )
     metrics = {**scaling.metrics(), **rollout.metrics}
     if rollout.ref_logprobs is not None:
@@ -149,7 +161,7 @@ def estimate_advantages(rollout: Rollout, algorithm: Algorithm, *, scaling: Scor
     clipped = None if score_clip is None else scores.abs() > score_clip
     batch = Batch(rollout, rewards, advantages, returns, clipped, metrics)
     masks = isinstance(config, PolicyGradientConfig) and config.mask_truncated
-    return _without_truncated(batch) if masks else batch
+    return _without_truncated(batch, world) if masks else batch
 
 
 def _advantages(rewards: Tensor, rollout: Rollout, algorithm: Algorithm) -> Tensor:
@@ -172,14 +184,15 @@ def _with_scaled_greedy_scores(rollout: Rollout, scaling: ScoreScaling, *, score
     return replace(rollout, greedy_scores=scores if score_clip is None else scores.clamp(-score_clip, score_clip))
 
 
-def _without_truncated(batch: Batch) -> Batch:
+def _without_truncated(batch: Batch, world: World) -> Batch:
     """The completions that ended by themselves (DAPO, arXiv 2503.14476, section 3.4)."""
     stopped = batch.rollout.stopped.nonzero().flatten().tolist()
-    if not stopped:
+    if not any(world.all_gather_objects(len(stopped))):
         raise NothingToLearn(
             "none of its completions ended by itself, see algorithm.mask_truncated", dict(batch.metrics)
         )
-    return batch.rows(stopped)
+    batch = batch.rows(stopped)
+    return replace(batch, rollout=replace(batch.rollout, index=batch.rollout.numbered(world)))
 
 
 class KLController:

@@ -30,7 +30,8 @@ from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.functional.masking import spread
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.batch import Rollout, SampledTokens, with_prefix, without_prefix
+from hybrid_rlhf.rl.batch import Rollout, SampledTokens, restored_rows, with_prefix
+from hybrid_rlhf.rl.metrics import staleness_metrics
 from hybrid_rlhf.rl.rewards.reward import COUNTS
 from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts, RolloutPart
@@ -104,7 +105,8 @@ class AsyncSampler:
         return self.stream.left > 0 or (self._partial is not None and self._partial.any_in_flight)
 
     def take(self, step: int) -> tuple[list[int], Rollout]:
-        """Indices of the prompts of a step, and their completions. Every rank calls, in the order of steps.
+        """Indices of the prompts of a step, and the completions that this rank holds; `groups` are places among these
+        prompts. Every rank calls, in the order of steps.
 
         Raises:
             UserError: on every rank, when an environment fails on any.
@@ -114,7 +116,7 @@ class AsyncSampler:
         if ahead.completions is None:
             prompts = self.prompts(ahead.rows)
             sampled = self.sampler.sample(prompts, step=step, greedy=self.greedy, part=ahead.part)
-            return ahead.rows if self._partial is None else self._partial.end(sampled), sampled
+            return (ahead.rows, sampled) if self._partial is None else self._partial.end(sampled, self.sampler.world)
         start = time.perf_counter()
         if isinstance(ahead.completions, Pending):
             self.sampler.await_in_step(ahead.completions)
@@ -163,21 +165,21 @@ class AsyncSampler:
         return None if self._partial is None else self._partial.state_dict(world, sends=sends)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors of the steps sampled ahead and of carried completions, by name; call after the states."""
+        """Tensors of this rank's completions that are sampled ahead or carried, by name; call after the states."""
         named = {} if self._partial is None else dict(self._partial.tensors())
         for step, ahead in self._ahead.items():
-            if isinstance(ahead.completions, Rollout):
+            if isinstance(ahead.completions, Rollout) and len(ahead.completions):
                 named |= with_prefix(_prefix(step), ahead.completions.tensors())
         return named
 
     def load_state_dict(
         self,
         state: Sequence[Mapping[str, Any]],
-        tensors: Mapping[str, Tensor],
+        shards: Sequence[Mapping[str, Tensor]],
         world: World,
         carried: Mapping[str, Any] | None = None,
     ) -> None:
-        """Restore the state of a checkpoint.
+        """Restore the state of a checkpoint, with the tensors of each of its ranks.
 
         Raises:
             UserError: on every rank, when prompts are carried and this run has no partial rollouts.
@@ -190,17 +192,17 @@ class AsyncSampler:
         if self._partial is not None and carried is not None:
             self._partial.load_state_dict(
                 carried,
-                tensors,
+                shards,
                 lambda place, prompt: self.sampler.assign(
                     self._prompts[prompt.row], step=prompt.step, index=prompt.place, place=place
                 ),
             )
         for entry in state:
-            named = without_prefix(_prefix(entry["step"]), tensors)
             step = entry["step"]
             ahead = self._ahead[step] = _SampledStep(entry["rows"], None)
-            if named:
-                ahead.completions = Rollout.from_tensors(named, world.device)
+            stored = restored_rows(Rollout, shards, _prefix(step), {}, world)
+            if stored is not None:
+                ahead.completions = stored
             elif self._partial is not None:
                 ahead.part = self._partial.begin(step, [], first=self.stream.taken)
 
@@ -211,7 +213,7 @@ class AsyncSampler:
         try:
             ahead.completions, ahead.measured = self.sampler.finish(ahead.completions)
             if self._partial is not None:
-                ahead.rows = self._partial.end(ahead.completions)
+                ahead.rows, ahead.completions = self._partial.end(ahead.completions, self.sampler.world)
         except UserError as error:
             ahead.completions = error
             if self._partial is not None:
@@ -234,11 +236,12 @@ class Collector:
         self.ahead = ahead
         self._scorer = scorer
         self._algorithm = algorithm
+        self._world = ahead.sampler.world
         self.sampled = SampledTokens([], 0)
         """Token counts of the last step."""
 
     def collect(self, step: int) -> Rollout:
-        """The completions of a step, the same on every rank. Every rank calls.
+        """The completions of a step that this rank holds. Every rank calls.
 
         Raises:
             UserError: on every rank, for a reward component without a usable score.
@@ -262,8 +265,10 @@ class Collector:
             taken += rows
             parts.append(scored)
             masks.append(mask)
-            wanted -= len(scored.groups[mask].unique())
-            if config.dynamic_sampling is None or wanted <= 0 or refills == config.dynamic_sampling.max_refills:
+            if config.dynamic_sampling is None:
+                break
+            wanted -= sum(self._world.all_gather_objects(len(scored.groups[mask].unique())))
+            if wanted <= 0 or refills == config.dynamic_sampling.max_refills:
                 break
             rows = ahead.stream.take(wanted)
             if not rows:
@@ -277,31 +282,35 @@ class Collector:
     def _selected(self, whole: Rollout, mask: torch.Tensor, taken: Sequence[int]) -> Rollout:
         """The selected rows, with metrics of all rows and the data set's row of each prompt."""
         assert whole.groups is not None
-        self.sampled = SampledTokens(whole.response_mask.sum(dim=1).tolist(), int(whole.lengths.sum()))
-        metrics = self._metrics(whole, mask, whole.groups)
-        if not bool(mask.any()):
+        index = whole.numbered(self._world)
+        self.sampled = SampledTokens(index.responses.tolist(), int(index.lengths.sum()))
+        ages = whole.staleness(self._scorer.weight_version)
+        columns = torch.stack([mask, whole.penalized_scores, whole.groups], dim=1)
+        chosen, scores, groups, *stale = index.gather(torch.cat([columns, ages], dim=1)).T.contiguous()
+        chosen = chosen.bool()
+        metrics = {**whole.metrics, **self._metrics(scores.float(), chosen, groups)}
+        if not bool(chosen.any()):
             config = self._algorithm.config
             least = config.select_above if isinstance(config, RAFTConfig) else None
             above = "" if least is None else f", or none is above algorithm.select_above {least}"
             raise NothingToLearn(
-                f"the algorithm selected none of {len(mask)} completions: the scores of each prompt are equal{above}",
+                f"the algorithm selected none of {len(chosen)} completions: the scores of each prompt are equal{above}",
                 metrics,
             )
         rows = torch.tensor(taken, dtype=torch.long, device=whole.groups.device)
         selected = replace(whole, prompt_rows=rows[whole.groups]).select(mask)
-        version = self._scorer.weight_version
-        stale = selected.stale_updates(version)
+        staleness = staleness_metrics(torch.stack(stale, dim=1)[chosen], index.responses[chosen])
         if self.ahead.extra_prompts:
-            metrics |= selected.staleness(version)
-        elif stale or self.ahead.policy_lag:
-            metrics["rollout/stale_updates"] = stale
-        return replace(selected, metrics=metrics)
+            metrics |= staleness
+        elif staleness["rollout/stale_updates"] or self.ahead.policy_lag:
+            metrics["rollout/stale_updates"] = staleness["rollout/stale_updates"]
+        return replace(selected, metrics=metrics, index=index if chosen.all() else selected.numbered(self._world))
 
-    def _metrics(self, whole: Rollout, mask: torch.Tensor, groups: torch.Tensor) -> dict[str, float]:
-        metrics = dict(whole.metrics)
+    def _metrics(self, scores: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor) -> dict[str, float]:
+        """Metrics of all completions of a step, from their scores [N], which of them are selected, and prompts."""
+        metrics = {}
         if not bool(mask.all()):  # the selected completions alone would look too good
-            scores = whole.penalized_scores
-            metrics |= {
+            metrics = {
                 "objective/scores": float(scores.mean()),
                 "objective/scores_std": spread(scores),
                 "rollout/chosen_scores": float(scores[mask].mean()) if bool(mask.any()) else 0.0,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams
 from hybrid_rlhf.rl.batch import Episode, Rollout, with_prefix, without_prefix
-from hybrid_rlhf.rl.rollouts.exchange import Sampled, gather_completions
 from hybrid_rlhf.runtime.world import World
 
 _CARRIED = "carried."
@@ -156,10 +156,16 @@ class PartialRollouts:
             frozenset(place for place, prompt in of_group.items() if prompt.step <= step - self._max_lag),
         )
 
-    def end(self, rollout: Rollout) -> list[int]:
-        """Remove the prompts of a finished rollout from those in flight, and return their rows in the data set."""
+    def end(self, rollout: Rollout, world: World) -> tuple[list[int], Rollout]:
+        """Remove the prompts of a finished rollout from those in flight. Every rank calls.
+
+        Returns:
+            their rows in the data set, and the rollout with their places among these rows in `groups`.
+        """
         assert rollout.groups is not None
-        return [self._in_flight.pop(place).row for place in dict.fromkeys(rollout.groups.tolist())]
+        places = sorted({*chain.from_iterable(world.all_gather_objects(rollout.groups.tolist()))})
+        groups = torch.searchsorted(torch.tensor(places), rollout.groups)
+        return [self._in_flight.pop(place).row for place in places], replace(rollout, groups=groups)
 
     def state_dict(self, world: World, *, sends: bool) -> dict[str, Any]:
         """The prompts in flight, for a checkpoint, after all rollouts that have begun. Every rank calls.
@@ -168,38 +174,33 @@ class PartialRollouts:
             world: all ranks.
             sends: true if this rank is the first of a group that samples.
         """
-        mine = [
-            Sampled(prompt.place, list(prompt.row["input_ids"]), completion)
-            for prompt in self._carried * sends
-            for completion in prompt.begun
-        ]
-        whole = sorted(gather_completions(mine, world), key=lambda sample: sample.place)
-        self._tensors = {}
-        if whole:
-            episodes = [Episode.of(sample.prompt, sample.completion) for sample in whole]
-            rollout = Rollout.of(episodes, torch.device("cpu"))
-            self._tensors = with_prefix(_CARRIED, rollout.tensors())
+        mine = [(prompt, completion) for prompt in self._carried * sends for completion in prompt.begun]
+        episodes = [Episode.of(list(prompt.row["input_ids"]), completion) for prompt, completion in mine]
+        places = torch.tensor([prompt.place for prompt, _ in mine], dtype=torch.long)
+        rollout = replace(Rollout.of(episodes), groups=places)
+        self._tensors = with_prefix(_CARRIED, rollout.tensors()) if mine else {}
+        reasons = world.all_gather_objects([completion.finish_reason for _, completion in mine])
         return {
             "groups": self._groups,
             "prompts": [{"number": place, **asdict(prompt)} for place, prompt in self._in_flight.items()],
-            "completions": [[sample.place, sample.completion.finish_reason] for sample in whole],
+            "finish_reasons": [of_rank for of_rank in reasons if of_rank],
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors of the carried completions, by name; call after `state_dict`."""
+        """Tensors of this rank's carried completions, by name; call after `state_dict`."""
         return self._tensors
 
     def load_state_dict(
         self,
         state: Mapping[str, Any],
-        tensors: Mapping[str, Tensor],
+        tensors: Sequence[Mapping[str, Tensor]],
         assigned: Callable[[int, PromptInFlight], AssignedPrompt],
     ) -> None:
         """Restore the state of a checkpoint; prompts are redistributed if the number of groups has changed.
 
         Args:
             state: result of `state_dict`.
-            tensors: tensors of the checkpoint.
+            tensors: tensors of each rank in the checkpoint.
             assigned: returns the prompt to sample, from its place and the prompt in flight.
         """
         for index, entry in enumerate(state["prompts"]):
@@ -209,11 +210,11 @@ class PartialRollouts:
             self._in_flight[entry["number"]] = prompt
             self._loads[prompt.group] += 1
         begun: dict[int, list[Completion]] = {place: [] for place in self._in_flight}
-        named = without_prefix(_CARRIED, tensors)
-        if named:
-            rollout = Rollout.from_tensors(named, torch.device("cpu"))
-            for row, (place, reason) in enumerate(state["completions"]):
-                begun[place].append(replace(_completion(rollout, row), finish_reason=reason))
+        carried = [named for of_rank in tensors if (named := without_prefix(_CARRIED, of_rank))]
+        for named, reasons in zip(carried, state["finish_reasons"], strict=True):
+            rollout = Rollout.from_tensors(named)
+            for row, reason in enumerate(reasons):
+                begun[int(named["groups"][row])].append(replace(_completion(rollout, row), finish_reason=reason))
         self._carried[:] = [
             replace(assigned(place, prompt), begun=begun[place])
             for place, prompt in self._in_flight.items()

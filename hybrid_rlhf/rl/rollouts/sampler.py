@@ -1,8 +1,8 @@
-"""From prompts to completions: each tensor-parallel group samples part of the prompts, and every rank of the run
-receives all completions.
+"""From prompts to completions: each tensor-parallel group samples part of the prompts, and its first rank holds the
+completions.
 
 The actor's current weights sample between updates, or a copy of them samples in a thread while the actor trains.
-Weights and completions are gathered by collectives in the main thread only; the sampling thread runs only those of its
+Collectives of the run are called in the main thread only; the sampling thread runs only those of its
 tensor-parallel group. One call samples at a time, in the order in which the main thread makes the calls, which is the
 same on every rank: an evaluation waits for all rollouts that began before it. With an order by arrival, the ranks of a
 tensor-parallel group could wait for each other in different calls.
@@ -25,9 +25,8 @@ from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
-from hybrid_rlhf.rl.batch import Episode, Rollout
-from hybrid_rlhf.rl.environments.episodes import EpisodeJob, EpisodeRunner, as_rollout
-from hybrid_rlhf.rl.rollouts.exchange import Sampled, gather_completions
+from hybrid_rlhf.rl.batch import Episode, Rollout, with_columns_of_all_ranks
+from hybrid_rlhf.rl.environments.episodes import EpisodeJob, EpisodeRunner
 from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt, RolloutPart
 from hybrid_rlhf.runtime.background import BackgroundCall, SideStream
 from hybrid_rlhf.runtime.observability.progress import STEP_SECONDS, ProgressLog
@@ -63,13 +62,6 @@ class Pending:
     generation: GenerationEngine | None
     """None on a rank that does not sample."""
     call: BackgroundCall[tuple[_Sampled, SamplingCost]]
-    partial: bool = False
-    """True if it may leave completions to the next rollout."""
-
-
-def _by_prompt(sampled: Sequence[Sampled]) -> list[Sampled]:
-    """Sort by prompt, stably, so that the samples of a prompt stay in their order."""
-    return sorted(sampled, key=lambda sample: sample.place)
 
 
 def cancel(rollouts: Sequence[Pending]) -> None:
@@ -103,7 +95,7 @@ class RolloutSampler:
         """
         self.engine = engine
         self.config = config
-        self._world = world
+        self.world = world
         self.seed = seed
         self.cost = SamplingCost()
         """Cost of the last rollout, the same on every rank."""
@@ -126,7 +118,8 @@ class RolloutSampler:
         shown_as: str | None = None,
         part: RolloutPart | None = None,
     ) -> Rollout:
-        """Completions of all prompts, by the current weights. Every rank calls.
+        """Completions of all prompts by the current weights, of which each rank holds its own, with the places of their
+        prompts in `groups`. Every rank calls.
 
         Args:
             prompts: rows with `input_ids`, the same on every rank.
@@ -134,8 +127,7 @@ class RolloutSampler:
             first: position of the first prompt in the step.
             greedy: true to add one greedy completion after the samples of each prompt.
             shown_as: name in the progress log; None: the name of the step's rollout, shown if it takes long.
-            part: this group's share of a partial rollout, which returns the prompts in flight that it finishes, with
-                their places in `groups`.
+            part: this group's share of a partial rollout, which returns the prompts in flight that it finishes.
         """
         mine = self._assigned(prompts, step, first, greedy, part)
         with self._in_turn(), self.engine.inference(**self._stop) as generation, self._in_sampling_stream():
@@ -143,7 +135,7 @@ class RolloutSampler:
         engine = self.engine
         cost = SamplingCost(0.0, engine.work, engine.weight_sync_seconds, engine.weight_check_seconds)
         with contextlib.nullcontext() if engine.world.is_member else self.timers("generation"):
-            return self._gathered(sampled, cost, partial=part is not None)
+            return self._held(sampled, cost)
 
     def begin(
         self,
@@ -157,7 +149,7 @@ class RolloutSampler:
         engine = self.engine
         generation = engine.snapshot(**self._stop)
         synced = engine.weight_sync_seconds, engine.weight_check_seconds
-        sync, check = self._world.broadcast_object(synced, source=engine.world.members[0])
+        sync, check = self.world.broadcast_object(synced, source=engine.world.members[0])
         self.cost = replace(
             self.cost,
             weight_sync_seconds=self.cost.weight_sync_seconds + sync,
@@ -178,7 +170,7 @@ class RolloutSampler:
                     sampled = self._sample(generation, mine, timers, self._progress(mine, step), part)
                     return sampled, SamplingCost(time.perf_counter() - start, generation.work)
 
-        return Pending(generation, BackgroundCall(in_thread, device=self.engine.device), part is not None)
+        return Pending(generation, BackgroundCall(in_thread, device=self.engine.device))
 
     def finish(self, pending: Pending) -> tuple[Rollout, SamplingCost]:
         """Wait for a pending rollout. Every rank calls, in the order of `begin`.
@@ -186,15 +178,15 @@ class RolloutSampler:
         Raises:
             UserError: on every rank, when generation or an environment fails on any.
         """
-        with shared_user_errors(self._world):
+        with shared_user_errors(self.world):
             sampled, cost = pending.call.result()
-        return self._gathered(sampled, cost, partial=pending.partial), self.cost
+        return self._held(sampled, cost), self.cost
 
     def await_in_step(self, pending: Pending) -> None:
         """Wait for a pending rollout on every rank, timed as generation of the step."""
         with self.timers("generation"):
             pending.call.has_ended(None)
-            self._world.barrier()
+            self.world.barrier()
 
     def assign(self, row: Mapping[str, Any], *, step: int, index: int, place: int) -> AssignedPrompt:
         """A prompt in flight, with its sampling parameters.
@@ -260,7 +252,7 @@ class RolloutSampler:
         return ProgressLog(
             shown_as or f"rollout of step {step}",
             total=sum(prompt.params.n for prompt in mine),
-            unit="completions" if self.engine.world.size == 1 else f"completions on rank {self._world.rank}",
+            unit="completions" if self.engine.world.size == 1 else f"completions on rank {self.world.rank}",
             first_seconds=None if shown_as else STEP_SECONDS,
         )
 
@@ -297,22 +289,26 @@ class RolloutSampler:
             )
         return (mine, samples) if part is None else part.hand_over(mine, samples)
 
-    def _gathered(self, sampled: _Sampled, cost: SamplingCost, *, partial: bool = False) -> Rollout:
-        """Completions of all ranks as a rollout; completions of one prompt are adjacent."""
-        world = self._world
+    def _held(self, sampled: _Sampled, cost: SamplingCost) -> Rollout:
+        """The completions that this rank has sampled; those of one prompt are adjacent."""
+        world = self.world
         engine = self.engine
         self.cost = world.broadcast_object(cost, source=engine.world.members[0])
-        mine: list[Any] = []
+        rows: list[tuple[int, Episode]] = []
         if engine.generation_world.is_main:
-            by_prompt: Sequence[list[Any]] = sampled[1]
-            for prompt, of_prompt in zip(sampled[0], by_prompt, strict=True):
-                mine += [Sampled(prompt.place, list(prompt.row["input_ids"]), sample) for sample in of_prompt]
-        if self._environments is None:
-            whole = _by_prompt(gather_completions(mine, world))
-            rollout = Rollout.of([Episode.of(sample.prompt, sample.completion) for sample in whole], world.device)
-            places = torch.tensor([sample.place for sample in whole], device=world.device)
-            return replace(rollout, groups=places) if partial else rollout
-        whole = _by_prompt([sample for of_rank in world.all_gather_objects(mine) for sample in of_rank])
-        episodes: list[Any] = [sample.completion for sample in whole]
-        self._environments.check_failures(episodes, world)
-        return as_rollout(episodes, world.device, places=[sample.place for sample in whole])
+            by_prompt: Sequence[Sequence[Completion | Episode]] = sampled[1]
+            pairs = zip(sampled[0], by_prompt, strict=True)
+            by_place = sorted(pairs, key=lambda pair: pair[0].place)  # stably: greedy completions come last
+            rows = [(prompt.place, _episode(prompt, sample)) for prompt, samples in by_place for sample in samples]
+        has_rewards = self._environments is not None
+        if self._environments is not None:
+            rows = self._environments.checked(rows, world)
+        rollout = Rollout.of([episode for _, episode in rows], has_rewards=has_rewards)
+        rollout = replace(rollout, groups=torch.tensor([place for place, _ in rows], dtype=torch.long))
+        rollout = Rollout.from_tensors(with_columns_of_all_ranks(rollout.tensors(), len(rollout), world))
+        return replace(rollout, index=rollout.numbered(world))
+
+
+def _episode(prompt: AssignedPrompt, sample: Completion | Episode) -> Episode:
+    """A sample of a prompt as an episode."""
+    return sample if isinstance(sample, Episode) else Episode.of(list(prompt.row["input_ids"]), sample)

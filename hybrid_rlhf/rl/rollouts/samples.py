@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.functional.masking import masked_mean
 from hybrid_rlhf.loop.non_finite import json_number
 from hybrid_rlhf.rl.batch import Batch, Rollout
-from hybrid_rlhf.rl.rollouts.exchange import run_lengths
 from hybrid_rlhf.runtime.observability.token_records import COLUMN
 
 
@@ -30,8 +29,8 @@ class SampleTexts:
         self._prompts = prompts
         self._tokenizer = tokenizer
 
-    def __call__(self, rollout: Rollout, rows: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """Some rows of a scored rollout as text, with their scores; None for all rows.
+    def __call__(self, rollout: Rollout, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Rows of a scored rollout as text, with their numbers and scores.
 
         Each weight version has the number of tokens that it sampled; scores of components are unweighted.
         """
@@ -41,7 +40,7 @@ class SampleTexts:
         kl = rollout.kl
         return [
             {
-                "index": row,
+                "index": number,
                 "group": int(rollout.groups[row]),
                 "prompt_row": prompts[row],
                 "prompt": json.loads(self._prompts[prompts[row]]["prompt"]),
@@ -53,13 +52,19 @@ class SampleTexts:
                 "kl": None if kl is None else json_number(kl[row]),
                 "weight_versions": run_lengths(rollout.weight_versions[row][rollout.response_mask[row]].tolist()),
             }
-            for row in (range(len(scores)) if rows is None else rows)
+            for row, number in enumerate(numbers)
         ]
 
-    def of_batch(self, batch: Batch) -> list[dict[str, Any]]:
-        """All rows of a batch, with the mean advantage of their tokens."""
+    def of_batch(self, batch: Batch, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Rows of a batch, with the mean advantage of their tokens."""
         means = masked_mean(batch.advantages, mask=batch.rollout.response_mask, dim=1)
-        return [{**row, "advantage": json_number(mean)} for row, mean in zip(self(batch.rollout), means, strict=True)]
+        rows = self(batch.rollout, numbers)
+        return [{**row, "advantage": json_number(mean)} for row, mean in zip(rows, means, strict=True)]
+
+
+def run_lengths(values: Iterable[int]) -> list[tuple[int, int]]:
+    """Equal neighbours as (value, count)."""
+    return [(value, len(list(equal))) for value, equal in itertools.groupby(values)]
 
 
 def sample_text(rollout: Rollout, row: int, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -69,12 +74,9 @@ def sample_text(rollout: Rollout, row: int, tokenizer: PreTrainedTokenizerBase) 
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def token_arrays(batch: Batch, ratios: Tensor | None = None) -> dict[str, np.ndarray]:
-    """Token arrays of a batch without padding, in the format of `TokenRecord.of`; with `ratios` of its updates, if
-    any."""
+def token_rows(batch: Batch, ratios: Tensor | None = None) -> list[dict[str, np.ndarray]]:
+    """Token arrays of each row of a batch without padding; with `ratios` of its updates, if any."""
     rollout = batch.rollout
-    mask = batch.rollout.response_mask
-    prompts = torch.where(mask.any(dim=1), mask.int().argmax(dim=1), rollout.lengths)
     known: dict[str, Tensor | None] = {
         "logprobs": rollout.sampled_logprobs,
         "old_logprobs": rollout.old_logprobs,
@@ -87,17 +89,32 @@ def token_arrays(batch: Batch, ratios: Tensor | None = None) -> dict[str, np.nda
         "rewards": batch.rewards,
         "weight_versions": rollout.weight_versions.int(),
     }
-    arrays = {
-        "offsets": _offsets(rollout.lengths),
-        "response_offsets": _offsets(mask.sum(dim=1)),
-        "prompt_lengths": prompts,
-        "ids": rollout.input_ids[rollout.attention_mask].int(),
-        "response": mask[rollout.attention_mask],
-        **{f"{COLUMN}{name}": values[mask] for name, values in known.items() if values is not None},
+    columns = {name: values.numpy() for name, values in known.items() if values is not None}
+    rows = []
+    for row, length in enumerate(rollout.lengths.tolist()):
+        sampled = rollout.response_mask[row, :length].numpy()
+        rows.append(
+            {
+                "ids": rollout.input_ids[row, :length].int().numpy(),
+                "response": sampled,
+                **{f"{COLUMN}{name}": values[row, :length][sampled] for name, values in columns.items()},
+            }
+        )
+    return rows
+
+
+def token_arrays(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The arrays of a rollout from those of its rows, in the format of `TokenRecord.of`."""
+    responses = [row["response"] for row in rows]
+    prompts = [int(sampled.argmax()) if sampled.any() else len(sampled) for sampled in responses]
+    return {
+        "offsets": _offsets([len(sampled) for sampled in responses]),
+        "response_offsets": _offsets([int(sampled.sum()) for sampled in responses]),
+        "prompt_lengths": np.array(prompts, np.int64),
+        **{name: np.concatenate([row[name] for row in rows]) for name in rows[0]},
     }
-    return {name: values.cpu().numpy() for name, values in arrays.items()}
 
 
-def _offsets(counts: Tensor) -> Tensor:
+def _offsets(counts: Sequence[int]) -> np.ndarray:
     """[N + 1] int64, where the entries of each row begin, and where the last end."""
-    return torch.cat([counts.new_zeros(1), counts.cumsum(dim=0)])
+    return np.cumsum([0, *counts], dtype=np.int64)

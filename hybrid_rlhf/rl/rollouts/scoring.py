@@ -6,9 +6,9 @@ mini-batch has a ratio of exactly 1. With a single update they come from the for
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,22 +17,20 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, PenaltiesConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.models.policy import values_before
-from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, RouterAgreement, scatter_rows
+from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, RouterAgreement, row_values
 from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
 from hybrid_rlhf.runtime.observability.timers import Timers
-from hybrid_rlhf.runtime.world import World
 
 _Reader = ModelEngine | InferenceReader
-_Batches = Callable[[_Reader | CriticCopy], list[tuple[list[int | None], Rollout]]]
-"""A rank's micro-batches for a role: row indices of the rollout, and these rows."""
+_AnyReader = _Reader | CriticCopy | AbsentEngine
 
 
 class RolloutScorer:
@@ -72,8 +70,8 @@ class RolloutScorer:
 
         Args:
             prompts: rows of the data, the same on every rank.
-            rollout: the same number of completions of each prompt, those of one prompt adjacent; or with `samples` any
-                number, and the indices of their prompts in `groups`.
+            rollout: completions of this rank, with the indices of their prompts in `groups`; those of one prompt are
+                adjacent.
             first: place in the step of the first prompt.
             greedy: true if the last completion of each prompt is greedy; its score becomes the greedy score of the
                 others, and a prompt is dropped if its greedy completion is.
@@ -83,49 +81,54 @@ class RolloutScorer:
             UserError: on every rank, for a reward component without a usable score.
         """
         plan = self._planner.plan(rollout)
-        ref = None
+        index = plan.index
+        reward = self._roles.reward
+        reads_ref = self._algorithm.uses_reference and self._roles.reference_beside_rewards
         with self._timers("scoring"):
-            if self._algorithm.uses_reference and self._roles.reference_beside_rewards:
-                ref = torch.zeros(rollout.input_ids.shape, device=self._world.device)
-            report = self._roles.reward(
-                rollout,
+            readers = [self._reader_of_reference] if reads_ref else []
+            reading = _Reading(plan, rollout, readers, also=reward.rows(plan.micro_batches))
+            ref: dict[int, Tensor] = {}
+            report = reward(
+                reading.rows,
+                len(index),
                 plan.micro_batches,
-                lambda: CompletionTexts.read(prompts, rollout, self._tokenizer),
+                lambda rows: CompletionTexts.read(prompts, rows, self._tokenizer),
                 may_drop_all=refill,
-                beside=lambda: None if ref is None else self._read_reference(_batches(rollout, plan), ref),
+                beside=lambda: ref.update(self._read_reference(reading) if reads_ref else {}),
             )
-            if ref is not None:
-                self._world.all_reduce(ref)
-        count = len(rollout)
-        device = self._world.device
-        accepted = torch.ones(count, dtype=torch.bool, device=device)
-        accepted[report.dropped] = False
-        samples = count // len(prompts)
-        row = torch.arange(count, device=device)
-        prompt = rollout.places(len(prompts))
-        scores = report.scores
+            width = rollout.input_ids.shape[1]
+            ref_logprobs = index.collect({"ref": ref}, width=width)["ref"] if reads_ref else None
+        scores = report.scores[index.mine]
         if rollout.turn_rewards is not None:
             scores = scores + row_sums(rollout.turn_rewards)
+        accepted = torch.ones(len(index), dtype=torch.bool)
+        accepted[report.dropped] = False
         penalties = score_penalties(
             rollout,
             self._algorithm.penalties,
             max_new_tokens=self._config.sampling.max_new_tokens,
-            scores_std=self._scaling.scaled_std(scores[accepted]),
+            scores_std=self._scaling.scaled_std(index.gather(scores)[accepted]),
         )
+        assert rollout.groups is not None
         scored = replace(
             rollout,
-            groups=first + prompt,
+            groups=first + rollout.groups,
             scores=scores,
             penalties=penalties,
-            ref_logprobs=ref,
-            components=report.components,
-            metrics={**report.metrics, **episode_metrics(rollout)},
+            ref_logprobs=ref_logprobs,
+            components={name: of_rows[index.mine] for name, of_rows in report.components.items()},
+            metrics={**report.metrics, **episode_metrics(rollout, self._world)},
         )
+        if bool(accepted.all()) and not greedy:
+            return scored
+        accepted = accepted[index.mine]
         if not greedy:
             return scored.select(accepted)
-        last = row % samples == samples - 1
+        _, prompt, counts = rollout.groups.unique(return_inverse=True, return_counts=True)
+        last = counts.cumsum(0) - 1  # the greedy completion of each prompt
         scored = replace(scored, greedy_scores=scores[last][prompt], greedy_penalties=penalties[last][prompt])
-        return scored.select(accepted & accepted[last][prompt] & ~last)
+        is_greedy = torch.zeros_like(accepted).index_fill(0, last, True)
+        return scored.select(accepted & accepted[last][prompt] & ~is_greedy)
 
     @property
     def weight_version(self) -> int:
@@ -143,96 +146,128 @@ class RolloutScorer:
         Recorded routes are dropped where they are only compared, as later forwards have other weights.
         """
         roles = self._roles
+        index = plan.index
         metrics = dict(rollout.metrics)
         reads_ref = self._algorithm.uses_reference and rollout.ref_logprobs is None
-        other_sampler = roles.actor.rounds_otherwise or self._is_stale(rollout)
-        reads_old = self._algorithm.actor_scores_rollout(other_sampler=other_sampler)
-        wanted = [reads_ref, reads_old, reads_old, roles.critic is not None]
-        batches = _batches(rollout, plan)
+        stale = bool(index.gather(rollout.staleness(self.weight_version))[:, 0].any())
+        reads_old = self._algorithm.actor_scores_rollout(other_sampler=roles.actor.rounds_otherwise or stale)
+        has_critic = roles.critic is not None
         agreement = RouterAgreement(self._world.device)
-        # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
-        outputs = torch.zeros(4, *rollout.input_ids.shape, device=self._world.device)
+        readers = [
+            *([self._reader_of_reference] if reads_ref else []),
+            *([roles.actor] if reads_old else []),
+            *([self._reader_of_values] if has_critic else []),
+        ]
         with self._timers("scoring"):
+            reading = _Reading(plan, rollout, readers)
+            # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
             if roles.critic_copy is not None:
                 roles.critic_copy.sync()  # first, so that the critic's ranks are free for the actor in the meantime
-            if reads_ref:
-                self._read_reference(batches, outputs[0])
-            if reads_old:
-                self._read_actor(batches, outputs[1], outputs[2], agreement)
-            if roles.critic is not None:
-                self._read_critic(batches, outputs[3])
-            # each row of each tensor is filled by one rank and zero on the others
-            summed = iter(self._world.all_reduce(outputs[wanted]) if any(wanted) else outputs[:0])
-            ref, old, entropy, values = (next(summed) if is_wanted else None for is_wanted in wanted)
+            ref = self._read_reference(reading) if reads_ref else {}
+            old, entropy = self._read_actor(reading, agreement) if reads_old else ({}, {})
+            values = self._read_critic(reading) if has_critic else {}
+            computed = {
+                **({"ref_logprobs": ref} if reads_ref else {}),
+                **({"old_logprobs": old, "entropy": entropy} if reads_old else {}),
+                **({"old_values": values} if has_critic else {}),
+            }
+            columns = index.collect(computed, width=rollout.input_ids.shape[1])
+            rollout = replace(
+                rollout,
+                old_logprobs=columns.get("old_logprobs", rollout.sampled_logprobs),
+                ref_logprobs=columns.get("ref_logprobs", rollout.ref_logprobs),
+                entropy=columns.get("entropy"),
+                old_values=columns.get("old_values"),
+            )
             if reads_old and rollout.routes is not None:
                 metrics |= agreement.metrics(self._world)
-        return replace(
-            rollout,
-            old_logprobs=rollout.sampled_logprobs if old is None else old,
-            ref_logprobs=rollout.ref_logprobs if ref is None else ref,
-            entropy=entropy,
-            old_values=values,
-            routes=None if reads_old and not self._config.routing_replay else rollout.routes,
-            metrics=metrics,
-        )
+        keeps_routes = self._config.routing_replay or not reads_old
+        return replace(rollout, routes=rollout.routes if keeps_routes else None, metrics=metrics)
 
-    def _is_stale(self, rollout: Rollout) -> bool:
-        """Return True if older weights sampled any token; broadcast from the first rank, as collectives depend on
-        it."""
-        return self._world.broadcast_object(bool(rollout.stale_updates(self.weight_version)))
+    @property
+    def _reader_of_reference(self) -> _AnyReader:
+        """The model that computes the reference's log-probs, or its ranks."""
+        return self._roles.actor if self._roles.reference is None else self._roles.reference
 
-    def _read_reference(self, batches: _Batches, output: Tensor) -> None:
-        """Fill this rank's rows of the reference's log-probs [N, T]; nothing on a rank without the reference."""
+    @property
+    def _reader_of_values(self) -> _AnyReader:
+        """The model that computes values, or its ranks."""
+        copy = self._roles.critic_copy
+        reader = self._roles.critic if copy is None else copy
+        assert reader is not None
+        return reader
+
+    def _read_reference(self, reading: _Reading) -> dict[int, Tensor]:
+        """The reference's log-probs of this rank's rows; {} on a rank without the reference."""
         actor = self._roles.actor
         reference = self._roles.reference
         if reference is None and isinstance(actor, ModelEngine):
             with actor.reference() as base:
-                _read(base, batches, output, self._logprobs_of(base))
+                return reading.values(base, self._logprobs_of(base))
         if isinstance(reference, _Reader):
             with reference.on_device():
-                _read(reference, batches, output, self._logprobs_of(reference))
+                return reading.values(reference, self._logprobs_of(reference))
+        return {}
 
-    def _read_actor(self, batches: _Batches, logprobs: Tensor, entropy: Tensor, agreement: RouterAgreement) -> None:
+    def _read_actor(self, reading: _Reading, agreement: RouterAgreement) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """The actor's log-probs and entropy of this rank's rows; {} on a rank without the actor."""
         actor = self._roles.actor
-        temperature = self._config.sampling.temperature
+        logprobs: dict[int, Tensor] = {}
+        entropy: dict[int, Tensor] = {}
         if not isinstance(actor, ModelEngine):
-            return
-        for indices, batch in batches(actor):
-            rows_read = actor(
+            return logprobs, entropy
+        temperature = self._config.sampling.temperature
+        for numbers, batch in reading.micro_batches(actor):
+            values = actor(
                 batch.input_ids, batch.attention_mask, batch.response_mask, temperature, routes=batch.padded_routes
             )
             agreement.add(actor)
             if actor.reports_rows:
-                for whole, values in zip((logprobs, entropy), rows_read, strict=True):
-                    scatter_rows(whole, indices, values)
+                for whole, of_rows in zip((logprobs, entropy), values, strict=True):
+                    whole |= row_values(numbers, of_rows, reading.lengths)
+        return logprobs, entropy
 
-    def _read_critic(self, batches: _Batches, output: Tensor) -> None:
-        copy = self._roles.critic_copy
-        reader = self._roles.critic if copy is None else copy
+    def _read_critic(self, reading: _Reading) -> dict[int, Tensor]:
+        """Values of this rank's rows; {} on a rank without critic."""
+        reader = self._reader_of_values
         if isinstance(reader, ModelEngine | CriticCopy) and reader.world.is_member:
-            _read(reader, batches, output, lambda batch: values_before(reader(batch.input_ids, batch.attention_mask)))
+            return reading.values(reader, lambda batch: values_before(reader(batch.input_ids, batch.attention_mask)))
+        return {}
 
     def _logprobs_of(self, engine: _Reader) -> Callable[[Rollout], Tensor]:
         temperature = self._config.sampling.temperature
         return lambda batch: engine(batch.input_ids, batch.attention_mask, batch.response_mask, temperature)[0]
 
 
-def _batches(rollout: Rollout, plan: MiniBatchPlan) -> _Batches:
-    """This rank's micro-batches for a role, cut once for all roles on the same ranks."""
+class _Reading:
+    """A pass of models over a rollout: the rows that this rank reads, in the micro-batches of a plan."""
 
-    @functools.cache
-    def on(world: World, tensor_parallel: int) -> list[tuple[list[int | None], Rollout]]:
-        return [(indices, rollout.rows(indices)) for indices in plan.micro_batches(world, tensor_parallel)]
+    def __init__(
+        self, plan: MiniBatchPlan, rollout: Rollout, readers: Sequence[_AnyReader], *, also: Iterable[int] = ()
+    ) -> None:
+        """Bring the rows of all readers, and some others, to this rank. Every rank calls."""
+        self._plan = plan
+        self.lengths = plan.index.lengths
+        read = (row for reader in readers for rows in self._numbers(reader) for row in rows if row is not None)
+        self.rows = plan.index.fetch(rollout, chain(also, read))
 
-    return lambda engine: on(engine.world, engine.tensor_parallel)
+    def micro_batches(self, reader: _AnyReader) -> Iterator[tuple[list[int | None], Rollout]]:
+        """Numbers of the rows of each micro-batch of a reader, and the micro-batch on the device."""
+        return ((numbers, self.rows(numbers)) for numbers in self._numbers(reader))
 
+    def values(self, reader: _Reader | CriticCopy, read: Callable[[Rollout], Tensor]) -> dict[int, Tensor]:
+        """`read(micro-batch)` [n, t] of the rows that this rank reports, by row."""
+        values: dict[int, Tensor] = {}
+        for numbers, batch in self.micro_batches(reader):
+            of_rows = read(batch)
+            if reader.reports_rows:
+                values |= row_values(numbers, of_rows, self.lengths)
+        return values
 
-def _read(engine: _Reader | CriticCopy, batches: _Batches, output: Tensor, read: Callable[[Rollout], Tensor]) -> None:
-    """Fill the rows of `output` [N, T] that this rank reports with `read(batch)`."""
-    for indices, batch in batches(engine):
-        values = read(batch)
-        if engine.reports_rows:
-            scatter_rows(output, indices, values)
+    def _numbers(self, reader: _AnyReader) -> list[list[int | None]]:
+        if isinstance(reader, AbsentEngine):
+            return []
+        return self._plan.micro_batches(reader.world, reader.tensor_parallel)
 
 
 def score_penalties(

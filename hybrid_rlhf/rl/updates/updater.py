@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from hybrid_rlhf.loop.non_finite import rows_with_non_finite_loss
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
 from hybrid_rlhf.rl.algorithms import Algorithm
-from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, MiniBatchPlan, Rollout, scatter_rows
+from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, LocalRows, MiniBatchPlan, Rollout, RowIndex, row_values
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.updates.policy_loss import ROUTES_USED, MiniBatch, PolicyLoss
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
@@ -36,45 +36,73 @@ from hybrid_rlhf.runtime.world import World
 
 
 class LastLogprobs:
-    """Collects the log-probs of each row in its last update; each rank holds the rows that it computed."""
+    """Collects the log-probs of each row in its last update; each rank has the rows that it computed."""
 
-    def __init__(self, like: Tensor) -> None:
-        """Take log-probs [N, T] of the rollout, for their shape."""
-        self._values = torch.zeros_like(like)
-        self._known = torch.zeros(len(like), dtype=torch.bool, device=like.device)
+    def __init__(self) -> None:
+        self._values: dict[int, Tensor] = {}
+        self._known: set[int] = set()
+        """Rows with an update, over all ranks."""
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], world: World) -> Self | None:
-        """The log-probs from the tensors of `tensors()`, which the first rank holds; None for an empty mapping."""
-        if not tensors:
-            return None
-        restored = cls(tensors["values"].to(world.device))
-        restored._known |= tensors["known"].to(world.device)
-        if world.rank == 0:
-            restored._values += tensors["values"].to(world.device)
-        return restored
+    def from_tensors(cls, shards: Sequence[Mapping[str, Tensor]], world: World) -> Self | None:
+        """The log-probs from what each rank stored of `tensors()`; None if there are none."""
+        restored = cls()
+        for rank, shard in enumerate(shards):
+            rows = shard["rows"].tolist() if shard else []
+            restored._known.update(rows)
+            if rank % world.size == world.rank and rows:
+                restored._values |= dict(zip(rows, shard["values"].split(shard["lengths"].tolist()), strict=True))
+        return restored if restored._known else None
 
-    def tensors(self, world: World) -> dict[str, Tensor]:
-        """Return the state for a checkpoint, the same on every rank. Every rank calls."""
-        return {"values": self.of_all_ranks(world), "known": self._known}
+    def tensors(self) -> dict[str, Tensor]:
+        """The log-probs of this rank's rows, one row after the other; {} without rows."""
+        if not self._values:
+            return {}
+        values = list(self._values.values())
+        lengths = torch.tensor([len(of_row) for of_row in values])
+        return {"rows": torch.tensor(list(self._values)), "lengths": lengths, "values": torch.cat(values)}
 
     def begin(self, rows: Sequence[int]) -> None:
         """Begin an update of these rows, over all ranks: discard the log-probs of their earlier updates."""
-        self._values[list(rows)] = 0.0
-        self._known[list(rows)] = True
+        for row in rows:
+            self._values.pop(row, None)
+        self._known.update(rows)
 
-    def add(self, rows: Sequence[int | None], logprobs: Tensor) -> None:
-        """Store the log-probs [n, t] of a micro-batch of this rank."""
-        scatter_rows(self._values, rows, logprobs)
+    def add(self, rows: Sequence[int | None], logprobs: Tensor, lengths: Tensor) -> None:
+        """Store the log-probs [n, t] of a micro-batch of this rank, from the lengths [N] of all rows."""
+        self._values |= row_values(rows, logprobs, lengths)
 
-    def of_all_ranks(self, world: World) -> Tensor:
-        """[N, T] log-probs of all ranks, 0 in rows without an update. Every rank calls."""
-        return world.all_reduce(self._values.clone())
+    def collect(self, index: RowIndex, *, width: int) -> Tensor:
+        """[n, T] log-probs of the rows that this rank holds, 0 in rows without an update. Every rank calls."""
+        return index.collect({"logprobs": self._values}, width=width)["logprobs"]
 
-    def ratios(self, old_logprobs: Tensor, world: World) -> Tensor:
-        """[N, T] p(last update) / p(before the updates), NaN in rows without an update; every rank calls."""
-        ratios = (self.of_all_ranks(world) - old_logprobs).exp()
-        return ratios.masked_fill(~self._known[:, None], torch.nan)
+    def ratios(self, old_logprobs: Tensor, index: RowIndex) -> Tensor:
+        """[n, T] p(last update) / p(before the updates), NaN in rows without an update; every rank calls."""
+        ratios = (self.collect(index, width=old_logprobs.shape[1]) - old_logprobs).exp()
+        unknown = torch.tensor([row not in self._known for row in index.mine], dtype=torch.bool)
+        return ratios.masked_fill(unknown[:, None], torch.nan)
+
+
+@dataclass(frozen=True)
+class _MiniBatchRows:
+    """A mini-batch on a rank."""
+
+    rows: list[int]
+    """Numbers of its rows, over all ranks."""
+    micro_batches_on: Callable[[World], list[list[int | None]]]
+    """Returns the numbers of the rows in this rank's micro-batches, from the ranks that share the rows."""
+    local: LocalRows[Batch]
+    """The rows that this rank computes."""
+    lengths: Tensor
+    """[N] tokens of all rows of the rollout."""
+    inputs: MiniBatch
+
+
+class SkippedRows(NamedTuple):
+    """Rows of a skipped update."""
+
+    rows: Rollout
+    numbers: list[int]
 
 
 @dataclass(frozen=True)
@@ -86,10 +114,11 @@ class UpdateReport:
     """Real tokens of the mini-batches of all updates, over all ranks."""
     batch: Batch
     """The batch, with old log-probs from the training forward in any case."""
-    skipped: dict[str, list[int]]
-    """Rows of this rank that may have caused a skipped update, by each role whose gradient was not finite."""
+    skipped: dict[str, SkippedRows]
+    """Rows that this rank computed and that may have caused a skipped update, by each role whose gradient was not
+    finite."""
     ratios: torch.Tensor | None = None
-    """[N, T], ratio of each token in its last update; None unless requested, and if the algorithm has no ratios."""
+    """[n, T], ratio of each token in its last update; None unless requested, and if the algorithm has no ratios."""
 
 
 class Progress:
@@ -203,7 +232,7 @@ class Updater:
         ranks actor and critic learn at the same time.
 
         Args:
-            batch: the batch to learn from.
+            batch: the batch to learn from, of which each rank gives the rows that it holds.
             plans: mini-batches of each epoch.
             kl_coef: coefficient of the KL, where it is a term of the loss.
             train_actor: true to train actor and critic, false to train the critic alone.
@@ -221,32 +250,32 @@ class Updater:
         computes_old = train_actor and not self._config.reads_old_logprobs
         keeps_ratios = keeps_ratios and train_actor and self._config.reads_old_logprobs
         if progress.last is None and (computes_old or keeps_ratios):
-            progress.last = LastLogprobs(rollout.old_logprobs)
+            progress.last = LastLogprobs()
         last = progress.last
+        index = plans[0].index
         final = sum(len(plan.tokens) for plan in plans) - 1
-        for number, (rows, micro_batches_on, mini_batch) in enumerate(self._mini_batches(rollout, plans, kl_coef)):
+        for number, mini_batch in enumerate(self._mini_batches(batch, plans, kl_coef)):
             if number < progress.updates:
                 continue
             between(progress)
             if last is not None:
-                last.begin(rows)
+                last.begin(mini_batch.rows)
             seen = policy_sums.total("approxkl")
             if train_actor and isinstance(actor, ModelEngine):
-                micro_batches = micro_batches_on(actor.world)
-                stats["actor"] = self._update_actor(actor, batch, micro_batches, mini_batch, progress, last)
+                stats["actor"] = self._update_actor(actor, mini_batch, progress, last)
             with self._sending(last=train_actor and number == final) as progress.sent:
                 if isinstance(critic, ModelEngine):
-                    micro_batches = micro_batches_on(critic.world)
-                    stats["critic"] = self._update_critic(critic, batch, micro_batches, mini_batch.tokens, progress)
+                    stats["critic"] = self._update_critic(critic, mini_batch, progress)
             progress.updates += 1
-            if train_actor and self._exceeds_target(policy_sums.total("approxkl") - seen, mini_batch.tokens):
+            if train_actor and self._exceeds_target(policy_sums.total("approxkl") - seen, mini_batch.inputs.tokens):
                 break
         self._roles.synchronize_versions()
-        ratios = last.ratios(rollout.old_logprobs, self._world) if last is not None and keeps_ratios else None
+        ratios = last.ratios(rollout.old_logprobs, index) if last is not None and keeps_ratios else None
         if last is not None and computes_old:
-            batch = replace(batch, rollout=replace(rollout, old_logprobs=last.of_all_ranks(self._world)))
-        trained = float(rollout.lengths.sum()) * progress.updates / len(plans[0].rows)
-        return UpdateReport(self._metrics(progress), trained, batch, self._skipped(progress), ratios)
+            current = last.collect(index, width=rollout.input_ids.shape[1])
+            batch = replace(batch, rollout=replace(rollout, old_logprobs=current))
+        trained = float(index.lengths.sum()) * progress.updates / len(plans[0].rows)
+        return UpdateReport(self._metrics(progress), trained, batch, self._skipped(progress, rollout, index), ratios)
 
     def value_loss(self, critic: ModelEngine, batch: Batch) -> LossSum:
         """The critic's loss on a micro-batch."""
@@ -261,18 +290,22 @@ class Updater:
             clip=self._config.value_clip if isinstance(self._config, PPOConfig) else 0.0,
         )
 
-    def _mini_batches(
-        self, rollout: Rollout, plans: Sequence[MiniBatchPlan], kl_coef: float
-    ) -> Iterator[tuple[list[int], Callable[[World], list[list[int | None]]], MiniBatch]]:
-        """For each mini-batch: its rows, a function to this rank's micro-batches from the ranks that share it, loss
-        inputs."""
+    def _mini_batches(self, batch: Batch, plans: Sequence[MiniBatchPlan], kl_coef: float) -> Iterator[_MiniBatchRows]:
+        """The mini-batches of all epochs; the rows of an epoch come to the ranks that compute them at its beginning."""
         counted = self._correction is None or self._correction.count_masked
-        kept_per_row = None if counted else self.policy_loss.kept(rollout).sum(dim=1)
+        kept_per_row = None
+        if not counted:
+            kept_per_row = plans[0].index.gather(self.policy_loss.kept(batch.rollout).sum(dim=1))
+        learners = [role.world for role in self._roles.learners.values() if role.world.is_member]
         for plan in plans:
+            micro_batches = [rows for world in learners for part in plan.mini_batches(world) for rows in part]
+            wanted = {row for rows in micro_batches for row in rows if row is not None}
+            local = plan.index.fetch(batch, wanted)
             for number, (tokens, sequences) in enumerate(zip(plan.tokens, plan.sequences, strict=True)):
                 rows = plan.rows_of(number)
                 kept_tokens = None if kept_per_row is None else float(kept_per_row[rows].sum())
-                yield rows, partial(plan.mini_batch, number), MiniBatch(tokens, sequences, kl_coef, kept_tokens)
+                inputs = MiniBatch(tokens, sequences, kl_coef, kept_tokens)
+                yield _MiniBatchRows(rows, partial(plan.mini_batch, number), local, plan.index.lengths, inputs)
 
     def _sending(self, *, last: bool) -> contextlib.AbstractContextManager[TransferTimes | None]:
         """Context of the critic's update: sends the actor's weights to separate samplers, after the actor's last
@@ -292,21 +325,20 @@ class Updater:
     def _update_actor(
         self,
         actor: ModelEngine,
-        batch: Batch,
-        micro_batches: list[list[int | None]],
-        mini_batch: MiniBatch,
+        mini_batch: _MiniBatchRows,
         progress: Progress,
         last: LastLogprobs | None,
     ) -> UpdateStats:
         sums = progress.sums
+        micro_batches = mini_batch.micro_batches_on(actor.world)
         losses = []
-        for indices in micro_batches:
-            loss, current = self.policy_loss(batch.rows(indices), mini_batch)
-            actor.backward(loss.total, count=mini_batch.tokens)
+        for rows in micro_batches:
+            loss, current = self.policy_loss(mini_batch.local(rows), mini_batch.inputs)
+            actor.backward(loss.total, count=mini_batch.inputs.tokens)
             sums["policy"].add(loss)
             losses.append(loss.total.detach())
             if last is not None:
-                last.add(indices, current)
+                last.add(rows, current, mini_batch.lengths)
         if self.ptx is not None:
             texts = next(self.ptx)
             ptx_count = global_count(sum(int(text.loss_mask.sum()) for text in texts), actor.world)
@@ -325,15 +357,14 @@ class Updater:
     def _update_critic(
         self,
         critic: ModelEngine,
-        batch: Batch,
-        micro_batches: list[list[int | None]],
-        count: float,
+        mini_batch: _MiniBatchRows,
         progress: Progress,
     ) -> UpdateStats:
+        micro_batches = mini_batch.micro_batches_on(critic.world)
         losses = []
-        for indices in micro_batches:
-            loss = self.value_loss(critic, batch.rows(indices))
-            critic.backward(loss.total, count=count)
+        for rows in micro_batches:
+            loss = self.value_loss(critic, mini_batch.local(rows))
+            critic.backward(loss.total, count=mini_batch.inputs.tokens)
             progress.sums["value"].add(loss)
             losses.append(loss.total.detach())
         stats = critic.step()
@@ -341,10 +372,13 @@ class Updater:
             progress.record_skipped("critic", micro_batches, losses)
         return stats
 
-    def _skipped(self, progress: Progress) -> dict[str, list[int]]:
-        """The roles with a skipped update on any rank, with the rows of this rank."""
+    def _skipped(self, progress: Progress, rollout: Rollout, index: RowIndex) -> dict[str, SkippedRows]:
+        """The roles with a skipped update on any rank, with the rows that this rank computed for them."""
         skipped = self._world.merge_dicts(dict.fromkeys(progress.skipped))
-        return {role: progress.skipped.get(role, []) for role in sorted(skipped)}
+        rows = {role: sorted(progress.skipped.get(role, [])) for role in sorted(skipped)}
+        return {
+            role: SkippedRows(index.fetch(rollout, numbers).on_host(numbers), numbers) for role, numbers in rows.items()
+        }
 
     def _metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the updates, the same on every rank."""

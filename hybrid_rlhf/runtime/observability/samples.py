@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,14 @@ class SampleLog:
         """Flush the lines to disk: a checkpoint must not be ahead of them."""
         self._lines.flush()
 
-    def write(self, step: int, rows: Callable[[], Sequence[dict[str, Any]]]) -> None:
-        """Append the rows of a step, if it is one of the logged ones; `rows` is called only then."""
-        if not self._enabled or not self._every or (step - 1) % self._every:
+    def records(self, step: int) -> bool:
+        """Return True if a step is recorded; the same on every rank."""
+        return bool(self._every) and (step - 1) % self._every == 0
+
+    def write(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
+        """Append the rows of a recorded step."""
+        if not self._enabled or not self.records(step):
             return
-        samples = rows()
         self._lines.append({"step": step, **row} for row in samples)
         for row in samples[:_SHOWN]:
             question = row["prompt"][-1].get("content", "")

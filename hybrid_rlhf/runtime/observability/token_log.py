@@ -49,7 +49,7 @@ class TokenLog:
         return bool(self._every) and (step - 1) % self._every == 0
 
     def write(self, step: int, arrays: Callable[[], Mapping[str, np.ndarray]]) -> None:
-        """Write the arrays of a step, if it is one of the recorded ones; `arrays` is called only then."""
+        """Write the arrays of a recorded step; `arrays` is called on the rank that writes."""
         if not self._enabled or not self.records(step):
             return
         content = save(dict(arrays()), metadata={DETAILS: json.dumps(self._details)})

@@ -1,0 +1,159 @@
+"""Rows that ranks hold, send to each other and get back are those of a rollout on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.functional.masking import masked_var, masked_whiten
+from hybrid_rlhf.generation.sampling import Completion
+from hybrid_rlhf.rl.batch import Batch, Episode, Rollout, restored_rows, row_values, with_columns_of_all_ranks
+from hybrid_rlhf.runtime import world as worlds
+from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.ranks import run_ranks
+
+CPU = solo_world(torch.device("cpu"))
+PROMPTS = 5
+SAMPLES = 2
+
+
+def holder(prompt: int, ranks: int) -> int:
+    """Rank 1 of three holds nothing."""
+    return (0, 2, 2, 0, 2)[prompt] % ranks
+
+
+def episode(prompt: int, sample: int) -> Episode:
+    """With experts for the first prompts alone; one completion without a token."""
+    numbers = np.random.default_rng([prompt, sample])
+    tokens = int(numbers.integers(1, 9)) if (prompt, sample) != (2, 1) else 0
+    routes = numbers.integers(-1, 99, (3 + tokens, 2, 4)).astype(np.int8) if prompt < 2 else None
+    floats = numbers.random((2, tokens)).astype(np.float32).tolist()
+    ids = numbers.integers(0, 150_000, tokens).tolist()
+    completion = Completion(ids, floats[0], "stop", floats[1], [prompt] * tokens, routes)
+    return Episode.of(numbers.integers(0, 99, 3).tolist(), completion)
+
+
+def batch_of(prompts: list[int]) -> Batch:
+    """The rows of some prompts, with what is computed for them."""
+    rollout = Rollout.of([episode(prompt, sample) for prompt in prompts for sample in range(SAMPLES)])
+    groups = torch.tensor(prompts, dtype=torch.long).repeat_interleave(SAMPLES)
+    rollout = replace(rollout, groups=groups, components={"a/b": groups / 3}, scores=groups / 7)
+    values = rollout.sampled_logprobs - rollout.drawn_logprobs
+    return Batch(rollout, values, values * 2, clipped=groups > 2)
+
+
+def held_batch(world: World) -> Batch:
+    """The rows of this rank, with the columns of all."""
+    batch = batch_of([prompt for prompt in range(PROMPTS) if holder(prompt, world.size) == world.rank])
+    return Batch.from_tensors(with_columns_of_all_ranks(batch.tensors(), len(batch), world), {"m": 1.0})
+
+
+def travelled(world: World, slice_bytes: int) -> dict[str, Any]:
+    worlds._SLICE_BYTES = slice_bytes
+    batch = held_batch(world)
+    index = batch.rollout.numbered(world)
+    wanted = [[9, 0, 3], [4], []][world.rank]
+    rows = index.fetch(batch, wanted)
+    read = rows.on_host([*wanted, None])
+    lengths = index.lengths
+    computed = {number: -torch.arange(float(lengths[number])) - number for number in wanted}
+    micro = torch.zeros(len(wanted) + 1, int(lengths.max()))
+    for place, number in enumerate(wanted):
+        micro[place, : lengths[number]] = computed[number]
+    values = row_values([*wanted, None], micro, lengths)
+    width = batch.rollout.input_ids.shape[1]
+    returned = index.collect({"x": values, "y": {}}, width=width)
+    mask, advantages = batch.rollout.response_mask, batch.advantages
+    return {
+        "numbers": wanted,
+        "lengths": lengths,
+        "scores": index.gather(batch.rollout.scores),  # type: ignore[arg-type]
+        "clipped": index.gather(batch.clipped),  # type: ignore[arg-type]
+        "pairs": index.gather(torch.stack([batch.rollout.groups] * 2, dim=1)),  # type: ignore[list-item]
+        "read": read.tensors(),
+        "returned": [index.bring([row.tolist() for row in returned[name]], everywhere=True) for name in ("x", "y")],
+        "first": index.bring(index.mine),
+        "whitened": index.bring([row.tolist() for row in _whitened(advantages, mask, world)], everywhere=True),
+        "variance": masked_var(advantages, mask=mask, total=world.total),
+    }
+
+
+def _whitened(values: Tensor, mask: Tensor, world: World) -> Tensor:
+    return masked_whiten(values, mask=mask, total=world.total)
+
+
+@pytest.mark.parametrize("slice_bytes", [2**27, 300])
+def test_rows_travel_as_they_are(slice_bytes: int, tmp_path: Path) -> None:
+    """300 bytes: a part of one row at a time."""
+    whole = batch_of([*range(PROMPTS)])
+    mask = whole.rollout.response_mask
+    whitened = masked_whiten(whole.advantages, mask=mask)
+    found = run_ranks(travelled, 3, tmp_path, slice_bytes)
+    for rank, of_rank in enumerate(found):
+        assert torch.equal(of_rank["lengths"], whole.lengths)
+        assert torch.equal(of_rank["scores"], whole.rollout.scores) and torch.equal(of_rank["clipped"], whole.clipped)
+        assert torch.equal(of_rank["pairs"], torch.stack([whole.rollout.groups] * 2, dim=1))  # type: ignore[list-item]
+        expected = whole.rows([*of_rank["numbers"], None]).tensors()
+        assert expected.keys() == of_rank["read"].keys()
+        for name, tensor in expected.items():
+            same = slice(None) if name.endswith("experts") else slice(len(of_rank["numbers"]))
+            assert tensor.dtype == of_rank["read"][name].dtype
+            assert torch.equal(tensor[same], of_rank["read"][name][same]), name
+        x, y = of_rank["returned"]
+        for number, row in enumerate(x):
+            length = int(whole.lengths[number]) if number in (9, 0, 3, 4) else 0
+            assert row[:length] == [-float(place) - number for place in range(length)] and not any(row[length:])
+        assert not any(value for row in y for value in row)
+        assert of_rank["first"] == ([*range(len(whole))] if rank == 0 else [])
+        for row, length, values in zip(whitened, whole.lengths.tolist(), of_rank["whitened"], strict=True):
+            torch.testing.assert_close(torch.tensor(values)[:length], row[:length], atol=1e-6, rtol=0)
+        torch.testing.assert_close(of_rank["variance"], masked_var(whole.advantages, mask=mask), atol=1e-6, rtol=1e-6)
+
+
+def test_whitening_over_ranks_is_exact_in_float64() -> None:
+    """Integers, whose sums are exact in any order."""
+    values, mask = torch.randint(-9, 9, (6, 5)).double(), torch.rand(6, 5) > 0.3
+    partials = iter([])
+
+    def total(partial: Tensor) -> Tensor:
+        return next(partials)
+
+    whole: list[Tensor] = []
+    expected = masked_whiten(values, mask=mask, total=lambda partial: whole.append(partial) or partial)  # type: ignore[func-returns-value]
+    partials = iter(whole)
+    parts = [masked_whiten(values[:2], mask=mask[:2], total=total)]
+    partials = iter(whole)
+    parts.append(masked_whiten(values[2:], mask=mask[2:], total=total))
+    assert torch.equal(torch.cat(parts), expected)
+
+
+def stored(world: World) -> dict[str, Tensor]:
+    batch = held_batch(world)
+    return {f"p.{name}": tensor for name, tensor in batch.tensors().items()} if len(batch) else {}
+
+
+def restored(world: World, shards: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    batch = restored_rows(Batch, shards, "p.", {}, world)
+    assert batch is not None
+    index = batch.rollout.numbered(world)
+    rows = range(len(index))
+    return [index.fetch(batch, rows).on_host(rows).tensors(), batch.tensors()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_rows_of_a_checkpoint_come_back_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    shards = run_ranks(stored, 3, tmp_path / "stored")
+    assert [bool(shard) for shard in shards] == [True, False, True]
+    assert restored_rows(Batch, shards, "q.", {}, CPU) is None
+    expected = batch_of([*range(PROMPTS)]).tensors()
+    for rank, (whole, held) in enumerate(run_ranks(restored, ranks, tmp_path / "restored", shards)):
+        assert whole.keys() == expected.keys()
+        assert all(torch.equal(whole[name], expected[name]) for name in expected)
+        if ranks == 3 and shards[rank]:
+            assert all(torch.equal(held[name], shards[rank][f"p.{name}"]) for name in held)
