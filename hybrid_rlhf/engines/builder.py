@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import deepspeed
 import torch
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
@@ -25,17 +26,28 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     align_ids,
     disable_shm_extension,
     engine_ranks,
+    expert_parameter,
+    free_weights,
     full_shape,
+    mixture_declared,
+    register_expert_groups,
     release_closed_groups,
 )
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.learning_rates import Learning, derived_rate
-from hybrid_rlhf.engines.partition import set_weights, share_weights
+from hybrid_rlhf.engines.partition import gathered, set_weights, share_weights
 from hybrid_rlhf.engines.residency.rules import RoleResidency
 from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.models.distillation import Student, Teacher
+from hybrid_rlhf.models.expert_parallel import (
+    expert_layers,
+    expert_shard,
+    local_experts,
+    require_expert_parallelism,
+    share_experts,
+)
 from hybrid_rlhf.models.four_bit import require_bitsandbytes
 from hybrid_rlhf.models.head_check import require_own_logits
 from hybrid_rlhf.models.lora import choose_trained, four_bit_layers, quantise_base
@@ -164,7 +176,7 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     config = deepspeed_config(zero=spec.zero, dtype=dtype, optimizer=spec.optimizer, overrides=spec.deepspeed_overrides)
     partitioned = config["zero_optimization"]["stage"] == 3
     architecture = ARCHITECTURE[spec.role]
-    _require_supported(spec, architecture, dtype)
+    _require_supported(spec, architecture, dtype, ranks=world.size)
     lm, fresh_head = load_model(
         spec.path,
         architecture,
@@ -181,6 +193,8 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     fresh_head |= spec.fresh_head
     if fresh_head:
         _init_head(lm, role=spec.role, seed=spec.seed)
+    if spec.model.expert_parallel > 1:
+        _share_experts(lm, world, spec.model.expert_parallel)
     if spec.model.sequence_parallel > 1:
         set_sequence_world(lm, world.split(spec.model.sequence_parallel))
     choose_trained(lm, spec.lora, architecture, learns=spec.optimizer is not None, seed=spec.seed)
@@ -205,7 +219,9 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     )
     if world.is_main and (reason := why_padded(lm)) is not None:
         logger.info("%s: %s trains on padded rows: %s", spec.role, type(lm).__name__, reason)
-    engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer, lr_scheduler=schedule)
+    shards = max(expert_shard(parameter)[1] for group in optimizer.param_groups for parameter in group["params"])
+    with mixture_declared(shards):
+        engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer, lr_scheduler=schedule)
     module.train()
     if isinstance(module, Policy):
         module.router_loss = router_loss(lm, spec.model)
@@ -213,11 +229,14 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     return engine, options
 
 
-def _require_supported(spec: EngineSpec, architecture: Architecture, dtype: torch.dtype) -> None:
-    """Check, before its weights are loaded, that a model supports 4-bit weights, sequence parallelism and MLPs in parts
-    as set."""
+def _require_supported(spec: EngineSpec, architecture: Architecture, dtype: torch.dtype, *, ranks: int) -> None:
+    """Check, before its weights are loaded, that a model supports 4-bit weights, sequence and expert parallelism and
+    MLPs in parts as set."""
     section = spec.model
-    if section.quantization is None and section.sequence_parallel == section.mlp_parts == 1:
+    if (
+        section.quantization is None
+        and section.sequence_parallel == section.expert_parallel == section.mlp_parts == 1
+    ):
         return
     config = load_config(spec.path, trust_remote_code=section.trust_remote_code)
     lm = shape_model(config, architecture, section, dtype=dtype)
@@ -226,6 +245,34 @@ def _require_supported(spec: EngineSpec, architecture: Architecture, dtype: torc
         four_bit_layers(lm, architecture)
     if section.sequence_parallel > 1:
         require_sequence_parallelism(lm, section.sequence_parallel)
+    # a critic and frozen models may be dense where the model that trains from model.path is a mixture
+    trains = spec.optimizer is not None and spec.role != "critic"
+    if section.expert_parallel > 1 and (trains or expert_layers(lm)):
+        require_expert_parallelism(lm, section.expert_parallel, ranks=ranks)
+        lora = spec.lora
+        if lora is not None and lora.target_modules == "all-linear":
+            raise UserError(
+                f"model.expert_parallel {section.expert_parallel} trains no adapters of experts, got "
+                "lora.target_modules all-linear: name other layers, such as [q_proj, k_proj, v_proj, o_proj]"
+            )
+
+
+def _share_experts(lm: PreTrainedModel, world: World, size: int) -> None:
+    """Let groups of so many ranks share the experts of each layer (models/expert_parallel.py). Under ZeRO-3, the
+    experts of one layer at a time are gathered."""
+    experts = world.split(size)
+    replicas = [world.part(world.members[first::size]) for first in range(size)][world.rank % size]
+    register_expert_groups(experts, replicas)
+
+    def replace(parameter: nn.Parameter) -> nn.Parameter:
+        with gathered([parameter]):
+            values = local_experts(parameter.detach(), parameter).clone()
+        part = expert_parameter(values, like=parameter, experts=size)
+        free_weights([parameter])
+        return part
+
+    for layer in expert_layers(lm):
+        share_experts(layer, experts, replace)
 
 
 def _gather_experts_together(lm: PreTrainedModel, stage: int, *, learns: bool) -> None:
@@ -291,6 +338,9 @@ def _adamw(
         {"params": [p for p, rank in layers if rank < 2], "weight_decay": 0.0},
         {"params": [p for p in trained if id(p) in heads], "weight_decay": config.weight_decay, "lr": head_lr},
     ]
+    if any(expert_shard(p)[1] > 1 for p in trained):
+        named = [{**group, "name": f"group {number}"} for number, group in enumerate(groups)]
+        groups = split_params_into_different_moe_groups_for_optimizer(named, max_group_size=None)
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
 

@@ -129,6 +129,16 @@ class World:
         dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
         return received
 
+    def exchange_rows(self, rows: torch.Tensor, *, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send the first sent[0] of some rows [N, ...] to rank 0, the next sent[1] to rank 1, and so on; returns the
+        rows received, by sender: received[r] from rank r."""
+        self._require_reachable()
+        if self.size == 1:
+            return rows
+        result = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group)
+        return result
+
     def all_gather_objects(self, item: T) -> list[T]:
         """The picklable items of all ranks, by rank; for small data such as counts, file names and completions."""
         self._require_reachable()
