@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
@@ -104,3 +105,95 @@ def test_shared_experts_train_as_whole_ones(mixture: Path, tmp_path: Path, ranks
         assert result["weights"].keys() == expected["weights"].keys()
         for name, weight in expected["weights"].items():
             torch.testing.assert_close(result["weights"][name], weight, atol=1e-5, rtol=1e-5, msg=f"{name} {case}")
+
+
+def written(world: World, path: Path, folder: Path, case: Case) -> list[tuple[float, float]]:
+    """Two updates and a checkpoint; the losses and norms of the next two."""
+    engine = build_actor(spec_of(path, **case), world)
+    average = WeightAverage(engine.module, decay=0.5)
+    for _ in range(2):
+        update(engine, world)
+        average.update()
+    writer = CheckpointWriter(folder, {"actor": TrainingState(engine, average)}, world, CheckpointConfig())
+    writer.save(LoopState(2, {}))
+    writer.finish()
+    return [update(engine, world) for _ in range(2)]
+
+
+def resumed(world: World, path: Path, folder: Path, case: Case) -> tuple[list[tuple[float, float]], dict[str, Any]]:
+    """What a checkpoint goes on with, and the moving average in it."""
+    engine = build_actor(spec_of(path, **case), world)
+    average = WeightAverage(engine.module, decay=0.5)
+    load_checkpoint(folder / "checkpoints" / "step_2", states={"actor": TrainingState(engine, average)}, world=world)
+    with average.applied():
+        averages = {name: tensor for name, tensor in full_tensors(engine.lm, world) if tensor is not None}
+    return [update(engine, world) for _ in range(2)], averages
+
+
+@pytest.mark.parametrize(
+    ("writes", "reads"),
+    [
+        ((2, {"stage": 3, "experts": 2}), (1, {"stage": 0})),
+        ((2, {"stage": 2, "experts": 2}), (2, {"stage": 3})),
+        ((2, {"stage": 0, "experts": 2, "dtype": "bfloat16"}), (1, {"stage": 0, "dtype": "bfloat16"})),
+        ((1, {"stage": 0}), (2, {"stage": 0, "experts": 2})),
+        pytest.param((2, {"stage": 1}), (4, {"stage": 3, "experts": 2}), marks=pytest.mark.slow),
+        pytest.param((4, {"stage": 2, "experts": 2}), (4, {"stage": 2, "experts": 4}), marks=pytest.mark.slow),
+        pytest.param((4, {"stage": 0, "experts": 2}), (2, {"stage": 1, "experts": 2}), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_resumes_with_other_ranks_per_expert(
+    writes: tuple[int, Case], reads: tuple[int, Case], mixtral: Path, tmp_path: Path
+) -> None:
+    """Catches experts that a checkpoint stores or reads at the place of others, or not at all."""
+    run = tmp_path / "run"
+    expected = run_ranks(written, writes[0], tmp_path / "written", mixtral, run, writes[1])[0]
+    same, averages = run_ranks(resumed, writes[0], tmp_path / "same", mixtral, run, writes[1])[0]
+    assert same == expected
+    other, other_averages = run_ranks(resumed, reads[0], tmp_path / "other", mixtral, run, reads[1])[0]
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if writes[1].get("dtype") != "bfloat16" else {"atol": 0.1, "rtol": 0.05}
+    torch.testing.assert_close(torch.tensor(other), torch.tensor(expected), **tolerance)
+    for name, value in averages.items():
+        assert torch.equal(other_averages[name], value), name
+
+
+def sampled(world: World, path: Path, folder: Path, case: Case, backend: str) -> dict[str, Any]:
+    """Completions of different prompts on each rank before and after an update, and a saved model."""
+    engine = build_actor(spec_of(path, **case), world, rollout=RolloutConfig(backend=backend))  # type: ignore[arg-type]
+    completions = []
+    for _ in range(2):
+        with engine.inference(stop_token_ids=()) as generation:
+            samples = generation.generate(PROMPTS[world.rank :], SamplingParams(max_new_tokens=6, temperature=0.0))
+        completions += [sample[0] for sample in samples]
+        update(engine, world)
+    update(engine, world)
+    save_model(folder, full_tensors(engine.lm, world), lm=engine.lm, tokenizer=tiny_tokenizer(), world=world)
+    return {"tokens": [c.token_ids for c in completions], "logprobs": [c.logprobs for c in completions]}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("backend", ["auto", "module"])
+def test_shared_experts_sample_and_are_saved_as_whole_ones(
+    mixture: Path, tmp_path: Path, stage: int, backend: str
+) -> None:
+    """Catches inference weights and folders with the experts of one rank, or in another order."""
+    (expected,) = run_ranks(sampled, 1, tmp_path / "one", mixture, tmp_path / "whole", {}, backend)
+    case = {"stage": stage, "experts": 2}
+    found = run_ranks(sampled, 2, tmp_path / "two", mixture, tmp_path / "shared", case, backend)
+    assert found[0]["tokens"] == expected["tokens"]
+    torch.testing.assert_close(
+        torch.tensor(found[0]["logprobs"]), torch.tensor(expected["logprobs"]), atol=1e-4, rtol=1e-4
+    )
+    assert found[1]["tokens"] == [*expected["tokens"][1:3], *expected["tokens"][4:]]
+    whole, shared = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "shared"))
+    for (name, value), other in zip(whole.named_parameters(), shared.parameters(), strict=True):
+        torch.testing.assert_close(other, value, atol=1e-5, rtol=1e-5, msg=name)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny Mixtral, with four experts."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    variant("mixtral").save_pretrained(folder)
+    return folder
