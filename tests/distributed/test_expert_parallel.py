@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.engines import PROMPTS, actor_spec
 from tests.support.families import variant
-from tests.support.ranks import run_ranks
+from tests.support.faults import Point, run_step
+from tests.support.ranks import run_main, run_ranks
+from tests.support.steps import MODULES, run_outputs, step_line
 from tests.support.tiny import tiny_tokenizer
 
 FAMILIES = ("qwen3_moe", "mixtral")
@@ -191,9 +194,77 @@ def test_shared_experts_sample_and_are_saved_as_whole_ones(
         torch.testing.assert_close(other, value, atol=1e-5, rtol=1e-5, msg=name)
 
 
+GRPO = "--algorithm grpo --rollout.sampling.n 4 --ptx null --algorithm.kl.target null --algorithm.score_scaling none"
+STEPS: dict[str, list[str]] = {
+    "sft": [],
+    "ppo": "--actor.zero.stage 2 --critic.zero.stage 3".split(),
+    "grpo": [*GRPO.split(), *"--rollout.routing_replay true --model.router_aux_loss_coef 0.01".split()],
+}
+"""Steps with more options: PPO has a mixture as critic, a moving average, and a reference that follows the actor."""
+
+
+def line_of(step: str, output: Path, model: Path, rows: Path, *more: str) -> tuple[str, list[str]]:
+    """The module and the command line of a step."""
+    name = "ppo" if step == "grpo" else step
+    return MODULES[name], [*step_line(name, output, model, rows), *STEPS[step], *more]
+
+
+def stage_of(step: str, stage: int) -> list[str]:
+    """The option that sets the ZeRO stage of the trained model; PPO has its own."""
+    return {"sft": ["--zero.stage", str(stage)], "grpo": ["--actor.zero.stage", str(stage)]}.get(step, [])
+
+
+@pytest.mark.parametrize(
+    ("step", "stage"),
+    [
+        ("grpo", 2),
+        pytest.param("grpo", 3, marks=pytest.mark.slow),
+        pytest.param("sft", 2, marks=pytest.mark.slow),
+        pytest.param("sft", 3, marks=pytest.mark.slow),
+        pytest.param("ppo", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_does_not_depend_on_who_has_the_experts(
+    step: str, stage: int, mixtral: Path, pair_rows: Path, tmp_path: Path
+) -> None:
+    """Catches a role, a sampler or a loss that the engines' own tests do not build."""
+    module, line = line_of(step, tmp_path / "whole", mixtral, pair_rows)
+    run_main(module, 1, line)
+    module, line = line_of(step, tmp_path / "shared", mixtral, pair_rows, "--model.expert_parallel", "2")
+    run_main(module, 2, [*line, *stage_of(step, stage)])
+    whole, shared = (run_outputs(tmp_path / name)["metrics"] for name in ("whole", "shared"))
+    for expected, found in zip(whole, shared, strict=True):
+        common = [name for name in expected if not name.startswith(("train/", "rollout/prompts"))]
+        assert {name: found[name] for name in common} == pytest.approx(
+            {name: expected[name] for name in common}, abs=1e-4, rel=1e-4
+        ), expected["step"]
+
+
+@pytest.mark.parametrize(
+    ("step", "stage"),
+    [
+        pytest.param("sft", 3, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.faults) for case in (("sft", 2), ("grpo", 3), ("ppo", 2))),
+        pytest.param("grpo", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_with_shared_experts_ends_bit_for_bit(
+    step: str, stage: int, mixtral: Path, pair_rows: Path, tmp_path: Path
+) -> None:
+    shared = ["--model.expert_parallel", "2", *stage_of(step, stage)]
+    module, line = line_of(step, tmp_path / "whole", mixtral, pair_rows, *shared)
+    assert run_step(module, 2, line) == [0, 0]
+    module, line = line_of(step, tmp_path / "killed", mixtral, pair_rows, *shared)
+    point = Point("hybrid_rlhf.engines.engine:ModelEngine.step", 5, 1)
+    assert -signal.SIGKILL in run_step(module, 2, line, point)
+    assert run_step(module, 2, [*line, "--resume", "auto"]) == [0, 0]
+    assert run_outputs(tmp_path / "killed") == run_outputs(tmp_path / "whole")
+
+
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny Mixtral, with four experts."""
     folder = tmp_path_factory.mktemp("mixtral")
     variant("mixtral").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     return folder
