@@ -27,9 +27,9 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     disable_shm_extension,
     engine_ranks,
     expert_parameter,
+    experts_declared,
     free_weights,
     full_shape,
-    mixture_declared,
     register_expert_groups,
     release_closed_groups,
 )
@@ -176,7 +176,7 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     config = deepspeed_config(zero=spec.zero, dtype=dtype, optimizer=spec.optimizer, overrides=spec.deepspeed_overrides)
     partitioned = config["zero_optimization"]["stage"] == 3
     architecture = ARCHITECTURE[spec.role]
-    _require_supported(spec, architecture, dtype, ranks=world.size)
+    _require_supported(spec, architecture, dtype, zero=config["zero_optimization"], ranks=world.size)
     lm, fresh_head = load_model(
         spec.path,
         architecture,
@@ -193,8 +193,7 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     fresh_head |= spec.fresh_head
     if fresh_head:
         _init_head(lm, role=spec.role, seed=spec.seed)
-    if spec.model.expert_parallel > 1:
-        _share_experts(lm, world, spec.model.expert_parallel)
+    _share_experts(lm, world, spec.model.expert_parallel)
     if spec.model.sequence_parallel > 1:
         set_sequence_world(lm, world.split(spec.model.sequence_parallel))
     choose_trained(lm, spec.lora, architecture, learns=spec.optimizer is not None, seed=spec.seed)
@@ -219,8 +218,7 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     )
     if world.is_main and (reason := why_padded(lm)) is not None:
         logger.info("%s: %s trains on padded rows: %s", spec.role, type(lm).__name__, reason)
-    shards = max(expert_shard(parameter)[1] for group in optimizer.param_groups for parameter in group["params"])
-    with mixture_declared(shards):
+    with experts_declared(any(group.get("moe") for group in optimizer.param_groups)):
         engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer, lr_scheduler=schedule)
     module.train()
     if isinstance(module, Policy):
@@ -229,14 +227,13 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     return engine, options
 
 
-def _require_supported(spec: EngineSpec, architecture: Architecture, dtype: torch.dtype, *, ranks: int) -> None:
+def _require_supported(
+    spec: EngineSpec, architecture: Architecture, dtype: torch.dtype, *, zero: dict[str, Any], ranks: int
+) -> None:
     """Check, before its weights are loaded, that a model supports 4-bit weights, sequence and expert parallelism and
     MLPs in parts as set."""
     section = spec.model
-    if (
-        section.quantization is None
-        and section.sequence_parallel == section.expert_parallel == section.mlp_parts == 1
-    ):
+    if section.quantization is None and section.sequence_parallel == section.expert_parallel == section.mlp_parts == 1:
         return
     config = load_config(spec.path, trust_remote_code=section.trust_remote_code)
     lm = shape_model(config, architecture, section, dtype=dtype)
@@ -249,17 +246,37 @@ def _require_supported(spec: EngineSpec, architecture: Architecture, dtype: torc
     trains = spec.optimizer is not None and spec.role != "critic"
     if section.expert_parallel > 1 and (trains or expert_layers(lm)):
         require_expert_parallelism(lm, section.expert_parallel, ranks=ranks)
-        lora = spec.lora
-        if lora is not None and lora.target_modules == "all-linear":
+        _require_experts_trainable(spec, dtype, zero)
+
+
+def _require_experts_trainable(spec: EngineSpec, dtype: torch.dtype, zero: dict[str, Any]) -> None:
+    """Check that ZeRO and the adapters of a model support experts that ranks share."""
+    size = spec.model.expert_parallel
+    lora = spec.lora
+    if lora is not None and lora.target_modules == "all-linear":
+        raise UserError(
+            f"model.expert_parallel {size} trains no adapters of experts, got lora.target_modules all-linear: name "
+            "other layers, such as [q_proj, k_proj, v_proj, o_proj]"
+        )
+    # DeepSpeed's optimizer without ZeRO leaves experts out of the gradient norm
+    if spec.optimizer is not None and lora is None and zero["stage"] == 0 and dtype != torch.float32:
+        raise UserError(
+            f"model.expert_parallel {size} trains in float32 or under ZeRO, got {dtype} with zero.stage 0: set "
+            "zero.stage to 1, 2 or 3"
+        )
+    for key in ("zero_hpz_partition_size", "zero_quantized_gradients"):
+        if zero.get(key, 1) not in (1, False):
             raise UserError(
-                f"model.expert_parallel {section.expert_parallel} trains no adapters of experts, got "
-                "lora.target_modules all-linear: name other layers, such as [q_proj, k_proj, v_proj, o_proj]"
+                f"model.expert_parallel {size} partitions experts over the ranks that have them, got {key} "
+                f"{zero[key]} in deepspeed_config: leave it out"
             )
 
 
 def _share_experts(lm: PreTrainedModel, world: World, size: int) -> None:
     """Let groups of so many ranks share the experts of each layer (models/expert_parallel.py). Under ZeRO-3, the
     experts of one layer at a time are gathered."""
+    if size == 1:
+        return
     experts = world.split(size)
     replicas = [world.part(world.members[first::size]) for first in range(size)][world.rank % size]
     register_expert_groups(experts, replicas)

@@ -78,8 +78,8 @@ def zero3_hooks_removed(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def register_expert_groups(experts: World, replicas: World) -> None:
-    """Make the ranks that share experts, and those that have the same experts, known to ZeRO under the name of
-    `mark_expert`."""
+    """Make the ranks that share experts, and those that have the same experts, known to ZeRO under the name that
+    `expert_parameter` gives them."""
     name = _expert_group(experts.size)
     for world, group_by_name, ranks_by_name in (
         (experts, groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
@@ -109,16 +109,16 @@ def expert_parameter(values: Tensor, *, like: nn.Parameter, experts: int) -> nn.
 
 
 @contextlib.contextmanager
-def mixture_declared(experts: int) -> Iterator[None]:
-    """Context in which DeepSpeed builds an engine that trains marked experts; without it, ZeRO 0 to 2 would not know
-    them, as it looks for the layers of its own mixtures."""
+def experts_declared(trained: bool) -> Iterator[None]:
+    """Context in which DeepSpeed builds an engine that trains shared experts, if it does. Otherwise ZeRO 0 to 2 would
+    not know them, as DeepSpeed looks for the layers of its own mixtures."""
     configure = DeepSpeedEngine._configure_distributed_model
 
     def declared(engine: DeepSpeedEngine, model: nn.Module) -> None:
         engine.has_moe_layers = engine.zero_optimization_stage() < 3
         configure(engine, model)
 
-    DeepSpeedEngine._configure_distributed_model = declared if experts > 1 else configure
+    DeepSpeedEngine._configure_distributed_model = declared if trained else configure
     try:
         yield
     finally:

@@ -9,25 +9,36 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
+from hybrid_rlhf.cli.sft import main as sft
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.configs.sections.placement import read_placement
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
+from hybrid_rlhf.engines import builder
 from hybrid_rlhf.engines.averaging import WeightAverage
-from hybrid_rlhf.engines.builder import EngineSpec, build_actor
+from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.engines.partition import copy_weights, full_tensors
+from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.engines.saved.checkpoints import CheckpointWriter, LoopState, load_checkpoint
 from hybrid_rlhf.engines.saved.training_state import TrainingState
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import SamplingParams
-from hybrid_rlhf.models.expert_parallel import require_expert_parallelism
+from hybrid_rlhf.models.expert_parallel import (
+    expert_layers,
+    expert_shard,
+    local_experts,
+    require_expert_parallelism,
+    share_experts,
+)
 from hybrid_rlhf.models.pretrained.saving import save_model
-from hybrid_rlhf.runtime.world import World, solo_world
+from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, actor_spec
-from tests.support.families import variant
+from tests.support.families import EXPERT_VARIANTS, variant
 from tests.support.faults import Point, run_step
 from tests.support.ranks import run_main, run_ranks
 from tests.support.steps import MODULES, run_outputs, step_line
@@ -138,7 +149,7 @@ def resumed(world: World, path: Path, folder: Path, case: Case) -> tuple[list[tu
     [
         ((2, {"stage": 3, "experts": 2}), (1, {"stage": 0})),
         ((2, {"stage": 2, "experts": 2}), (2, {"stage": 3})),
-        ((2, {"stage": 0, "experts": 2, "dtype": "bfloat16"}), (1, {"stage": 0, "dtype": "bfloat16"})),
+        ((2, {"stage": 1, "experts": 2, "dtype": "bfloat16"}), (1, {"stage": 1, "dtype": "bfloat16"})),
         ((1, {"stage": 0}), (2, {"stage": 0, "experts": 2})),
         pytest.param((2, {"stage": 1}), (4, {"stage": 3, "experts": 2}), marks=pytest.mark.slow),
         pytest.param((4, {"stage": 2, "experts": 2}), (4, {"stage": 2, "experts": 4}), marks=pytest.mark.slow),
@@ -194,18 +205,125 @@ def test_shared_experts_sample_and_are_saved_as_whole_ones(
         torch.testing.assert_close(other, value, atol=1e-5, rtol=1e-5, msg=name)
 
 
+def share_all(world: World, names: list[str]) -> dict[str, tuple[float, float]]:
+    """The largest relative errors of outputs and of gradients of this rank's experts, by variant of a family."""
+    errors = {}
+    ids = torch.randint(3, 200, (world.size, 3, 9), generator=torch.Generator().manual_seed(0))
+    for name in names:
+        whole = variant(name)
+        shared = variant(name)
+        require_expert_parallelism(shared, world.size, ranks=world.size)
+        for layer in expert_layers(shared):
+            share_experts(layer, world, lambda weight: nn.Parameter(local_experts(weight.detach(), weight).clone()))
+        output = shared(ids[world.rank]).logits
+        output.square().mean().backward()
+        expected = [whole(rows).logits for rows in ids]
+        torch.stack(expected).square().mean(dim=(1, 2, 3)).sum().backward()
+        grads = [
+            (weight.grad, local_experts(other.grad, weight))
+            for weight, other in zip(shared.parameters(), whole.parameters(), strict=True)
+            if expert_shard(weight)[1] > 1 and weight.grad is not None and other.grad is not None
+        ]
+        assert grads
+        errors[name] = (
+            relative_error(output.detach(), expected[world.rank].detach()),
+            max(relative_error(found, wanted) for found, wanted in grads),
+        )
+    return errors
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, as a part of the largest value."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def test_every_family_with_stacked_experts_can_share_them(tmp_path: Path) -> None:
+    """Catches a family whose experts transformers computes in another way than those of Qwen3 and Mixtral."""
+    stacked = [name for name in EXPERT_VARIANTS if "llama4" not in name]
+    for errors in run_ranks(share_all, 2, tmp_path, stacked):
+        for name, (output, grad) in errors.items():
+            assert output < 1e-5 and grad < 1e-5, name
+    with pytest.raises(UserError, match="experts transformers stacks in one weight, Llama4ForCausalLM has none"):
+        require_expert_parallelism(variant("llama4"), 2, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--model.expert_parallel 3", "must divide the number of experts, MixtralForCausalLM has 4, got 3"),
+        ("--model.expert_parallel 2", "must divide the number of ranks 1, got 2"),
+        ("--model.expert_parallel 2 --model.sequence_parallel 2", "got model.sequence_parallel 2: leave one out"),
+        ("--model.expert_parallel 2 --model.quantization nf4 --lora.rank 4", "got model.quantization nf4"),
+    ],
+)
+def test_what_shared_experts_do_not_support_ends_a_run_before_a_model_is_loaded(
+    more: str,
+    message: str,
+    mixtral: Path,
+    pair_rows: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(builder, "load_model")
+    with pytest.raises(SystemExit) as stopped:
+        sft(step_line("sft", tmp_path / "run", mixtral, pair_rows, *more.split()))
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"lora": LoraConfig()}, "trains no adapters of experts, got lora.target_modules all-linear"),
+    ({"model": ModelConfig(expert_parallel=2, dtype="bfloat16")}, "got torch.bfloat16 with zero.stage 0"),
+    (
+        {"deepspeed_overrides": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}},
+        "got zero_hpz_partition_size 2 in deepspeed_config",
+    ),
+    ({"path": "dense"}, "whose experts transformers stacks in one weight, LlamaForCausalLM has none"),
+]
+
+
+def refused(world: World, path: Path, dense: Path) -> list[str]:
+    """The errors of engines with each of REFUSED."""
+    errors = []
+    for settings, _ in REFUSED:
+        spec = replace(spec_of(path, experts=2), **settings)
+        with pytest.raises(UserError) as error:
+            build_engine(replace(spec, path=str(dense)) if "path" in settings else spec, world)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_an_engine_refuses_what_shared_experts_do_not_support(
+    mixtral: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    (errors, _) = run_ranks(refused, 2, tmp_path, mixtral, model_folder)
+    assert all(message in error for error, (_, message) in zip(errors, REFUSED, strict=True)), errors
+
+
+def test_shared_experts_need_all_roles_on_all_ranks() -> None:
+    with pytest.raises(UserError, match="needs all roles on all ranks, got placement separation"):
+        RLConfig(model=ModelConfig(expert_parallel=2), placement=read_placement("separation"))
+
+
 GRPO = "--algorithm grpo --rollout.sampling.n 4 --ptx null --algorithm.kl.target null --algorithm.score_scaling none"
 STEPS: dict[str, list[str]] = {
     "sft": [],
     "ppo": "--actor.zero.stage 2 --critic.zero.stage 3".split(),
     "grpo": [*GRPO.split(), *"--rollout.routing_replay true --model.router_aux_loss_coef 0.01".split()],
+    "adapters": (
+        "--actor.lora.rank 4 --actor.lora.target_modules [q_proj,v_proj] --critic.share_base true "
+        "--rollout.tensor_parallel 1 --actor.zero.stage 2"
+    ).split(),
+    "tensor parallel": [*GRPO.split(), *"--actor.zero.stage 2 --rollout.tensor_parallel 2".split()],
+    "async": [*GRPO.split(), *"--actor.zero.stage 3 --rollout.async_sampling.policy_lag 1".split()],
 }
 """Steps with more options: PPO has a mixture as critic, a moving average, and a reference that follows the actor."""
 
 
 def line_of(step: str, output: Path, model: Path, rows: Path, *more: str) -> tuple[str, list[str]]:
     """The module and the command line of a step."""
-    name = "ppo" if step == "grpo" else step
+    name = step if step in MODULES else "ppo"
     return MODULES[name], [*step_line(name, output, model, rows), *STEPS[step], *more]
 
 
