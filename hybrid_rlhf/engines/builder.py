@@ -46,7 +46,7 @@ from hybrid_rlhf.models.expert_parallel import (
     expert_shard,
     local_experts,
     require_expert_parallelism,
-    share_experts,
+    split_experts,
 )
 from hybrid_rlhf.models.four_bit import require_bitsandbytes
 from hybrid_rlhf.models.head_check import require_own_logits
@@ -193,7 +193,7 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     fresh_head |= spec.fresh_head
     if fresh_head:
         _init_head(lm, role=spec.role, seed=spec.seed)
-    _share_experts(lm, world, spec.model.expert_parallel)
+    _split_experts(lm, world, spec.model.expert_parallel)
     if spec.model.sequence_parallel > 1:
         set_sequence_world(lm, world.split(spec.model.sequence_parallel))
     choose_trained(lm, spec.lora, architecture, learns=spec.optimizer is not None, seed=spec.seed)
@@ -250,7 +250,7 @@ def _require_supported(
 
 
 def _require_experts_trainable(spec: EngineSpec, dtype: torch.dtype, zero: dict[str, Any]) -> None:
-    """Check that ZeRO and the adapters of a model support experts that ranks share."""
+    """Check that ZeRO and the adapters of a model support experts that ranks split."""
     size = spec.model.expert_parallel
     lora = spec.lora
     if lora is not None and lora.target_modules == "all-linear":
@@ -272,8 +272,8 @@ def _require_experts_trainable(spec: EngineSpec, dtype: torch.dtype, zero: dict[
             )
 
 
-def _share_experts(lm: PreTrainedModel, world: World, size: int) -> None:
-    """Let groups of so many ranks share the experts of each layer (models/expert_parallel.py). Under ZeRO-3, the
+def _split_experts(lm: PreTrainedModel, world: World, size: int) -> None:
+    """Let groups of so many ranks split the experts of each layer (models/expert_parallel.py). Under ZeRO-3, the
     experts of one layer at a time are gathered."""
     if size == 1:
         return
@@ -289,7 +289,7 @@ def _share_experts(lm: PreTrainedModel, world: World, size: int) -> None:
         return part
 
     for layer in expert_layers(lm):
-        share_experts(layer, experts, replace)
+        split_experts(layer, experts, replace)
 
 
 def _gather_experts_together(lm: PreTrainedModel, stage: int, *, learns: bool) -> None:

@@ -78,7 +78,7 @@ def zero3_hooks_removed(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def register_expert_groups(experts: World, replicas: World) -> None:
-    """Make the ranks that share experts, and those that have the same experts, known to ZeRO under the name that
+    """Make the ranks that split experts, and those that have the same experts, known to ZeRO under the name that
     `expert_parameter` gives them."""
     name = _expert_group(experts.size)
     for world, group_by_name, ranks_by_name in (
@@ -96,7 +96,7 @@ def expert_parameter(values: Tensor, *, like: nn.Parameter, experts: int) -> nn.
         values: weights of this rank's experts.
         like: parameter with the weights of all experts, whose memory is freed; under ZeRO-3, the new one is partitioned
             too.
-        experts: number of ranks that share the experts.
+        experts: number of ranks that split the experts.
     """
     part: Any = nn.Parameter(values, requires_grad=like.requires_grad)
     part.allreduce = False
@@ -110,7 +110,7 @@ def expert_parameter(values: Tensor, *, like: nn.Parameter, experts: int) -> nn.
 
 @contextlib.contextmanager
 def experts_declared(trained: bool) -> Iterator[None]:
-    """Context in which DeepSpeed builds an engine that trains shared experts, if it does. Otherwise ZeRO 0 to 2 would
+    """Context in which DeepSpeed builds an engine that trains split experts, if it does. Otherwise ZeRO 0 to 2 would
     not know them, as DeepSpeed looks for the layers of its own mixtures."""
     configure = DeepSpeedEngine._configure_distributed_model
 
@@ -126,7 +126,7 @@ def experts_declared(trained: bool) -> Iterator[None]:
 
 
 def _expert_group(size: int) -> str:
-    """Return DeepSpeed's name for the groups of ranks that share experts."""
+    """Return DeepSpeed's name for the groups of ranks that split experts."""
     return f"ep_size_{size}"
 
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: the ranks of a group share the experts of each layer, and tokens travel to the ranks of theirs.
+"""Expert parallelism: the ranks of a group split the experts of each layer, and tokens travel to the ranks of theirs.
 
 Rank r of N has the r-th N-th of a layer's experts: a part of the weights that transformers stacks in one parameter,
 under the same name. A rank routes its tokens with the model's own router, sends each token to the ranks of its experts,
@@ -34,7 +34,7 @@ def expert_layers(lm: nn.Module) -> list[Any]:
 
 
 def require_expert_parallelism(lm: PreTrainedModel, size: int, *, ranks: int) -> None:
-    """Check that groups of so many ranks can share the experts of a model.
+    """Check that groups of so many ranks can split the experts of a model.
 
     Args:
         lm: the model, on any device.
@@ -80,7 +80,7 @@ def all_experts(values: Tensor, parameter: nn.Parameter) -> Tensor:
     return values if world is None else world.all_gather(values.detach()).flatten(0, 1)
 
 
-def share_experts(layer: Any, world: World, replace: Callable[[nn.Parameter], nn.Parameter]) -> None:
+def split_experts(layer: Any, world: World, replace: Callable[[nn.Parameter], nn.Parameter]) -> None:
     """Let the ranks of a group compute the experts of a layer together.
 
     Args:
@@ -101,10 +101,10 @@ def share_experts(layer: Any, world: World, replace: Callable[[nn.Parameter], nn
 def whole_experts(lm: nn.Module) -> Iterator[None]:
     """Context in which each rank computes all experts alone, as for generation, whose ranks run different numbers of
     forwards. Every rank enters; the weights must be gathered from ZeRO-3, and not change."""
-    shared = [layer for layer in expert_layers(lm) if "forward" in vars(layer)]
-    dispatches = [vars(layer).pop("forward") for layer in shared]
-    parts = [(weight, weight.data) for layer in shared for weight in layer.parameters()]
-    for layer, dispatch in zip(shared, dispatches, strict=True):
+    split = [layer for layer in expert_layers(lm) if "forward" in vars(layer)]
+    dispatches = [vars(layer).pop("forward") for layer in split]
+    parts = [(weight, weight.data) for layer in split for weight in layer.parameters()]
+    for layer, dispatch in zip(split, dispatches, strict=True):
         layer.num_experts *= dispatch.world.size
     for weight, part in parts:
         weight.data = all_experts(part, weight)
@@ -113,16 +113,16 @@ def whole_experts(lm: nn.Module) -> Iterator[None]:
     finally:
         for weight, part in parts:
             weight.data = part
-        for layer, dispatch in zip(shared, dispatches, strict=True):
+        for layer, dispatch in zip(split, dispatches, strict=True):
             layer.num_experts //= dispatch.world.size
             vars(layer)["forward"] = dispatch
 
 
 class _Dispatch:
-    """The forward of a layer whose experts are shared."""
+    """The forward of a layer whose experts are split."""
 
     def __init__(self, compute: Callable[..., Tensor], local: int, world: World) -> None:
-        """Args: the forward of this rank's experts, their number, and the ranks that share the layer's experts."""
+        """Args: the forward of this rank's experts, their number, and the ranks that split the layer's experts."""
         self._compute = compute
         self._local = local
         self.world = world

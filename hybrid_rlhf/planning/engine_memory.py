@@ -125,7 +125,7 @@ def engine_memory(
     whole = model.elements
     low = dtype.itemsize
     stage = int(zero["stage"])
-    # shared experts are partitioned over fewer ranks: a partition is as large as of whole ones
+    # split experts are partitioned over fewer ranks: a partition is as large as of whole ones
     trained = whole.trained / ranks if stage else e.trained
     scales = SCALE_BYTES_PER_WEIGHT * e.four_bit  # ZeRO-3 does not partition them
     weights = ((whole.stored_bytes(low) - scales) / ranks if stage == 3 else e.stored_bytes(low) - scales) + scales

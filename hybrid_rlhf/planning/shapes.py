@@ -100,15 +100,15 @@ class ShapedModel:
         self, lm: PreTrainedModel, *, offloads: bool, four_bit: Sequence[int] = (), expert_parallel: int = 1
     ) -> None:
         """Args: the model, whether its activations are offloaded in training, the sizes of its 4-bit weights, and the
-        number of ranks that share the experts of a layer."""
+        number of ranks that split the experts of a layer."""
         self.lm = lm
         self.config: PreTrainedConfig = lm.config
         self.elements = _counts(lm, four_bit, expert_parallel=1)
         self.local = _counts(lm, four_bit, expert_parallel=expert_parallel)
         """Numbers of the weights that a rank has where ZeRO does not partition them."""
         experts = sum(weight.numel() for layer in expert_layers(lm) for weight in layer.parameters())
-        self.shared_experts = experts if expert_parallel > 1 else 0
-        """Elements of all experts, if ranks share them."""
+        self.split_experts = experts if expert_parallel > 1 else 0
+        """Elements of all experts, if ranks split them."""
         self._offloads = offloads
         self._measured: dict[tuple[BatchShape, bool], ForwardMemory] = {}
 
@@ -159,7 +159,7 @@ class ShapedModel:
 
 
 def _counts(lm: PreTrainedModel, four_bit: Sequence[int], *, expert_parallel: int) -> ParameterCounts:
-    """Return the numbers of a model's weights on one of the ranks that share the experts of each layer."""
+    """Return the numbers of a model's weights on one of the ranks that split the experts of each layer."""
     experts = {id(weight) for layer in expert_layers(lm) for weight in layer.parameters()}
     sizes = [
         (weight.numel() // (expert_parallel if id(weight) in experts else 1), weight.requires_grad)

@@ -1,4 +1,4 @@
-"""Ranks that share the experts of each layer train, sample and save the model that one rank with all experts does."""
+"""Ranks that split the experts of each layer train, sample and save the model that one rank with all experts does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hybrid_rlhf.models.expert_parallel import (
     expert_shard,
     local_experts,
     require_expert_parallelism,
-    share_experts,
+    split_experts,
 )
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.planning.shapes import shaped_model
@@ -48,7 +48,7 @@ from tests.support.tiny import tiny_tokenizer
 FAMILIES = ("qwen3_moe", "mixtral")
 UPDATES = 3
 Case = dict[str, Any]
-"""Settings of `actor_spec`, and the number of ranks that share experts as `experts`."""
+"""Settings of `actor_spec`, and the number of ranks that split experts as `experts`."""
 
 
 def spec_of(path: Path, experts: int = 1, checkpointing: bool = False, **settings: Any) -> EngineSpec:
@@ -117,10 +117,10 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ],
     ids=["2 ranks", "recomputed", "4 ranks"],
 )
-def test_shared_experts_train_as_whole_ones(mixture: Path, tmp_path: Path, ranks: int, cases: list[Case]) -> None:
+def test_split_experts_train_as_whole_ones(mixture: Path, tmp_path: Path, ranks: int, cases: list[Case]) -> None:
     """Catches gradients of experts that are averaged, summed, clipped or counted other than those of dense weights."""
     expected = run_ranks(trained, 1, tmp_path / "one", mixture, [{}])[0][0]
-    for case, result in zip(cases, run_ranks(trained, ranks, tmp_path / "shared", mixture, cases)[0], strict=True):
+    for case, result in zip(cases, run_ranks(trained, ranks, tmp_path / "split", mixture, cases)[0], strict=True):
         torch.testing.assert_close(
             torch.tensor(result["updates"]), torch.tensor(expected["updates"]), atol=1e-5, rtol=1e-5
         )
@@ -199,40 +199,40 @@ def sampled(world: World, path: Path, folder: Path, case: Case, backend: str) ->
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("backend", ["auto", "module"])
-def test_shared_experts_sample_and_are_saved_as_whole_ones(
+def test_split_experts_sample_and_are_saved_as_whole_ones(
     mixture: Path, tmp_path: Path, stage: int, backend: str
 ) -> None:
     """Catches inference weights and folders with the experts of one rank, or in another order."""
     (expected,) = run_ranks(sampled, 1, tmp_path / "one", mixture, tmp_path / "whole", {}, backend)
     case = {"stage": stage, "experts": 2}
-    found = run_ranks(sampled, 2, tmp_path / "two", mixture, tmp_path / "shared", case, backend)
+    found = run_ranks(sampled, 2, tmp_path / "two", mixture, tmp_path / "split", case, backend)
     assert found[0]["tokens"] == expected["tokens"]
     torch.testing.assert_close(
         torch.tensor(found[0]["logprobs"]), torch.tensor(expected["logprobs"]), atol=1e-4, rtol=1e-4
     )
     assert found[1]["tokens"] == [*expected["tokens"][1:3], *expected["tokens"][4:]]
-    whole, shared = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "shared"))
-    for (name, value), other in zip(whole.named_parameters(), shared.parameters(), strict=True):
+    whole, split = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "split"))
+    for (name, value), other in zip(whole.named_parameters(), split.parameters(), strict=True):
         torch.testing.assert_close(other, value, atol=1e-5, rtol=1e-5, msg=name)
 
 
-def share_all(world: World, names: list[str]) -> dict[str, tuple[float, float]]:
+def split_all(world: World, names: list[str]) -> dict[str, tuple[float, float]]:
     """The largest relative errors of outputs and of gradients of this rank's experts, by variant of a family."""
     errors = {}
     ids = torch.randint(3, 200, (world.size, 3, 9), generator=torch.Generator().manual_seed(0))
     for name in names:
         whole = variant(name)
-        shared = variant(name)
-        require_expert_parallelism(shared, world.size, ranks=world.size)
-        for layer in expert_layers(shared):
-            share_experts(layer, world, lambda weight: nn.Parameter(local_experts(weight.detach(), weight).clone()))
-        output = shared(ids[world.rank]).logits
+        split = variant(name)
+        require_expert_parallelism(split, world.size, ranks=world.size)
+        for layer in expert_layers(split):
+            split_experts(layer, world, lambda weight: nn.Parameter(local_experts(weight.detach(), weight).clone()))
+        output = split(ids[world.rank]).logits
         output.square().mean().backward()
         expected = [whole(rows).logits for rows in ids]
         torch.stack(expected).square().mean(dim=(1, 2, 3)).sum().backward()
         grads = [
             (weight.grad, local_experts(other.grad, weight))
-            for weight, other in zip(shared.parameters(), whole.parameters(), strict=True)
+            for weight, other in zip(split.parameters(), whole.parameters(), strict=True)
             if expert_shard(weight)[1] > 1 and weight.grad is not None and other.grad is not None
         ]
         assert grads
@@ -248,10 +248,10 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def test_every_family_with_stacked_experts_can_share_them(tmp_path: Path) -> None:
+def test_every_family_with_stacked_experts_can_split_them(tmp_path: Path) -> None:
     """Catches a family whose experts transformers computes in another way than those of Qwen3 and Mixtral."""
     stacked = [name for name in EXPERT_VARIANTS if "llama4" not in name]
-    for errors in run_ranks(share_all, 2, tmp_path, stacked):
+    for errors in run_ranks(split_all, 2, tmp_path, stacked):
         for name, (output, grad) in errors.items():
             assert output < 1e-5 and grad < 1e-5, name
     with pytest.raises(UserError, match="experts transformers stacks in one weight, Llama4ForCausalLM has none"):
@@ -267,7 +267,7 @@ def test_every_family_with_stacked_experts_can_share_them(tmp_path: Path) -> Non
         ("--model.expert_parallel 2 --model.quantization nf4 --lora.rank 4", "got model.quantization nf4"),
     ],
 )
-def test_what_shared_experts_do_not_support_ends_a_run_before_a_model_is_loaded(
+def test_what_split_experts_do_not_support_ends_a_run_before_a_model_is_loaded(
     more: str,
     message: str,
     mixtral: Path,
@@ -305,14 +305,12 @@ def refused(world: World, path: Path, dense: Path) -> list[str]:
     return errors
 
 
-def test_an_engine_refuses_what_shared_experts_do_not_support(
-    mixtral: Path, model_folder: Path, tmp_path: Path
-) -> None:
+def test_an_engine_refuses_what_split_experts_do_not_support(mixtral: Path, model_folder: Path, tmp_path: Path) -> None:
     (errors, _) = run_ranks(refused, 2, tmp_path, mixtral, model_folder)
     assert all(message in error for error, (_, message) in zip(errors, REFUSED, strict=True)), errors
 
 
-def test_shared_experts_need_all_roles_on_all_ranks() -> None:
+def test_split_experts_need_all_roles_on_all_ranks() -> None:
     with pytest.raises(UserError, match="needs all roles on all ranks, got placement separation"):
         RLConfig(model=ModelConfig(expert_parallel=2), placement=read_placement("separation"))
 
@@ -364,10 +362,10 @@ def test_a_step_does_not_depend_on_who_has_the_experts(
     """Catches a role, a sampler or a loss that the engines' own tests do not build."""
     module, line = line_of(step, tmp_path / "whole", mixtral, pair_rows)
     run_main(module, 1, [*line, *["--rollout.tensor_parallel", "1"] * (step == "tensor parallel")])
-    module, line = line_of(step, tmp_path / "shared", mixtral, pair_rows, "--model.expert_parallel", "2")
+    module, line = line_of(step, tmp_path / "split", mixtral, pair_rows, "--model.expert_parallel", "2")
     run_main(module, 2, [*line, *stage_of(step, stage)])
-    whole, shared = (run_outputs(tmp_path / name)["metrics"] for name in ("whole", "shared"))
-    for expected, found in zip(whole, shared, strict=True):
+    whole, split = (run_outputs(tmp_path / name)["metrics"] for name in ("whole", "split"))
+    for expected, found in zip(whole, split, strict=True):
         common = [name for name in expected if not name.startswith(("train/", "rollout/prompts"))]
         assert {name: found[name] for name in common} == pytest.approx(
             {name: expected[name] for name in common}, abs=1e-4, rel=1e-4
@@ -382,13 +380,13 @@ def test_a_step_does_not_depend_on_who_has_the_experts(
         pytest.param("grpo", 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_run_with_shared_experts_ends_bit_for_bit(
+def test_a_killed_run_with_split_experts_ends_bit_for_bit(
     step: str, stage: int, mixtral: Path, pair_rows: Path, tmp_path: Path
 ) -> None:
-    shared = ["--model.expert_parallel", "2", *stage_of(step, stage)]
-    module, line = line_of(step, tmp_path / "whole", mixtral, pair_rows, *shared)
+    split = ["--model.expert_parallel", "2", *stage_of(step, stage)]
+    module, line = line_of(step, tmp_path / "whole", mixtral, pair_rows, *split)
     assert run_step(module, 2, line) == [0, 0]
-    module, line = line_of(step, tmp_path / "killed", mixtral, pair_rows, *shared)
+    module, line = line_of(step, tmp_path / "killed", mixtral, pair_rows, *split)
     point = Point("hybrid_rlhf.engines.engine:ModelEngine.step", 5, 1)
     assert -signal.SIGKILL in run_step(module, 2, line, point)
     assert run_step(module, 2, [*line, "--resume", "auto"]) == [0, 0]

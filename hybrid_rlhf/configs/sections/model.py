@@ -28,7 +28,7 @@ class ModelConfig(Settings):
     """Number of ranks that compute the tokens of a row together (DeepSpeed-Ulysses, arXiv 2309.14509), in training and
     scoring; a divisor of the number of attention heads and of ranks. For rows too long for one GPU."""
     expert_parallel: Count = setting(1, advanced=True, mutable=True)
-    """Number of ranks that share the experts of each layer of a mixture (GShard, arXiv 2006.16668), in training and
+    """Number of ranks that split the experts of each layer of a mixture (GShard, arXiv 2006.16668), in training and
     scoring; a divisor of the number of experts and of ranks. For mixtures whose experts are most of the memory."""
     mlp_parts: Count = setting(1, advanced=True, mutable=True)
     """Number of parts in which an MLP computes the tokens of a micro-batch, recomputed in the backward pass; 8 or more
@@ -53,12 +53,12 @@ class ModelConfig(Settings):
         alone = self.expert_parallel == 1
         require(
             alone or self.sequence_parallel == 1,
-            f"model.expert_parallel {self.expert_parallel} shares experts among ranks with different rows, got "
+            f"model.expert_parallel {self.expert_parallel} splits experts among ranks with different rows, got "
             f"model.sequence_parallel {self.sequence_parallel}: leave one out",
         )
         require(
             alone or self.quantization is None,
-            f"model.expert_parallel {self.expert_parallel} shares experts in the dtype of the model, got "
+            f"model.expert_parallel {self.expert_parallel} splits experts in the dtype of the model, got "
             f"model.quantization {self.quantization}: leave one out",
         )
 

@@ -215,7 +215,7 @@ class Costs:
         span = engine.span
         trained = engine.sizes.trained
         experts = self._trained(engine.sizes)
-        mine = trained / span.ranks if engine.zero else trained - experts + experts / self._sharing(engine)
+        mine = trained / span.ranks if engine.zero else trained - experts + experts / self._experts_over(engine)
         compute = self._call("step")
         if offloads:
             compute += c.host_optimizer(mine) + 2 * c.host_link(self._bytes * mine)
@@ -238,8 +238,8 @@ class Costs:
         rest = self._collective("all_gather", engine.span, self._bytes * sizes.rest_parameters)
         return Work(wire=sizes.layers * exposed + rest)
 
-    def _sharing(self, engine: _Engine) -> int:
-        """Number of ranks that share the experts of a layer."""
+    def _experts_over(self, engine: _Engine) -> int:
+        """Number of ranks that split the experts of a layer."""
         return self.job.config.model.expert_parallel if engine.sizes.experts else 1
 
     @staticmethod
@@ -249,28 +249,28 @@ class Costs:
 
     def _parts(self, kind: Collective, engine: _Engine, elements: float, *, experts: float) -> float:
         """Seconds of a collective of so many weights, `experts` of them of experts: over all ranks, and, of experts
-        that ranks share, over the ranks that have the same ones."""
+        that ranks split, over the ranks that have the same ones."""
         span = engine.span
-        sharing = self._sharing(engine)
-        if sharing == 1:
+        over = self._experts_over(engine)
+        if over == 1:
             return self._collective(kind, span, self._bytes * elements)
-        replicas = _Span(span.ranks // sharing, min(span.hosts, span.ranks // sharing), 0)
+        replicas = _Span(span.ranks // over, min(span.hosts, span.ranks // over), 0)
         seconds = self._collective(kind, span, self._bytes * (elements - experts))
-        return seconds + self._collective(kind, replicas, self._bytes * experts / sharing)
+        return seconds + self._collective(kind, replicas, self._bytes * experts / over)
 
     def _dispatch(self, engine: _Engine, batch: PassedTokens, *, passes: int) -> Work:
         """The exchange of tokens with the ranks of their experts, and back; priced as an all-gather in which each rank
         receives as much."""
-        if self._sharing(engine) == 1:
+        if self._experts_over(engine) == 1:
             return Work()
         elements = batch.tokens * engine.sizes.hidden * engine.sizes.choices / engine.sizes.layers
-        return Work(wire=2 * passes * engine.sizes.layers * self._shared(engine, elements))
+        return Work(wire=2 * passes * engine.sizes.layers * self._gather_among(engine, elements))
 
-    def _shared(self, engine: _Engine, elements: float) -> float:
-        """Seconds of an all-gather of so many elements by the ranks that share experts."""
-        sharing = self._sharing(engine)
-        hosts = -(-sharing // engine.span.most_on_a_host)
-        return self.curves.collective("all_gather", ranks=sharing, size_bytes=self._bytes * elements, hosts=hosts)
+    def _gather_among(self, engine: _Engine, elements: float) -> float:
+        """Seconds of an all-gather of so many elements by the ranks that split experts."""
+        over = self._experts_over(engine)
+        hosts = -(-over // engine.span.most_on_a_host)
+        return self.curves.collective("all_gather", ranks=over, size_bytes=self._bytes * elements, hosts=hosts)
 
     # Weight sync and sampling
 
@@ -300,7 +300,7 @@ class Costs:
                     work += Work(wire=self._buckets * self._collective("all_gather", span, bucket))
                 else:
                     engine = _Engine(sizes, span, actor.zero)
-                    work += Work(wire=self._shared(engine, sizes.experts))
+                    work += Work(wire=self._gather_among(engine, sizes.experts))
             if plan.offload_states:
                 states = 12 * sizes.trained / (span.ranks if actor.zero else 1)
                 work += Work(wire=2 * c.host_link(states))
