@@ -238,7 +238,9 @@ class RLConfig(StepConfig):
             f"refresh_every {self.reference.refresh_every}: leave the section out",
         )
         require(
-            self.model.expert_parallel == 1 or self.placement is None or self.placement.as_given() == "flattening",
+            self.model.expert_parallel == 1
+            or not has_separate_sampler(self.placement)
+            and not is_automatic(self.placement),
             f"model.expert_parallel {self.model.expert_parallel} needs all roles on all ranks, got placement "
             f"{self.placement and self.placement.as_given()}: leave one out",
         )

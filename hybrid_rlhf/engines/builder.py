@@ -344,8 +344,8 @@ def _head_lr(spec: EngineSpec, critic: PreTrainedModel, lr: float, *, fresh: boo
 def _adamw(
     module: nn.Module, config: OptimizerConfig, lr: float, *, head: tuple[nn.Module, float] | None = None
 ) -> torch.optim.Optimizer:
-    """Create AdamW without weight decay for vectors (norms and biases). A head with a separate learning rate is the
-    last group."""
+    """Create AdamW without weight decay for vectors (norms and biases). Its groups are matrices, vectors, a head with a
+    separate learning rate, and those of split experts, which DeepSpeed reduces apart."""
     score, head_lr = head or (nn.Module(), lr)
     heads = {id(p) for p in score.parameters()} if head_lr != lr else set[int]()
     trained = [p for p in module.parameters() if p.requires_grad]

@@ -244,9 +244,9 @@ class ModelEngine:
             assert parameter.grad is not None
             grads.setdefault(expert_shard(parameter)[1], []).append(parameter.grad)
         total = torch.nn.utils.get_total_norm(grads.pop(1))
-        for parts, shared in grads.items():  # each expert's gradient is on size / parts ranks
-            square = self.world.all_reduce(torch.nn.utils.get_total_norm(shared).square()) * parts / self.world.size
-            total = (total.square() + square).sqrt()
+        for parts, of_experts in grads.items():  # each expert's gradient is on size / parts ranks
+            square = self.world.all_reduce(torch.nn.utils.get_total_norm(of_experts).square())
+            total = (total.square() + square * parts / self.world.size).sqrt()
         return total
 
 

@@ -37,6 +37,8 @@ from hybrid_rlhf.models.expert_parallel import (
 )
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.planning.shapes import shaped_model
+from hybrid_rlhf.rl.roles.placing import _require_all_ranks
+from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, actor_spec
 from tests.support.families import EXPERT_VARIANTS, variant
@@ -311,8 +313,13 @@ def test_an_engine_refuses_what_split_experts_do_not_support(mixtral: Path, mode
 
 
 def test_split_experts_need_all_roles_on_all_ranks() -> None:
-    with pytest.raises(UserError, match="needs all roles on all ranks, got placement separation"):
-        RLConfig(model=ModelConfig(expert_parallel=2), placement=read_placement("separation"))
+    for style in ("separation", "auto"):
+        with pytest.raises(UserError, match=f"needs all roles on all ranks, got placement {style}"):
+            RLConfig(model=ModelConfig(expert_parallel=2), placement=read_placement(style))
+    alone = {"reference": RolePlacement((1,))}
+    _require_all_ranks(Placement(alone, "interleaving"), 1, ranks=2)
+    with pytest.raises(UserError, match="needs all roles on all 2 ranks, reference has 1: leave"):
+        _require_all_ranks(Placement(alone, "interleaving"), 2, ranks=2)
 
 
 GRPO = "--algorithm grpo --rollout.sampling.n 4 --ptx null --algorithm.kl.target null --algorithm.score_scaling none"
