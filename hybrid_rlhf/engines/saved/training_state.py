@@ -93,7 +93,10 @@ def _restore_numbers(engine: DeepSpeedEngine, numbers: dict[str, Any]) -> None:
     schedule: Any = engine.lr_scheduler
     schedule.last_epoch = numbers["schedule"]["last_epoch"]
     schedule._step_count = schedule.last_epoch + 1
-    schedule._last_lr = schedule.get_lr()  # the groups of parameters may be others, as with model.expert_parallel
+    # computed and not stored: the optimizer has other groups where other ranks split experts
+    schedule._last_lr = [
+        lr * factor(schedule.last_epoch) for lr, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
     for group, lr in zip(engine.optimizer.param_groups, schedule._last_lr, strict=True):
         group["lr"] = lr
     set_counters(engine, numbers["counters"])
