@@ -237,6 +237,13 @@ class RLConfig(StepConfig):
             f"algorithm {name} without algorithm.kl has no reference, got reference.path {self.reference.path} and "
             f"refresh_every {self.reference.refresh_every}: leave the section out",
         )
+        require(
+            self.model.expert_parallel == 1
+            or not has_separate_sampler(self.placement)
+            and not is_automatic(self.placement),
+            f"model.expert_parallel {self.model.expert_parallel} needs all roles on all ranks, got placement "
+            f"{self.placement and self.placement.as_given()}: leave one out",
+        )
         if self.model.quantization is not None:
             self._check_quantised_base(self.model.quantization)
         critic = self.critic

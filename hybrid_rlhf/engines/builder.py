@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import deepspeed
 import torch
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
@@ -25,17 +26,28 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     align_ids,
     disable_shm_extension,
     engine_ranks,
+    expert_parameter,
+    experts_declared,
+    free_weights,
     full_shape,
+    register_expert_groups,
     release_closed_groups,
 )
 from hybrid_rlhf.engines.ds_config import deepspeed_config
 from hybrid_rlhf.engines.engine import EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.hybrid import HybridEngine
 from hybrid_rlhf.engines.learning_rates import Learning, derived_rate
-from hybrid_rlhf.engines.partition import set_weights, share_weights
+from hybrid_rlhf.engines.partition import gathered, set_weights, share_weights
 from hybrid_rlhf.engines.residency.rules import RoleResidency
 from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.models.distillation import Student, Teacher
+from hybrid_rlhf.models.expert_parallel import (
+    expert_layers,
+    expert_shard,
+    local_experts,
+    require_expert_parallelism,
+    split_experts,
+)
 from hybrid_rlhf.models.four_bit import require_bitsandbytes
 from hybrid_rlhf.models.head_check import require_own_logits
 from hybrid_rlhf.models.lora import choose_trained, four_bit_layers, quantise_base
@@ -164,7 +176,7 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     config = deepspeed_config(zero=spec.zero, dtype=dtype, optimizer=spec.optimizer, overrides=spec.deepspeed_overrides)
     partitioned = config["zero_optimization"]["stage"] == 3
     architecture = ARCHITECTURE[spec.role]
-    _require_supported(spec, architecture, dtype)
+    _require_supported(spec, architecture, dtype, zero=config["zero_optimization"], ranks=world.size)
     lm, fresh_head = load_model(
         spec.path,
         architecture,
@@ -181,6 +193,7 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     fresh_head |= spec.fresh_head
     if fresh_head:
         _init_head(lm, role=spec.role, seed=spec.seed)
+    _split_experts(lm, world, spec.model.expert_parallel)
     if spec.model.sequence_parallel > 1:
         set_sequence_world(lm, world.split(spec.model.sequence_parallel))
     choose_trained(lm, spec.lora, architecture, learns=spec.optimizer is not None, seed=spec.seed)
@@ -205,7 +218,8 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     )
     if world.is_main and (reason := why_padded(lm)) is not None:
         logger.info("%s: %s trains on padded rows: %s", spec.role, type(lm).__name__, reason)
-    engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer, lr_scheduler=schedule)
+    with experts_declared(any(group.get("moe") for group in optimizer.param_groups)):
+        engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer, lr_scheduler=schedule)
     module.train()
     if isinstance(module, Policy):
         module.router_loss = router_loss(lm, spec.model)
@@ -213,11 +227,13 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     return engine, options
 
 
-def _require_supported(spec: EngineSpec, architecture: Architecture, dtype: torch.dtype) -> None:
-    """Check, before its weights are loaded, that a model supports 4-bit weights, sequence parallelism and MLPs in parts
-    as set."""
+def _require_supported(
+    spec: EngineSpec, architecture: Architecture, dtype: torch.dtype, *, zero: dict[str, Any], ranks: int
+) -> None:
+    """Check, before its weights are loaded, that a model supports 4-bit weights, sequence and expert parallelism and
+    MLPs in parts as set."""
     section = spec.model
-    if section.quantization is None and section.sequence_parallel == section.mlp_parts == 1:
+    if section.quantization is None and section.sequence_parallel == section.expert_parallel == section.mlp_parts == 1:
         return
     config = load_config(spec.path, trust_remote_code=section.trust_remote_code)
     lm = shape_model(config, architecture, section, dtype=dtype)
@@ -226,6 +242,54 @@ def _require_supported(spec: EngineSpec, architecture: Architecture, dtype: torc
         four_bit_layers(lm, architecture)
     if section.sequence_parallel > 1:
         require_sequence_parallelism(lm, section.sequence_parallel)
+    # a critic and frozen models may be dense where the model that trains from model.path is a mixture
+    trains = spec.optimizer is not None and spec.role != "critic"
+    if section.expert_parallel > 1 and (trains or expert_layers(lm)):
+        require_expert_parallelism(lm, section.expert_parallel, ranks=ranks)
+        _require_experts_trainable(spec, dtype, zero)
+
+
+def _require_experts_trainable(spec: EngineSpec, dtype: torch.dtype, zero: dict[str, Any]) -> None:
+    """Check that ZeRO and the adapters of a model support experts that ranks split."""
+    size = spec.model.expert_parallel
+    lora = spec.lora
+    if lora is not None and lora.target_modules == "all-linear":
+        raise UserError(
+            f"model.expert_parallel {size} trains no adapters of experts, got lora.target_modules all-linear: name "
+            "other layers, such as [q_proj, k_proj, v_proj, o_proj]"
+        )
+    # DeepSpeed's optimizer without ZeRO leaves experts out of the gradient norm
+    if spec.optimizer is not None and lora is None and zero["stage"] == 0 and dtype != torch.float32:
+        raise UserError(
+            f"model.expert_parallel {size} trains in float32 or under ZeRO, got {dtype} with zero.stage 0: set "
+            "zero.stage to 1, 2 or 3"
+        )
+    for key in ("zero_hpz_partition_size", "zero_quantized_gradients"):
+        if zero.get(key, 1) not in (1, False):
+            raise UserError(
+                f"model.expert_parallel {size} partitions experts over the ranks that have them, got {key} "
+                f"{zero[key]} in deepspeed_config: leave it out"
+            )
+
+
+def _split_experts(lm: PreTrainedModel, world: World, size: int) -> None:
+    """Let groups of so many ranks split the experts of each layer (models/expert_parallel.py). Under ZeRO-3, the
+    experts of one layer at a time are gathered."""
+    if size == 1:
+        return
+    experts = world.split(size)
+    replicas = [world.part(world.members[first::size]) for first in range(size)][world.rank % size]
+    register_expert_groups(experts, replicas)
+
+    def replace(parameter: nn.Parameter) -> nn.Parameter:
+        with gathered([parameter]):
+            values = local_experts(parameter.detach(), parameter).clone()
+        part = expert_parameter(values, like=parameter, experts=size)
+        free_weights([parameter])
+        return part
+
+    for layer in expert_layers(lm):
+        split_experts(layer, experts, replace)
 
 
 def _gather_experts_together(lm: PreTrainedModel, stage: int, *, learns: bool) -> None:
@@ -280,8 +344,8 @@ def _head_lr(spec: EngineSpec, critic: PreTrainedModel, lr: float, *, fresh: boo
 def _adamw(
     module: nn.Module, config: OptimizerConfig, lr: float, *, head: tuple[nn.Module, float] | None = None
 ) -> torch.optim.Optimizer:
-    """Create AdamW without weight decay for vectors (norms and biases). A head with a separate learning rate is the
-    last group."""
+    """Create AdamW without weight decay for vectors (norms and biases). Its groups are matrices, vectors, a head with a
+    separate learning rate, and those of split experts, which DeepSpeed reduces apart."""
     score, head_lr = head or (nn.Module(), lr)
     heads = {id(p) for p in score.parameters()} if head_lr != lr else set[int]()
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -291,6 +355,9 @@ def _adamw(
         {"params": [p for p, rank in layers if rank < 2], "weight_decay": 0.0},
         {"params": [p for p in trained if id(p) in heads], "weight_decay": config.weight_decay, "lr": head_lr},
     ]
+    if any(expert_shard(p)[1] > 1 for p in trained):
+        named = [{**group, "name": f"group {number}"} for number, group in enumerate(groups)]
+        groups = split_params_into_different_moe_groups_for_optimizer(named, max_group_size=None)
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
 

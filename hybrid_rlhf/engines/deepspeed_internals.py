@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,62 @@ def zero3_hooks_removed(engine: DeepSpeedEngine) -> Iterator[None]:
         yield
     finally:
         offload.setup_zero_stage3_hooks()
+
+
+# -- experts that the ranks of a group share
+
+
+def register_expert_groups(experts: World, replicas: World) -> None:
+    """Make the ranks that split experts, and those that have the same experts, known to ZeRO under the name that
+    `expert_parameter` gives them."""
+    name = _expert_group(experts.size)
+    for world, group_by_name, ranks_by_name in (
+        (experts, groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
+        (replicas, groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
+    ):
+        group_by_name[name] = world.group
+        ranks_by_name[name] = list(world.members)
+
+
+def expert_parameter(values: Tensor, *, like: nn.Parameter, experts: int) -> nn.Parameter:
+    """Return a parameter with this rank's experts, which ZeRO reduces and partitions only over ranks that have them.
+
+    Args:
+        values: weights of this rank's experts.
+        like: parameter with the weights of all experts, whose memory is freed; under ZeRO-3, the new one is partitioned
+            too.
+        experts: number of ranks that split the experts.
+    """
+    part: Any = nn.Parameter(values, requires_grad=like.requires_grad)
+    part.allreduce = False
+    part.group_name = part.ds_zero_partition_group_name = _expert_group(experts)
+    part.ds_zero_placement_family = "autoep_expert"
+    part.ds_zero_partition_process_group = groups._EXPERT_DATA_PARALLEL_GROUP[part.group_name]
+    if is_partitioned(like):
+        like.convert_to_zero_parameters([part])  # type: ignore[attr-defined]
+    return part  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def experts_declared(trained: bool) -> Iterator[None]:
+    """Context in which DeepSpeed builds an engine that trains split experts, if it does. Otherwise ZeRO 0 to 2 would
+    not know them, as DeepSpeed looks for the layers of its own mixtures."""
+    configure = DeepSpeedEngine._configure_distributed_model
+
+    def declared(engine: DeepSpeedEngine, model: nn.Module) -> None:
+        engine.has_moe_layers = engine.zero_optimization_stage() < 3
+        configure(engine, model)
+
+    DeepSpeedEngine._configure_distributed_model = declared if trained else configure
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._configure_distributed_model = configure
+
+
+def _expert_group(size: int) -> str:
+    """Return DeepSpeed's name for the groups of ranks that split experts."""
+    return f"ep_size_{size}"
 
 
 # -- optimizer state of a parameter
@@ -271,9 +327,9 @@ def engine_ranks(world: World) -> Iterator[None]:
             os.environ["WORLD_SIZE"] = size
 
 
-def free_weights(module: nn.Module) -> None:
-    """Free the memory of a module's weights and partitions, to which DeepSpeed keeps references."""
-    for parameter in module.parameters():
+def free_weights(parameters: Iterable[nn.Parameter]) -> None:
+    """Free the memory of weights and their partitions, to which DeepSpeed keeps references."""
+    for parameter in parameters:
         for tensor in (parameter, partition_of(parameter)):
             if tensor is not None:
                 tensor.data = tensor.data.new_empty(0)

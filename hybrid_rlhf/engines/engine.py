@@ -31,6 +31,7 @@ from hybrid_rlhf.engines.partition import base_parameters
 from hybrid_rlhf.engines.residency.offload import OffloadedWeights
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.activation_offload import ActivationOffload
+from hybrid_rlhf.models.expert_parallel import expert_shard
 from hybrid_rlhf.models.four_bit import elements_of
 from hybrid_rlhf.models.lora import adapters_off, has_lora
 from hybrid_rlhf.models.packing import pads
@@ -115,7 +116,7 @@ class ModelEngine:
     def drop_weights(self) -> None:
         """Free the weights of a frozen model, to which DeepSpeed keeps references. The model cannot be used
         afterwards."""
-        free_weights(self.module)
+        free_weights(self.module.parameters())
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[ModelEngine]:
@@ -159,7 +160,10 @@ class ModelEngine:
     @property
     def parameters(self) -> int:
         """Number of parameters, including adapters."""
-        return sum(elements_of(parameter) or full_elements(parameter) for parameter in self.module.parameters())
+        return sum(
+            elements_of(parameter) or full_elements(parameter) * expert_shard(parameter)[1]
+            for parameter in self.module.parameters()
+        )
 
     @property
     def packs(self) -> bool:
@@ -223,7 +227,7 @@ class ModelEngine:
     def _step_if_finite(self, lr_kwargs: dict[str, Any] | None) -> None:
         """Update a plain float32 engine unless the gradient is not finite; DeepSpeed's update would apply it anyway."""
         parameters = [p for p in self.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = self._grad_norm(parameters)
         set_grad_norm(self._engine, float(norm))
         if not norm.isfinite():
             skip_model_step(self._engine)
@@ -232,6 +236,18 @@ class ModelEngine:
         if 0.0 < self._options.max_grad_norm < float(norm):
             torch.nn.utils.clip_grads_with_norm_(parameters, self._options.max_grad_norm, norm)
         model_step(self._engine, lr_kwargs)
+
+    def _grad_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Return the norm of the gradients of a plain float32 engine, with those of experts on other ranks."""
+        grads: dict[int, list[Tensor]] = {1: []}
+        for parameter in parameters:
+            assert parameter.grad is not None
+            grads.setdefault(expert_shard(parameter)[1], []).append(parameter.grad)
+        total = torch.nn.utils.get_total_norm(grads.pop(1))
+        for parts, of_experts in grads.items():  # each expert's gradient is on size / parts ranks
+            square = self.world.all_reduce(torch.nn.utils.get_total_norm(of_experts).square())
+            total = (total.square() + square * parts / self.world.size).sqrt()
+        return total
 
 
 class AbsentEngine:

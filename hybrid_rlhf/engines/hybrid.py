@@ -43,6 +43,7 @@ from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine, default_stop_token_ids
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.weights.inference_weights import InferenceWeights, architecture_of, plan_inference_weights
+from hybrid_rlhf.models.expert_parallel import whole_experts
 from hybrid_rlhf.models.lora import has_lora, lora_merged
 from hybrid_rlhf.models.pretrained.loading import DTYPES
 from hybrid_rlhf.models.routers.replay import RouterReplay
@@ -331,6 +332,7 @@ class HybridEngine(ModelEngine):
             if has_partitions(self.lm):
                 stack.enter_context(zero3_hooks_removed(self._engine))
                 stack.enter_context(gathered(list(self.lm.parameters())))
+            stack.enter_context(whole_experts(self.lm))
             if has_lora(self.lm):
                 stack.enter_context(lora_merged(self.lm))
             backend = ModuleBackend(self.lm, max_batch_rows=self._rollout.max_decode_rows, support=self._module_support)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import deepspeed
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.engines.deepspeed_internals import full_elements, is_partitioned
+from hybrid_rlhf.models.expert_parallel import all_experts, expert_shard, local_experts
 from hybrid_rlhf.models.four_bit import FourBitWeight, is_four_bit, plain_value, share_four_bit
 from hybrid_rlhf.models.lora import base_weight, four_bit_weight, lora_layers, merged_weight, plain_name, weights_of
 from hybrid_rlhf.models.structure import backbone_of
@@ -46,9 +47,13 @@ class GatheredWeight:
     parameter: nn.Parameter
     adapter: LoraLayer | None
     """LoRA layer with this base weight; none: the weight has no adapter."""
+    experts: Tensor | None = None
+    """Value with the experts of all ranks that share them; none: this rank has the whole value."""
 
     def merged(self) -> Tensor:
         """Return the value, with the adapter, if any, merged into a copy; dequantised if it is in 4 bits."""
+        if self.experts is not None:
+            return self.experts
         return plain_value(self.parameter) if self.adapter is None else merged_weight(self.adapter)
 
     def sampled(self) -> Tensor | FourBitWeight:
@@ -61,7 +66,7 @@ class GatheredWeight:
         """True if the memory of `sampled` does not change in training: it is new, or that of frozen 4-bit weights."""
         if is_four_bit(self.parameter):
             return not is_partitioned(self.parameter)
-        return self.adapter is not None
+        return self.adapter is not None or self.experts is not None
 
     @property
     def is_persistent(self) -> bool:
@@ -101,7 +106,9 @@ def full_weights(lm: nn.Module, *, bucket_elements: int) -> Iterator[GatheredWei
         elements += sum(full_elements(part) for part in mine)
         if number == len(weights) or elements + full_elements(weights[number][1]) > bucket_elements:
             with gathered(parts):
-                yield from bucket
+                for weight in bucket:
+                    shared = expert_shard(weight.parameter)[1] > 1
+                    yield replace(weight, experts=all_experts(weight.parameter, weight.parameter)) if shared else weight
             bucket = []
             parts = []
             elements = 0
@@ -133,7 +140,7 @@ def set_weights(parameter: nn.Parameter, values: Tensor) -> None:
     """Set the values of a parameter, partitioned or not. Every rank must make this call."""
     with gathered([parameter], writer_rank=0), torch.no_grad():
         if parameter.numel():
-            parameter.copy_(values.to(parameter))
+            parameter.copy_(local_experts(values, parameter).to(parameter))
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 Read `pretrained/loading.py` (a folder to a model), then `policy.py` (log-probs and values of a batch), `families/`
 (differences between families), `head_check.py` (a check of logits when a model is loaded), `packing/` (batches without
-padding), `routers/` (losses of mixtures of experts), `lora.py`, `distillation.py` (student and teacher),
+padding), `routers/` (losses of mixtures of experts),
+`expert_parallel.py` (experts that ranks split), `lora.py`, `distillation.py` (student and teacher),
 `fused_layers.py` and `activation_offload.py`.
 """

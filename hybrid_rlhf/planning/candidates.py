@@ -81,9 +81,11 @@ def _placed(job: RLJob, everywhere: Sequence[str], groups: Sequence[tuple[Sequen
 
 
 def layouts(job: RLJob, cluster: Cluster) -> Iterator[Layout]:
-    """All layouts; flattening first."""
+    """All layouts; flattening first, and alone with experts that ranks split."""
     free = [role.name for role in job.roles.values() if role.bound_to is None]
     yield _placed(job, free, (), cluster.ranks)
+    if job.config.model.expert_parallel > 1:
+        return
     unit = unit_of(cluster)
     # a thread that samples ahead needs ranks on which nothing trains
     apart = {"actor", "critic"} if job.config.rollout.policy_lag else {"actor"}

@@ -121,12 +121,14 @@ def engine_memory(
     """
     json = deepspeed_config(zero=zero_config, dtype=dtype, optimizer=optimizer, overrides=overrides)
     zero = json["zero_optimization"]
-    e = model.elements
+    e = model.local
+    whole = model.elements
     low = dtype.itemsize
     stage = int(zero["stage"])
-    trained = e.trained / (ranks if stage else 1)
+    # split experts are partitioned over fewer ranks: a partition is as large as of whole ones
+    trained = whole.trained / ranks if stage else e.trained
     scales = SCALE_BYTES_PER_WEIGHT * e.four_bit  # ZeRO-3 does not partition them
-    weights = (e.stored_bytes(low) - scales) / (ranks if stage == 3 else 1) + scales
+    weights = ((whole.stored_bytes(low) - scales) / ranks if stage == 3 else e.stored_bytes(low) - scales) + scales
     masters = FLOAT32 if stage or low < FLOAT32 else 0
     states = (masters + _ADAM) * trained
     gradients = low * (trained if stage >= 2 else e.trained)

@@ -45,8 +45,9 @@ def inference_weight_bytes(
     """Inference weights that are copies of the training weights.
 
     A CPU packs the weight of every matrix product; what fills up the last tile of outputs is not counted. A GPU uses
-    views, except for weights that ZeRO-3 gathers, that adapters are merged into, or that are fused and not adjacent in
-    memory. Quantised products take a byte per weight; the head, routers and embeddings keep their dtype.
+    views, except for weights that ZeRO-3 gathers, experts that ranks split, weights that adapters are merged into, and
+    those that are fused and not adjacent in memory. Quantised products take a byte per weight; the head, routers and
+    embeddings keep their dtype.
 
     Args:
         model: the actor.
@@ -64,7 +65,7 @@ def inference_weight_bytes(
     if rollout.backend == "module" or family is None:
         if e.four_bit:  # adapters are not merged
             return e.stored_bytes(size) if gathered else 0.0
-        return size * float(base if gathered else 0) + size * e.adapted
+        return size * float(base if gathered else model.split_experts) + size * e.adapted
     copied = gathered or dtype != model.lm.dtype
     on_cpu = device.type == "cpu"
     ranks = rollout.tensor_parallel
@@ -83,7 +84,7 @@ def inference_weight_bytes(
         return size * read / ranks
     else:
         apart = _made(model, family, adjacent=stage in (1, 2) and ranks == 1 and not e.adapted)
-        return size * float(max(apart, e.adapted)) / ranks
+        return size * float(max(apart, e.adapted) + model.split_experts) / ranks
     rest = read - in_products
     if on_cpu:
         head, tied = _head(model)

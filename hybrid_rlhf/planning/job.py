@@ -23,6 +23,7 @@ from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig, f
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.sampling_engine import rounds_otherwise
 from hybrid_rlhf.generation.architecture.hugging_face import attention_sizes
+from hybrid_rlhf.models.expert_parallel import expert_layers
 from hybrid_rlhf.models.families import family_of
 from hybrid_rlhf.models.pretrained.loading import DTYPES, Architecture, training_dtype
 from hybrid_rlhf.planning.shapes import ShapedModel, shaped_model
@@ -60,6 +61,10 @@ class ModelDimensions:
     active: float = 1.0
     """Part of the layer weights that a token passes through."""
     gated: bool = True
+    experts: float = 0.0
+    """Parameters of all routed experts."""
+    choices: float = 0.0
+    """Experts that a token passes through, of all layers."""
 
     @property
     def products(self) -> int:
@@ -104,6 +109,8 @@ def dimensions(model: ShapedModel) -> ModelDimensions:
         trained=float(model.elements.trained),
         active=1 - idle / in_layers,
         gated=any("gate" in name for name in sizes),
+        experts=float(routed),
+        choices=float((chosen or 0) * len(expert_layers(model.lm))),
     )
 
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.models.activation_offload import ActivationOffload
+from hybrid_rlhf.models.expert_parallel import expert_layers, require_expert_parallelism
 from hybrid_rlhf.models.four_bit import BYTES_PER_WEIGHT
 from hybrid_rlhf.models.lora import base_weight, choose_trained, four_bit_layers, lora_layers, plain_name
 from hybrid_rlhf.models.packing import layer_masks, packs, places
@@ -95,19 +96,19 @@ class BatchShape:
 class ShapedModel:
     """A model on the meta device."""
 
-    def __init__(self, lm: PreTrainedModel, *, offloads: bool, four_bit: Sequence[int] = ()) -> None:
-        """Take the model, whether its activations are offloaded in training, and the sizes of its 4-bit weights."""
-        parameters = list(lm.parameters())
+    def __init__(
+        self, lm: PreTrainedModel, *, offloads: bool, four_bit: Sequence[int] = (), expert_parallel: int = 1
+    ) -> None:
+        """Args: the model, whether its activations are offloaded in training, the sizes of its 4-bit weights, and the
+        number of ranks that split the experts of a layer."""
         self.lm = lm
         self.config: PreTrainedConfig = lm.config
-        self.elements = ParameterCounts(
-            trained=sum(p.numel() for p in parameters if p.requires_grad),
-            frozen=sum(p.numel() for p in parameters if not p.requires_grad),
-            largest=max(p.numel() for p in parameters),
-            adapted=sum(base_weight(layer).numel() for _, layer in lora_layers(lm)),
-            four_bit=sum(four_bit),
-            largest_four_bit=max(four_bit, default=0),
-        )
+        self.elements = _counts(lm, four_bit, expert_parallel=1)
+        self.local = _counts(lm, four_bit, expert_parallel=expert_parallel)
+        """Numbers of the weights that a rank has where ZeRO does not partition them."""
+        experts = sum(weight.numel() for layer in expert_layers(lm) for weight in layer.parameters())
+        self.split_experts = experts if expert_parallel > 1 else 0
+        """Elements of all experts, if ranks split them."""
         self._offloads = offloads
         self._measured: dict[tuple[BatchShape, bool], ForwardMemory] = {}
 
@@ -155,6 +156,23 @@ class ShapedModel:
                     torch.autograd.backward([total])
         moved = 0 if offload is None else offload.moved_bytes
         return ForwardMemory(kept=float(kept), peak=float(counter.peak - before), host=float(moved))
+
+
+def _counts(lm: PreTrainedModel, four_bit: Sequence[int], *, expert_parallel: int) -> ParameterCounts:
+    """Return the numbers of a model's weights on one of the ranks that split the experts of each layer."""
+    experts = {id(weight) for layer in expert_layers(lm) for weight in layer.parameters()}
+    sizes = [
+        (weight.numel() // (expert_parallel if id(weight) in experts else 1), weight.requires_grad)
+        for weight in lm.parameters()
+    ]
+    return ParameterCounts(
+        trained=sum(size for size, learns in sizes if learns),
+        frozen=sum(size for size, learns in sizes if not learns),
+        largest=max(size for size, _ in sizes),
+        adapted=sum(base_weight(layer).numel() for _, layer in lora_layers(lm)),
+        four_bit=sum(four_bit),
+        largest_four_bit=max(four_bit, default=0),
+    )
 
 
 class _MetaOffload(ActivationOffload):
@@ -221,10 +239,14 @@ def shaped_model(
         names = four_bit_layers(lm, architecture) if config.quantization is not None else []
         four_bit = [lm.get_submodule(name).weight.numel() for name in names]  # type: ignore[operator, union-attr]
         choose_trained(lm, lora, architecture, learns=learns, seed=0)
+    if config.expert_parallel > 1 and expert_layers(lm):
+        require_expert_parallelism(lm, config.expert_parallel, ranks=config.expert_parallel)
     lm.train(learns)
     if len(_MODELS) == _MOST_MODELS:
         _MODELS.pop(next(iter(_MODELS)))
-    _MODELS[key] = ShapedModel(lm, offloads=config.activation_offload, four_bit=four_bit)
+    _MODELS[key] = ShapedModel(
+        lm, offloads=config.activation_offload, four_bit=four_bit, expert_parallel=config.expert_parallel
+    )
     return _MODELS[key]
 
 

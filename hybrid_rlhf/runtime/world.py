@@ -135,7 +135,7 @@ class World:
         dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
         return received
 
-    def exchange(self, parts: Sequence[bytes]) -> list[bytes | bytearray]:
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes | bytearray]:
         """Send parts[r] to rank r; returns the parts received, by sender. Every rank calls.
 
         They pass through the device in slices: it holds at most `_SLICE_BYTES` of those sent and as many of those
@@ -151,12 +151,21 @@ class World:
         for start in range(0, max(max(of_rank) for of_rank in sizes), step):
             sent = [np.frombuffer(part, np.uint8)[start : start + step] for part in parts]
             counts = [len(range(start, min(of_rank[self.rank], start + step))) for of_rank in sizes]
-            arrived = torch.empty(sum(counts), dtype=torch.uint8, device=self.device)
             leaving = torch.from_numpy(np.concatenate(sent)).to(self.device)
-            dist.all_to_all_single(arrived, leaving, counts, [len(part) for part in sent], group=self.group)
-            for whole, part in zip(received, arrived.cpu().split(counts), strict=True):
+            arrived = self.exchange_rows(leaving, sent=[len(part) for part in sent], received=counts).cpu()
+            for whole, part in zip(received, arrived.split(counts), strict=True):
                 whole += memoryview(part.numpy())
         return received
+
+    def exchange_rows(self, rows: torch.Tensor, *, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send the first sent[0] of some rows [N, ...] to rank 0, the next sent[1] to rank 1, and so on; returns the
+        rows received, by sender: received[r] from rank r."""
+        self._require_reachable()
+        if self.size == 1:
+            return rows
+        result = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group)
+        return result
 
     def all_gather_objects(self, item: T) -> list[T]:
         """The picklable items of all ranks, by rank; for small data such as counts, file names and completions."""

@@ -196,3 +196,25 @@ def test_a_step_pays_for_its_small_exchanges_between_hosts() -> None:
     assert costs.messages("training").wire == pytest.approx((2 + job.updates) * 0.04 + 6 * 0.02)
     assert costs.messages("gather").wire == pytest.approx(4 * 0.02)
     assert alone.messages("training").seconds == 0.0
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_split_experts_travel_less_and_tokens_more(zero: int) -> None:
+    """Catches a plan that gathers the experts of a mixture as if no ranks split them, or that forgets the tokens."""
+    mixture = replace(B7, experts=0.9 * B7.layer_weights * B7.layers, choices=8.0 * B7.layers, active=0.3)
+    job = grpo(mixture, prompts=64, n=8, prompt=512, mean=512, most=1024)
+    curves = replace(measured(), overlap=0.0)
+    wires = {}
+    for over in (1, 8):
+        config = replace(job.config, model=replace(job.config.model, expert_parallel=over))
+        costs = Costs(replace(job, config=config), curves, Cluster(8, 8))
+        plan = StepPlan(flattening([*job.roles], 8, zero=dict.fromkeys(job.roles, zero)))
+        wires[over] = costs.read(job.roles["reference"], plan).wire
+    batches = Costs(job, curves, Cluster(8, 8))._batches(64 * 8, 8)
+    elements = batches.each.tokens * mixture.hidden * 8
+    exchange = curves.collective("all_gather", ranks=8, size_bytes=2.0 * elements, hosts=1)
+    tokens = batches.count * 2 * mixture.layers * exchange
+    if zero == 0:
+        assert wires[8] - wires[1] == pytest.approx(tokens)
+    else:
+        assert 0 < wires[8] - tokens < wires[1], "a layer's gather has a tenth of its weights"

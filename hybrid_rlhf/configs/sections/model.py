@@ -27,6 +27,9 @@ class ModelConfig(Settings):
     sequence_parallel: Count = setting(1, advanced=True, mutable=True)
     """Number of ranks that compute the tokens of a row together (DeepSpeed-Ulysses, arXiv 2309.14509), in training and
     scoring; a divisor of the number of attention heads and of ranks. For rows too long for one GPU."""
+    expert_parallel: Count = setting(1, advanced=True, mutable=True)
+    """Number of ranks that split the experts of each layer of a mixture (GShard, arXiv 2006.16668), in training and
+    scoring; a divisor of the number of experts and of ranks. For mixtures whose experts are most of the memory."""
     mlp_parts: Count = setting(1, advanced=True, mutable=True)
     """Number of parts in which an MLP computes the tokens of a micro-batch, recomputed in the backward pass; 8 or more
     for long rows (ALST, arXiv 2506.13996)."""
@@ -45,6 +48,19 @@ class ModelConfig(Settings):
     """Keep activations in host memory until the backward pass; with gradient_checkpointing, one per layer."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
+
+    def _check(self) -> None:
+        alone = self.expert_parallel == 1
+        require(
+            alone or self.sequence_parallel == 1,
+            f"model.expert_parallel {self.expert_parallel} splits experts among ranks with different rows, got "
+            f"model.sequence_parallel {self.sequence_parallel}: leave one out",
+        )
+        require(
+            alone or self.quantization is None,
+            f"model.expert_parallel {self.expert_parallel} splits experts in the dtype of the model, got "
+            f"model.quantization {self.quantization}: leave one out",
+        )
 
     @staticmethod
     def following(values: Mapping[str, Any], settled: set[str]) -> dict[str, Any]:

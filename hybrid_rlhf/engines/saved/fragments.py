@@ -28,6 +28,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     swaps_optimizer_states,
     wrapped_optimizer,
 )
+from hybrid_rlhf.models.expert_parallel import expert_shard
 from hybrid_rlhf.runtime.world import World
 
 WEIGHT = "weight"
@@ -43,16 +44,17 @@ class Fragment:
     offset: int
     """Index of the first element in the flattened parameter."""
     tensors: Mapping[str, Tensor]
-    is_replicated: bool
-    """True if every rank has the same fragment; else only this rank has it."""
+    copy: int = 0
+    """Index of this rank among those that have the same fragment."""
+    copies: int = 1
+    """Number of these ranks."""
 
-    def share(self, world: World) -> Fragment:
-        """Return the part of the fragment that this rank writes."""
-        if not self.is_replicated:
-            return self
+    @property
+    def share(self) -> Fragment:
+        """The part of the fragment that this rank writes."""
         size = len(next(iter(self.tensors.values())))
-        first = size * world.rank // world.size
-        end = size * (world.rank + 1) // world.size
+        first = size * self.copy // self.copies
+        end = size * (self.copy + 1) // self.copies
         return replace(
             self, offset=self.offset + first, tensors={kind: t[first:end] for kind, t in self.tensors.items()}
         )
@@ -71,10 +73,14 @@ def parameter_fragments(
     """
     for (name, parameter), value in zip(parameters, values, strict=True):
         elements = full_elements(parameter)
+        part, parts = expert_shard(parameter)
+        copy = world.rank // parts
+        copies = world.size // parts
         is_partition = partition_of(parameter) is not None
-        offset = value.numel() * world.rank if is_partition else 0
+        offset = value.numel() * copy if is_partition else 0
         if offset < elements:  # the last partitions may be padding
-            yield Fragment(name, offset, {kind: value.detach().flatten()[: elements - offset]}, not is_partition)
+            tensors = {kind: value.detach().flatten()[: elements - offset]}
+            yield Fragment(name, part * elements + offset, tensors, *((0, 1) if is_partition else (copy, copies)))
 
 
 def local_values(parameter: nn.Parameter) -> Tensor:
@@ -83,7 +89,7 @@ def local_values(parameter: nn.Parameter) -> Tensor:
     return parameter.data if partition is None else partition.data
 
 
-def training_fragments(engine: DeepSpeedEngine) -> Iterator[Fragment]:
+def training_fragments(engine: DeepSpeedEngine, world: World) -> Iterator[Fragment]:
     """Yield this rank's fragments of the trained weights and their optimizer states.
 
     Raises:
@@ -107,15 +113,16 @@ def training_fragments(engine: DeepSpeedEngine) -> Iterator[Fragment]:
                 exp_avg=zeros(place.flat),
                 exp_avg_sq=zeros(place.flat),
             )
+        part, parts = expert_shard(parameter)
         moments = {kind: state for kind, state in states[place.flat].items() if state.dim()}
         yield Fragment(
             name,
-            place.offset,
+            part * full_elements(parameter) + place.offset,
             {
                 kind: tensor.detach().flatten()[place.start : place.start + place.elements]
                 for kind, tensor in {WEIGHT: place.flat, **moments}.items()
             },
-            is_replicated,
+            *((world.rank // parts, world.size // parts) if is_replicated else (0, 1)),
         )
 
 

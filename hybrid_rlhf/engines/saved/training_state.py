@@ -51,7 +51,7 @@ class TrainingState:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that this rank writes, by name, as views of memory that training changes."""
-        return named_tensors(fragment.share(self.world) for fragment in self._fragments())
+        return named_tensors(fragment.share for fragment in self._fragments())
 
     def numbers(self) -> dict[str, Any]:
         """Return the state that is the same on every rank, as JSON values."""
@@ -62,7 +62,7 @@ class TrainingState:
         return {
             "zero_stage": int(engine.zero_optimization_stage()),
             "optimizer_steps": optimizer_steps(engine),
-            "schedule": {"last_epoch": schedule.last_epoch, "lrs": schedule.get_last_lr()},
+            "schedule": {"last_epoch": schedule.last_epoch},
             "counters": counters(engine),
             "loss_scale": loss_scale(engine),
         }
@@ -81,7 +81,7 @@ class TrainingState:
 
     def _fragments(self) -> Iterator[Fragment]:
         if self._is_trained:
-            yield from training_fragments(self._engine)
+            yield from training_fragments(self._engine, self.world)
         else:
             named = list(self._module.named_parameters())
             yield from parameter_fragments(named, (local_values(p) for _, p in named), kind=WEIGHT, world=self.world)
@@ -93,7 +93,10 @@ def _restore_numbers(engine: DeepSpeedEngine, numbers: dict[str, Any]) -> None:
     schedule: Any = engine.lr_scheduler
     schedule.last_epoch = numbers["schedule"]["last_epoch"]
     schedule._step_count = schedule.last_epoch + 1
-    schedule._last_lr = list(numbers["schedule"]["lrs"])
+    # computed and not stored: the optimizer has other groups where other ranks split experts
+    schedule._last_lr = [
+        lr * factor(schedule.last_epoch) for lr, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
     for group, lr in zip(engine.optimizer.param_groups, schedule._last_lr, strict=True):
         group["lr"] = lr
     set_counters(engine, numbers["counters"])

@@ -190,6 +190,7 @@ class Costs:
     def _forward(self, engine: _Engine, batch: PassedTokens) -> Work:
         passes = self._passes(engine.sizes)
         work = Work(passes.forward(batch)) + self._gathers("forward", engine, passes.layer(batch))
+        work += self._dispatch(engine, batch, passes=1)
         work += self._from_host(engine)
         return Work(work.compute * self.curves.factor("forward"), work.wire)
 
@@ -200,27 +201,28 @@ class Costs:
         layer = passes.layer_backward(batch, checkpoints=checkpoints)
         work = Work(passes.backward(batch, checkpoints=checkpoints))
         work += self._gathers("backward", engine, layer) + self._from_host(engine)
+        work += self._dispatch(engine, batch, passes=2 if checkpoints else 1)
         if self.job.config.model.activation_offload:  # the input of each layer, to the host and back
             kept = self._bytes * batch.tokens * sizes.hidden
             work += Work(wire=2 * sizes.layers * self.curves.host_link(kept))
         if engine.zero >= 2:
-            work += Work(wire=self._collective("reduce_scatter", engine.span, self._bytes * sizes.trained))
+            work += Work(wire=self._parts("reduce_scatter", engine, sizes.trained, experts=self._trained(sizes)))
         return Work(work.compute * self.curves.factor("backward"), work.wire)
 
     def _step(self, engine: _Engine, *, offloads: bool) -> Work:
         c = self.curves
         span = engine.span
         trained = engine.sizes.trained
-        mine = trained / (span.ranks if engine.zero else 1)
-        size = self._bytes * trained
+        experts = self._trained(engine.sizes)
+        mine = trained / span.ranks if engine.zero else trained - experts + experts / self._experts_over(engine)
         compute = self._call("step")
         if offloads:
             compute += c.host_optimizer(mine) + 2 * c.host_link(self._bytes * mine)
         else:
             compute += c.optimizer(mine)
-        wire = self._collective("all_reduce", span, size) if engine.zero < 2 else 0.0
+        wire = self._parts("all_reduce", engine, trained, experts=experts) if engine.zero < 2 else 0.0
         if engine.zero in (1, 2):
-            wire += self._collective("all_gather", span, size)
+            wire += self._parts("all_gather", engine, trained, experts=experts)
         return Work(compute * c.factor("optimizer"), wire + by_ranks(c.update, span.ranks, none=0.0))
 
     def _gathers(self, kind: Literal["forward", "backward"], engine: _Engine, layer_seconds: float) -> Work:
@@ -230,10 +232,44 @@ class Costs:
             return Work()
         sizes = engine.sizes
         layer = self.curves.gathered_layer(kind, engine.span.ranks)
-        layer += self._collective("all_gather", engine.span, self._bytes * sizes.layer_weights)
+        layer += self._parts("all_gather", engine, sizes.layer_weights, experts=sizes.experts / sizes.layers)
         exposed = max(0.0, layer - self.curves.overlap * layer_seconds)
         rest = self._collective("all_gather", engine.span, self._bytes * sizes.rest_parameters)
         return Work(wire=sizes.layers * exposed + rest)
+
+    def _experts_over(self, engine: _Engine) -> int:
+        """Number of ranks that split the experts of a layer."""
+        return self.job.config.model.expert_parallel if engine.sizes.experts else 1
+
+    @staticmethod
+    def _trained(sizes: ModelDimensions) -> float:
+        """Parameters of experts with gradients."""
+        return sizes.experts if sizes.trains_all else 0.0
+
+    def _parts(self, kind: Collective, engine: _Engine, elements: float, *, experts: float) -> float:
+        """Seconds of a collective of so many weights, `experts` of them of experts: over all ranks, and, of experts
+        that ranks split, over the ranks that have the same ones."""
+        span = engine.span
+        over = self._experts_over(engine)
+        if over == 1:
+            return self._collective(kind, span, self._bytes * elements)
+        replicas = _Span(span.ranks // over, min(span.hosts, span.ranks // over), 0)
+        seconds = self._collective(kind, span, self._bytes * (elements - experts))
+        return seconds + self._collective(kind, replicas, self._bytes * experts / over)
+
+    def _dispatch(self, engine: _Engine, batch: PassedTokens, *, passes: int) -> Work:
+        """The exchange of tokens with the ranks of their experts, and back; priced as an all-gather in which each rank
+        receives as much."""
+        if self._experts_over(engine) == 1:
+            return Work()
+        elements = batch.tokens * engine.sizes.hidden * engine.sizes.choices / engine.sizes.layers
+        return Work(wire=2 * passes * engine.sizes.layers * self._gather_among(engine, elements))
+
+    def _gather_among(self, engine: _Engine, elements: float) -> float:
+        """Seconds of an all-gather of so many elements by the ranks that split experts."""
+        over = self._experts_over(engine)
+        hosts = -(-over // engine.span.most_on_a_host)
+        return self.curves.collective("all_gather", ranks=over, size_bytes=self._bytes * elements, hosts=hosts)
 
     # Weight sync and sampling
 
@@ -261,6 +297,9 @@ class Costs:
                 if actor.zero == 3:
                     bucket = self._bytes * sizes.parameters / self._buckets
                     work += Work(wire=self._buckets * self._collective("all_gather", span, bucket))
+                else:
+                    engine = _Engine(sizes, span, actor.zero)
+                    work += Work(wire=self._gather_among(engine, sizes.experts))
             if plan.offload_states:
                 states = 12 * sizes.trained / (span.ranks if actor.zero else 1)
                 work += Work(wire=2 * c.host_link(states))

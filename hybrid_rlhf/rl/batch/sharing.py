@@ -119,7 +119,9 @@ class RowIndex:
         """The picklable items [N] of all rows on the first rank, or on every rank, from those of this rank's rows [n];
         [] on other ranks. Every rank calls."""
         content = pickle.dumps(list(zip(self.mine, items, strict=True)))
-        received = self.world.exchange([content if everywhere or rank == 0 else b"" for rank in range(self.world.size)])
+        received = self.world.exchange_bytes(
+            [content if everywhere or rank == 0 else b"" for rank in range(self.world.size)]
+        )
         numbered = [pair for part in received if part for pair in pickle.loads(part)]  # nosec B301
         return [item for _, item in sorted(numbered, key=lambda pair: pair[0])]
 
@@ -280,5 +282,5 @@ def _unpacked(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def _exchanged(parts: Sequence[Mapping[str, Tensor]], world: World) -> list[dict[str, Tensor]]:
     """Send part r to rank r; returns the parts received, by sender."""
     sent = [pickle.dumps({name: tensor.numpy() for name, tensor in part.items()}) if part else b"" for part in parts]
-    received = [pickle.loads(content) if content else {} for content in world.exchange(sent)]  # nosec B301
+    received = [pickle.loads(content) if content else {} for content in world.exchange_bytes(sent)]  # nosec B301
     return [{name: torch.from_numpy(values) for name, values in part.items()} for part in received]

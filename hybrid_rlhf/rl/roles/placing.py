@@ -24,6 +24,7 @@ def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:
     """
     placed = placed_roles(config, has_reference=reference_path_of(config, run, actor_path) is not None)
     placement = resolve_placement(config.placement, placed, ranks=run.world.size)
+    _require_all_ranks(placement, config.model.expert_parallel, run.world.size)
     create_groups([*placement.groups(), *_sequence_groups(placement, config.model.sequence_parallel)])
     return placement
 
@@ -43,6 +44,16 @@ def _sequence_groups(placement: Placement, size: int) -> list[tuple[int, ...]]:
             )
         groups += [ranks[first : first + size] for first in range(0, len(ranks), size)]
     return groups
+
+
+def _require_all_ranks(placement: Placement, expert_parallel: int, ranks: int) -> None:
+    """Check that all roles are on all ranks if these split experts, as DeepSpeed knows one group of each size."""
+    for name, role in placement.roles.items():
+        if expert_parallel > 1 and len(role.ranks) < ranks:
+            raise UserError(
+                f"model.expert_parallel {expert_parallel} needs all roles on all {ranks} ranks, {name} has "
+                f"{len(role.ranks)}: leave the placement of roles out"
+            )
 
 
 def log_placement(config: RLConfig, placement: Placement, world: World) -> None:
