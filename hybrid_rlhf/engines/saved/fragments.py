@@ -22,16 +22,20 @@ from torch import Tensor, nn
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.deepspeed_internals import (
     full_elements,
+    muon_momentum,
     optimizer_slice,
     partition_of,
     partitions_optimizer_states,
     swaps_optimizer_states,
+    trained_by_muon,
     wrapped_optimizer,
 )
 from hybrid_rlhf.runtime.world import World
 
 WEIGHT = "weight"
 """Kind of the weights that the optimizer updates: master weights if there are any. Other kinds are optimizer states."""
+_MOMENTUM = "momentum_buffer"
+"""Kind of Muon's momentum."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,13 @@ class Fragment:
     tensors: Mapping[str, Tensor]
     is_replicated: bool
     """True if every rank has the same fragment; else only this rank has it."""
+    is_copy: bool = False
+    """True if another rank has the same fragment, and writes it."""
 
     def share(self, world: World) -> Fragment:
         """Return the part of the fragment that this rank writes."""
+        if self.is_copy:
+            return replace(self, tensors={})
         if not self.is_replicated:
             return self
         size = len(next(iter(self.tensors.values())))
@@ -100,6 +108,12 @@ def training_fragments(engine: DeepSpeedEngine) -> Iterator[Fragment]:
         place = optimizer_slice(engine, parameter) if parameter.requires_grad else None
         if place is None:
             continue
+        if trained_by_muon(parameter):
+            values = place.flat.detach().flatten()[place.start : place.start + place.elements]
+            momentum = muon_momentum(engine, parameter, place)
+            yield Fragment(name, place.offset, {WEIGHT: values}, is_replicated)
+            yield Fragment(name, momentum.offset, {_MOMENTUM: momentum.values}, is_replicated, momentum.is_copy)
+            continue
         if not states[place.flat]:  # AdamW creates the states in its first step
             zeros = torch.zeros_like
             states[place.flat].update(
@@ -121,13 +135,15 @@ def training_fragments(engine: DeepSpeedEngine) -> Iterator[Fragment]:
 
 def optimizer_steps(engine: DeepSpeedEngine) -> int:
     """Return the optimizer's step count."""
-    return max((int(state["step"]) for state in wrapped_optimizer(engine).state.values()), default=0)
+    states = wrapped_optimizer(engine).state.values()
+    return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
 def set_optimizer_steps(engine: DeepSpeedEngine, steps: int) -> None:
-    """Set the optimizer's step count; it must have states."""
+    """Set the optimizer's step count; it must have states. Muon's have none."""
     for state in wrapped_optimizer(engine).state.values():
-        state["step"].fill_(steps)
+        if "step" in state:
+            state["step"].fill_(steps)
 
 
 def named_tensors(fragments: Iterable[Fragment]) -> Iterator[tuple[str, Tensor]]:
