@@ -140,6 +140,7 @@ class PreferenceStepConfig(StepConfig):
             f"algorithm {self.algorithm.name} has no reference, got the section reference: leave it out",
         )
         require_adapters(self.model, self.lora, section="lora", stage=self.zero.stage)
+        self.optimizer.require_all_weights(self.lora, section="lora")
 
     @property
     def holds_reference(self) -> bool:

@@ -246,7 +246,10 @@ class RLConfig(StepConfig):
         )
         if self.model.quantization is not None:
             self._check_quantised_base(self.model.quantization)
+        self.actor.optimizer.require_all_weights(self.actor.lora, section="actor.lora")
         critic = self.critic
+        if critic is not None:
+            critic.optimizer.require_all_weights(self.critic_lora, section="critic.lora")
         if critic is not None and critic.share_base:
             require(
                 self.actor.lora is not None and self.critic_lora is not None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -56,7 +57,7 @@ from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.models.pretrained.folders import load_config
 from hybrid_rlhf.models.pretrained.loading import Architecture, load_model, shape_model, training_dtype
 from hybrid_rlhf.models.routers.losses import router_loss
-from hybrid_rlhf.models.structure import listed_mixtures
+from hybrid_rlhf.models.structure import has_mixture, layer_matrices, listed_mixtures
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
@@ -83,6 +84,11 @@ EngineT = TypeVar("EngineT", bound=ModelEngine)
 FRESH_HEAD_STEP = 0.1
 """Learning rate of a critic's head of zeros, times the hidden size. Hidden states have a magnitude of about 1, so an
 update changes a value by at most a tenth."""
+MUON_MOMENTUM = 0.95
+"""Decay of Muon's momentum (Jordan 2024, kellerjordan.github.io/posts/muon; Moonlight)."""
+MUON_UPDATE_SIZE = 0.2
+"""Root mean square of the elements of Muon's updates, times the learning rate: that of AdamW's (Moonlight, arXiv
+2502.16982, section 2.2)."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +218,11 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     total = spec.total_updates
     lr = _learning_rate(spec, lm, section, is_main=world.is_main)
     head = (lm.score, _head_lr(spec, lm, lr, fresh=fresh_head)) if spec.role == "critic" else None
-    optimizer = _adamw(module, section, lr, head=head)
+    optimizer = (
+        _muon(module, section, lr, matrices=layer_matrices(lm), head=head)
+        if section.name == "muon"
+        else _adamw(module, section, lr, head=head)
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, config=section, total_steps=total)
     )
@@ -223,17 +233,21 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     module.train()
     if isinstance(module, Policy):
         module.router_loss = router_loss(lm, spec.model)
-    options = EngineOptions(section.max_grad_norm, offload_activations=spec.model.activation_offload)
+    options = EngineOptions(
+        section.max_grad_norm, offload_activations=spec.model.activation_offload, muon=section.name == "muon"
+    )
     return engine, options
 
 
 def _require_supported(
     spec: EngineSpec, architecture: Architecture, dtype: torch.dtype, *, zero: dict[str, Any], ranks: int
 ) -> None:
-    """Check, before its weights are loaded, that a model supports 4-bit weights, sequence and expert parallelism and
-    MLPs in parts as set."""
+    """Check, before its weights are loaded, that a model supports 4-bit weights, sequence and expert parallelism, MLPs
+    in parts and Muon as set."""
     section = spec.model
-    if section.quantization is None and section.sequence_parallel == section.expert_parallel == section.mlp_parts == 1:
+    muon = spec.optimizer is not None and spec.optimizer.name == "muon"
+    shared = section.sequence_parallel != 1 or section.expert_parallel != 1
+    if not (muon or shared or section.quantization is not None or section.mlp_parts != 1):
         return
     config = load_config(spec.path, trust_remote_code=section.trust_remote_code)
     lm = shape_model(config, architecture, section, dtype=dtype)
@@ -247,6 +261,10 @@ def _require_supported(
     if section.expert_parallel > 1 and (trains or expert_layers(lm)):
         require_expert_parallelism(lm, section.expert_parallel, ranks=ranks)
         _require_experts_trainable(spec, dtype, zero)
+    if muon and (has_mixture(lm) or not layer_matrices(lm)):
+        raise UserError(
+            f"optimizer.name muon is for dense models with a list of layers, got {type(lm).__name__}: set it to adamw"
+        )
 
 
 def _require_experts_trainable(spec: EngineSpec, dtype: torch.dtype, zero: dict[str, Any]) -> None:
@@ -344,11 +362,56 @@ def _head_lr(spec: EngineSpec, critic: PreTrainedModel, lr: float, *, fresh: boo
 def _adamw(
     module: nn.Module, config: OptimizerConfig, lr: float, *, head: tuple[nn.Module, float] | None = None
 ) -> torch.optim.Optimizer:
-    """Create AdamW without weight decay for vectors (norms and biases). Its groups are matrices, vectors, a head with a
-    separate learning rate, and those of split experts, which DeepSpeed reduces apart."""
+    """Create AdamW of all trained parameters."""
+    groups = _adamw_groups([p for p in module.parameters() if p.requires_grad], config, lr, head=head)
+    return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _muon(
+    module: nn.Module,
+    config: OptimizerConfig,
+    lr: float,
+    *,
+    matrices: Sequence[nn.Parameter],
+    head: tuple[nn.Module, float] | None = None,
+) -> torch.optim.Optimizer:
+    """Create Muon for matrices and AdamW for the other trained parameters.
+
+    Moonlight (arXiv 2502.16982, eq. 4) multiplies the orthogonalised momentum of an [A, B] matrix by
+    0.2 sqrt(max(A, B)), the root mean square of AdamW's updates, so that both have one learning rate and weight decay.
+    DeepSpeed multiplies it by sqrt(max(1, A / B)); the rest, 0.2 sqrt(B), is in the learning rate of a group.
+    """
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # imports the tables of torch.compile
+
+    by_width: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for matrix in matrices:
+        by_width[full_shape(matrix)[1]].append(matrix)
+        matrix.use_muon = True  # type: ignore[attr-defined]  # read by ZeRO
+    chosen = {id(matrix) for matrix in matrices}
+    others = [p for p in module.parameters() if p.requires_grad and id(p) not in chosen]
+    adam = {"lr": lr, "betas": config.betas, "eps": config.eps, "use_muon": False}
+    groups = [{**adam, **group} for group in _adamw_groups(others, config, lr, head=head)]
+    for width, weights in by_width.items():
+        scale = MUON_UPDATE_SIZE * math.sqrt(width)
+        groups.append(
+            {
+                "params": weights,
+                "lr": lr * scale,
+                "weight_decay": config.weight_decay / scale,
+                "momentum": MUON_MOMENTUM,
+                "use_muon": True,
+            }
+        )
+    return MuonWithAuxAdam(groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True})
+
+
+def _adamw_groups(
+    trained: Sequence[nn.Parameter], config: OptimizerConfig, lr: float, *, head: tuple[nn.Module, float] | None
+) -> list[dict[str, Any]]:
+    """Return AdamW's groups of parameters, without weight decay for vectors (norms and biases): matrices, vectors, a
+    head with a separate learning rate, and those of split experts, which DeepSpeed reduces apart."""
     score, head_lr = head or (nn.Module(), lr)
     heads = {id(p) for p in score.parameters()} if head_lr != lr else set[int]()
-    trained = [p for p in module.parameters() if p.requires_grad]
     layers = [(p, len(full_shape(p))) for p in trained if id(p) not in heads]
     groups: list[dict[str, Any]] = [
         {"params": [p for p, rank in layers if rank >= 2], "weight_decay": config.weight_decay},
@@ -358,8 +421,7 @@ def _adamw(
     if any(expert_shard(p)[1] > 1 for p in trained):
         named = [{**group, "name": f"group {number}"} for number, group in enumerate(groups)]
         groups = split_params_into_different_moe_groups_for_optimizer(named, max_group_size=None)
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
+    return [group for group in groups if group["params"]]
 
 
 def _init_head(lm: PreTrainedModel, *, role: Role, seed: int) -> None:

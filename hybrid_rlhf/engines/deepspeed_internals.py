@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -186,6 +187,55 @@ def optimizer_slice(engine: DeepSpeedEngine, parameter: nn.Parameter) -> Optimiz
         here = mapping.hp_fragment_address
         return OptimizerSlice(flat, here.start, mapping.lp_fragment_address.start, here.numel)
     return OptimizerSlice(_master_weight(optimizer, parameter), 0, 0, parameter.numel())
+
+
+@dataclass(frozen=True)
+class MomentumSlice:
+    """This rank's part of Muon's momentum of a matrix."""
+
+    values: Tensor
+    """[n], a view of the optimizer's memory."""
+    offset: int
+    """Index of the first element in the flattened matrix."""
+    is_copy: bool
+    """True if another rank has the same values."""
+
+
+def trained_by_muon(parameter: nn.Parameter) -> bool:
+    """True if Muon trains a parameter."""
+    return getattr(parameter, "use_muon", False)
+
+
+def muon_momentum(engine: DeepSpeedEngine, parameter: nn.Parameter, place: OptimizerSlice) -> MomentumSlice:
+    """Return Muon's momentum of a matrix, which is created if there is none yet.
+
+    It is laid out as the master weights; but under stage 1 or 2 without offload, a rank with any part of a matrix has
+    the momentum of the whole matrix.
+
+    Args:
+        engine: engine of the model.
+        parameter: the matrix.
+        place: result of `optimizer_slice`.
+    """
+    optimizer: Any = engine.optimizer
+    states = wrapped_optimizer(engine).state[place.flat]
+    stage = engine.zero_optimization_stage()
+    if stage in (1, 2) and not optimizer.cpu_offload:
+        matrices = optimizer.params_in_partition[parameter._hp_mapping.param_group_index]  # type: ignore[attr-defined]
+        if "momentum_buffer" not in states:  # DeepSpeed converts it to the dtype of the gradients, without loss
+            elements = sum(matrix.numel() for matrix in matrices)
+            states["momentum_buffer"] = torch.zeros(elements, dtype=torch.float32, device=place.flat.device)
+        index = next(index for index, matrix in enumerate(matrices) if matrix is parameter)
+        start = sum(matrix.numel() for matrix in matrices[:index])
+        values = states["momentum_buffer"][start : start + parameter.numel()]
+        return MomentumSlice(values, 0, is_copy=place.offset > 0)
+    if "momentum_buffer" not in states and stage == 3:
+        group = optimizer.grad_position[optimizer.get_param_id(parameter)][0]
+        optimizer._create_momentum_buffer(place.flat.numel(), group, getattr(place.flat, "ds_id", None))
+    elif "momentum_buffer" not in states:
+        states["momentum_buffer"] = torch.zeros_like(place.flat)
+    momentum = wrapped_optimizer(engine).state[place.flat]["momentum_buffer"].flatten()
+    return MomentumSlice(momentum[place.start : place.start + place.elements], place.offset, is_copy=False)
 
 
 def _master_weight(optimizer: Any, parameter: nn.Parameter) -> Tensor:

@@ -30,7 +30,7 @@ def deepspeed_config(
     Args:
         zero: stage and offload.
         dtype: dtype of the weights; if trained, bfloat16 and float16 have float32 master weights.
-        optimizer: for gradient clipping; none for a frozen engine.
+        optimizer: for gradient clipping and Muon; none for a frozen engine.
         overrides: DeepSpeed JSON of the user, which takes precedence key by key.
 
     Raises:
@@ -61,6 +61,9 @@ def deepspeed_config(
     if zero.stage == 3:
         # Small parameters are not partitioned: gathering them costs more than their memory.
         stage["stage3_param_persistence_threshold"] = 10_000
+    muon = optimizer is not None and optimizer.name == "muon"
+    if muon and zero.stage == 3:
+        stage["reduce_scatter"] = False  # DeepSpeed's Muon requires it
     merged = merge(config, overrides)
     for name in (name for name in _SECTIONS if name in overrides):
         if (fault := _fault(name, merged[name])) is not None:
@@ -68,6 +71,12 @@ def deepspeed_config(
                 f"deepspeed_config must fit the zero section and the dtype of the weights, its {name}{fault[0]} does "
                 f"not with stage {zero.stage} and {dtype} ({fault[1]}): change or remove it"
             )
+    merged_zero = merged["zero_optimization"]
+    if muon and merged_zero["stage"] == 3 and merged_zero.get("reduce_scatter", True):
+        raise UserError(
+            "deepspeed_config's zero_optimization.reduce_scatter must be false with optimizer.name muon under stage 3, "
+            "got true: remove it"
+        )
     return merged
 
 

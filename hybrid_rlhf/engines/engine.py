@@ -79,6 +79,14 @@ class EngineOptions:
     """Keep activations in host memory between forward and backward."""
     offload_weights: bool = False
     """Keep the weights of a frozen, unpartitioned model in host memory outside `on_device`."""
+    muon: bool = False
+    """Muon trains the model."""
+
+    def compiled(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Context of an optimizer step. DeepSpeed's Muon is compiled on first use, but not on a CPU, where that takes a
+        minute and a compiler."""
+        is_eager = self.muon and device.type == "cpu"
+        return torch.compiler.set_stance("force_eager") if is_eager else contextlib.nullcontext()
 
 
 class ModelEngine:
@@ -218,9 +226,11 @@ class ModelEngine:
     def step(self) -> UpdateStats:
         """Apply the accumulated gradient, step the schedule, and clear the gradient."""
         lr = float(self._engine.get_lr()[0])
-        with engine_ranks(self.world):
+        with engine_ranks(self.world), self._options.compiled(self.world.device):
             self.deepspeed_engine.step()
-        norm = self._engine.get_global_grad_norm()
+        # with Muon under ZeRO, DeepSpeed's norm is that of the updates
+        reports = not self._options.muon or self._engine.zero_optimization_stage() == 0
+        norm = self._engine.get_global_grad_norm() if reports else None
         skipped = not self._engine.was_step_applied()
         return UpdateStats(lr=lr, grad_norm=None if norm is None else float(norm), skipped=skipped)
 

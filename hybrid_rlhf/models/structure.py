@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 
 def backbone_of(lm: PreTrainedModel) -> PreTrainedModel:
@@ -36,6 +37,19 @@ def layer_list(lm: PreTrainedModel) -> nn.ModuleList | None:
     layers: int = lm.config.get_text_config().num_hidden_layers
     lists = (module for module in text_model_of(lm).modules() if isinstance(module, nn.ModuleList))
     return next((module for module in lists if len(module) == layers), None)
+
+
+def layer_matrices(lm: PreTrainedModel) -> list[nn.Parameter]:
+    """Trained weights of the linear modules in a model's layers. Embeddings, head, norms, biases, convolutions and
+    stacked experts are not included."""
+    modules = (layer_list(lm) or nn.ModuleList()).modules()
+    weights: list[nn.Parameter] = [module.weight for module in modules if isinstance(module, nn.Linear | Conv1D)]  # type: ignore[misc]
+    return [weight for weight in weights if weight.requires_grad]
+
+
+def has_mixture(lm: nn.Module) -> bool:
+    """True if a model has a mixture of experts."""
+    return any(name.split(".")[-1] in ("experts", "router") for name, _ in lm.named_modules())
 
 
 def listed_mixtures(lm: nn.Module) -> list[nn.Module]:

@@ -93,6 +93,19 @@ class EngineMemory:
         )
 
 
+def _muon_bytes(stage: int, low: int, *, offloads: bool) -> int:
+    """Bytes of Muon's momentum per weight.
+
+    Args:
+        stage: ZeRO stage.
+        low: bytes of a weight in training.
+        offloads: the optimizer's states are in host memory.
+    """
+    if stage == 0 or offloads:
+        return FLOAT32
+    return low if stage == 3 else 2 * low  # stages 1 and 2 compute the next one beside it
+
+
 def split_memory(model: ShapedModel, *, dtype: torch.dtype, ranks: int, device: torch.device) -> EngineMemory:
     """Memory of a frozen model in inference weights, of which each of so many ranks has a part (engines/separate/)."""
     alone = RolloutConfig(tensor_parallel=ranks)
@@ -130,7 +143,12 @@ def engine_memory(
     scales = SCALE_BYTES_PER_WEIGHT * e.four_bit  # ZeRO-3 does not partition them
     weights = ((whole.stored_bytes(low) - scales) / ranks if stage == 3 else e.stored_bytes(low) - scales) + scales
     masters = FLOAT32 if stage or low < FLOAT32 else 0
-    states = (masters + _ADAM) * trained
+    moments = _ADAM * trained
+    by_muon = 0.0
+    if optimizer is not None and optimizer.name == "muon":
+        by_muon = e.matrices / (ranks if stage else 1)
+        moments += (_muon_bytes(stage, low, offloads="offload_optimizer" in zero) - _ADAM) * by_muon
+    states = masters * trained + moments
     gradients = low * (trained if stage >= 2 else e.trained)
     bucket = low * float(zero.get("reduce_bucket_size", 5e8)) if stage and e.trained else 0.0
     lowered = FLOAT32 if low < FLOAT32 else 0
@@ -138,8 +156,11 @@ def engine_memory(
         reduced = low * min(e.trained, _GRADIENT_BUCKET) if ranks > 1 else 0.0
         optimizer_step = lowered * trained if lowered else reduced
     else:
-        updated = min(trained, float(zero.get("sub_group_size", 1e9))) if stage == 3 else trained
-        optimizer_step = (low + lowered) * updated
+        updated = max(by_muon, trained - by_muon)  # one group of parameters at a time
+        if stage == 3:
+            updated = min(updated, float(zero.get("sub_group_size", 1e9)))
+        updates = low * by_muon if stage == 1 else 0.0  # beside the gradients; other stages replace these
+        optimizer_step = (low + lowered) * updated + updates
     held = MemoryUse(weights=weights, optimizer=states)
     accumulated = MemoryUse(gradients=gradients)
     offloads = "offload_optimizer" in zero and bool(e.trained)
@@ -167,5 +188,5 @@ def engine_memory(
         gathered = e.stored_bytes(low) / e.all * elements
     if "offload_param" in zero:
         held = replace(held, weights=0.0, host=held.host + weights)
-    movable = 0.0 if offloads else (_ADAM if stage == 0 else masters + _ADAM) * trained
+    movable = 0.0 if offloads else moments + (masters * trained if stage else 0.0)
     return EngineMemory(model, held, accumulated, bucket, gathered + dequantised, optimizer_step, movable, backward_end)

@@ -32,7 +32,7 @@ from hybrid_rlhf.models.pretrained.folders import first_line, load_config, readi
 from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf_config
 from hybrid_rlhf.models.pretrained.loading import Architecture, adapt_config, shape_model
 from hybrid_rlhf.models.pretrained.sources import EMBEDDED_MODEL, quiet_transformers
-from hybrid_rlhf.models.structure import backbone_of, layer_list
+from hybrid_rlhf.models.structure import backbone_of, layer_list, layer_matrices
 from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.runtime.files.reading import regular_file, user_path
 
@@ -54,6 +54,8 @@ class ParameterCounts:
     """In matrices that are stored in 4 bits."""
     largest_four_bit: int = 0
     """Elements of the largest of these matrices, which is dequantised at once."""
+    matrices: int = 0
+    """Trained, in matrices of the layers, which Muon trains."""
 
     def stored_bytes(self, itemsize: int) -> float:
         """Bytes of the weights, if those that are not in 4 bits take `itemsize` each."""
@@ -172,6 +174,7 @@ def _counts(lm: PreTrainedModel, four_bit: Sequence[int], *, expert_parallel: in
         adapted=sum(base_weight(layer).numel() for _, layer in lora_layers(lm)),
         four_bit=sum(four_bit),
         largest_four_bit=max(four_bit, default=0),
+        matrices=sum(matrix.numel() for matrix in layer_matrices(lm)),
     )
 
 

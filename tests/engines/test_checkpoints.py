@@ -76,6 +76,12 @@ def gone_on(world: World, path: Path, folders: list[Path], settings: dict[str, A
         pytest.param(2, {"stage": 2, "offload_optimizer": True}, marks=pytest.mark.faults),
         (2, {"stage": 3, "dtype": "bfloat16"}),
         pytest.param(2, {"stage": 0, "dtype": "bfloat16"}, marks=pytest.mark.faults),
+        (2, {"stage": 2, "dtype": "bfloat16", "optimizer": "muon"}),
+        pytest.param(2, {"stage": 0, "dtype": "bfloat16", "optimizer": "muon"}, marks=pytest.mark.faults),
+        pytest.param(2, {"stage": 1, "optimizer": "muon"}, marks=pytest.mark.faults),
+        pytest.param(2, {"stage": 1, "offload_optimizer": True, "optimizer": "muon"}, marks=pytest.mark.faults),
+        pytest.param(2, {"stage": 3, "dtype": "bfloat16", "optimizer": "muon"}, marks=pytest.mark.faults),
+        pytest.param(2, {"stage": 3, "offload_optimizer": True, "optimizer": "muon"}, marks=pytest.mark.faults),
         pytest.param(
             2,
             {"stage": 3, "lora": 4, "offload_optimizer": True, "offload_parameters": True},
@@ -93,16 +99,17 @@ def test_an_engine_goes_on_bit_for_bit(
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_3"]
 
 
-def cross(shardings: list[tuple[int, int]], model_folder: Path, tmp_path: Path) -> None:
+def cross(shardings: list[tuple[int, int]], model_folder: Path, tmp_path: Path, **settings: Any) -> None:
     """Every number of ranks and ZeRO stage resumes from what every other wrote."""
     folders = {sharding: tmp_path / f"run_{sharding[0]}_{sharding[1]}" for sharding in shardings}
     for (ranks, stage), folder in folders.items():
-        run_ranks(written, ranks, tmp_path / "w", model_folder, folder, {"stage": stage})
+        run_ranks(written, ranks, tmp_path / "w", model_folder, folder, {"stage": stage} | settings)
     ranks, stage = shardings[0]
-    want = run_ranks(gone_on, ranks, tmp_path / "r", model_folder, [folders[shardings[0]]], {"stage": stage})[0][0]
+    first = [folders[shardings[0]]]
+    want = run_ranks(gone_on, ranks, tmp_path / "r", model_folder, first, {"stage": stage} | settings)[0][0]
     for ranks, stage in shardings:
         for rank_found in run_ranks(
-            gone_on, ranks, tmp_path / "r", model_folder, [*folders.values()], {"stage": stage}
+            gone_on, ranks, tmp_path / "r", model_folder, [*folders.values()], {"stage": stage} | settings
         ):
             for losses, averaged in rank_found:
                 assert losses == pytest.approx(want[0], rel=1e-5), (ranks, stage)
@@ -112,6 +119,12 @@ def cross(shardings: list[tuple[int, int]], model_folder: Path, tmp_path: Path) 
 @pytest.mark.slow
 def test_shardings_read_each_other(model_folder: Path, tmp_path: Path) -> None:
     cross([(1, 0), (2, 3)], model_folder, tmp_path)
+
+
+@pytest.mark.slow
+def test_shardings_read_each_others_momentum(model_folder: Path, tmp_path: Path) -> None:
+    """Stages 1 and 2 keep the momentum of whole matrices on each rank that has a part of them."""
+    cross([(1, 0), (2, 2), (2, 3)], model_folder, tmp_path, optimizer="muon")
 
 
 @pytest.mark.faults

@@ -50,11 +50,18 @@ from tests.support.model_types import tiny_of_type
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 CPU = Device(torch.device("cpu"), 1, 64 * 2**30)
+ADAMW = OptimizerConfig(lr=1e-5, warmup_fraction=0.0)
+MUON = replace(ADAMW, name="muon", max_grad_norm=0.0)
 SFT: dict[str, dict[str, Any]] = {
     "activations on the host": {"checkpointing": True, "offload": True},
     "4 bits": {"lora": 8, "quantization": "nf4"},
     "zero 3": {"stage": 3},
     "bfloat16, zero 2": {"dtype": "bfloat16", "stage": 2, "length": 16},
+    "bfloat16, zero 2, muon": {"dtype": "bfloat16", "stage": 2, "length": 16, "optimizer": MUON},
+    "zero 3, muon": {"stage": 3, "length": 16, "optimizer": MUON},
+    "muon": {"length": 16, "optimizer": MUON},
+    "bfloat16, muon": {"dtype": "bfloat16", "length": 16, "optimizer": MUON},
+    "zero 1, muon": {"stage": 1, "length": 16, "optimizer": MUON},
     "plain": {},
     "checkpointing": {"checkpointing": True},
     "lora": {"lora": 8},
@@ -94,7 +101,7 @@ def sections(settings: dict[str, Any], model: str) -> dict[str, Any]:
             dtype=settings.get("dtype", "auto"),
             quantization=settings.get("quantization"),
         ),
-        "trained": {"lora": lora, "zero": zero, "optimizer": OptimizerConfig(lr=1e-5, warmup_fraction=0.0)},
+        "trained": {"lora": lora, "zero": zero, "optimizer": settings.get("optimizer", ADAMW)},
         "deepspeed_config": str(Path(model).parent / "ds.json") if settings.get("stage") else None,
     }
 

@@ -37,6 +37,7 @@ def actor_spec(
     dtype: str = "float32",
     lr: float = 1e-2,
     quantization: Literal["nf4"] | None = None,
+    optimizer: Literal["adamw", "muon"] = "adamw",
     **zero: bool,
 ) -> EngineSpec:
     """An actor that trains from the model of a folder, at a constant learning rate."""
@@ -46,7 +47,13 @@ def actor_spec(
         ModelConfig(dtype=dtype, quantization=quantization),
         ZeroConfig(stage=stage, **zero),
         0,  # type: ignore[arg-type]
-        OptimizerConfig(lr=lr, schedule="constant", warmup_fraction=0.0),
+        OptimizerConfig(
+            name=optimizer,
+            lr=lr,
+            schedule="constant",
+            warmup_fraction=0.0,
+            max_grad_norm=0.0 if optimizer == "muon" else 1.0,
+        ),
         LoraConfig(rank=lora) if lora else None,
         10,
     )

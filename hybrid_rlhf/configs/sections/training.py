@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from hybrid_rlhf.configs.sections.rules import Count, Natural, NonNegative, Positive, Settings, Share, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Settings):
-    """AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) and its schedule."""
+    """The optimizer, AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) or Muon, and its schedule."""
 
+    name: Literal["adamw", "muon"] = setting("adamw", advanced=True)
+    """muon: orthogonalised momentum for the matrices of the layers, AdamW for all other weights. The learning rate is
+    AdamW's: Muon's updates are scaled to the size of AdamW's (Moonlight, arXiv 2502.16982). Not with lora."""
     lr: NonNegative | None = None
     """Peak learning rate; null: derived from the model's width and its adapters (docs/defaults.md), and logged."""
     weight_decay: NonNegative = 0.0
@@ -25,9 +29,36 @@ class OptimizerConfig(Settings):
     warmup_fraction: Share = 0.03
     """Fraction of the steps in which lr rises linearly from 0."""
     max_grad_norm: Annotated[float, "0 (off) or more"] = 1.0
-    """Gradients are clipped to this global norm; 0: not clipped."""
+    """Gradients are clipped to this global norm; 0: not clipped, as always with muon, whose updates have a fixed
+    size."""
+
+    @staticmethod
+    def following(values: Mapping[str, Any], settled: set[str]) -> dict[str, Any]:
+        """Defaults that follow from other keys: no clipping with Muon.
+
+        Args:
+            values: known values by key.
+            settled: keys that are set.
+        """
+        return {"max_grad_norm": 0.0} if values["name"] == "muon" and "max_grad_norm" not in settled else {}
+
+    def require_all_weights(self, lora: object | None, *, section: str) -> None:
+        """Require that the optimizer trains all weights, not adapters, if it is Muon.
+
+        Args:
+            lora: adapters of the trained model.
+            section: key of the adapters.
+        """
+        require(
+            self.name != "muon" or lora is None,
+            f"optimizer.name muon orthogonalises updates of whole matrices, got {section}: leave one of the two out",
+        )
 
     def _check(self) -> None:
+        require(
+            self.name != "muon" or self.max_grad_norm == 0,
+            f"max_grad_norm must be 0 with Muon, got {self.max_grad_norm}: set it to 0",
+        )
         require(
             all(0 <= beta < 1 for beta in self.betas),
             f"optimizer.betas must be in [0, 1), got {self.betas}: give for example [0.9, 0.95]",

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.engines.deepspeed_internals import (
     full_elements,
+    muon_momentum,
     optimizer_slice,
     partition_of,
     partitions_optimizer_states,
     swaps_optimizer_states,
+    trained_by_muon,
     wrapped_optimizer,
 )
 from hybrid_rlhf.models.expert_parallel import expert_shard
@@ -33,6 +35,8 @@ from hybrid_rlhf.runtime.world import World
 
 WEIGHT = "weight"
 """Kind of the weights that the optimizer updates: master weights if there are any. Other kinds are optimizer states."""
+_MOMENTUM = "momentum_buffer"
+"""Kind of Muon's momentum."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,14 @@ class Fragment:
     """Index of this rank among those that have the same fragment."""
     copies: int = 1
     """Number of these ranks."""
+    is_copy: bool = False
+    """True if another rank has the same fragment, and writes it."""
 
     @property
     def share(self) -> Fragment:
         """The part of the fragment that this rank writes."""
+        if self.is_copy:
+            return replace(self, tensors={})
         size = len(next(iter(self.tensors.values())))
         first = size * self.copy // self.copies
         end = size * (self.copy + 1) // self.copies
@@ -106,6 +114,13 @@ def training_fragments(engine: DeepSpeedEngine, world: World) -> Iterator[Fragme
         place = optimizer_slice(engine, parameter) if parameter.requires_grad else None
         if place is None:
             continue
+        if trained_by_muon(parameter):
+            values = place.flat.detach().flatten()[place.start : place.start + place.elements]
+            momentum = muon_momentum(engine, parameter, place)
+            held = (world.rank, world.size) if is_replicated else (0, 1)
+            yield Fragment(name, place.offset, {WEIGHT: values}, *held)
+            yield Fragment(name, momentum.offset, {_MOMENTUM: momentum.values}, *held, momentum.is_copy)
+            continue
         if not states[place.flat]:  # AdamW creates the states in its first step
             zeros = torch.zeros_like
             states[place.flat].update(
@@ -128,13 +143,15 @@ def training_fragments(engine: DeepSpeedEngine, world: World) -> Iterator[Fragme
 
 def optimizer_steps(engine: DeepSpeedEngine) -> int:
     """Return the optimizer's step count."""
-    return max((int(state["step"]) for state in wrapped_optimizer(engine).state.values()), default=0)
+    states = wrapped_optimizer(engine).state.values()
+    return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
 def set_optimizer_steps(engine: DeepSpeedEngine, steps: int) -> None:
-    """Set the optimizer's step count; it must have states."""
+    """Set the optimizer's step count; it must have states. Muon's have none."""
     for state in wrapped_optimizer(engine).state.values():
-        state["step"].fill_(steps)
+        if "step" in state:
+            state["step"].fill_(steps)
 
 
 def named_tensors(fragments: Iterable[Fragment]) -> Iterator[tuple[str, Tensor]]:

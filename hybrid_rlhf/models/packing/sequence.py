@@ -28,7 +28,7 @@ from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
 from hybrid_rlhf.models.packing.batches import has_varlen_kernel, like_lengths
 from hybrid_rlhf.models.packing.exchange import sequence_world
 from hybrid_rlhf.models.packing.rows import ends, places
-from hybrid_rlhf.models.structure import backbone_of
+from hybrid_rlhf.models.structure import backbone_of, has_mixture
 from hybrid_rlhf.runtime.world import World
 
 
@@ -50,7 +50,7 @@ def require_sequence_parallelism(lm: PreTrainedModel, size: int) -> None:
             f"model.sequence_parallel needs packed rows with attention auto or sdpa, {name} has "
             f"{lm.config._attn_implementation}: set it to 1, or leave out model.attention"
         )
-    if any(name.split(".")[-1] in ("experts", "router") for name, _ in lm.named_modules()):
+    if has_mixture(lm):
         raise UserError(f"model.sequence_parallel is for dense models, {name} has a mixture of experts: set it to 1")
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if rotary in ("longrope", "dynamic"):
