@@ -25,7 +25,7 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.partition import copy_weights, full_tensors
 from hybrid_rlhf.engines.saved.checkpoints import CheckpointWriter, LoopState, load_checkpoint
 from hybrid_rlhf.engines.saved.training_state import TrainingState
-from hybrid_rlhf.runtime.files.checkpoint_folder import find_fault
+from hybrid_rlhf.runtime.files.checkpoint_folder import find_fault, read_manifest, write_manifest
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.engines import actor_spec, train_step
 from tests.support.ranks import run_ranks
@@ -229,6 +229,17 @@ def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path: Path) -> None
     before = file.stat()
     saving.save(LoopState(1, {}, update=2))
     assert file.stat() == before and checkpoint_names(tmp_path) == ["step_1_update_2"]
+
+
+def test_a_checkpoint_within_a_rollout_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    """Its rollout is whole in one file; without it, the rest of the step would be sampled again."""
+    writer(tmp_path).save(LoopState(1, {}, update=2))
+    checkpoint = tmp_path / "checkpoints" / "step_1_update_2"
+    manifest = read_manifest(checkpoint)
+    manifest["files"]["loop.safetensors"] = manifest["files"]["actor_00000.safetensors"]
+    write_manifest(checkpoint, manifest)
+    with pytest.raises(UserError, match="resumes in the version that wrote it"):
+        load_checkpoint(checkpoint, states={}, world=solo_world(torch.device("cpu")))
 
 
 def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

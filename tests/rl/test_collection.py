@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector, _joined
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.ranks import run_ranks
 from tests.support.rl import rollout_of
 
 ROWS = 23
@@ -147,7 +149,7 @@ def test_scored_rows_join_at_their_longest() -> None:
         replace(first, metrics={"a/mean": 1.0, "a/failures": 2.0}),
         replace(second, metrics={"a/mean": 4.0, "a/failures": 1.0}),
     ]
-    whole = _joined(parts)
+    whole = _joined(parts, CPU)
     assert whole.input_ids.shape == (6, 6)
     assert whole.lengths.tolist() == [2, 4, 6, 3, 3, 2]
     assert whole.metrics == {"a/mean": pytest.approx(3.0), "a/failures": 3.0}
@@ -156,6 +158,22 @@ def test_scored_rows_join_at_their_longest() -> None:
     assert none.scores is not None and len(none.scores) == len(none) == 0, "none is no mistake"
     assert some.input_ids.shape == (3, 4)
     assert some.groups is not None and some.groups.tolist() == [0, 0, 2]
+
+
+def joined_metrics(world: World) -> dict[str, float]:
+    """Rank 1 has all rows of the first part, and one of the second."""
+    sizes = [[], [2]] if world.rank == 0 else [[1, 2, 3], [2]]
+    metrics = [{"a/mean": 1.0, "a/failures": 2.0}, {"a/mean": 4.0, "a/failures": 1.0}]
+    parts = [
+        replace(completions_of([1, *lengths]).rows([*range(1, len(lengths) + 1)]), metrics=of_part)
+        for lengths, of_part in zip(sizes, metrics, strict=True)
+    ]
+    return dict(_joined(parts, world).metrics)
+
+
+def test_metrics_of_joined_rows_count_the_rows_of_all_ranks(tmp_path: Path) -> None:
+    """Each rank weighted the parts by its own rows."""
+    assert run_ranks(joined_metrics, 2, tmp_path) == [{"a/mean": pytest.approx(11 / 5), "a/failures": 3.0}] * 2
 
 
 def test_overlong_completions_are_punished_as_in_the_paper() -> None:

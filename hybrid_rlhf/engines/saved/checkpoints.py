@@ -261,6 +261,11 @@ def load_checkpoint(checkpoint: Path, *, states: Mapping[str, AnyState], world: 
     if manifest["world_size"] == world.size:
         random = json.loads((checkpoint / _random_name(world.rank)).read_text())
         restore_random_states(random, world.device)
+    if "loop.safetensors" in manifest["files"]:
+        raise UserError(
+            f"a checkpoint within a rollout resumes in the version that wrote it, got {checkpoint} of hybrid_rlhf "
+            f"{manifest['versions']['hybrid_rlhf']}: resume from a checkpoint between two steps"
+        )
     names = map(_loop_name, range(manifest["world_size"]))
     shards = [_StoredTensors(checkpoint / name) if name in manifest["files"] else {} for name in names]
     return LoopState(int(manifest["step"]), manifest["loop"], manifest["update"], shards=shards)

@@ -277,7 +277,7 @@ class Collector:
             first = len(taken) + ahead.extra_prompts
             sampled = ahead.sampler.sample(ahead.prompts(rows), step=step, first=first, greedy=ahead.greedy)
         ahead.begin(step)
-        return self._selected(_joined(parts), torch.cat(masks), taken)
+        return self._selected(_joined(parts, self._world), torch.cat(masks), taken)
 
     def _selected(self, whole: Rollout, mask: torch.Tensor, taken: Sequence[int]) -> Rollout:
         """The selected rows, with metrics of all rows and the data set's row of each prompt."""
@@ -320,11 +320,12 @@ class Collector:
         return metrics
 
 
-def _joined(parts: Sequence[Rollout]) -> Rollout:
-    """Scored completions of different prompts as one rollout; metrics are means over completions, counts are summed."""
+def _joined(parts: Sequence[Rollout], world: World) -> Rollout:
+    """Scored completions of different prompts as one rollout; metrics are means over completions, counts are summed.
+    Every rank calls."""
     if len(parts) == 1:
         return parts[0]
-    rows = [float(len(part)) for part in parts]
+    rows = world.total(torch.tensor([float(len(part)) for part in parts])).tolist()
     metrics = {}
     for name in sorted({name for part in parts for name in part.metrics}):
         values = [part.metrics.get(name, 0.0) for part in parts]
