@@ -62,11 +62,11 @@ def test_each_disk_error_is_logged_once(
         for step in (1, 2):
             writer.write(step, {"loss": 1.0})
             writer.flush()
-            samples.write(step, lambda: [ROW])
+            samples.write(step, [ROW])
     logged = [line for line in log_lines if os.strerror(fault) in line]
     assert len(logged) == (1 if call == "fsync" else 2), "once per file; samples are not flushed"
     writer.write(3, {"loss": 1.0})
-    samples.write(3, lambda: [ROW])
+    samples.write(3, [ROW])
     writer.close()
     assert steps(tmp_path / "metrics.jsonl") == steps(tmp_path / "samples.jsonl") == [1, 2, 3]
 
@@ -134,14 +134,14 @@ def test_a_run_continues_without_failing_tensorboard(tmp_path: Path, log_lines: 
 def test_a_resumed_run_repeats_no_step(tmp_path: Path) -> None:
     samples = SampleLog(tmp_path, every=1, enabled=True)
     for step in (1, 2, 3):
-        samples.write(step, lambda: [ROW, ROW])
+        samples.write(step, [ROW, ROW])
     file = tmp_path / "samples.jsonl"
     with file.open("ab") as end:
         end.write('{"step": 4, "completion": "é'.encode()[:-1])
     again = SampleLog(tmp_path, every=1, enabled=True)
     again.resume(2)
     for step in (3, 4):
-        again.write(step, lambda: [ROW])
+        again.write(step, [ROW])
     assert steps(file) == [1, 1, 2, 2, 3, 4]
     SampleLog(tmp_path, every=1, enabled=False).resume(0)
     assert len(steps(file)) == 6, "only the main rank changes it"

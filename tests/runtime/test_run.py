@@ -357,10 +357,12 @@ def test_samples_are_written_every_k_steps(tmp_path: Path) -> None:
     log = SampleLog(tmp_path, every=2, enabled=True)
     row = {"prompt": [{"role": "user", "content": "q"}], "completion": "é", "score": 1.0, "kl": 0.5}
     for step in range(1, 5):
-        log.write(step, lambda: [row])
+        log.write(step, [row])
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, **row}, {"step": 3, **row}]
-    SampleLog(tmp_path, every=0, enabled=True).write(1, lambda: pytest.fail("called for a step without samples"))
+    SampleLog(tmp_path, every=0, enabled=True).write(1, [row])
+    assert not any(SampleLog(tmp_path, every=0, enabled=True).records(step) for step in range(1, 5))
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
 
 
 def test_timers_accumulate_and_reset() -> None:

@@ -26,7 +26,7 @@ from hybrid_rlhf.rl.rewards.reward import build_reward
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.ranks import run_main
-from tests.support.rl import COMPLETIONS, MICRO_BATCH_ROWS, rollout_of_rows
+from tests.support.rl import COMPLETIONS, MICRO_BATCH_ROWS, rewarded, rollout_of_rows
 from tests.support.tiny import tiny_config, tiny_tokenizer
 
 HEADS = ["--objective.heads", "[helpful, harmless]"]
@@ -211,7 +211,7 @@ def test_step_3_weighs_heads_in_one_pass(
     passes = []
     engines[0].module.register_forward_hook(lambda *_: passes.append(1))
     rows = [[5, 6, 7], [9, 8], [4, 4, 4, 4], [11], [3, 200, 7]]
-    report = reward(rollout_of_rows(rows), lambda *_: MICRO_BATCH_ROWS, lambda: COMPLETIONS)
+    report = rewarded(reward, rollout_of_rows(rows), MICRO_BATCH_ROWS, COMPLETIONS)
     assert len(passes) == len(MICRO_BATCH_ROWS), "all heads in one forward"
     model = load(two_scores)
     for row, ids in enumerate(rows):
@@ -241,7 +241,7 @@ def test_step_3_reads_the_steps_of_an_answer(steps: Any, tmp_path: Path, world: 
         ),
     )
     answers = CompletionTexts(COMPLETIONS.prompts, ["1|2|3", "one", "", "a||b|", "|"], {})
-    report = reward(rollout_of_rows(), lambda *_: MICRO_BATCH_ROWS, lambda: answers)
+    report = rewarded(reward, rollout_of_rows(), MICRO_BATCH_ROWS, answers)
     model, tokenizer = load(tmp_path), tiny_tokenizer()
     for row, (prompt, answer) in enumerate(zip(answers.prompts, answers.completions, strict=True)):
         whole = tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": answer}], tokenize=False)
