@@ -10,8 +10,10 @@ the step. No model computes.
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -19,8 +21,8 @@ from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.functional.masking import masked_whiten
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner, Rollout
 from hybrid_rlhf.rl.metrics import rollout_metrics
-from hybrid_rlhf.runtime.world import World, close_world, init_world
-from tests.support.ranks import FORKSERVER, environment
+from hybrid_rlhf.runtime.world import World
+from tests.support.ranks import run_ranks
 
 _MICRO_BATCH_TOKENS = 65_536
 
@@ -62,15 +64,15 @@ def measured(world: World, options: argparse.Namespace) -> dict[str, float]:
     held_bytes = sum(tensor.nbytes for tensor in batch.tensors().values())
     planner = MiniBatchPlanner(MicroBatches(rows=None, tokens=_MICRO_BATCH_TOKENS), seed=0, world=world)
     micro_batches = planner.plan(batch.rollout).micro_batches(world)
-    wanted = {row for rows in micro_batches for row in rows if row is not None}
+    wanted = sorted(row for rows in micro_batches for row in rows if row is not None)
     seconds: dict[str, list[float]] = {"fetch": [], "collect": [], "statistics": []}
     device_bytes = fetched_bytes = 0
     for _ in range(4):
         world.barrier()
         start = time.perf_counter()
-        rows = index.fetch(batch, wanted)
+        rows = index.fetch(batch, micro_batches)
         seconds["fetch"].append(time.perf_counter() - start)
-        fetched_bytes = sum(tensor.nbytes for tensor in rows.on_host(sorted(wanted)).tensors().values())
+        fetched_bytes = sum(tensor.nbytes for tensor in rows.on_host(wanted).tensors().values())
         device_bytes = max(sum(t.nbytes for t in rows(numbers).tensors().values()) for numbers in micro_batches)
         start = time.perf_counter()
         index.collect({"x": {row: torch.zeros(int(index.lengths[row])) for row in wanted}}, width=options.tokens)
@@ -89,31 +91,16 @@ def measured(world: World, options: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _be_a_rank(rank: int, variables: dict[str, str], options: argparse.Namespace) -> None:
-    import os
-
-    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
-    world = init_world()
-    result = measured(world, options)
-    if world.is_main:
-        for name, value in result.items():
-            print(f"{name:48} {value:,.3f}")
-    close_world()
-
-
 def main() -> None:
     """Measure on gloo ranks of this machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("ranks", 2), ("prompts", 64), ("samples", 8), ("tokens", 8192)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
-    variables = environment(options.ranks)
-    ranks = [FORKSERVER.Process(target=_be_a_rank, args=(rank, variables, options)) for rank in range(options.ranks)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
+    with tempfile.TemporaryDirectory() as folder:
+        first, *_ = run_ranks(measured, options.ranks, Path(folder), options)
+    for name, value in first.items():
+        print(f"{name:48} {value:,.3f}")
 
 
 if __name__ == "__main__":

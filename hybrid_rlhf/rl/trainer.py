@@ -130,7 +130,8 @@ class RLTrainer(Trainer):
         if due(step, config.reference.refresh_every):
             self._roles.refresh_reference()
         self._write_samples(step, report)
-        return metrics | self._skipped.record(step, [f"a gradient of the {role}" for role in report.skipped])
+        roles = [] if report.skipped is None else report.skipped.roles
+        return metrics | self._skipped.record(step, [f"a gradient of the {role}" for role in roles])
 
     def batch(self, step: int) -> Batch:
         """This rank's training data of a step: its rollout with rewards and advantages. Every rank calls, in the order
@@ -185,8 +186,8 @@ class RLTrainer(Trainer):
         if self._tokens.records(step):
             rows = index.bring(token_rows(batch, report.ratios))
             self._tokens.write(step, lambda: token_arrays(rows))
-        for skipped in report.skipped.values():
-            self._skipped.keep(step, self._texts(skipped.rows, skipped.numbers))
+        if report.skipped is not None:
+            self._skipped.keep(step, self._texts(report.skipped.rows, report.skipped.numbers))
 
     def _speed(self, report: UpdateReport, start: float | None) -> dict[str, float]:
         """Speed and time of a step; {} for a resumed one, whose beginning was not timed."""

@@ -22,7 +22,7 @@ from hybrid_rlhf.rl.metrics import _explained_variance, rollout_metrics
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import KLController
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch
-from hybrid_rlhf.rl.updates.updater import Updater
+from hybrid_rlhf.rl.updates.updater import Progress, Updater
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.rl import ALGORITHM, SAMPLING, build_parts, collect, rollout_of, score
 
@@ -258,3 +258,15 @@ def test_running_sums_divide_once(world: World) -> None:
     for total, count in ((6.0, 2), (3.0, 1)):
         sums.add(LossSum(torch.tensor(total), torch.tensor(count), {"x": torch.tensor(1.5)}))
     assert sums.means(world) == {"loss": 3.0, "count": 3.0, "x": 1.0}
+
+
+def test_a_row_that_two_roles_skip_is_reported_once(world: World, paths: dict[str, str]) -> None:
+    """Each role wrote it out."""
+    parts = build_parts(world, paths)
+    batch, plan = collect(parts)
+    progress = Progress(world.device)
+    assert parts.updater._skipped(progress, batch.rollout, plan.index) is None
+    progress.skipped = {"critic": [3, 1], "actor": [1]}
+    skipped = parts.updater._skipped(progress, batch.rollout, plan.index)
+    assert skipped is not None and skipped.roles == ["actor", "critic"] and skipped.numbers == [1, 3]
+    assert torch.equal(skipped.rows.lengths, batch.rollout.lengths[[1, 3]])

@@ -51,7 +51,7 @@ def batch_of(prompts: list[int]) -> Batch:
 def held_batch(world: World) -> Batch:
     """The rows of this rank, with the columns of all."""
     batch = batch_of([prompt for prompt in range(PROMPTS) if holder(prompt, world.size) == world.rank])
-    return Batch.from_tensors(with_columns_of_all_ranks(batch.tensors(), len(batch), world), {"m": 1.0})
+    return with_columns_of_all_ranks(batch, world, {"m": 1.0})
 
 
 def travelled(world: World, slice_bytes: int) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def travelled(world: World, slice_bytes: int) -> dict[str, Any]:
     batch = held_batch(world)
     index = batch.rollout.numbered(world)
     wanted = [[9, 0, 3], [4], []][world.rank]
-    rows = index.fetch(batch, wanted)
+    rows = index.fetch(batch, [wanted])
     read = rows.on_host([*wanted, None])
     lengths = index.lengths
     computed = {number: -torch.arange(float(lengths[number])) - number for number in wanted}
@@ -143,7 +143,7 @@ def restored(world: World, shards: list[dict[str, Tensor]]) -> list[dict[str, Te
     assert batch is not None
     index = batch.rollout.numbered(world)
     rows = range(len(index))
-    return [index.fetch(batch, rows).on_host(rows).tensors(), batch.tensors()]
+    return [index.fetch(batch, [rows]).on_host(rows).tensors(), batch.tensors()]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

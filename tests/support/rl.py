@@ -123,7 +123,7 @@ def whole(rollout: Rollout, world: World) -> Rollout:
     """The rows of all ranks, on every rank."""
     index = rollout.numbered(world)
     rows = range(len(index))
-    return index.fetch(rollout, rows).on_host(rows)
+    return index.fetch(rollout, [rows]).on_host(rows)
 
 
 def scaled(scaling: ScoreScaling, scores: torch.Tensor) -> torch.Tensor:

@@ -114,10 +114,11 @@ def training_fragments(engine: DeepSpeedEngine, world: World) -> Iterator[Fragme
         place = optimizer_slice(engine, parameter) if parameter.requires_grad else None
         if place is None:
             continue
+        part, parts = expert_shard(parameter)
+        held = (world.rank // parts, world.size // parts) if is_replicated else (0, 1)
         if trained_by_muon(parameter):
             values = place.flat.detach().flatten()[place.start : place.start + place.elements]
             momentum = muon_momentum(engine, parameter, place)
-            held = (world.rank, world.size) if is_replicated else (0, 1)
             yield Fragment(name, place.offset, {WEIGHT: values}, *held)
             yield Fragment(name, momentum.offset, {_MOMENTUM: momentum.values}, *held, momentum.is_copy)
             continue
@@ -128,7 +129,6 @@ def training_fragments(engine: DeepSpeedEngine, world: World) -> Iterator[Fragme
                 exp_avg=zeros(place.flat),
                 exp_avg_sq=zeros(place.flat),
             )
-        part, parts = expert_shard(parameter)
         moments = {kind: state for kind, state in states[place.flat].items() if state.dim()}
         yield Fragment(
             name,
@@ -137,7 +137,7 @@ def training_fragments(engine: DeepSpeedEngine, world: World) -> Iterator[Fragme
                 kind: tensor.detach().flatten()[place.start : place.start + place.elements]
                 for kind, tensor in {WEIGHT: place.flat, **moments}.items()
             },
-            *((world.rank // parts, world.size // parts) if is_replicated else (0, 1)),
+            *held,
         )
 
 

@@ -346,10 +346,7 @@ class Rollout:
     def joined(parts: Sequence[Rollout]) -> Rollout:
         """Rows of several rollouts, padded to the longest; without metrics."""
         width = max(part.input_ids.shape[1] for part in parts)
-        names = _tensors_of(parts[0])
-        whole: dict[str, Any] = {
-            name: torch.cat([_padded(getattr(part, name), width) for part in parts]) for name in names
-        }
+        whole = _joined(parts, width)
         routes = RolloutRoutes.joined([(part.routes, len(part)) for part in parts])
         components = {name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components}
         return Rollout(**whole, routes=routes, components=components, metrics={})
@@ -411,9 +408,7 @@ class Batch:
         """Rows of several batches, padded to the longest; without metrics."""
         rollout = Rollout.joined([part.rollout for part in parts])
         width = rollout.input_ids.shape[1]
-        names = _tensors_of(parts[0])
-        whole = {name: torch.cat([_padded(getattr(part, name), width) for part in parts]) for name in names}
-        return Batch(rollout, **whole, metrics={})
+        return Batch(rollout, **_joined(parts, width), metrics={})
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], metrics: Mapping[str, float]) -> Self:
@@ -425,6 +420,12 @@ class Batch:
 def _tensors_of(owner: Rollout | Batch) -> dict[str, Tensor]:
     """The fields that are tensors, by name; all have N rows."""
     return {name: value for name, value in vars(owner).items() if isinstance(value, Tensor)}
+
+
+def _joined(parts: Sequence[Rollout] | Sequence[Batch], width: int) -> dict[str, Any]:
+    """The fields of several parts that are tensors, padded and joined, by name."""
+    names = _tensors_of(parts[0])
+    return {name: torch.cat([_padded(getattr(part, name), width) for part in parts]) for name in names}
 
 
 def _padded(tensor: Tensor, width: int) -> Tensor:

@@ -125,17 +125,18 @@ class RowIndex:
         numbered = [pair for part in received if part for pair in pickle.loads(part)]  # nosec B301
         return [item for _, item in sorted(numbered, key=lambda pair: pair[0])]
 
-    def fetch(self, rows: R, wanted: Iterable[int]) -> LocalRows[R]:
+    def fetch(self, rows: R, micro_batches: Iterable[Sequence[int | None]]) -> LocalRows[R]:
         """Bring rows to this rank, without metrics. Every rank calls.
 
         Args:
             rows: the rows that this rank holds.
-            wanted: numbers of the rows that this rank reads.
+            micro_batches: numbers of the rows that this rank reads, in any parts; a row may be in several.
         """
         if self.world.size == 1:
             return LocalRows(rows, self.mine, self.world.device)
         is_wanted = torch.zeros(len(self), dtype=torch.uint8)
-        is_wanted[sorted({*wanted}) or [0]] = 1  # an empty row has the columns of another
+        wanted = {row for numbers in micro_batches for row in numbers if row is not None}
+        is_wanted[sorted(wanted) or [0]] = 1  # an empty row has the columns of another
         requests = self.world.all_gather(is_wanted.to(self.world.device)).cpu().bool()[:, self.mine]
         tensors = rows.tensors()
         lengths = rows.lengths.tolist()
@@ -199,17 +200,18 @@ def row_values(numbers: Sequence[int | None], values: Tensor, lengths: Tensor) -
     return {number: values[place, : int(lengths[number])] for place, number in enumerate(numbers) if number is not None}
 
 
-def with_columns_of_all_ranks(tensors: Mapping[str, Tensor], rows: int, world: World) -> dict[str, Tensor]:
-    """Tensors of a rank's rows with those that only other ranks have, 0 in these rows, so that all ranks compute alike.
+def with_columns_of_all_ranks(rows: R, world: World, metrics: Mapping[str, float]) -> R:
+    """This rank's rows with the tensors that only other ranks have, 0 in these rows, so that all ranks compute alike.
     Every rank calls."""
-    held = tensors if rows else {}
+    tensors = rows.tensors()
+    held = tensors if len(rows) else {}
     shapes = world.merge_dicts({name: (tensor.shape[1:], tensor.dtype) for name, tensor in held.items()})
     missing = {name: shapes[name] for name in shapes.keys() - tensors.keys()}
     zeros = {
-        name: torch.zeros(0 if name.endswith(RAGGED) else rows, *shape, dtype=dtype)
+        name: torch.zeros(0 if name.endswith(RAGGED) else len(rows), *shape, dtype=dtype)
         for name, (shape, dtype) in missing.items()
     }
-    return {**tensors, **zeros}
+    return rows.from_tensors({**tensors, **zeros}, metrics)
 
 
 def restored_rows(
@@ -225,7 +227,7 @@ def restored_rows(
     mine = [shards[world.rank]] if len(shards) == world.size else stored[world.rank :: world.size]
     parts = [kind.from_tensors(named, metrics) for shard in mine if (named := without_prefix(prefix, shard))]
     rows = kind.joined(parts) if parts else kind.from_tensors(without_prefix(prefix, stored[0]), metrics).rows([])
-    return kind.from_tensors(with_columns_of_all_ranks(rows.tensors(), len(rows), world), metrics)
+    return with_columns_of_all_ranks(rows, world, metrics)
 
 
 def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -99,7 +99,7 @@ def score_completions(
     plan = planner.plan(rollout)
     index = plan.index
     report = reward(
-        index.fetch(rollout, reward.rows(plan.micro_batches)),
+        index.fetch(rollout, reward.micro_batches(plan.micro_batches)),
         len(index),
         plan.micro_batches,
         lambda rows: CompletionTexts.read([prompt], rows, tokenizer),

@@ -73,7 +73,7 @@ class Reward:
         """Score a rollout. Every rank calls, and computes its rows of the components that it has.
 
         Args:
-            rows: rows on this rank, among them those of `self.rows(micro_batches)`.
+            rows: rows on this rank, among them those of `self.micro_batches(micro_batches)`.
             count: number of rows over all ranks.
             micro_batches: returns this rank's rows for a component, from its ranks and the size of their
                 tensor-parallel groups; None is an empty row. Each row is on exactly one group, and all groups have the
@@ -109,10 +109,9 @@ class Reward:
         for component in self._components:
             component.require_columns(rows())
 
-    def rows(self, micro_batches: MicroBatchesOn) -> set[int]:
-        """Numbers of the rows that this rank's components read."""
-        batches = (self._micro_batches(component, micro_batches) for component in self._components)
-        return {row for batch in batches for rows in batch for row in rows if row is not None}
+    def micro_batches(self, micro_batches: MicroBatchesOn) -> list[list[int | None]]:
+        """Numbers of the rows that this rank's components read, component by component."""
+        return [rows for component in self._components for rows in self._micro_batches(component, micro_batches)]
 
     def _micro_batches(self, component: RewardComponent, micro_batches: MicroBatchesOn) -> list[list[int | None]]:
         return micro_batches(component.world or self._world, component.tensor_parallel)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -163,9 +162,9 @@ class PartialRollouts:
             their rows in the data set, and the rollout with their places among these rows in `groups`.
         """
         assert rollout.groups is not None
-        places = sorted({*chain.from_iterable(world.all_gather_objects(rollout.groups.tolist()))})
-        groups = torch.searchsorted(torch.tensor(places), rollout.groups)
-        return [self._in_flight.pop(place).row for place in places], replace(rollout, groups=groups)
+        places = rollout.numbered(world).gather(rollout.groups).unique()
+        groups = torch.searchsorted(places, rollout.groups)
+        return [self._in_flight.pop(place).row for place in places.tolist()], replace(rollout, groups=groups)
 
     def state_dict(self, world: World, *, sends: bool) -> dict[str, Any]:
         """The prompts in flight, for a checkpoint, after all rollouts that have begun. Every rank calls.

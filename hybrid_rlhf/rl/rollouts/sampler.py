@@ -305,7 +305,7 @@ class RolloutSampler:
             rows = self._environments.checked(rows, world)
         rollout = Rollout.of([episode for _, episode in rows], has_rewards=has_rewards)
         rollout = replace(rollout, groups=torch.tensor([place for place, _ in rows], dtype=torch.long))
-        rollout = Rollout.from_tensors(with_columns_of_all_ranks(rollout.tensors(), len(rollout), world))
+        rollout = with_columns_of_all_ranks(rollout, world, {})
         return replace(rollout, index=rollout.numbered(world))
 
 

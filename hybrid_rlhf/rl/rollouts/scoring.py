@@ -6,7 +6,8 @@ mini-batch has a ratio of exactly 1. With a single update they come from the for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -24,7 +25,7 @@ from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, RouterAgreement, row_values
 from hybrid_rlhf.rl.metrics import episode_metrics
-from hybrid_rlhf.rl.rewards import CompletionTexts
+from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
 from hybrid_rlhf.runtime.observability.timers import Timers
@@ -86,12 +87,12 @@ class RolloutScorer:
         reads_ref = self._algorithm.uses_reference and self._roles.reference_beside_rewards
         with self._timers("scoring"):
             readers = [self._reader_of_reference] if reads_ref else []
-            reading = _Reading(plan, rollout, readers, also=reward.rows(plan.micro_batches))
+            reading = _Reading(plan, rollout, readers, reward)
             ref: dict[int, Tensor] = {}
             report = reward(
                 reading.rows,
                 len(index),
-                plan.micro_batches,
+                reading.micro_batches_on,
                 lambda rows: CompletionTexts.read(prompts, rows, self._tokenizer),
                 may_drop_all=refill,
                 beside=lambda: ref.update(self._read_reference(reading) if reads_ref else {}),
@@ -243,13 +244,13 @@ class _Reading:
     """A pass of models over a rollout: the rows that this rank reads, in the micro-batches of a plan."""
 
     def __init__(
-        self, plan: MiniBatchPlan, rollout: Rollout, readers: Sequence[_AnyReader], *, also: Iterable[int] = ()
+        self, plan: MiniBatchPlan, rollout: Rollout, readers: Sequence[_AnyReader], reward: Reward | None = None
     ) -> None:
-        """Bring the rows of all readers, and some others, to this rank. Every rank calls."""
-        self._plan = plan
+        """Bring the rows of all readers, and of a reward, to this rank. Every rank calls."""
+        self.micro_batches_on = functools.cache(plan.micro_batches)
         self.lengths = plan.index.lengths
-        read = (row for reader in readers for rows in self._numbers(reader) for row in rows if row is not None)
-        self.rows = plan.index.fetch(rollout, chain(also, read))
+        rewarded = [] if reward is None else reward.micro_batches(self.micro_batches_on)
+        self.rows = plan.index.fetch(rollout, chain(rewarded, *map(self._numbers, readers)))
 
     def micro_batches(self, reader: _AnyReader) -> Iterator[tuple[list[int | None], Rollout]]:
         """Numbers of the rows of each micro-batch of a reader, and the micro-batch on the device."""
@@ -267,7 +268,7 @@ class _Reading:
     def _numbers(self, reader: _AnyReader) -> list[list[int | None]]:
         if isinstance(reader, AbsentEngine):
             return []
-        return self._plan.micro_batches(reader.world, reader.tensor_parallel)
+        return self.micro_batches_on(reader.world, reader.tensor_parallel)
 
 
 def score_penalties(

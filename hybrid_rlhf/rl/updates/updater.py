@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Self
 
@@ -89,8 +88,8 @@ class _MiniBatchRows:
 
     rows: list[int]
     """Numbers of its rows, over all ranks."""
-    micro_batches_on: Callable[[World], list[list[int | None]]]
-    """Returns the numbers of the rows in this rank's micro-batches, from the ranks that share the rows."""
+    micro_batches: dict[World, list[list[int | None]]]
+    """Numbers of the rows in this rank's micro-batches, by the ranks that share the rows."""
     local: LocalRows[Batch]
     """The rows that this rank computes."""
     lengths: Tensor
@@ -99,10 +98,14 @@ class _MiniBatchRows:
 
 
 class SkippedRows(NamedTuple):
-    """Rows of a skipped update."""
+    """Skipped updates, and their rows."""
 
+    roles: list[str]
+    """Roles whose gradient was not finite on any rank."""
     rows: Rollout
+    """Rows that this rank computed and that may have caused it."""
     numbers: list[int]
+    """Numbers of these rows."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +117,8 @@ class UpdateReport:
     """Real tokens of the mini-batches of all updates, over all ranks."""
     batch: Batch
     """The batch, with old log-probs from the training forward in any case."""
-    skipped: dict[str, SkippedRows]
-    """Rows that this rank computed and that may have caused a skipped update, by each role whose gradient was not
-    finite."""
+    skipped: SkippedRows | None
+    """None if no update was skipped."""
     ratios: torch.Tensor | None = None
     """[n, T], ratio of each token in its last update; None unless requested, and if the algorithm has no ratios."""
 
@@ -296,16 +298,16 @@ class Updater:
         kept_per_row = None
         if not counted:
             kept_per_row = plans[0].index.gather(self.policy_loss.kept(batch.rollout).sum(dim=1))
-        learners = [role.world for role in self._roles.learners.values() if role.world.is_member]
+        learners = {role.world for role in self._roles.learners.values() if role.world.is_member}
         for plan in plans:
-            micro_batches = [rows for world in learners for part in plan.mini_batches(world) for rows in part]
-            wanted = {row for rows in micro_batches for row in rows if row is not None}
-            local = plan.index.fetch(batch, wanted)
+            parts = {world: plan.mini_batches(world) for world in learners}
+            local = plan.index.fetch(batch, chain.from_iterable(chain.from_iterable(parts.values())))
             for number, (tokens, sequences) in enumerate(zip(plan.tokens, plan.sequences, strict=True)):
                 rows = plan.rows_of(number)
                 kept_tokens = None if kept_per_row is None else float(kept_per_row[rows].sum())
                 inputs = MiniBatch(tokens, sequences, kl_coef, kept_tokens)
-                yield _MiniBatchRows(rows, partial(plan.mini_batch, number), local, plan.index.lengths, inputs)
+                micro_batches = {world: of_world[number] for world, of_world in parts.items()}
+                yield _MiniBatchRows(rows, micro_batches, local, plan.index.lengths, inputs)
 
     def _sending(self, *, last: bool) -> contextlib.AbstractContextManager[TransferTimes | None]:
         """Context of the critic's update: sends the actor's weights to separate samplers, after the actor's last
@@ -330,7 +332,7 @@ class Updater:
         last: LastLogprobs | None,
     ) -> UpdateStats:
         sums = progress.sums
-        micro_batches = mini_batch.micro_batches_on(actor.world)
+        micro_batches = mini_batch.micro_batches[actor.world]
         losses = []
         for rows in micro_batches:
             loss, current = self.policy_loss(mini_batch.local(rows), mini_batch.inputs)
@@ -360,7 +362,7 @@ class Updater:
         mini_batch: _MiniBatchRows,
         progress: Progress,
     ) -> UpdateStats:
-        micro_batches = mini_batch.micro_batches_on(critic.world)
+        micro_batches = mini_batch.micro_batches[critic.world]
         losses = []
         for rows in micro_batches:
             loss = self.value_loss(critic, mini_batch.local(rows))
@@ -372,13 +374,13 @@ class Updater:
             progress.record_skipped("critic", micro_batches, losses)
         return stats
 
-    def _skipped(self, progress: Progress, rollout: Rollout, index: RowIndex) -> dict[str, SkippedRows]:
+    def _skipped(self, progress: Progress, rollout: Rollout, index: RowIndex) -> SkippedRows | None:
         """The roles with a skipped update on any rank, with the rows that this rank computed for them."""
-        skipped = self._world.merge_dicts(dict.fromkeys(progress.skipped))
-        rows = {role: sorted(progress.skipped.get(role, [])) for role in sorted(skipped)}
-        return {
-            role: SkippedRows(index.fetch(rollout, numbers).on_host(numbers), numbers) for role, numbers in rows.items()
-        }
+        roles = sorted(self._world.merge_dicts(dict.fromkeys(progress.skipped)))
+        if not roles:
+            return None
+        numbers = sorted({*chain.from_iterable(progress.skipped.values())})
+        return SkippedRows(roles, index.fetch(rollout, [numbers]).on_host(numbers), numbers)
 
     def _metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the updates, the same on every rank."""
