@@ -140,7 +140,7 @@ class PreferenceStepConfig(StepConfig):
             f"algorithm {self.algorithm.name} has no reference, got the section reference: leave it out",
         )
         require_adapters(self.model, self.lora, section="lora", stage=self.zero.stage)
-        self.optimizer.require_all_weights(self.lora, section="lora")
+        self.optimizer.require_whole_matrices(self.lora, section="lora", tensor_parallel=self.model.tensor_parallel)
 
     @property
     def holds_reference(self) -> bool:

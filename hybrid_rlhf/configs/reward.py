@@ -61,7 +61,7 @@ class RewardConfig(StepConfig):
 
     def __post_init__(self) -> None:
         require_adapters(self.model, self.lora, section="lora", stage=self.zero.stage)
-        self.optimizer.require_all_weights(self.lora, section="lora")
+        self.optimizer.require_whole_matrices(self.lora, section="lora", tensor_parallel=self.model.tensor_parallel)
         require(
             not self.objective.calibrate or self.data.eval_fraction > 0 or bool(self.data.eval_sources),
             "objective.calibrate needs held-out rows, got data.eval_fraction 0: give for example 0.05",

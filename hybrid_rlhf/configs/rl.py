@@ -244,12 +244,17 @@ class RLConfig(StepConfig):
             f"model.expert_parallel {self.model.expert_parallel} needs all roles on all ranks, got placement "
             f"{self.placement and self.placement.as_given()}: leave one out",
         )
-        if self.model.quantization is not None:
-            self._check_quantised_base(self.model.quantization)
-        self.actor.optimizer.require_all_weights(self.actor.lora, section="actor.lora")
+        require_adapters(self.model, self.actor.lora, section="actor.lora", stage=self.actor.zero.stage)
+        size = self.model.tensor_parallel
+        self.actor.optimizer.require_whole_matrices(self.actor.lora, section="actor.lora", tensor_parallel=size)
         critic = self.critic
         if critic is not None:
-            critic.optimizer.require_all_weights(self.critic_lora, section="critic.lora")
+            require_adapters(self.model, self.critic_lora, section="critic.lora", stage=self.critic_zero.stage)
+            critic.optimizer.require_whole_matrices(self.critic_lora, section="critic.lora", tensor_parallel=size)
+        if self.model.quantization is not None:
+            self._check_quantised_base(self.model.quantization)
+        if size > 1:
+            self._check_split_weights(size)
         if critic is not None and critic.share_base:
             require(
                 self.actor.lora is not None and self.critic_lora is not None,
@@ -291,9 +296,6 @@ class RLConfig(StepConfig):
 
     def _check_quantised_base(self, kind: str) -> None:
         """Check the rules for base weights in 4 bits, which actor and sampler share."""
-        require_adapters(self.model, self.actor.lora, section="actor.lora", stage=self.actor.zero.stage)
-        if self.critic is not None:
-            require_adapters(self.model, self.critic_lora, section="critic.lora", stage=self.critic_zero.stage)
         require(
             self.rollout.quantization is None,
             f"model.quantization {kind} already quantises the sampler, got rollout.quantization "
@@ -313,6 +315,24 @@ class RLConfig(StepConfig):
             not self.reference.refresh_every,
             f"reference.refresh_every writes the weights of the reference, got model.quantization {kind}: leave one "
             "out",
+        )
+
+    def _check_split_weights(self, size: int) -> None:
+        """Check the rules for weights that are split over ranks."""
+        require(
+            self.placement is None,
+            f"model.tensor_parallel {size} has all models on all ranks, got placement "
+            f"{self.placement and self.placement.as_given()}: leave one out",
+        )
+        require(
+            self.rollout.backend == "auto",
+            f"model.tensor_parallel {size} samples with inference weights, got rollout.backend {self.rollout.backend}: "
+            "leave one out",
+        )
+        require(
+            not self.reference.refresh_every,
+            f"reference.refresh_every writes whole weights to the reference, got model.tensor_parallel {size}: leave "
+            "one out",
         )
 
     def _check_program(self, name: str, environment: EnvironmentConfig) -> None:

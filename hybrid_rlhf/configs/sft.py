@@ -90,4 +90,4 @@ class SFTConfig(StepConfig):
 
     def __post_init__(self) -> None:
         require_adapters(self.model, self.lora, section="lora", stage=self.zero.stage)
-        self.optimizer.require_all_weights(self.lora, section="lora")
+        self.optimizer.require_whole_matrices(self.lora, section="lora", tensor_parallel=self.model.tensor_parallel)

@@ -36,10 +36,10 @@ def shard_batch(
         ranks: number of ranks. All have the same number of micro-batches; one without rows contains None, an empty row.
         micro_batches: size of the micro-batches.
     """
-    group = micro_batches.sequence_parallel
+    group = micro_batches.ranks
     if group > 1:
         # the ranks of a group compute each micro-batch together; its rows are those of one of them, by turns
-        alone = replace(micro_batches, sequence_parallel=1)
+        alone = replace(micro_batches, ranks=1)
         shared = shard_batch(rows, lengths, rank=rank // group, ranks=ranks // group, micro_batches=alone)
         return [rows_of_one if turn % group == rank % group else [None] for turn, rows_of_one in enumerate(shared)]
     order = sorted(range(len(rows)), key=lambda i: (-lengths[i], i))

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     engine_ranks,
     expert_parameter,
     experts_declared,
+    finish_tensor_parallelism,
     free_weights,
     full_shape,
     register_expert_groups,
@@ -44,20 +45,25 @@ from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.models.distillation import Student, Teacher
 from hybrid_rlhf.models.expert_parallel import (
     expert_layers,
-    expert_shard,
-    local_experts,
     require_expert_parallelism,
     split_experts,
 )
 from hybrid_rlhf.models.four_bit import require_bitsandbytes
 from hybrid_rlhf.models.head_check import require_own_logits
 from hybrid_rlhf.models.lora import choose_trained, four_bit_layers, quantise_base
-from hybrid_rlhf.models.packing import require_sequence_parallelism, set_sequence_world, why_padded
+from hybrid_rlhf.models.packing import (
+    require_sequence_parallelism,
+    require_tensor_parallelism,
+    set_sequence_world,
+    set_tensor_world,
+    why_padded,
+)
 from hybrid_rlhf.models.policy import Policy, Scorer
 from hybrid_rlhf.models.pretrained.folders import load_config
 from hybrid_rlhf.models.pretrained.loading import Architecture, load_model, shape_model, training_dtype
 from hybrid_rlhf.models.routers.losses import router_loss
 from hybrid_rlhf.models.structure import has_mixture, layer_matrices, listed_mixtures
+from hybrid_rlhf.models.weight_split import SplitRanks, split_of
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
@@ -171,12 +177,18 @@ def build_reader(spec: EngineSpec, world: World, *, tensor_parallel: int) -> Inf
 def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) -> EngineT:
     _prepare_deepspeed(world)
     align_ids(world)
-    with engine_ranks(world):
-        engine, options = _initialize(spec, world)
-    return engine_type(spec.role, engine, world, options)
+    size = spec.model.tensor_parallel
+    tensor_ranks = SplitRanks.of(world, size) if size > 1 else None
+    with engine_ranks(world, tensor_ranks):
+        engine, options = _initialize(spec, world, tensor_ranks)
+        if tensor_ranks is not None:
+            finish_tensor_parallelism(engine, tensor_ranks)
+    return engine_type(spec.role, engine, world, replace(options, tensor_ranks=tensor_ranks))
 
 
-def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, EngineOptions]:
+def _initialize(
+    spec: EngineSpec, world: World, tensor_ranks: SplitRanks | None
+) -> tuple[DeepSpeedEngine, EngineOptions]:
     """Load the model of a role and initialise DeepSpeed with it."""
     dtype = training_dtype(spec.model, world.device)
     config = deepspeed_config(zero=spec.zero, dtype=dtype, optimizer=spec.optimizer, overrides=spec.deepspeed_overrides)
@@ -188,7 +200,7 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
         architecture,
         config=spec.model,
         dtype=dtype,
-        zero3_config=config if partitioned and spec.model.quantization is None else None,
+        zero3_config=config if partitioned and spec.model.quantization is None and tensor_ranks is None else None,
         heads=spec.heads,
     )
     if spec.model.quantization is not None:  # DeepSpeed partitions the quantised weights
@@ -199,14 +211,15 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     fresh_head |= spec.fresh_head
     if fresh_head:
         _init_head(lm, role=spec.role, seed=spec.seed)
-    _split_experts(lm, world, spec.model.expert_parallel)
-    if spec.model.sequence_parallel > 1:
-        set_sequence_world(lm, world.split(spec.model.sequence_parallel))
+    _share_work(lm, spec.model, world, tensor_ranks)
     choose_trained(lm, spec.lora, architecture, learns=spec.optimizer is not None, seed=spec.seed)
     if spec.base is not None:
         share_weights(spec.base, lm)
     module: nn.Module = MODULES[spec.role](lm)
-    if architecture == "causal_lm" and not partitioned:
+    if tensor_ranks is not None:
+        module.config = lm.config  # type: ignore[assignment]  # which has the plan that AutoTP follows
+        config["tensor_parallel"] = {"autotp_size": tensor_ranks.parts.size, "vocab_parallel_lm_head": False}
+    elif architecture == "causal_lm" and not partitioned:
         require_own_logits(lm.to(world.device))  # type: ignore[arg-type]
     if world.size > 1:
         _gather_experts_together(lm, config["zero_optimization"]["stage"], learns=spec.optimizer is not None)
@@ -219,9 +232,7 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     lr = _learning_rate(spec, lm, section, is_main=world.is_main)
     head = (lm.score, _head_lr(spec, lm, lr, fresh=fresh_head)) if spec.role == "critic" else None
     optimizer = (
-        _muon(module, section, lr, matrices=layer_matrices(lm), head=head)
-        if section.name == "muon"
-        else _adamw(module, section, lr, head=head)
+        _muon(module, section, lr, lm, head=head) if section.name == "muon" else _adamw(module, section, lr, head=head)
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, config=section, total_steps=total)
@@ -239,14 +250,24 @@ def _initialize(spec: EngineSpec, world: World) -> tuple[DeepSpeedEngine, Engine
     return engine, options
 
 
+def _share_work(lm: PreTrainedModel, model: ModelConfig, world: World, tensor_ranks: SplitRanks | None) -> None:
+    """Set the ranks that compute rows or experts of a model together."""
+    if model.expert_parallel > 1:
+        _split_experts(lm, SplitRanks.of(world, model.expert_parallel))
+    if model.sequence_parallel > 1:
+        set_sequence_world(lm, world.split(model.sequence_parallel))
+    if tensor_ranks is not None:
+        set_tensor_world(lm, tensor_ranks.parts)
+
+
 def _require_supported(
     spec: EngineSpec, architecture: Architecture, dtype: torch.dtype, *, zero: dict[str, Any], ranks: int
 ) -> None:
-    """Check, before its weights are loaded, that a model supports 4-bit weights, sequence and expert parallelism, MLPs
-    in parts and Muon as set."""
+    """Check, before its weights are loaded, that a model supports 4-bit weights, sequence, tensor and expert
+    parallelism, MLPs in parts and Muon as set."""
     section = spec.model
     muon = spec.optimizer is not None and spec.optimizer.name == "muon"
-    shared = section.sequence_parallel != 1 or section.expert_parallel != 1
+    shared = max(section.sequence_parallel, section.tensor_parallel, section.expert_parallel) > 1
     if not (muon or shared or section.quantization is not None or section.mlp_parts != 1):
         return
     config = load_config(spec.path, trust_remote_code=section.trust_remote_code)
@@ -261,6 +282,8 @@ def _require_supported(
     if section.expert_parallel > 1 and (trains or expert_layers(lm)):
         require_expert_parallelism(lm, section.expert_parallel, ranks=ranks)
         _require_experts_trainable(spec, dtype, zero)
+    if section.tensor_parallel > 1:
+        require_tensor_parallelism(lm, section.tensor_parallel)
     if muon and (has_mixture(lm) or not layer_matrices(lm)):
         raise UserError(
             f"optimizer.name muon is for dense models with a list of layers, got {type(lm).__name__}: set it to adamw"
@@ -290,24 +313,20 @@ def _require_experts_trainable(spec: EngineSpec, dtype: torch.dtype, zero: dict[
             )
 
 
-def _split_experts(lm: PreTrainedModel, world: World, size: int) -> None:
-    """Let groups of so many ranks split the experts of each layer (models/expert_parallel.py). Under ZeRO-3, the
-    experts of one layer at a time are gathered."""
-    if size == 1:
-        return
-    experts = world.split(size)
-    replicas = [world.part(world.members[first::size]) for first in range(size)][world.rank % size]
-    register_expert_groups(experts, replicas)
+def _split_experts(lm: PreTrainedModel, ranks: SplitRanks) -> None:
+    """Let groups of ranks split the experts of each layer (models/expert_parallel.py). Under ZeRO-3, the experts of one
+    layer at a time are gathered."""
+    register_expert_groups(ranks)
 
     def replace(parameter: nn.Parameter) -> nn.Parameter:
         with gathered([parameter]):
-            values = local_experts(parameter.detach(), parameter).clone()
-        part = expert_parameter(values, like=parameter, experts=size)
+            values = split_of(parameter).local(parameter.detach()).clone()
+        part = expert_parameter(values, like=parameter, experts=ranks.parts.size)
         free_weights([parameter])
         return part
 
     for layer in expert_layers(lm):
-        split_experts(layer, experts, replace)
+        split_experts(layer, ranks.parts, replace)
 
 
 def _gather_experts_together(lm: PreTrainedModel, stage: int, *, learns: bool) -> None:
@@ -371,8 +390,8 @@ def _muon(
     module: nn.Module,
     config: OptimizerConfig,
     lr: float,
+    lm: PreTrainedModel,
     *,
-    matrices: Sequence[nn.Parameter],
     head: tuple[nn.Module, float] | None = None,
 ) -> torch.optim.Optimizer:
     """Create Muon for matrices and AdamW for the other trained parameters.
@@ -383,6 +402,7 @@ def _muon(
     """
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # imports the tables of torch.compile
 
+    matrices = layer_matrices(lm)
     by_width: dict[int, list[nn.Parameter]] = defaultdict(list)
     for matrix in matrices:
         by_width[full_shape(matrix)[1]].append(matrix)
@@ -418,7 +438,7 @@ def _adamw_groups(
         {"params": [p for p, rank in layers if rank < 2], "weight_decay": 0.0},
         {"params": [p for p in trained if id(p) in heads], "weight_decay": config.weight_decay, "lr": head_lr},
     ]
-    if any(expert_shard(p)[1] > 1 for p in trained):
+    if any(split_of(p).parts > 1 for p in trained):
         named = [{**group, "name": f"group {number}"} for number, group in enumerate(groups)]
         groups = split_params_into_different_moe_groups_for_optimizer(named, max_group_size=None)
     return [group for group in groups if group["params"]]

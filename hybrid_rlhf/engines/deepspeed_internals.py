@@ -17,13 +17,17 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.module_inject import layers
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
+from hybrid_rlhf.models.weight_split import SplitRanks, WeightSplit, note_split, split_of
 from hybrid_rlhf.runtime.world import World
 
 _BF16_MASTER_PARTITIONS = "fp32_groups_flat_partition"
@@ -47,12 +51,16 @@ def partition_of(parameter: nn.Parameter) -> Tensor | None:
 
 
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Full shape of a parameter, gathered or not."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    """Full shape of a parameter, gathered or not, split or not."""
+    shape = list(getattr(parameter, "ds_shape", parameter.shape))
+    split = split_of(parameter)
+    if split.dim is not None:
+        shape[split.dim] *= split.parts
+    return tuple(shape)
 
 
 def full_elements(parameter: nn.Parameter) -> int:
-    """Number of elements of a full parameter, gathered or not."""
+    """Number of elements of a full parameter, gathered or not; of this rank's part of one that is split."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -78,13 +86,13 @@ def zero3_hooks_removed(engine: DeepSpeedEngine) -> Iterator[None]:
 # -- experts that the ranks of a group share
 
 
-def register_expert_groups(experts: World, replicas: World) -> None:
+def register_expert_groups(ranks: SplitRanks) -> None:
     """Make the ranks that split experts, and those that have the same experts, known to ZeRO under the name that
     `expert_parameter` gives them."""
-    name = _expert_group(experts.size)
+    name = _expert_group(ranks.parts.size)
     for world, group_by_name, ranks_by_name in (
-        (experts, groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
-        (replicas, groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
+        (ranks.parts, groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS),
+        (ranks.replicas, groups._EXPERT_DATA_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS),
     ):
         group_by_name[name] = world.group
         ranks_by_name[name] = list(world.members)
@@ -129,6 +137,43 @@ def experts_declared(trained: bool) -> Iterator[None]:
 def _expert_group(size: int) -> str:
     """Return DeepSpeed's name for the groups of ranks that split experts."""
     return f"ep_size_{size}"
+
+
+# -- tensor parallelism
+
+
+def finish_tensor_parallelism(engine: DeepSpeedEngine, ranks: SplitRanks) -> None:
+    """Note how AutoTP has split each parameter, and allow ranks that compute together to pass different rows to the
+    forward, which exchanges them."""
+    engine.first_dataloader_check.remove()
+    for parameter in engine.module.parameters():
+        is_split = is_model_parallel_parameter(parameter)
+        dim = getattr(parameter, DS_AUTOTP_UC_META)["partition_dim"] if is_split else None
+        note_split(parameter, WeightSplit(ranks.parts, dim))
+
+
+@contextlib.contextmanager
+def _tensor_parallel(ranks: SplitRanks | None) -> Iterator[None]:
+    """Make DeepSpeed use the ranks of one engine under tensor parallelism.
+
+    DeepSpeed keeps one set of groups and one mode for all engines, and an engine without tensor parallelism fails when
+    they are set.
+    """
+    if ranks is None:
+        yield
+        return
+    parts = ranks.parts.group
+    values = {"_TENSOR_MODEL_PARALLEL_GROUP": parts, "_MODEL_PARALLEL_GROUP": parts, "mpu": groups}
+    values |= {"_DATA_PARALLEL_GROUP": ranks.replicas.group}
+    before = {name: getattr(groups, name) for name in values}
+    mode = layers.DEEPSPEED_AUTOTP_MODE
+    vars(groups).update(values)
+    deepspeed.set_autotp_mode(training=True)
+    try:
+        yield
+    finally:
+        vars(groups).update(before)
+        layers.DEEPSPEED_AUTOTP_MODE = mode
 
 
 # -- optimizer state of a parameter
@@ -357,11 +402,21 @@ def align_ids(world: World) -> None:
 
 
 @contextlib.contextmanager
-def engine_ranks(world: World) -> Iterator[None]:
+def engine_ranks(world: World, tensor_ranks: SplitRanks | None = None) -> Iterator[None]:
     """Make DeepSpeed use only the ranks of one engine; needed around all calls that may run its collectives.
 
     DeepSpeed uses torch's default group, and keeps one clone of it for all engines.
+
+    Args:
+        world: the ranks.
+        tensor_ranks: their groups under tensor parallelism.
     """
+    with _tensor_parallel(tensor_ranks), _only_ranks(world):
+        yield
+
+
+@contextlib.contextmanager
+def _only_ranks(world: World) -> Iterator[None]:
     if len(world.ranks) in (0, dist.get_world_size()):
         yield
         return

@@ -16,6 +16,7 @@ _OURS = {
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
         "train.micro_batch_size and the batch size of the step",
     ),
+    "tensor_parallel": "model.tensor_parallel",
     "gradient_clipping": "max_grad_norm of the optimizer section",
 }
 """Keys that a user may not set, and the settings to use instead. In float32 at stage 0, ModelEngine clips."""

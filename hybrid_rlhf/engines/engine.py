@@ -7,6 +7,7 @@ count of the whole update as its divisor. DeepSpeed's mean over ranks is undone 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,7 +21,6 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     disable_gradient_allreduce,
     engine_ranks,
     free_weights,
-    full_elements,
     full_shape,
     model_step,
     replace_model_step,
@@ -31,11 +31,11 @@ from hybrid_rlhf.engines.partition import base_parameters
 from hybrid_rlhf.engines.residency.offload import OffloadedWeights
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.models.activation_offload import ActivationOffload
-from hybrid_rlhf.models.expert_parallel import expert_shard
 from hybrid_rlhf.models.four_bit import elements_of
 from hybrid_rlhf.models.lora import adapters_off, has_lora
 from hybrid_rlhf.models.packing import pads
 from hybrid_rlhf.models.structure import layer_list
+from hybrid_rlhf.models.weight_split import SplitRanks, split_of
 from hybrid_rlhf.runtime.world import World
 
 Role = Literal["actor", "critic", "reference", "reward", "student", "teacher"]
@@ -81,6 +81,8 @@ class EngineOptions:
     """Keep the weights of a frozen, unpartitioned model in host memory outside `on_device`."""
     muon: bool = False
     """Muon trains the model."""
+    tensor_ranks: SplitRanks | None = None
+    """Groups of the engine's ranks under tensor parallelism."""
 
     def compiled(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Context of an optimizer step. DeepSpeed's Muon is compiled on first use, but not on a CPU, where that takes a
@@ -114,7 +116,7 @@ class ModelEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the wrapped module."""
         offloads = self._options.offload_activations and torch.is_grad_enabled()
-        with engine_ranks(self.world), ActivationOffload() if offloads else contextlib.nullcontext():
+        with self._ranks(), ActivationOffload() if offloads else contextlib.nullcontext():
             return self._engine(*args, **kwargs)
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
@@ -168,10 +170,7 @@ class ModelEngine:
     @property
     def parameters(self) -> int:
         """Number of parameters, including adapters."""
-        return sum(
-            elements_of(parameter) or full_elements(parameter) * expert_shard(parameter)[1]
-            for parameter in self.module.parameters()
-        )
+        return sum(elements_of(parameter) or math.prod(full_shape(parameter)) for parameter in self.module.parameters())
 
     @property
     def packs(self) -> bool:
@@ -202,9 +201,11 @@ class ModelEngine:
             total: scalar, sum of losses over this rank's micro-batch.
             count: divisor of the sum over all micro-batches and ranks of this update.
         """
-        # DeepSpeed averages over ranks; multiplied by the number of ranks, this is a sum.
-        with engine_ranks(self.world):
-            self.deepspeed_engine.backward(total * (self.world.size / max(count, 1.0)), scale_wrt_gas=False)
+        # DeepSpeed averages over the ranks with the same weights; multiplied by their number, this is a sum.
+        tensor_ranks = self._options.tensor_ranks
+        averaged = self.world.size if tensor_ranks is None else tensor_ranks.replicas.size
+        with self._ranks():
+            self.deepspeed_engine.backward(total * (averaged / max(count, 1.0)), scale_wrt_gas=False)
 
     def with_router_losses(self, loss: LossSum, weights: Tensor) -> LossSum:
         """Add the router losses of the last forward to a loss, if the model has any (models/routers/losses.py).
@@ -226,13 +227,17 @@ class ModelEngine:
     def step(self) -> UpdateStats:
         """Apply the accumulated gradient, step the schedule, and clear the gradient."""
         lr = float(self._engine.get_lr()[0])
-        with engine_ranks(self.world), self._options.compiled(self.world.device):
+        with self._ranks(), self._options.compiled(self.world.device):
             self.deepspeed_engine.step()
         # with Muon under ZeRO, DeepSpeed's norm is that of the updates
         reports = not self._options.muon or self._engine.zero_optimization_stage() == 0
         norm = self._engine.get_global_grad_norm() if reports else None
         skipped = not self._engine.was_step_applied()
         return UpdateStats(lr=lr, grad_norm=None if norm is None else float(norm), skipped=skipped)
+
+    def _ranks(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which DeepSpeed uses the ranks of this engine."""
+        return engine_ranks(self.world, self._options.tensor_ranks)
 
     def _step_if_finite(self, lr_kwargs: dict[str, Any] | None) -> None:
         """Update a plain float32 engine unless the gradient is not finite; DeepSpeed's update would apply it anyway."""
@@ -248,14 +253,14 @@ class ModelEngine:
         model_step(self._engine, lr_kwargs)
 
     def _grad_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """Return the norm of the gradients of a plain float32 engine, with those of experts on other ranks."""
+        """Return the norm of the gradients of a plain float32 engine, with those of the parts of other ranks."""
         grads: dict[int, list[Tensor]] = {1: []}
         for parameter in parameters:
             assert parameter.grad is not None
-            grads.setdefault(expert_shard(parameter)[1], []).append(parameter.grad)
+            grads.setdefault(split_of(parameter).parts, []).append(parameter.grad)
         total = torch.nn.utils.get_total_norm(grads.pop(1))
-        for parts, of_experts in grads.items():  # each expert's gradient is on size / parts ranks
-            square = self.world.all_reduce(torch.nn.utils.get_total_norm(of_experts).square())
+        for parts, of_parts in grads.items():  # each part's gradient is on size / parts ranks
+            square = self.world.all_reduce(torch.nn.utils.get_total_norm(of_parts).square())
             total = (total.square() + square * parts / self.world.size).sqrt()
         return total
 

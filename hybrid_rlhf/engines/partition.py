@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.engines.deepspeed_internals import full_elements, is_partitioned
-from hybrid_rlhf.models.expert_parallel import all_experts, expert_shard, local_experts
 from hybrid_rlhf.models.four_bit import FourBitWeight, is_four_bit, plain_value, share_four_bit
 from hybrid_rlhf.models.lora import base_weight, four_bit_weight, lora_layers, merged_weight, plain_name, weights_of
 from hybrid_rlhf.models.structure import backbone_of
+from hybrid_rlhf.models.weight_split import split_of
 from hybrid_rlhf.runtime.world import World
 
 
@@ -47,13 +47,18 @@ class GatheredWeight:
     parameter: nn.Parameter
     adapter: LoraLayer | None
     """LoRA layer with this base weight; none: the weight has no adapter."""
-    experts: Tensor | None = None
-    """Value with the experts of all ranks that share them; none: this rank has the whole value."""
+    whole: Tensor | None = None
+    """The whole value, if ranks share it in parts."""
+
+    def with_parts(self) -> GatheredWeight:
+        """Return the weight with its parts on other ranks gathered. Every rank calls."""
+        split = split_of(self.parameter)
+        return self if split.parts == 1 else replace(self, whole=split.whole(self.parameter))
 
     def merged(self) -> Tensor:
         """Return the value, with the adapter, if any, merged into a copy; dequantised if it is in 4 bits."""
-        if self.experts is not None:
-            return self.experts
+        if self.whole is not None:
+            return self.whole
         return plain_value(self.parameter) if self.adapter is None else merged_weight(self.adapter)
 
     def sampled(self) -> Tensor | FourBitWeight:
@@ -66,7 +71,7 @@ class GatheredWeight:
         """True if the memory of `sampled` does not change in training: it is new, or that of frozen 4-bit weights."""
         if is_four_bit(self.parameter):
             return not is_partitioned(self.parameter)
-        return self.adapter is not None or self.experts is not None
+        return self.adapter is not None or self.whole is not None
 
     @property
     def is_persistent(self) -> bool:
@@ -106,9 +111,7 @@ def full_weights(lm: nn.Module, *, bucket_elements: int) -> Iterator[GatheredWei
         elements += sum(full_elements(part) for part in mine)
         if number == len(weights) or elements + full_elements(weights[number][1]) > bucket_elements:
             with gathered(parts):
-                for weight in bucket:
-                    shared = expert_shard(weight.parameter)[1] > 1
-                    yield replace(weight, experts=all_experts(weight.parameter, weight.parameter)) if shared else weight
+                yield from (weight.with_parts() for weight in bucket)
             bucket = []
             parts = []
             elements = 0
@@ -140,7 +143,7 @@ def set_weights(parameter: nn.Parameter, values: Tensor) -> None:
     """Set the values of a parameter, partitioned or not. Every rank must make this call."""
     with gathered([parameter], writer_rank=0), torch.no_grad():
         if parameter.numel():
-            parameter.copy_(local_experts(values, parameter).to(parameter))
+            parameter.copy_(split_of(parameter).local(values).to(parameter))
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:

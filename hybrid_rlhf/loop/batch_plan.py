@@ -85,10 +85,11 @@ def _parallel(ranks: int, micro_batches: MicroBatches) -> tuple[int, str]:
     Raises:
         UserError: when the ranks cannot be divided into groups that compute a micro-batch together.
     """
-    together = micro_batches.sequence_parallel
+    together = micro_batches.ranks
     if ranks % together:
         raise UserError(
-            f"model.sequence_parallel must divide the number of ranks {ranks}, got {together}: give a divisor"
+            f"model.sequence_parallel and model.tensor_parallel must divide the number of ranks {ranks}, got "
+            f"{together}: give a divisor"
         )
     groups = ranks // together
     return groups, f"{ranks} ranks" if together == 1 else f"{groups} groups of {together} ranks"

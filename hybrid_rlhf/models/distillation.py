@@ -96,4 +96,4 @@ class Student(Policy):
 def _scaled(head: HeadLogprobs, hidden: Tensor) -> tuple[Tensor, OutputHead]:
     """Hidden states and head, scaled by the family's logit scale."""
     states, bias = head.scaled(hidden)
-    return states, OutputHead(head.weight, bias, head.convention.softcap, head.float32_logits)
+    return states, OutputHead(head.summed_weight, bias, head.convention.softcap, head.float32_logits)

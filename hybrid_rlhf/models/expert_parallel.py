@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.models.weight_split import WeightSplit, note_split, split_of
 from hybrid_rlhf.runtime.world import World
 
 
@@ -60,38 +61,19 @@ def require_expert_parallelism(lm: PreTrainedModel, size: int, *, ranks: int) ->
         raise UserError(f"model.expert_parallel must divide the number of ranks {ranks}, got {size}: give a divisor")
 
 
-def expert_shard(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return which part of a parameter's experts this rank has, and the number of parts; 0 and 1 for all others."""
-    world: World | None = getattr(parameter, "expert_world", None)
-    return (0, 1) if world is None else (world.rank, world.size)
-
-
-def local_experts(values: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of the values [E, ...] of a whole parameter; other parameters have one part."""
-    part, parts = expert_shard(parameter)
-    size = len(values) // parts if parts > 1 else 0
-    return values[part * size : (part + 1) * size] if parts > 1 else values
-
-
-def all_experts(values: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return the values [E, ...] of a whole parameter from this rank's part; every rank calls. Other parameters are
-    whole."""
-    world: World | None = getattr(parameter, "expert_world", None)
-    return values if world is None else world.all_gather(values.detach()).flatten(0, 1)
-
-
 def split_experts(layer: Any, world: World, replace: Callable[[nn.Parameter], nn.Parameter]) -> None:
     """Let the ranks of a group compute the experts of a layer together.
 
     Args:
         layer: one of `expert_layers`.
         world: the group.
-        replace: returns a new parameter with this rank's part (`local_experts`) of a parameter that has been marked.
+        replace: returns a new parameter with this rank's part of a parameter, whose split is noted.
     """
+    split = WeightSplit(world, dim=0)
     for name, parameter in list(layer.named_parameters(recurse=False)):
-        vars(parameter)["expert_world"] = world
+        note_split(parameter, split)
         part = replace(parameter)
-        vars(part)["expert_world"] = world
+        note_split(part, split)
         setattr(layer, name, part)
     layer.num_experts //= world.size
     vars(layer)["forward"] = _Dispatch(layer.forward, layer.num_experts, world)
@@ -107,7 +89,7 @@ def whole_experts(lm: nn.Module) -> Iterator[None]:
     for layer, dispatch in zip(split, dispatches, strict=True):
         layer.num_experts *= dispatch.world.size
     for weight, part in parts:
-        weight.data = all_experts(part, weight)
+        weight.data = split_of(weight).whole(part)
     try:
         yield
     finally:

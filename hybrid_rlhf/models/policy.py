@@ -22,7 +22,7 @@ from hybrid_rlhf.functional.logprobs import logprobs_from_hidden
 from hybrid_rlhf.functional.masking import last_index, position_ids
 from hybrid_rlhf.functional.products import wide_linear
 from hybrid_rlhf.models.families import has_float32_logits, head_convention
-from hybrid_rlhf.models.packing import SequenceShard, pack, packs, shard_rows
+from hybrid_rlhf.models.packing import SequenceShard, pack, packs, shard_rows, tensor_world, with_summed_gradient
 from hybrid_rlhf.models.routers.losses import RouterLoss, RouterLosses
 from hybrid_rlhf.models.routers.replay import RouterReplay
 from hybrid_rlhf.models.structure import backbone_of
@@ -40,6 +40,7 @@ class HeadLogprobs(nn.Module):
         head = lm.get_output_embeddings()
         self.weight = head.weight
         self.bias = getattr(head, "bias", None)
+        self._world = tensor_world(lm)
         self.convention = head_convention(lm.config)
         self.float32_logits = has_float32_logits(lm)
 
@@ -47,10 +48,10 @@ class HeadLogprobs(nn.Module):
         """Log-probs and entropy [N] float32 of labels [N] after hidden states [N, H]."""
         softcap = self.convention.softcap
         scale = self.convention.scale
-        states, bias = (hidden, self.bias) if softcap is None else self.scaled(hidden)
+        states, bias = (hidden, self.summed_bias) if softcap is None else self.scaled(hidden)
         return logprobs_from_hidden(
             states,
-            weight=self.weight,
+            weight=self.summed_weight,
             bias=bias,
             labels=labels,
             temperature=temperature / scale
@@ -61,12 +62,21 @@ class HeadLogprobs(nn.Module):
             float32_logits=self.float32_logits,
         )
 
+    @property
+    def summed_weight(self) -> Tensor:
+        """The weight; under tensor parallelism its gradient is summed over the ranks, each of which has some tokens."""
+        return with_summed_gradient(self.weight, self._world)
+
+    @property
+    def summed_bias(self) -> Tensor | None:
+        """The bias, as the weight."""
+        return None if self.bias is None else with_summed_gradient(self.bias, self._world)
+
     def scaled(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Hidden states and bias, multiplied by the family's logit scale."""
         scale = self.convention.scale
-        return (
-            (hidden, self.bias) if scale == 1.0 else (hidden * scale, None if self.bias is None else self.bias * scale)
-        )
+        bias = self.summed_bias
+        return (hidden, bias) if scale == 1.0 else (hidden * scale, None if bias is None else bias * scale)
 
 
 class Policy(nn.Module):
@@ -133,7 +143,7 @@ class Policy(nn.Module):
     def _in_parts(
         self, shard: SequenceShard, attention_mask: Tensor, token_mask: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """`forward` under sequence parallelism: the head runs on this rank's part of the tokens."""
+        """`forward` under sequence or tensor parallelism: the head runs on this rank's part of the tokens."""
         real = attention_mask.bool()
         before, wanted = places_before(real, token_mask)
         asked = torch.zeros(shard.tokens, dtype=torch.bool, device=real.device)
@@ -161,7 +171,7 @@ class Scorer(nn.Module):
         if shard is None:
             values = self.lm.score(backbone_hidden(self.lm, input_ids, real))
         else:
-            values = shard.own(self.lm.score(shard.hidden(self.lm)))
+            values = shard.own(shard.hidden(self.lm, self.lm.score))
         return scatter_tokens(values.squeeze(-1).float(), real)
 
 

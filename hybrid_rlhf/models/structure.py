@@ -40,11 +40,10 @@ def layer_list(lm: PreTrainedModel) -> nn.ModuleList | None:
 
 
 def layer_matrices(lm: PreTrainedModel) -> list[nn.Parameter]:
-    """Trained weights of the linear modules in a model's layers. Embeddings, head, norms, biases, convolutions and
-    stacked experts are not included."""
+    """Weights of the linear modules in a model's layers. Embeddings, head, norms, biases, convolutions and stacked
+    experts are not included."""
     modules = (layer_list(lm) or nn.ModuleList()).modules()
-    weights: list[nn.Parameter] = [module.weight for module in modules if isinstance(module, nn.Linear | Conv1D)]  # type: ignore[misc]
-    return [weight for weight in weights if weight.requires_grad]
+    return [module.weight for module in modules if isinstance(module, nn.Linear | Conv1D)]  # type: ignore[misc]
 
 
 def has_mixture(lm: nn.Module) -> bool:

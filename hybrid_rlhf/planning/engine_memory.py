@@ -129,16 +129,17 @@ def engine_memory(
         zero_config: how the states are sharded and offloaded.
         optimizer: none: the model is frozen.
         dtype: data type of the weights.
-        ranks: number of ranks that shard the states.
+        ranks: number of ranks of the engine.
         overrides: the user's DeepSpeed JSON.
     """
     json = deepspeed_config(zero=zero_config, dtype=dtype, optimizer=optimizer, overrides=overrides)
     zero = json["zero_optimization"]
     e = model.local
-    whole = model.elements
+    # a part of split experts is partitioned over fewer ranks, so a partition is as large as of whole experts
+    whole = model.elements if model.tensor_parallel == 1 else e
+    ranks //= model.tensor_parallel
     low = dtype.itemsize
     stage = int(zero["stage"])
-    # split experts are partitioned over fewer ranks: a partition is as large as of whole ones
     trained = whole.trained / ranks if stage else e.trained
     scales = SCALE_BYTES_PER_WEIGHT * e.four_bit  # ZeRO-3 does not partition them
     weights = ((whole.stored_bytes(low) - scales) / ranks if stage == 3 else e.stored_bytes(low) - scales) + scales

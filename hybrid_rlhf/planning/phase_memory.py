@@ -10,6 +10,7 @@ import torch
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.configs.sections.training import LoopConfig
 from hybrid_rlhf.configs.sft import SFTConfig
@@ -109,25 +110,25 @@ class PhaseMemory:
 
 def micro_batch(
     train: LoopConfig,
+    model: ModelConfig,
     rows: int,
     length: int,
     *,
     sides: int = 1,
     head_tokens: int | None = None,
-    sequence_parallel: int = 1,
 ) -> BatchShape:
     """The largest micro-batch of a rank, or its part of one.
 
     Args:
         train: limits of micro-batches.
+        model: number of ranks that compute the tokens of a row, or rows, together.
         rows: rows of an update on this rank.
         length: tokens of the longest row.
         sides: sequences per row; two where completions are compared.
         head_tokens: tokens per row whose log-prob is computed; none: all.
-        sequence_parallel: number of ranks that compute the tokens of a row together.
     """
     size = train.micro_batch_size
-    at_once = train.micro_batch_tokens * sequence_parallel // (length * sides) if size is None else size
-    sequences = max(1, min(at_once, rows * sequence_parallel)) * sides
+    at_once = train.micro_batches(model).tokens // (length * sides) if size is None else size
+    sequences = max(1, min(at_once, rows * model.ranks_together)) * sides
     wanted = sequences * (length if head_tokens is None else head_tokens)
-    return BatchShape(sequences, -(-length // sequence_parallel), -(-wanted // sequence_parallel))
+    return BatchShape(sequences, -(-length // model.sequence_parallel), -(-wanted // model.ranks_together))

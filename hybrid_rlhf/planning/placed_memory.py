@@ -235,13 +235,7 @@ class MemoryModel:
         rollout = self._job.config.rollout
         train = self._job.config.train
         new = rollout.sampling.max_new_tokens
-        return micro_batch(
-            train,
-            rows,
-            rollout.max_prompt_tokens + new,
-            head_tokens=new,
-            sequence_parallel=self._job.config.model.sequence_parallel,
-        )
+        return micro_batch(train, self._job.config.model, rows, rollout.max_prompt_tokens + new, head_tokens=new)
 
 
 @lru_cache(maxsize=1024)

@@ -25,7 +25,7 @@ from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.models.expert_parallel import expert_layers, require_expert_parallelism
 from hybrid_rlhf.models.four_bit import BYTES_PER_WEIGHT
 from hybrid_rlhf.models.lora import base_weight, choose_trained, four_bit_layers, lora_layers, plain_name
-from hybrid_rlhf.models.packing import layer_masks, packs, places
+from hybrid_rlhf.models.packing import layer_masks, packs, places, require_tensor_parallelism
 from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import first_line, load_config, reading
@@ -55,7 +55,7 @@ class ParameterCounts:
     largest_four_bit: int = 0
     """Elements of the largest of these matrices, which is dequantised at once."""
     matrices: int = 0
-    """Trained, in matrices of the layers, which Muon trains."""
+    """In matrices of the layers, which Muon trains and tensor parallelism splits."""
 
     def stored_bytes(self, itemsize: int) -> float:
         """Bytes of the weights, if those that are not in 4 bits take `itemsize` each."""
@@ -99,14 +99,21 @@ class ShapedModel:
     """A model on the meta device."""
 
     def __init__(
-        self, lm: PreTrainedModel, *, offloads: bool, four_bit: Sequence[int] = (), expert_parallel: int = 1
+        self,
+        lm: PreTrainedModel,
+        *,
+        offloads: bool,
+        four_bit: Sequence[int] = (),
+        expert_parallel: int = 1,
+        tensor_parallel: int = 1,
     ) -> None:
         """Args: the model, whether its activations are offloaded in training, the sizes of its 4-bit weights, and the
-        number of ranks that split the experts of a layer."""
+        numbers of ranks that split the experts and the matrices of a layer."""
         self.lm = lm
         self.config: PreTrainedConfig = lm.config
-        self.elements = _counts(lm, four_bit, expert_parallel=1)
-        self.local = _counts(lm, four_bit, expert_parallel=expert_parallel)
+        self.tensor_parallel = tensor_parallel
+        self.elements = _counts(lm, four_bit)
+        self.local = _counts(lm, four_bit, expert_parallel=expert_parallel, tensor_parallel=tensor_parallel)
         """Numbers of the weights that a rank has where ZeRO does not partition them."""
         experts = sum(weight.numel() for layer in expert_layers(lm) for weight in layer.parameters())
         self.split_experts = experts if expert_parallel > 1 else 0
@@ -160,13 +167,14 @@ class ShapedModel:
         return ForwardMemory(kept=float(kept), peak=float(counter.peak - before), host=float(moved))
 
 
-def _counts(lm: PreTrainedModel, four_bit: Sequence[int], *, expert_parallel: int) -> ParameterCounts:
-    """Return the numbers of a model's weights on one of the ranks that split the experts of each layer."""
-    experts = {id(weight) for layer in expert_layers(lm) for weight in layer.parameters()}
-    sizes = [
-        (weight.numel() // (expert_parallel if id(weight) in experts else 1), weight.requires_grad)
-        for weight in lm.parameters()
-    ]
+def _counts(
+    lm: PreTrainedModel, four_bit: Sequence[int], *, expert_parallel: int = 1, tensor_parallel: int = 1
+) -> ParameterCounts:
+    """Return the numbers of a model's weights on one of the ranks that split the experts or matrices of each layer."""
+    matrices = layer_matrices(lm)
+    parts = {id(weight): expert_parallel for layer in expert_layers(lm) for weight in layer.parameters()}
+    parts |= {id(matrix): tensor_parallel for matrix in matrices}
+    sizes = [(weight.numel() // parts.get(id(weight), 1), weight.requires_grad) for weight in lm.parameters()]
     return ParameterCounts(
         trained=sum(size for size, learns in sizes if learns),
         frozen=sum(size for size, learns in sizes if not learns),
@@ -174,7 +182,7 @@ def _counts(lm: PreTrainedModel, four_bit: Sequence[int], *, expert_parallel: in
         adapted=sum(base_weight(layer).numel() for _, layer in lora_layers(lm)),
         four_bit=sum(four_bit),
         largest_four_bit=max(four_bit, default=0),
-        matrices=sum(matrix.numel() for matrix in layer_matrices(lm)),
+        matrices=sum(matrix.numel() for matrix in matrices) // tensor_parallel,
     )
 
 
@@ -244,11 +252,17 @@ def shaped_model(
         choose_trained(lm, lora, architecture, learns=learns, seed=0)
     if config.expert_parallel > 1 and expert_layers(lm):
         require_expert_parallelism(lm, config.expert_parallel, ranks=config.expert_parallel)
+    if config.tensor_parallel > 1:
+        require_tensor_parallelism(lm, config.tensor_parallel)
     lm.train(learns)
     if len(_MODELS) == _MOST_MODELS:
         _MODELS.pop(next(iter(_MODELS)))
     _MODELS[key] = ShapedModel(
-        lm, offloads=config.activation_offload, four_bit=four_bit, expert_parallel=config.expert_parallel
+        lm,
+        offloads=config.activation_offload,
+        four_bit=four_bit,
+        expert_parallel=config.expert_parallel,
+        tensor_parallel=config.tensor_parallel,
     )
     return _MODELS[key]
 

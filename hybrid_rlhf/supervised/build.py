@@ -177,7 +177,7 @@ def _plan(config: SupervisedConfig, run: Run) -> BatchPlan:
     plan = plan_batch(
         global_batch_size=config.train.global_batch_size,
         ranks=run.world.size,
-        micro_batches=config.train.micro_batches(config.model.sequence_parallel),
+        micro_batches=config.train.micro_batches(config.model),
     )
     log_plan(plan, run)
     return plan

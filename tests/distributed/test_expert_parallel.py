@@ -28,14 +28,9 @@ from hybrid_rlhf.engines.saved.checkpoints import CheckpointWriter, LoopState, l
 from hybrid_rlhf.engines.saved.training_state import TrainingState
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.generation import SamplingParams
-from hybrid_rlhf.models.expert_parallel import (
-    expert_layers,
-    expert_shard,
-    local_experts,
-    require_expert_parallelism,
-    split_experts,
-)
+from hybrid_rlhf.models.expert_parallel import expert_layers, require_expert_parallelism, split_experts
 from hybrid_rlhf.models.pretrained.saving import save_model
+from hybrid_rlhf.models.weight_split import split_of
 from hybrid_rlhf.planning.shapes import shaped_model
 from hybrid_rlhf.rl.roles.placing import _require_all_ranks
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
@@ -227,15 +222,15 @@ def split_all(world: World, names: list[str]) -> dict[str, tuple[float, float]]:
         split = variant(name)
         require_expert_parallelism(split, world.size, ranks=world.size)
         for layer in expert_layers(split):
-            split_experts(layer, world, lambda weight: nn.Parameter(local_experts(weight.detach(), weight).clone()))
+            split_experts(layer, world, lambda weight: nn.Parameter(split_of(weight).local(weight.detach()).clone()))
         output = split(ids[world.rank]).logits
         output.square().mean().backward()
         expected = [whole(rows).logits for rows in ids]
         torch.stack(expected).square().mean(dim=(1, 2, 3)).sum().backward()
         grads = [
-            (weight.grad, local_experts(other.grad, weight))
+            (weight.grad, split_of(weight).local(other.grad))
             for weight, other in zip(split.parameters(), whole.parameters(), strict=True)
-            if expert_shard(weight)[1] > 1 and weight.grad is not None and other.grad is not None
+            if split_of(weight).parts > 1 and weight.grad is not None and other.grad is not None
         ]
         assert grads
         errors[name] = (
@@ -265,7 +260,10 @@ def test_every_family_with_stacked_experts_can_split_them(tmp_path: Path) -> Non
     [
         ("--model.expert_parallel 3", "must divide the number of experts, MixtralForCausalLM has 4, got 3"),
         ("--model.expert_parallel 2", "must divide the number of ranks 1, got 2"),
-        ("--model.expert_parallel 2 --model.sequence_parallel 2", "got model.sequence_parallel 2: leave one out"),
+        (
+            "--model.expert_parallel 2 --model.sequence_parallel 2",
+            "got model.sequence_parallel 2 and model.expert",
+        ),
         ("--model.expert_parallel 2 --model.quantization nf4 --lora.rank 4", "got model.quantization nf4"),
     ],
 )

@@ -48,8 +48,8 @@ CASES: list[Case] = [
     (stage, attention, CUTS[(stage + shift) % 2])
     for stage, (shift, attention) in product(range(4), enumerate((PACKED, PADDED)))
 ]
-IN_PARTS: list[Case] = [
-    (stage, PACKED, MicroBatches(rows=rows, tokens=tokens, sequence_parallel=2))
+TOGETHER: list[Case] = [
+    (stage, PACKED, MicroBatches(rows=rows, tokens=tokens, ranks=2))
     for stage, (rows, tokens) in zip(range(4), ((2, 8192), (None, 24), (2, 8192), (None, 24)), strict=True)
 ]
 """Rows that pairs of ranks compute together."""
@@ -105,13 +105,16 @@ def random_batch(seed: int) -> Batch:
     return Batch(rollout, rewards=normal(1.0), advantages=normal(1.0), returns=values + normal(1.0))
 
 
-def gradients(world: World, path: str, critic_path: str, tasks: list[Task]) -> dict[Task, torch.Tensor]:
-    """For each task the gradients of all that learns in a row, on rank 0."""
+def gradients(
+    world: World, path: str, critic_path: str, tasks: list[Task], together: str = "sequence_parallel"
+) -> dict[Task, torch.Tensor]:
+    """For each task the gradients of all that learns in a row, on rank 0; `together` is the key of the ranks that
+    compute rows together."""
     optimizer = OptimizerConfig(lr=1e6, eps=1e6, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.0)
     found = {}
     for number, (name, seed, (stage, attention, micro)) in enumerate(tasks):
         products._LEAST_PRODUCTS = 1 if attention == PACKED else 2**62  # oneDNN against torch's own
-        model = ModelConfig(attention=attention, sequence_parallel=micro.sequence_parallel)  # type: ignore[arg-type]
+        model = ModelConfig(attention=attention, **{together: micro.ranks})  # type: ignore[arg-type]
         spec = EngineSpec("actor", path, model, ZeroConfig(stage=stage), 0, optimizer)  # type: ignore[arg-type]
         actor, algorithm = build_actor(spec, world), ALGORITHMS[name](settings_of(name))
         critic = build_engine(replace(spec, role="critic", path=critic_path), world) if name == "ppo" else None
@@ -175,13 +178,19 @@ def test_an_update_does_not_depend_on_how_it_is_cut(
     assert_as_expected(found, expected)
 
 
+@pytest.mark.parametrize("together", ["sequence_parallel", "tensor_parallel"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_an_update_does_not_depend_on_sequence_parallelism(
-    ranks: int, model_folder: Path, critic_folder: Path, tmp_path: Path, expected: dict[tuple[str, int], torch.Tensor]
+def test_an_update_does_not_depend_on_ranks_that_compute_together(
+    ranks: int,
+    together: str,
+    model_folder: Path,
+    critic_folder: Path,
+    tmp_path: Path,
+    expected: dict[tuple[str, int], torch.Tensor],
 ) -> None:
     """Two ranks compute all rows together; of four, two pairs compute rows of their own."""
-    tasks: list[Task] = [(name, 0, case) for name, case in product(("ppo", "grpo"), IN_PARTS)]
-    found = run_ranks(gradients, ranks, tmp_path, str(model_folder), str(critic_folder), tasks)[0]
+    tasks: list[Task] = [(name, 0, case) for name, case in product(("ppo", "grpo"), TOGETHER)]
+    found = run_ranks(gradients, ranks, tmp_path, str(model_folder), str(critic_folder), tasks, together)[0]
     assert len(found) == len(tasks)
     assert_as_expected(found, expected)
 

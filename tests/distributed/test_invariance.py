@@ -44,6 +44,7 @@ MICRO_BATCHES = {
     **{str(rows): ["--train.micro_batch_size", str(rows)] for rows in (1, 2, 4, 8)},
     "100 tokens": ["--train.micro_batch_tokens", "100"],
     "in parts": "--train.micro_batch_tokens 100 --model.sequence_parallel 2 --model.mlp_parts 3".split(),
+    "split weights": "--train.micro_batch_tokens 100 --model.tensor_parallel 2".split(),
     "padded": ["--train.micro_batch_tokens", "100", "--model.attention", "eager"],
 }
 OPTIONS = {
@@ -63,17 +64,20 @@ LAYOUTS = [
     (2, 3, "100 tokens"),
     (2, 1, "in parts"),
     (2, 3, "in parts"),
+    (2, 2, "split weights"),
+    (2, 3, "split weights"),
+    (2, 0, "split weights"),
 ]
 """Ranks, ZeRO stage, micro-batches; each is held against one rank, stage 0, packed micro-batches of 8."""
 COVERING = {
-    "sft": (5, 6),
+    "sft": (5, 6, 10),
     "moe": (1,),
-    "reward": (2,),
+    "reward": (2, 9),
     "listwise": (4,),
     "steps": (2,),
-    "dpo": (0, 7),
+    "dpo": (0, 7, 8),
     "kto": (2,),
-    "ppo": (3,),
+    "ppo": (3, 10),
 }
 """Layouts of each step that `make test` runs; `make faults` runs all."""
 
@@ -149,7 +153,7 @@ def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
         pytest.param(name, *layout, marks=[] if place in COVERING[name] else pytest.mark.faults)
         for name in STEPS
         for place, layout in enumerate(LAYOUTS)
-        if name != "moe" or layout[2] != "in parts"
+        if name != "moe" or layout[2] not in ("in parts", "split weights")
     ],
 )
 def test_losses_do_not_depend_on_the_layout(name: str, ranks: int, stage: int, micro: str, workspace: Path) -> None:

@@ -49,6 +49,8 @@ def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     ("ranks", "settings"),
     [
         (2, {"stage": 3}),
+        (2, {"stage": 2, "tensor_parallel": 2}),
+        pytest.param(4, {"stage": 3, "tensor_parallel": 2}, marks=pytest.mark.faults),
         pytest.param(2, {"stage": 0}, marks=pytest.mark.faults),
         pytest.param(2, {"stage": 2, "offload_optimizer": True}, marks=pytest.mark.faults),
         pytest.param(2, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}, marks=pytest.mark.faults),

@@ -229,7 +229,7 @@ def test_neighbours_stay_in_one_micro_batch() -> None:
 def test_readers_without_sequence_parallelism_compute_every_row(ranks: int, tensor_parallel: int) -> None:
     """Inference weights compute rows alone; their ranks need not be a multiple of those that train a row together."""
     rollout = completions_of([1, 9, 2, 2, 7, 3])
-    plan = MiniBatchPlanner(MicroBatches(rows=1, sequence_parallel=2), seed=3, world=CPU).plan(rollout)
+    plan = MiniBatchPlanner(MicroBatches(rows=1, ranks=2), seed=3, world=CPU).plan(rollout)
     seen: list[int] = []
     for rank in range(0, ranks, tensor_parallel):
         parts = plan.micro_batches(World(rank, ranks, rank, ranks, torch.device("cpu")), tensor_parallel)

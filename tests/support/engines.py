@@ -38,13 +38,14 @@ def actor_spec(
     lr: float = 1e-2,
     quantization: Literal["nf4"] | None = None,
     optimizer: Literal["adamw", "muon"] = "adamw",
+    tensor_parallel: int = 1,
     **zero: bool,
 ) -> EngineSpec:
     """An actor that trains from the model of a folder, at a constant learning rate."""
     return EngineSpec(
         "actor",
         str(path),
-        ModelConfig(dtype=dtype, quantization=quantization),
+        ModelConfig(dtype=dtype, quantization=quantization, tensor_parallel=tensor_parallel),
         ZeroConfig(stage=stage, **zero),
         0,  # type: ignore[arg-type]
         OptimizerConfig(

@@ -30,6 +30,9 @@ class ModelConfig(Settings):
     expert_parallel: Count = setting(1, advanced=True, mutable=True)
     """Number of ranks that split the experts of each layer of a mixture (GShard, arXiv 2006.16668), in training and
     scoring; a divisor of the number of experts and of ranks. For mixtures whose experts are most of the memory."""
+    tensor_parallel: Count = setting(1, advanced=True)
+    """Number of ranks that share the weights of each layer and compute rows together (Megatron-LM, arXiv 1909.08053),
+    in training and scoring; a divisor of the numbers of attention and key heads and of ranks. Not with lora."""
     mlp_parts: Count = setting(1, advanced=True, mutable=True)
     """Number of parts in which an MLP computes the tokens of a micro-batch, recomputed in the backward pass; 8 or more
     for long rows (ALST, arXiv 2506.13996)."""
@@ -49,17 +52,27 @@ class ModelConfig(Settings):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 
+    @property
+    def ranks_together(self) -> int:
+        """Number of ranks that compute a micro-batch together."""
+        return max(self.sequence_parallel, self.tensor_parallel)
+
     def _check(self) -> None:
-        alone = self.expert_parallel == 1
+        for key, value, rule in (
+            ("expert_parallel", self.expert_parallel, "splits experts in the dtype of the model"),
+            ("tensor_parallel", self.tensor_parallel, "splits weights in the dtype of the model"),
+        ):
+            require(
+                value == 1 or self.quantization is None,
+                f"model.{key} {value} {rule}, got model.quantization {self.quantization}: leave one out",
+            )
+        sizes = {
+            f"model.{name}": getattr(self, name) for name in ("sequence_parallel", "tensor_parallel", "expert_parallel")
+        }
+        found = [f"{key} {size}" for key, size in sizes.items() if size > 1]
         require(
-            alone or self.sequence_parallel == 1,
-            f"model.expert_parallel {self.expert_parallel} splits experts among ranks with different rows, got "
-            f"model.sequence_parallel {self.sequence_parallel}: leave one out",
-        )
-        require(
-            alone or self.quantization is None,
-            f"model.expert_parallel {self.expert_parallel} splits experts in the dtype of the model, got "
-            f"model.quantization {self.quantization}: leave one out",
+            len(found) < 2,
+            f"one of {', '.join(sizes)} can be more than 1, got {' and '.join(found)}: leave one out",
         )
 
     @staticmethod
@@ -80,7 +93,8 @@ SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if key.name not in R
 
 
 def require_adapters(model: ModelConfig, lora: LoraConfig | None, *, section: str, stage: int) -> None:
-    """Require adapters of a trained model whose base weights are quantised, as these cannot be trained.
+    """Require adapters of a trained model whose base weights are quantised, as these cannot be trained; and none of one
+    whose weights are split.
 
     Args:
         model: the model section.
@@ -93,6 +107,11 @@ def require_adapters(model: ModelConfig, lora: LoraConfig | None, *, section: st
         model.quantization is None or stage < 3 or model.gradient_checkpointing,
         f"model.quantization {model.quantization} under zero.stage 3 needs model.gradient_checkpointing, got false: "
         "leave it out",
+    )
+    require(
+        model.tensor_parallel == 1 or lora is None,
+        f"model.tensor_parallel trains all weights, got {model.tensor_parallel} with {section}: leave one of the two "
+        "out",
     )
     require(
         model.quantization is None or lora is not None,

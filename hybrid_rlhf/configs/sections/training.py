@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rules import Count, Natural, NonNegative, Positive, Settings, Share, require, setting
 
 
@@ -42,16 +43,18 @@ class OptimizerConfig(Settings):
         """
         return {"max_grad_norm": 0.0} if values["name"] == "muon" and "max_grad_norm" not in settled else {}
 
-    def require_all_weights(self, lora: object | None, *, section: str) -> None:
-        """Require that the optimizer trains all weights, not adapters, if it is Muon.
+    def require_whole_matrices(self, lora: object | None, *, section: str, tensor_parallel: int) -> None:
+        """Require that the optimizer trains whole matrices, neither adapters nor parts, if it is Muon.
 
         Args:
             lora: adapters of the trained model.
             section: key of the adapters.
+            tensor_parallel: number of ranks that have parts of the matrices.
         """
+        found = section if lora is not None else f"model.tensor_parallel {tensor_parallel}"
         require(
-            self.name != "muon" or lora is None,
-            f"optimizer.name muon orthogonalises updates of whole matrices, got {section}: leave one of the two out",
+            self.name != "muon" or (lora is None and tensor_parallel == 1),
+            f"optimizer.name muon orthogonalises updates of whole matrices, got {found}: leave one of the two out",
         )
 
     def _check(self) -> None:
@@ -136,7 +139,7 @@ class MicroBatches:
     """Largest number of real tokens, unless a single row has more."""
     padded: bool = False
     """True if some layers of the model compute padding; tokens are then rows times the longest row."""
-    sequence_parallel: int = 1
+    ranks: int = 1
     """Number of ranks that compute a micro-batch together."""
 
 
@@ -155,10 +158,12 @@ class LoopConfig(CheckpointConfig):
     eval_every: Natural = 0
     """Steps between evaluations on held-out rows; 0: only before the first and after the last step."""
 
-    def micro_batches(self, sequence_parallel: int = 1) -> MicroBatches:
-        """The size of the micro-batches, each of which so many ranks compute together."""
-        tokens = self.micro_batch_tokens * sequence_parallel
-        return MicroBatches(self.micro_batch_size, tokens, sequence_parallel=sequence_parallel)
+    def micro_batches(self, model: ModelConfig | None = None) -> MicroBatches:
+        """The size of the micro-batches, which several ranks of a model with sequence or tensor parallelism compute
+        together; without a model one rank."""
+        model = model or ModelConfig()
+        tokens = self.micro_batch_tokens * model.sequence_parallel
+        return MicroBatches(self.micro_batch_size, tokens, ranks=model.ranks_together)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.engines.partition import GatheredWeight, adapted_layers, base_parameters
-from hybrid_rlhf.models.expert_parallel import local_experts
 from hybrid_rlhf.models.four_bit import FourBitWeight
 from hybrid_rlhf.models.lora import Adapter, weights_of
+from hybrid_rlhf.models.weight_split import split_of
 
 ELEMENTS = 512
 """Number of elements compared per weight; of stacked experts, on average at least `_ELEMENTS_PER_EXPERT` each."""
@@ -78,7 +78,7 @@ class ElementCheck:
     def _compare(self, name: str, value: Tensor, generator: torch.Generator) -> Tensor:
         """Return the excess of a weight (WrongElements), a float64 scalar."""
         parameter, layer = self._weights[name]
-        value = local_experts(value, parameter)
+        value = split_of(parameter).local(value)
         experts = len(value) if value.dim() == 3 else 0
         draws = torch.rand(max(ELEMENTS, experts * _ELEMENTS_PER_EXPERT), generator=generator, dtype=torch.float64)
         places = (draws * value.numel()).long().to(value.device)

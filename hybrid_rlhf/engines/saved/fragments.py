@@ -30,7 +30,7 @@ from hybrid_rlhf.engines.deepspeed_internals import (
     trained_by_muon,
     wrapped_optimizer,
 )
-from hybrid_rlhf.models.expert_parallel import expert_shard
+from hybrid_rlhf.models.weight_split import split_of
 from hybrid_rlhf.runtime.world import World
 
 WEIGHT = "weight"
@@ -44,9 +44,9 @@ class Fragment:
     """A contiguous part of one flattened parameter; its tensors [n] are views of the engine's memory."""
 
     name: str
-    """Name of the parameter."""
+    """Name of the parameter; of parts along another dimension than the first also the part."""
     offset: int
-    """Index of the first element in the flattened parameter."""
+    """Index of the first element in the flattened parameter, or in the part that `name` gives."""
     tensors: Mapping[str, Tensor]
     copy: int = 0
     """Index of this rank among those that have the same fragment."""
@@ -54,6 +54,10 @@ class Fragment:
     """Number of these ranks."""
     is_copy: bool = False
     """True if another rank has the same fragment, and writes it."""
+
+    def part(self, offset: int, tensors: Mapping[str, Tensor]) -> Fragment:
+        """Return the part of the fragment that begins at an offset in it."""
+        return replace(self, offset=self.offset + offset, tensors=tensors)
 
     @property
     def share(self) -> Fragment:
@@ -66,6 +70,27 @@ class Fragment:
         return replace(
             self, offset=self.offset + first, tensors={kind: t[first:end] for kind, t in self.tensors.items()}
         )
+
+
+def _held(name: str, parameter: nn.Parameter, world: World, *, is_replicated: bool) -> Fragment:
+    """Return the fragment that this rank and its replicas have of a parameter, without tensors.
+
+    Args:
+        name: name of the parameter.
+        parameter: the parameter, whole or split.
+        world: the ranks of the engine.
+        is_replicated: true if ZeRO does not partition the fragment.
+    """
+    split = split_of(parameter)
+    ranks = split.ranks
+    return Fragment(
+        f"{name}@{ranks.rank}of{ranks.size}" if split.dim else name,
+        ranks.rank * full_elements(parameter) if split.dim == 0 else 0,
+        {},
+        copy=world.rank // ranks.size if is_replicated else 0,
+        copies=world.size // ranks.size if is_replicated else 1,
+        is_copy=split.dim is None and ranks.rank > 0,
+    )
 
 
 def parameter_fragments(
@@ -81,14 +106,11 @@ def parameter_fragments(
     """
     for (name, parameter), value in zip(parameters, values, strict=True):
         elements = full_elements(parameter)
-        part, parts = expert_shard(parameter)
-        copy = world.rank // parts
-        copies = world.size // parts
         is_partition = partition_of(parameter) is not None
-        offset = value.numel() * copy if is_partition else 0
+        held = _held(name, parameter, world, is_replicated=not is_partition)
+        offset = value.numel() * (world.rank // split_of(parameter).ranks.size) if is_partition else 0
         if offset < elements:  # the last partitions may be padding
-            tensors = {kind: value.detach().flatten()[: elements - offset]}
-            yield Fragment(name, part * elements + offset, tensors, *((0, 1) if is_partition else (copy, copies)))
+            yield held.part(offset, {kind: value.detach().flatten()[: elements - offset]})
 
 
 def local_values(parameter: nn.Parameter) -> Tensor:
@@ -114,13 +136,12 @@ def training_fragments(engine: DeepSpeedEngine, world: World) -> Iterator[Fragme
         place = optimizer_slice(engine, parameter) if parameter.requires_grad else None
         if place is None:
             continue
-        part, parts = expert_shard(parameter)
-        held = (world.rank // parts, world.size // parts) if is_replicated else (0, 1)
+        held = _held(name, parameter, world, is_replicated=is_replicated)
         if trained_by_muon(parameter):
             values = place.flat.detach().flatten()[place.start : place.start + place.elements]
             momentum = muon_momentum(engine, parameter, place)
-            yield Fragment(name, place.offset, {WEIGHT: values}, *held)
-            yield Fragment(name, momentum.offset, {_MOMENTUM: momentum.values}, *held, momentum.is_copy)
+            yield held.part(place.offset, {WEIGHT: values})
+            yield replace(held, is_copy=momentum.is_copy).part(momentum.offset, {_MOMENTUM: momentum.values})
             continue
         if not states[place.flat]:  # AdamW creates the states in its first step
             zeros = torch.zeros_like
@@ -130,15 +151,11 @@ def training_fragments(engine: DeepSpeedEngine, world: World) -> Iterator[Fragme
                 exp_avg_sq=zeros(place.flat),
             )
         moments = {kind: state for kind, state in states[place.flat].items() if state.dim()}
-        yield Fragment(
-            name,
-            part * full_elements(parameter) + place.offset,
-            {
-                kind: tensor.detach().flatten()[place.start : place.start + place.elements]
-                for kind, tensor in {WEIGHT: place.flat, **moments}.items()
-            },
-            *held,
-        )
+        tensors = {
+            kind: tensor.detach().flatten()[place.start : place.start + place.elements]
+            for kind, tensor in {WEIGHT: place.flat, **moments}.items()
+        }
+        yield held.part(place.offset, tensors)
 
 
 def optimizer_steps(engine: DeepSpeedEngine) -> int:

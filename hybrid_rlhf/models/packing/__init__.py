@@ -10,9 +10,19 @@ and `exchange.py` (rows that several ranks compute together).
 
 from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
 from hybrid_rlhf.models.packing.batches import PackedBatch, layer_masks, pack, packs, pads, use_packing, why_padded
-from hybrid_rlhf.models.packing.exchange import set_sequence_world
+from hybrid_rlhf.models.packing.exchange import (
+    set_sequence_world,
+    set_tensor_world,
+    tensor_world,
+    with_summed_gradient,
+)
 from hybrid_rlhf.models.packing.rows import places
-from hybrid_rlhf.models.packing.sequence import SequenceShard, require_sequence_parallelism, shard_rows
+from hybrid_rlhf.models.packing.sequence import (
+    SequenceShard,
+    require_sequence_parallelism,
+    require_tensor_parallelism,
+    shard_rows,
+)
 
 __all__ = [
     "PACKED_ATTENTION",
@@ -24,8 +34,12 @@ __all__ = [
     "pads",
     "places",
     "require_sequence_parallelism",
+    "require_tensor_parallelism",
     "set_sequence_world",
+    "set_tensor_world",
     "shard_rows",
+    "tensor_world",
     "use_packing",
     "why_padded",
+    "with_summed_gradient",
 ]

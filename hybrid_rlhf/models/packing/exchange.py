@@ -1,4 +1,5 @@
-"""Exchange of tokens for heads among the ranks of a sequence-parallel group, inside attention (sequence.py).
+"""Exchanges among ranks that compute rows together (sequence.py): of tokens for heads inside attention, under sequence
+parallelism, and of the parts of gradients after the backbone, under tensor parallelism.
 
 Shapes: S ranks, N tokens of the group, C = N / S tokens of a rank, A heads, D head size.
 """
@@ -15,6 +16,8 @@ from hybrid_rlhf.runtime.world import World
 
 _ATTRIBUTE = "sequence_world"
 """Attribute of the modules of a model under sequence parallelism: the ranks of the group."""
+_TENSOR_ATTRIBUTE = "tensor_world"
+"""Attribute of a model under tensor parallelism: the ranks of the group."""
 
 
 def set_sequence_world(lm: nn.Module, world: World) -> None:
@@ -28,6 +31,28 @@ def sequence_world(module: nn.Module) -> World | None:
     parallelism."""
     world: World | None = vars(module).get(_ATTRIBUTE)
     return world
+
+
+def set_tensor_world(lm: nn.Module, world: World) -> None:
+    """Set the ranks that hold parts of a model's weights and compute its rows together."""
+    vars(lm)[_TENSOR_ATTRIBUTE] = world
+
+
+def tensor_world(lm: nn.Module) -> World | None:
+    """The ranks that hold parts of a model's weights and compute its rows together; None without tensor parallelism."""
+    world: World | None = vars(lm).get(_TENSOR_ATTRIBUTE)
+    return world
+
+
+def with_summed_gradient(weight: Tensor, world: World | None) -> Tensor:
+    """A weight of which each rank computes a part of the gradient; None: it is returned."""
+    return weight if world is None else _Replicated.apply(weight, world)
+
+
+def part_of_tokens(x: Tensor, world: World) -> Tensor:
+    """This rank's part [N / S, ...] of values [N, ...] that all ranks have computed."""
+    part: Tensor = _Part.apply(x, world)
+    return part
 
 
 def heads_of_all_tokens(x: Tensor, world: World) -> Tensor:
@@ -45,6 +70,32 @@ def tokens_of_all_heads(x: Tensor, world: World) -> Tensor:
     """The inverse: [1, C, A, D] from [1, N, A / S, D]."""
     parts = _Exchanged.apply(x[0].unflatten(0, (world.size, -1)), world)  # [S, C, A / S, D]
     return parts.transpose(0, 1).flatten(1, 2)[None]  # type: ignore[no-any-return]
+
+
+class _Replicated(torch.autograd.Function):
+    """The same weight on all ranks, whose gradient is the sum of those of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.world.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Part(torch.autograd.Function):
+    """A part of the same values on each rank; every rank gets the gradient of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return x.chunk(world.size)[world.rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.world.all_gather(grad).flatten(0, 1), None
 
 
 class _Exchanged(torch.autograd.Function):

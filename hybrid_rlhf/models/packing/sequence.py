@@ -19,17 +19,67 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.families import has_mixers
 from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
 from hybrid_rlhf.models.packing.batches import has_varlen_kernel, like_lengths
-from hybrid_rlhf.models.packing.exchange import sequence_world
+from hybrid_rlhf.models.packing.exchange import part_of_tokens, sequence_world, tensor_world
 from hybrid_rlhf.models.packing.rows import ends, places
 from hybrid_rlhf.models.structure import backbone_of, has_mixture
 from hybrid_rlhf.runtime.world import World
+
+_SPLIT_STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"}
+"""Styles of transformers' tensor-parallel plans that leave every weight of the layers whole or split in equal parts.
+Embeddings stay whole."""
+
+
+def _require_common(lm: PreTrainedModel, size: int, *, key: str) -> None:
+    """Check what sequence and tensor parallelism need, for the error message with their key.
+
+    Raises:
+        UserError: for a model that does not support it.
+    """
+    name = type(lm).__name__
+    if has_mixers(lm.config):
+        raise UserError(
+            f"{key} splits attention, {name} has other layers that mix tokens, such as recurrent ones: set it to 1"
+        )
+    if lm.config._attn_implementation != PACKED_ATTENTION:
+        raise UserError(
+            f"{key} needs packed rows with attention auto or sdpa, {name} has "
+            f"{lm.config._attn_implementation}: set it to 1, or leave out model.attention"
+        )
+    if has_mixture(lm):
+        raise UserError(f"{key} is for dense models, {name} has a mixture of experts: set it to 1")
+    heads = lm.config.get_text_config().num_attention_heads
+    if heads % size:
+        raise UserError(
+            f"{key} must divide the number of attention heads, {name} has {heads}, got {size}: give a divisor"
+        )
+
+
+def require_tensor_parallelism(lm: PreTrainedModel, size: int) -> None:
+    """Check that so many ranks can hold parts of a model's weights.
+
+    Raises:
+        UserError: for a model that does not support it.
+    """
+    _require_common(lm, size, key="model.tensor_parallel")
+    name = type(lm).__name__
+    config = lm.config.get_text_config()
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    if not plan or not {*plan.values()} <= _SPLIT_STYLES:
+        raise UserError(
+            f"model.tensor_parallel needs a plan of transformers with rows and columns, {name} has "
+            f"{', '.join(sorted({*plan.values()} - _SPLIT_STYLES)) or 'none'}: set it to 1"
+        )
+    for key in ("num_key_value_heads", "intermediate_size"):
+        number = getattr(config, key, None) or size
+        if number % size:
+            raise UserError(f"model.tensor_parallel must divide {key}, {name} has {number}, got {size}: give a divisor")
 
 
 def require_sequence_parallelism(lm: PreTrainedModel, size: int) -> None:
@@ -38,30 +88,14 @@ def require_sequence_parallelism(lm: PreTrainedModel, size: int) -> None:
     Raises:
         UserError: for a model that does not support it.
     """
+    _require_common(lm, size, key="model.sequence_parallel")
     config = lm.config.get_text_config()
     name = type(lm).__name__
-    if has_mixers(lm.config):
-        raise UserError(
-            f"model.sequence_parallel exchanges tokens in attention, {name} has other layers that mix tokens, such as "
-            "recurrent ones: set it to 1"
-        )
-    if lm.config._attn_implementation != PACKED_ATTENTION:
-        raise UserError(
-            f"model.sequence_parallel needs packed rows with attention auto or sdpa, {name} has "
-            f"{lm.config._attn_implementation}: set it to 1, or leave out model.attention"
-        )
-    if has_mixture(lm):
-        raise UserError(f"model.sequence_parallel is for dense models, {name} has a mixture of experts: set it to 1")
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if rotary in ("longrope", "dynamic"):
         raise UserError(
             f"model.sequence_parallel needs rotary positions that do not depend on the length, {name} has {rotary}: "
             "set it to 1"
-        )
-    if config.num_attention_heads % size:
-        raise UserError(
-            f"model.sequence_parallel must divide the number of attention heads, {name} has "
-            f"{config.num_attention_heads}, got {size}: give a divisor"
         )
 
 
@@ -78,16 +112,19 @@ class SequenceShard:
     """[tokens of all ranks] index of each among the N, by rank and row."""
     mine: slice
     """This rank's tokens in that order."""
+    computes_all: bool
+    """True if each rank's backbone computes all tokens, with its part of the weights."""
 
     @property
     def tokens(self) -> int:
         """n."""
         return self.mine.stop - self.mine.start  # type: ignore[no-any-return]
 
-    def hidden(self, lm: PreTrainedModel) -> Tensor:
-        """Last hidden states [C, H] of this rank's part."""
+    def hidden(self, lm: PreTrainedModel, head: nn.Module | None = None) -> Tensor:
+        """Last hidden states [C, H] of this rank's part, or the output of a head after them."""
         hidden: Tensor = backbone_of(lm)(**self.arguments, use_cache=False).last_hidden_state[0]
-        return hidden
+        outputs = hidden if head is None else head(hidden)
+        return part_of_tokens(outputs, self.world) if self.computes_all else outputs
 
     @property
     def part(self) -> slice:
@@ -107,14 +144,14 @@ class SequenceShard:
 
 
 def shard_rows(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> SequenceShard | None:
-    """This rank's part of the rows of its group; None without sequence parallelism. Every rank calls.
+    """This rank's part of the rows of its group; None without sequence and tensor parallelism. Every rank calls.
 
     Args:
         lm: the model.
         input_ids: [B, T] int64, rows of this rank.
         real: [B, T] bool, true on real tokens.
     """
-    world = sequence_world(lm)
+    world = sequence_world(lm) or tensor_world(lm)
     if world is None:
         return None
     lengths = [length for rows in _gathered_lists(real.sum(dim=1), world) for length in rows.tolist() if length]
@@ -138,10 +175,10 @@ def shard_rows(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> Sequence
         mask = places(sizes, like_lengths(sizes, device), device=device)
     packed = ids.new_zeros(len(ids) + padding).index_copy(0, order, ids)
     positions = torch.cat([torch.arange(size, device=device) for size in sizes])
-    shard = SequenceShard(world, {}, packed, order, slice(before, before + len(by_rank[world.rank])))
-    shard.arguments.update(
-        input_ids=packed[None, shard.part], position_ids=positions[None, shard.part], attention_mask=mask
-    )
+    computes_all = tensor_world(lm) is not None
+    shard = SequenceShard(world, {}, packed, order, slice(before, before + len(by_rank[world.rank])), computes_all)
+    inputs = slice(None) if computes_all else shard.part
+    shard.arguments.update(input_ids=packed[None, inputs], position_ids=positions[None, inputs], attention_mask=mask)
     return shard
 
 

@@ -60,13 +60,13 @@ class MiniBatchPlan:
         """This rank's micro-batches of all mini-batches; [] on a rank outside of those that share the rows.
 
         Tensor-parallel groups of consecutive ranks share the rows: the ranks of a group have the same. They, and the
-        copy of a critic, have inference weights, with which each computes its rows without sequence parallelism.
+        copy of a critic, have inference weights, with which each computes its rows alone.
         """
         if not world.is_member:
             return []
         shared = replace(world, rank=world.rank // tensor_parallel, size=world.size // tensor_parallel)
-        together = self.size.sequence_parallel
-        alone = replace(self, size=replace(self.size, sequence_parallel=1, tokens=self.size.tokens // together))
+        together = self.size.ranks
+        alone = replace(self, size=replace(self.size, ranks=1, tokens=self.size.tokens // together))
         plan = alone if tensor_parallel > 1 or world.size % together else self
         return [micro_batch for mini_batch in plan.mini_batches(shared) for micro_batch in mini_batch]
 

@@ -130,7 +130,7 @@ def _alone(config: RLConfig, scratch: Path) -> RLConfig:
         output_dir=str(scratch),
         resume="never",
         placement=None,
-        model=replace(config.model, sequence_parallel=1, expert_parallel=1),
+        model=replace(config.model, sequence_parallel=1, expert_parallel=1, tensor_parallel=1),
         rollout=replace(config.rollout, tensor_parallel=1),
         faults=replace(config.faults, check_weights=False),
     )
