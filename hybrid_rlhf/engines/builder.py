@@ -187,7 +187,7 @@ def _build(engine_type: Callable[..., EngineT], spec: EngineSpec, world: World) 
 
 
 def _initialize(
-    spec: EngineSpec, world: World, tensor_ranks: SplitRanks | None
+    spec: EngineSpec, world: World, tensor_ranks: SplitRanks | None = None
 ) -> tuple[DeepSpeedEngine, EngineOptions]:
     """Load the model of a role and initialise DeepSpeed with it."""
     dtype = training_dtype(spec.model, world.device)

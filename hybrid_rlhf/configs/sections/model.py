@@ -69,10 +69,10 @@ class ModelConfig(Settings):
         sizes = {
             f"model.{name}": getattr(self, name) for name in ("sequence_parallel", "tensor_parallel", "expert_parallel")
         }
-        found = [f"{key} {size}" for key, size in sizes.items() if size > 1]
+        set_keys = [f"{key} {size}" for key, size in sizes.items() if size > 1]
         require(
-            len(found) < 2,
-            f"one of {', '.join(sizes)} can be more than 1, got {' and '.join(found)}: leave one out",
+            len(set_keys) < 2,
+            f"one of {', '.join(sizes)} can be more than 1, got {' and '.join(set_keys)}: leave one out",
         )
 
     @staticmethod

@@ -51,10 +51,10 @@ class OptimizerConfig(Settings):
             section: key of the adapters.
             tensor_parallel: number of ranks that have parts of the matrices.
         """
-        found = section if lora is not None else f"model.tensor_parallel {tensor_parallel}"
+        chosen = section if lora is not None else f"model.tensor_parallel {tensor_parallel}"
         require(
             self.name != "muon" or (lora is None and tensor_parallel == 1),
-            f"optimizer.name muon orthogonalises updates of whole matrices, got {found}: leave one of the two out",
+            f"optimizer.name muon orthogonalises updates of whole matrices, got {chosen}: leave one of the two out",
         )
 
     def _check(self) -> None:
