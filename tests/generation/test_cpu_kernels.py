@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import Tensor
 
 from hybrid_rlhf.generation.model.layers import InferenceLinear
@@ -213,6 +214,22 @@ def test_products_equal_those_in_float64(outputs: int, inputs: int) -> None:
     by_columns = x.t().contiguous().t()
     without = cpu_kernels.linear(by_columns, packed, outputs, None)
     torch.testing.assert_close(without, (expected - bias).float(), rtol=1e-5, atol=1e-5 * inputs**0.5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dequantised_weights_are_those_of_training_bit_for_bit(dtype: torch.dtype) -> None:
+    """For partial blocks of weights and of scales, a part of a larger result, and bfloat16 values in float32."""
+    for outputs, inputs in ((3, 2), (33, 70), (576, 512)):
+        codes, state = quantize_4bit(
+            torch.randn(outputs, inputs, dtype=dtype), quant_type="nf4", compress_statistics=True
+        )
+        expected = dequantize_4bit(codes, state)
+        for as_dtype in (dtype, torch.float32):
+            result = torch.full((outputs + 2, inputs), 7.0, dtype=as_dtype)
+            cpu_kernels.dequantise(codes, state, result[1:-1])
+            assert torch.equal(result[1:-1], expected.to(as_dtype))
+            assert (result[[0, -1]] == 7).all()
 
 
 @needs_compiler

@@ -1,8 +1,8 @@
 """Linear layers of the decoder over the 4-bit weights that training reads, with an unmerged adapter.
 
-The weights are not copied: each call dequantises them, or multiplies by them in bitsandbytes' kernel. Where inference
-weights need other columns than training, as the row-parallel products of tensor parallelism, the dequantised weight is
-merged and selected in each call.
+The weights are not copied: each call dequantises them, on a CPU in a compiled kernel, or multiplies by them in
+bitsandbytes' kernel. Where inference weights need other columns than training, as the row-parallel products of tensor
+parallelism, the dequantised weight is merged and selected in each call.
 
 Source: QLoRA (arXiv 2305.14314, equation 5).
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_rlhf.functional import products
+from hybrid_rlhf.generation.ops import choice, cpu_kernels
 from hybrid_rlhf.models.four_bit import FourBitWeight
 
 
@@ -41,6 +43,8 @@ class FourBitPart:
         rows = picked[:, 0].long()
         is_whole = not self.selects_rows or (len(rows) == outputs and bool((rows == numbers).all()))
         self._rows = None if is_whole else rows
+        self.is_whole = self.selects_rows and is_whole
+        """True if the part is the weight."""
 
     def dense(self) -> Tensor:
         """Return the part [N, K] with its adapter merged."""
@@ -68,12 +72,16 @@ class FourBitLinear:
         self.outputs = sum(part.shape[0] for part in parts)
         self.inputs = parts[0].shape[1]
         self.weight = parts[0].weight.codes
+        device = self.weight.device
+        dtype = parts[0].weight.state.dtype
+        self._by_kernel = choice.kernels_for(device, dtype) is cpu_kernels and all(part.is_whole for part in parts)
+        # products in bfloat16 are slow without instructions for them
+        self._dtype = torch.float32 if self._by_kernel and not choice.can_pack(device, dtype) else dtype
         changes = [part.weight.change if part.selects_rows else None for part in parts]
         self._ranks = [0 if change is None else len(change.down) for change in changes]
         width = sum(self._ranks)
-        like = next((change.down for change in changes if change is not None), torch.empty(0))
-        self._down = like.new_empty(width, self.inputs)
-        self._up = like.new_zeros(self.outputs, width)
+        self._down = torch.empty(width, self.inputs, dtype=self._dtype, device=device)
+        self._up = torch.zeros(self.outputs, width, dtype=self._dtype, device=device)
         for place in range(len(self._parts)):
             self._set_factors(place)
 
@@ -96,10 +104,23 @@ class FourBitLinear:
         self._down[columns : columns + rank] = change.down
         self._up[rows : rows + part.shape[0], columns : columns + rank] = part.rows_of(change.up)
 
+    def _product(self, x: Tensor) -> Tensor:
+        """Return x W^T."""
+        if self._by_kernel:
+            weight = x.new_empty(self.outputs, self.inputs)
+            for part, rows in zip(self._parts, weight.split([part.shape[0] for part in self._parts]), strict=True):
+                cpu_kernels.dequantise(part.weight.codes, part.weight.state, rows)
+            return products.linear(x, weight)
+        outputs = [part(x) for part in self._parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
     def __call__(self, x: Tensor) -> Tensor:
         """Map [T, K] to [T, N]."""
-        products = [part(x) for part in self._parts]
-        out = products[0] if len(products) == 1 else torch.cat(products, dim=1)
+        dtype = x.dtype
+        x = x.to(self._dtype)
+        out = self._product(x)
         if self.bias is not None:
             out = out + self.bias
-        return torch.addmm(out, functional.linear(x, self._down), self._up.t()) if len(self._down) else out
+        if len(self._down):
+            out = torch.addmm(out, functional.linear(x, self._down), self._up.t())
+        return out.to(dtype)

@@ -12,7 +12,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512BW__) || defined(__AVXVNNI__)
 #include <immintrin.h>
 #endif
 
@@ -783,6 +783,64 @@ int product(const Product& a, Threads threads) {
     return OK;
 }
 
+// -- weights in 4 bits
+
+template <class T>
+struct FourBit {
+    const uint8_t *codes, *scale_codes;  // two weights per byte, the first in the high bits; a scale code per block
+    const float *levels, *scale_levels, *scale_scales;  // of the 16 codes, of the 256 scale codes, per block of scales
+    T* out;
+    int64_t weights, block, scale_block;
+    float scale_offset;
+    bool narrow;  // round to bfloat16 also in float32
+};
+
+// 2 n weights from n bytes, given the value of each code.
+template <class T>
+INLINE void look_up(const T* values, const uint8_t* codes, int64_t n, T* out) {
+    for (int64_t i = 0; i < n; ++i) {
+        out[2 * i] = values[codes[i] >> 4];
+        out[2 * i + 1] = values[codes[i] & 15];
+    }
+}
+#if defined(__AVX512BW__)
+template <>
+INLINE void look_up(const bfloat16* values, const uint8_t* codes, int64_t n, bfloat16* out) {
+    __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)values));  // twice: 5 bits are looked up
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(codes + i)));
+        __m512i places = _mm512_or_si512(_mm512_srli_epi32(pairs, 4), _mm512_slli_epi32(pairs, 16));
+        _mm512_storeu_si512(out + 2 * i, _mm512_permutexvar_epi16(places, table));
+    }
+    for (; i < n; ++i) {
+        out[2 * i] = values[codes[i] >> 4];
+        out[2 * i + 1] = values[codes[i] & 15];
+    }
+}
+#endif
+
+template <class T>
+int dequantise(const FourBit<T>& a, Threads threads) {
+    constexpr int64_t BLOCKS = 64;  // at a time
+    int64_t blocks = (a.weights + a.block - 1) / a.block;
+    deal(threads, a.weights >= MANY, blocks, BLOCKS, [&](int64_t block, int64_t end) {
+        for (; block < end; ++block) {
+            // rounded before the sum, as in training: the weights are the same bit for bit
+            volatile float product = a.scale_levels[a.scale_codes[block]] * a.scale_scales[block / a.scale_block];
+            float scale = product + a.scale_offset;
+            T values[16];
+            for (int64_t i = 0; i < 16; i += L) {
+                vf level = load(a.levels + i) * scale;
+                store(values + i, a.narrow ? rounded<bfloat16>(level) : level);
+            }
+            int64_t first = block * a.block, count = a.weights - first;
+            look_up(values, a.codes + first / 2, (count < a.block ? count : a.block) / 2, a.out + first);
+        }
+    });
+    return OK;
+}
+
 // -- products in int8
 
 constexpr int INT8_OUTPUTS = 32;  // as TILE_OUTPUTS, and what follows
@@ -1247,6 +1305,25 @@ struct Linear {
 
 int hybrid_linear(const Linear* a) {
     return product(Product{a->x, a->weight, a->bias, a->out, a->rows, a->inputs, a->outputs}, a->context.team());
+}
+
+struct Dequantise {
+    Context context;
+    const void *codes, *scale_codes, *levels, *scale_levels, *scale_scales;
+    void* out;
+    int64_t weights, block, scale_block, narrow;
+    double scale_offset;
+};
+
+int hybrid_dequantise(const Dequantise* a) {
+    auto call = [&](auto kind) {
+        using T = decltype(kind);
+        return dequantise(FourBit<T>{(const uint8_t*)a->codes, (const uint8_t*)a->scale_codes, (const float*)a->levels,
+                                     (const float*)a->scale_levels, (const float*)a->scale_scales, (T*)a->out,
+                                     a->weights, a->block, a->scale_block, (float)a->scale_offset, a->narrow != 0},
+                          a->context.team());
+    };
+    return a->context.half ? call(bfloat16{}) : call(float{});
 }
 
 struct Int8Linear {

@@ -19,6 +19,7 @@ import functools
 import logging
 import struct
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ _STRUCTS = {
         ("hybrid_gated", "3q2q3q"),
         ("hybrid_pack", "3q2q2q"),
         ("hybrid_linear", "3q4q3q"),
+        ("hybrid_dequantise", "3q6q4qd"),
         ("hybrid_int8_linear", "3q6q3q"),
         ("hybrid_sample", "3q7q4q"),
     )
@@ -262,6 +264,21 @@ def linear(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None) -> Tens
     out = x.new_empty(rows, outputs)
     _library().call("hybrid_linear", x.dtype, x.contiguous(), weight, bias, out, rows, inputs, outputs)
     return out
+
+
+def dequantise(codes: Tensor, state: Any, weight: Tensor) -> None:
+    """Write the values of 4-bit codes, in the dtype from which they were quantised, to a contiguous weight [N, K].
+
+    Args:
+        codes: [N K / 2, 1] uint8, two codes per byte.
+        state: bitsandbytes' QuantState, with double quantisation.
+        weight: the result, of that dtype or float32.
+    """
+    scales = state.state2
+    narrow = state.dtype == torch.bfloat16
+    tensors = (codes, state.absmax, state.code, scales.code, scales.absmax, weight)
+    sizes = (weight.numel(), state.blocksize, scales.blocksize, narrow)
+    _library().call("hybrid_dequantise", weight.dtype, *tensors, *sizes, float(state.offset))
 
 
 def pack_int8(codes: Tensor) -> tuple[Tensor, Tensor]:
