@@ -102,6 +102,7 @@ def test_equal_distributions_are_not_apart_and_others_are(kind: DivergenceName) 
     one, other = torch.randn(2, 5, 8, dtype=torch.float64).log_softmax(-1)
     assert divergence(one, teacher=one, kind=kind).abs().max() < 1e-12
     assert (divergence(one, teacher=other, kind=kind) > 1e-3).all()
+    assert torch.equal(divergence(one, teacher=other, kind=kind), divergence(one, teacher=other, kind=kind, beta=0.5))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,6 +132,7 @@ def test_a_larger_vocabulary_is_cut_to_the_smaller() -> None:
     hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     taught, teacher, labels = torch.randn(5, 4), torch.randn(7, 4), torch.randint(0, 7, (5,))
     rule = DistillationRule("jensen_shannon")
+    assert rule == DistillationRule("jensen_shannon", beta=0.5, temperature=1.0, sft_coef=0.0)
     more, less = (
         divergence_from_hidden(
             hidden, OutputHead(rows), teacher_hidden=taught, teacher_head=OutputHead(teacher), labels=labels, rule=rule

@@ -86,12 +86,26 @@ def paper(name: str, chosen: PairSide, rejected: PairSide, i: int, c: Any) -> fl
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 @pytest.mark.parametrize("sft_coef", [None, 0.7])
 def test_losses_are_the_papers(name: str, sft_coef: float | None) -> None:
-    learner = pair_loss(name) if sft_coef is None else pair_loss(name, sft_coef=sft_coef)
+    changes = {} if sft_coef is None else {"sft_coef": sft_coef}
+    learner = pair_loss(name, **changes, **({"beta": 1.0} if name == "hinge" else {}))  # of 0.1 no pair has enough
     chosen, rejected = sides()
     found = learner(chosen, rejected)
     expected = sum(paper(name, chosen, rejected, i, learner.config) for i in range(PAIRS))
     assert found.total.item() == pytest.approx(expected, rel=1e-5)
     assert float(found.count) == PAIRS
+    rewards = [
+        learner.config.beta * (side.mean_logprobs if name in ("simpo", "orpo") else side.log_ratio).detach()
+        for side in (chosen, rejected)
+    ]
+    expected_stats = {
+        "accuracy": (rewards[0] > rewards[1]).float().sum(),
+        "margin": (rewards[0] - rewards[1]).sum(),
+        "chosen_reward": rewards[0].sum(),
+        "rejected_reward": rewards[1].sum(),
+        "sft": -chosen.mean_logprobs.detach().sum(),
+    }
+    torch.testing.assert_close(found.stats, expected_stats)
+    assert not any(stat.requires_grad for stat in found.stats.values())
     # the derivative by differences, of each side's first log-prob
     gradients = torch.autograd.grad(found.total, [chosen.logprobs, rejected.logprobs])
     for place, (side, gradient) in enumerate(zip((chosen, rejected), gradients, strict=True)):
@@ -124,6 +138,13 @@ def test_simpo_and_orpo_ask_no_reference() -> None:
         assert not PREFERENCE_LOSSES[name].needs_reference
 
 
+def test_orpo_bounds_the_odds_of_a_completion_of_probability_1() -> None:
+    zero, one = torch.zeros(1), torch.ones(1)
+    even, certain = PairSide(zero - math.log(2), zero, one), PairSide(zero, zero, one)
+    found = pair_loss("orpo", sft_coef=0.0)(even, certain)
+    assert found.total.item() == pytest.approx(0.1 * math.log1p(1e6), rel=1e-4)
+
+
 def kto_paper(log_ratio: float, good: bool, point: float, config: Any) -> float:
     if good:
         return float(config.desirable_weight * (1 - 1 / (1 + math.exp(-config.beta * (log_ratio - point)))))
@@ -143,10 +164,15 @@ def test_kto_is_the_paper_s() -> None:
     found = KTO(config)(log_ratio, mean_logprobs=mean, good=good, reference_point=point)
     expected = sum(kto_paper(r, g, 0.3, config) for r, g in zip(log_ratio.tolist(), good.tolist(), strict=True))
     assert found.total.item() == pytest.approx(expected + 0.5 * 1.5, rel=1e-5)
+    assert float(found.count) == 4
     gradient, of_mean = torch.autograd.grad(found.total, [log_ratio, mean])
     assert (gradient[good] < 0).all() and (gradient[~good] > 0).all(), "good ones rise, bad ones fall"
     assert of_mean.tolist() == [-0.5, 0.0, -0.5, 0.0]
-    assert float(found.stats["accuracy"]) == 3, "0.5 and 2.0 are above the point and -1.0 below, but 0.4 is not"
+    told = {name: float(value) for name, value in found.stats.items()}
+    assert told == pytest.approx({"accuracy": 3, "good_reward": 0.25, "bad_reward": -0.06, "good": 2, "kl": 1.2}), (
+        "0.5 and 2.0 are above the point and -1.0 below, but 0.4 is not"
+    )
+    assert not any(stat.requires_grad for stat in found.stats.values())
 
 
 MISTAKES = {
@@ -240,15 +266,15 @@ def test_an_update_on_pairs_is_the_loss_of_their_completions() -> None:
 
 def test_an_update_on_labels_has_one_reference_point() -> None:
     """Without a run: a mean over the mismatched completions of all micro-batches, one of which may have none."""
-    config = parse_config(PreferenceStepConfig, ["--algorithm", "kto"]).algorithm
+    config = parse_config(PreferenceStepConfig, "--algorithm kto --algorithm.sft_coef 0.5".split()).algorithm
     assert isinstance(config, KTOConfig)
     engine = TableEngine()
-    objective = PreferenceLabelObjective(KTO(config), pad_token_id=0, device=torch.device("cpu"))
+    arguments: Any = {"pad_token_id": 0, "device": torch.device("cpu")}
+    objective = PreferenceLabelObjective(KTO(config), **arguments)
     collated = [objective.collate(rows) for rows in (ROWS[:2], ROWS[2:], [None])]
     batches = objective.prepare(engine, collated)  # type: ignore[arg-type]
     point = objective._reference_point
     assert point.item() == pytest.approx(((-1.2 + 1.9) + 0.5) / 2) and not point.requires_grad
-    assert engine.read == [(1, 4), (1, 1), (1, 1)], "a forward is as wide as its longest completion"
     found = objective.loss(engine, batches[0])  # type: ignore[arg-type]
     means = torch.tensor([-0.15, -0.3])
     log_ratio = torch.tensor([-0.3 + 1, -0.3 + 2])
@@ -258,10 +284,15 @@ def test_an_update_on_labels_has_one_reference_point() -> None:
     empty = objective.loss(engine, batches[2])  # type: ignore[arg-type]
     assert (empty.total.item(), empty.count.item(), empty.total.requires_grad) == (0.0, 0.0, True)
     assert engine.shares == [[1.0, 1.0], [0.0]]
+    assert engine.read == [(1, 4), (1, 1), (1, 1), (2, 3), (1, 1)], "a forward is as wide as its longest completion"
     assert [objective.count(batch) for batch in batches] == [2, 1, 0]
-    for rows in ([completions([5], [], labels=[False], ref_logprobs=[0.0, 0.4])], [None]):
+    unlikely = completions([5], [], labels=[False], ref_logprobs=[0.0, 0.4])
+    for rows, value in ((ROWS[2:], 0.5), ([unlikely], 0.0), ([None], 0.0)):
         objective.prepare(engine, [objective.collate(rows)])  # type: ignore[arg-type]
-        assert float(objective._reference_point) == 0
+        assert float(objective._reference_point) == value
+    live = PreferenceLabelObjective(KTO(config), **arguments, reference=lambda: nullcontext(TableEngine(-0.2)))  # type: ignore[arg-type, return-value]
+    (batch,) = live.prepare(engine, collated[:1])  # type: ignore[arg-type]
+    torch.testing.assert_close(batch.ref_logprobs, -0.2 * torch.tensor([3.0, 3.0, 12.0, 0.0]))
     told = {"loss": 1.0, "accuracy": 0.5, "good": 0.25, "good_reward": 0.5, "bad_reward": -0.6, "kl": 0.1}
     expected_metrics = [1.0, 0.5, 2.8, 2.0, -0.8, 0.1]
     names = ["loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "kl"]
