@@ -91,6 +91,7 @@ def test_the_loss_equals_that_of_whole_logits(
     expected = whole(logits, taught @ teacher.t(), labels, rule, (softcap, teacher_softcap))
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(total, temperature**2 * apart + sft_coef * nll)
+    assert not (apart.requires_grad or nll.requires_grad)
     inputs = [hidden, weight] + ([bias] if bias is not None else [])
     torch.testing.assert_close(
         torch.autograd.grad(3.0 * total, inputs), torch.autograd.grad(3.0 * expected, inputs), atol=1e-9, rtol=1e-7
@@ -168,6 +169,24 @@ def test_tokens_must_be_the_same() -> None:
             labels=torch.zeros(3, dtype=torch.long),
             rule=DistillationRule(),
         )
+
+
+def test_a_long_bfloat16_batch_sums_its_gradients_in_float32() -> None:
+    """512 chunks that add 1/2: bfloat16 would stop growing at 128."""
+    weight, bias = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 1), (2,)))
+    ones, certain = torch.ones(512, 1, dtype=torch.bfloat16), torch.tensor([[100.0], [-100.0]]).bfloat16()
+    total, *_ = divergence_from_hidden(
+        ones,
+        OutputHead(weight, bias),
+        teacher_hidden=ones,
+        teacher_head=OutputHead(certain),
+        labels=torch.zeros(512, dtype=torch.long),
+        rule=DistillationRule(),
+        chunk_tokens=1,
+    )
+    total.backward()
+    for learned in (weight, bias):
+        assert learned.grad is not None and learned.grad.flatten().tolist() == [-256.0, 256.0]
 
 
 def test_low_precision_is_summed_in_float32() -> None:

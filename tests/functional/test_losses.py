@@ -92,6 +92,7 @@ def test_policy_loss_is_the_clipped_surrogate(
     ]
     assert float(loss.total) == pytest.approx(sum(value for value, _ in slow))
     assert float(loss.stats["clipfrac"]) == sum(clipped for _, clipped in slow)
+    assert float(loss.stats["ratio"]) == pytest.approx(float((new - old)[mask].exp().sum()))
     assert float(loss.stats["approxkl"]) == pytest.approx(float(0.5 * ((new - old)[mask] ** 2).sum()), abs=1e-9)
 
 

@@ -222,6 +222,7 @@ def test_losses_are_the_papers_and_so_are_their_gradients(name: str) -> None:
         assert case.batch.rollout.old_logprobs is not None
         change = (case.logprobs.detach() - case.batch.rollout.old_logprobs)[case.mask]
         torch.testing.assert_close(loss.stats["approxkl"], 0.5 * change.square().sum())
+    assert name != "raft" or float(loss.stats["clipfrac"]) == 0
     weighed = replace(case, weights=torch.full_like(case.weights, 3.0)).loss(learner)
     torch.testing.assert_close(weighed.total, 3 * loss.total)
 
