@@ -15,7 +15,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig
 from hybrid_rlhf.functional.advantages import shaped_rewards
-from hybrid_rlhf.functional.groups import differs_in_group
+from hybrid_rlhf.functional.groups import differs_in_group, group_mean, group_std, leave_one_out
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.functional.masking import masked_whiten, row_sums
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
@@ -298,6 +298,13 @@ def test_equal_scores_have_advantages_of_exactly_0(name: str, score: float) -> N
         assert (masked_whiten(rewards[:, -1:], mask=mask[:, -1:]) == 0).all(), "of a whole rollout too"
 
 
+def test_a_group_of_one_has_no_deviation_and_low_precision_is_summed_in_float32() -> None:
+    groups, values = torch.zeros(2, dtype=torch.long), torch.tensor([256.0, 0.07]).bfloat16()
+    for function in (group_std, leave_one_out):
+        assert function(values[:1], groups=groups[:1]).tolist() == [0.0]
+    assert torch.equal(group_mean(values, groups=groups), group_mean(values.float(), groups=groups))
+
+
 def test_turn_rewards_of_equal_sum_are_equal_wherever_they_are_earned() -> None:
     """Float32 sums depend on the order: parts of a score in other places gave other outcomes, so advantages of 0.4."""
     parts = torch.tensor([1000.1, 0.3, 33.3, 0.7])
@@ -352,7 +359,7 @@ def test_dynamic_sampling_takes_groups_that_differ_in_their_scores() -> None:
     chosen = algorithm("dapo").select(SCORES, penalties=nothing, groups=GROUPS)
     assert torch.equal(chosen, GROUPS != 1)
     chosen = algorithm("dapo", dynamic_sampling=None).select(SCORES, penalties=nothing, groups=GROUPS)
-    assert torch.equal(chosen, torch.ones(8, dtype=torch.bool))
+    assert chosen.dtype is torch.bool and chosen.all()
     lengths_differ = torch.arange(8).float()
     chosen = algorithm("dapo").select(SCORES, penalties=lengths_differ, groups=GROUPS)
     assert torch.equal(chosen, GROUPS != 1), "lengths alone accept no group"

@@ -172,7 +172,7 @@ def test_kto_is_the_paper_s() -> None:
     assert told == pytest.approx({"accuracy": 3, "good_reward": 0.25, "bad_reward": -0.06, "good": 2, "kl": 1.2}), (
         "0.5 and 2.0 are above the point and -1.0 below, but 0.4 is not"
     )
-    assert not any(stat.requires_grad for stat in found.stats.values())
+    assert not any(stat.requires_grad or stat.dtype is not torch.float32 for stat in found.stats.values())
 
 
 MISTAKES = {
@@ -247,16 +247,17 @@ def test_an_update_on_pairs_is_the_loss_of_their_completions() -> None:
     learner, engine = pair_loss("ipo", sft_coef=0.5), TableEngine()
     arguments: Any = {"pad_token_id": 0, "device": torch.device("cpu")}
     objective = PreferencePairObjective(learner, **arguments)
-    (batch,) = objective.prepare(engine, [objective.collate(ROWS)])  # type: ignore[arg-type]
+    (batch,) = objective.prepare(engine, [objective.collate([*ROWS, None])])  # type: ignore[arg-type]
     found = objective.loss(engine, batch)  # type: ignore[arg-type]
     chosen = PairSide(torch.tensor([-0.3, -0.3, 0.0]), torch.tensor([-1.0, -1.0, -0.5]), torch.tensor([2, 2, 1]))
     rejected = PairSide(torch.tensor([-0.3, -1.2, -0.5]), torch.tensor([-2.0, -1.9, -0.8]), torch.tensor([1, 3, 1]))
     expected = learner(chosen, rejected)
     torch.testing.assert_close(found.total.detach(), expected.total)
     torch.testing.assert_close(found.stats, expected.stats)
-    assert engine.shares == [[1.0, 0.5, 0.5, 0.0, 0.5, 0.5]]
-    assert (objective.count(batch), objective.tokens(batch)) == (3, 3 + 2 + 4 + 1 + 2 + 1)
+    assert engine.shares == [[1.0, 0.5, 0.5, 0.0, 0.5, 0.5, 0.0]]
+    assert (objective.count(batch), objective.tokens(batch)) == (3, 3 + 2 + 4 + 1 + 2 + 1 + 1)
     means = {"loss": 1.0, "accuracy": 2.0, "margin": 3.0, "chosen_reward": 4.0, "rejected_reward": 5.0, "sft": 6.0}
+    assert objective.name == "preference"
     assert objective.metrics(means, "eval") == {f"eval/{name}": value for name, value in means.items()}
     live = PreferencePairObjective(learner, **arguments, reference=lambda: nullcontext(TableEngine(-0.2)))  # type: ignore[arg-type, return-value]
     (batch,) = live.prepare(engine, [live.collate(ROWS)])  # type: ignore[arg-type]
@@ -343,7 +344,7 @@ def test_cached_log_probs_are_those_of_the_reference(tmp_path: Path, monkeypatch
         engine.read.clear()
         torch.testing.assert_close(torch.tensor(read(path)), expected * engine.weight.detach())
         assert len(engine.read) == forwards, "rows with equal completions are read once"
-    assert json.loads((tmp_path / reference.LOGPROBS_FILE).read_text())["reference"] == "other"
+    assert json.loads((tmp_path / "reference_logprobs.json").read_text())["reference"] == "other"
     assert build.call_count == other.drop_weights.call_count == 2 and not actor.drop_weights.called
     assert build.call_args.args[2:] == checked.call_args.args[:2] == ("reference", "other")
 
@@ -351,13 +352,13 @@ def test_cached_log_probs_are_those_of_the_reference(tmp_path: Path, monkeypatch
 def test_a_live_reference_is_the_actor_without_adapters_or_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "resolve", lambda config, run, path, key: path)
     monkeypatch.setattr(reference, "require_same_tokens", Mock())
-    monkeypatch.setattr(reference, "build_frozen_engine", lambda config, run, role, path: path)
+    monkeypatch.setattr(reference, "build_frozen_engine", lambda config, run, role, path: (role, path))
     actor = Mock(reference=lambda: nullcontext("without adapters"))
     for path, lora, warm_start, expected in (
         (None, LoraConfig(), None, "without adapters"),
-        (None, None, None, "actor"),
-        ("other", LoraConfig(), None, "other"),
-        (None, LoraConfig(), Path("warm"), "base"),
+        (None, None, None, ("reference", "actor")),
+        ("other", LoraConfig(), None, ("reference", "other")),
+        (None, LoraConfig(), Path("warm"), ("reference", "base")),
     ):
         config = replace(parse_config(PreferenceStepConfig, ["--model.path", "base"]), lora=lora)
         section = PreferenceReferenceConfig(path=path, logprobs="live")
