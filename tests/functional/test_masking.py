@@ -72,8 +72,11 @@ def test_statistics_of_all_ranks_are_those_of_all_their_values() -> None:
         found = function(values, mask=mask, total=lambda partial: 2 * partial)
         both = function(values.repeat(2, 1), mask=mask.repeat(2, 1))
         torch.testing.assert_close(found.flatten(), both.flatten()[: found.numel()])
-    white = masked_whiten(values, mask=mask)
-    torch.testing.assert_close(white, torch.tensor([[1, -1, 0]]) * 1e-4 / (2e-8 + 1e-8) ** 0.5)
+    white = masked_whiten(values.requires_grad_(), mask=mask)
+    scale = (2e-8 + 1e-8) ** -0.5
+    torch.testing.assert_close(white, torch.tensor([[1, -1, 0]]) * 1e-4 * scale)
+    (gradient,) = torch.autograd.grad(white[0, 0], values)
+    torch.testing.assert_close(gradient, torch.tensor([[scale, 0.0, 0.0]]))
 
 
 def test_equal_values_have_a_spread_of_exactly_0() -> None:
