@@ -334,7 +334,7 @@ def test_cached_log_probs_are_those_of_the_reference(tmp_path: Path, monkeypatch
     expected = torch.tensor([[1.0, 2], [2, 4], [2, 4], [1, 2], [7, 8]])
     # only a checkpoint makes the file in the folder this run's
     for path, checkpoint, forwards in (
-        (None, tmp_path, 2),
+        (None, None, 2),
         (None, tmp_path, 0),
         ("other", tmp_path, 2),
         ("other", None, 2),
