@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hybrid_rlhf.functional.calibration import TEMPERATURES, calibration_error, fit_temperature
+from hybrid_rlhf.functional.calibration import calibration_error, fit_temperature
 
 
 def drawn(scale: float, count: int = 20_000) -> Tensor:
@@ -33,13 +33,21 @@ def test_the_temperature_is_the_scale_and_calibrates(scale: float) -> None:
 
 
 def test_the_error_is_the_mean_gap_of_confidence_and_accuracy() -> None:
-    sure = math.log(0.93 / 0.07)  # nine tenths of the way in bins of 0.05
-    leads = torch.tensor([sure, sure, sure, -sure, 0.0])
-    # four at 0.93 of which 0.75 are right, and one at 0.5 that is wrong
-    assert calibration_error(leads) == pytest.approx((4 * 0.18 + 0.5) / 5)
-    assert calibration_error(torch.tensor([1e9])) == pytest.approx(0.0)
+    """In ten bins of 0.05: leads on both sides of their bounds, of which those in one bin cancel each other."""
+    confidence = torch.tensor([0.5, 0.549, 0.551, 0.599, 0.94, 1.0]).double()
+    right = torch.tensor([False, True, False, True, True, False])
+    leads = torch.where(right, 1.0, -1.0) * torch.logit(confidence)
+    gaps = [abs(0.451 - 0.5), abs(0.401 - 0.551), 0.06, 1.0]
+    assert calibration_error(leads) == pytest.approx(sum(gaps) / 6)
+    assert calibration_error(leads.float()) == calibration_error(leads.float().double())
 
 
 def test_leads_without_a_best_temperature_end_at_the_bounds() -> None:
-    assert fit_temperature(torch.tensor([1.0, 2.0])) == pytest.approx(TEMPERATURES[0], rel=1e-6)
-    assert fit_temperature(torch.tensor([-1.0, -2.0])) == pytest.approx(TEMPERATURES[1], rel=1e-6)
+    assert fit_temperature(torch.tensor([1.0, 2.0])) == pytest.approx(1e-3, rel=1e-6)
+    assert fit_temperature(torch.tensor([-1.0, -2.0])) == pytest.approx(1e3, rel=1e-6)
+
+
+def test_three_of_four_right_are_a_probability_of_three_quarters() -> None:
+    assert fit_temperature(torch.tensor([1.0, 1.0, 1.0, -1.0])) == pytest.approx(1 / math.log(3))
+    leads = drawn(0.3, 50).float()
+    assert fit_temperature(leads) == fit_temperature(leads.double())

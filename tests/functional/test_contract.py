@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_rlhf.functional.advantages import gae, shaped_rewards
 from hybrid_rlhf.functional.divergences import kl_k1, kl_k2, kl_k3
-from hybrid_rlhf.functional.losses import LossSum, ppo_policy_loss, ppo_value_loss, sft_loss
+from hybrid_rlhf.functional.losses import LossSum, bounded_ratio, ppo_policy_loss, ppo_value_loss, sft_loss
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum, masked_var, masked_whiten
 from tests.support.strategies import masked_batch, poisoned
 
@@ -39,6 +39,7 @@ FUNCTIONS: dict[str, Function] = {
     "masked_mean": lambda t, mask: [masked_mean(t[0], mask=mask), masked_mean(t[0], mask=mask, dim=0)],
     "masked_var": lambda t, mask: [masked_var(t[0], mask=mask)],
     "masked_whiten": lambda t, mask: [masked_whiten(t[0], mask=mask, shift_mean=shift) for shift in (True, False)],
+    "bounded_ratio": lambda t, mask: [bounded_ratio(t[0], mask=mask)],
     "gae": lambda t, mask: gae(t[0], values=t[1], mask=mask, gamma=0.9, lam=0.8),
     "shaped_rewards": lambda t, mask: [
         shaped_rewards(scores=torch.ones(len(t[0])).to(t[0]), kl=t[0], mask=mask, kl_coef=0.1)

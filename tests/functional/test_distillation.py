@@ -91,6 +91,7 @@ def test_the_loss_equals_that_of_whole_logits(
     expected = whole(logits, taught @ teacher.t(), labels, rule, (softcap, teacher_softcap))
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(total, temperature**2 * apart + sft_coef * nll)
+    assert not (apart.requires_grad or nll.requires_grad)
     inputs = [hidden, weight] + ([bias] if bias is not None else [])
     torch.testing.assert_close(
         torch.autograd.grad(3.0 * total, inputs), torch.autograd.grad(3.0 * expected, inputs), atol=1e-9, rtol=1e-7
@@ -102,6 +103,7 @@ def test_equal_distributions_are_not_apart_and_others_are(kind: DivergenceName) 
     one, other = torch.randn(2, 5, 8, dtype=torch.float64).log_softmax(-1)
     assert divergence(one, teacher=one, kind=kind).abs().max() < 1e-12
     assert (divergence(one, teacher=other, kind=kind) > 1e-3).all()
+    assert torch.equal(divergence(one, teacher=other, kind=kind), divergence(one, teacher=other, kind=kind, beta=0.5))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,6 +133,7 @@ def test_a_larger_vocabulary_is_cut_to_the_smaller() -> None:
     hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     taught, teacher, labels = torch.randn(5, 4), torch.randn(7, 4), torch.randint(0, 7, (5,))
     rule = DistillationRule("jensen_shannon")
+    assert rule == DistillationRule("jensen_shannon", beta=0.5, temperature=1.0, sft_coef=0.0)
     more, less = (
         divergence_from_hidden(
             hidden, OutputHead(rows), teacher_hidden=taught, teacher_head=OutputHead(teacher), labels=labels, rule=rule
@@ -166,6 +169,24 @@ def test_tokens_must_be_the_same() -> None:
             labels=torch.zeros(3, dtype=torch.long),
             rule=DistillationRule(),
         )
+
+
+def test_a_long_bfloat16_batch_sums_its_gradients_in_float32() -> None:
+    """512 chunks that add 1/2: bfloat16 would stop growing at 128."""
+    weight, bias = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 1), (2,)))
+    ones, certain = torch.ones(512, 1, dtype=torch.bfloat16), torch.tensor([[100.0], [-100.0]]).bfloat16()
+    total, *_ = divergence_from_hidden(
+        ones,
+        OutputHead(weight, bias),
+        teacher_hidden=ones,
+        teacher_head=OutputHead(certain),
+        labels=torch.zeros(512, dtype=torch.long),
+        rule=DistillationRule(),
+        chunk_tokens=1,
+    )
+    total.backward()
+    for learned in (weight, bias):
+        assert learned.grad is not None and learned.grad.flatten().tolist() == [-256.0, 256.0]
 
 
 def test_low_precision_is_summed_in_float32() -> None:

@@ -36,13 +36,28 @@ def test_pairwise_loss_is_bradley_terry(pairs: int, with_margin: bool, centering
         expected += math.log1p(math.exp(-lead)) + centering * float(chosen[i] + rejected[i]) ** 2
     assert float(loss.total) == pytest.approx(expected)
     assert int(loss.count) == pairs
-    assert float(loss.stats["accuracy"]) == sum(float(c) > float(r) for c, r in zip(chosen, rejected, strict=True))
+    told = {name: float(value) for name, value in loss.stats.items()}
+    sums = {"margin": chosen - rejected, "chosen_score": chosen, "rejected_score": rejected}
+    expected_stats = {name: float(values.sum()) for name, values in sums.items()}
+    assert told == pytest.approx({"accuracy": int((chosen > rejected).sum()), **expected_stats})
 
 
 def test_pairwise_loss_of_a_tie_is_log_2() -> None:
     loss = pairwise_reward_loss(torch.ones(1), rejected=torch.ones(1))
     assert float(loss.total) == pytest.approx(math.log(2))
     assert float(loss.stats["accuracy"]) == 0
+
+
+def test_pairwise_loss_of_low_precision_is_computed_in_float32() -> None:
+    """Scores near 256, where a step of bfloat16 is 2; only the total has a gradient."""
+    scores = (256 + 2 * torch.arange(6.0)).bfloat16().view(2, 3).requires_grad_()
+    low, exact = (
+        pairwise_reward_loss(x[0], rejected=x[1], margin=x[0] / 512, centering_coef=0.1)
+        for x in (scores, scores.double())
+    )
+    torch.testing.assert_close(low.total, exact.total.float())
+    assert low.count.dtype is torch.float32
+    assert not any(tensor.requires_grad for tensor in (low.count, *low.stats.values()))
 
 
 def slow_policy_loss(
@@ -77,10 +92,14 @@ def test_policy_loss_is_the_clipped_surrogate(
     ]
     assert float(loss.total) == pytest.approx(sum(value for value, _ in slow))
     assert float(loss.stats["clipfrac"]) == sum(clipped for _, clipped in slow)
+    assert float(loss.stats["ratio"]) == pytest.approx(float((new - old)[mask].exp().sum()))
     assert float(loss.stats["approxkl"]) == pytest.approx(float(0.5 * ((new - old)[mask] ** 2).sum()), abs=1e-9)
 
 
-@pytest.mark.parametrize(("advantage", "dual_clip", "total"), [(1.0, None, -1.2), (0.0, None, 0.0), (-1.0, 3.0, 3.0)])
+@pytest.mark.parametrize(
+    ("advantage", "dual_clip", "total"),
+    [(1.0, None, -1.2), (0.0, None, 0.0), (-1.0, 3.0, 3.0), (-1.0, None, math.exp(20))],
+)
 def test_a_ratio_that_overflows_leaves_a_clipped_loss_and_its_gradient_finite(
     advantage: float, dual_clip: float | None, total: float
 ) -> None:

@@ -12,6 +12,7 @@ from hybrid_rlhf.functional.masking import (
     masked_var,
     masked_whiten,
     position_ids,
+    spread,
 )
 from tests.support.strategies import masked_batch, poisoned
 
@@ -26,8 +27,9 @@ def test_sums_means_and_variances_are_those_of_the_picked_values(batch: tuple[li
     bad = poisoned(values, mask)
     torch.testing.assert_close(masked_sum(bad, mask=mask), picked.sum())
     torch.testing.assert_close(masked_mean(bad, mask=mask), picked.mean() if len(picked) else picked.sum())
-    if len(picked) > 1:
-        torch.testing.assert_close(masked_var(bad, mask=mask), picked.var())
+    torch.testing.assert_close(
+        masked_var(bad, mask=mask), picked.var() if len(picked) > 1 else torch.tensor(0.0).double()
+    )
     rows = torch.stack([row[keep].sum() for row, keep in zip(values, mask, strict=True)])
     torch.testing.assert_close(masked_sum(bad, mask=mask, dim=1), rows)
     torch.testing.assert_close(masked_mean(bad, mask=mask, dim=1), rows / mask.sum(dim=1).clamp(min=1))
@@ -41,7 +43,9 @@ def test_whitening_gives_mean_0_and_variance_1(batch: tuple[list[Tensor], Tensor
     white = masked_whiten(poisoned(values, mask), mask=mask)
     assert torch.isfinite(white).all()
     assert (white[~mask] == 0).all()
-    if len(picked) > 1 and picked.var() > 1e-3:
+    if len(picked) == 1:
+        assert (white == 0).all()
+    elif len(picked) > 1 and picked.var() > 1e-3:
         torch.testing.assert_close(white[mask], (picked - picked.mean()) / picked.std(), atol=1e-4, rtol=1e-4)
         kept = masked_whiten(values, mask=mask, shift_mean=False)[mask]
         torch.testing.assert_close(kept.mean(), picked.mean(), atol=1e-6, rtol=1e-6)
@@ -59,6 +63,24 @@ def test_whitening_matches_the_published_values(unbiased: bool, expected: list[f
     values = torch.arange(1.2, 2.05, 0.1).view(3, 3)
     white = masked_whiten(values, mask=torch.ones(3, 3), shift_mean=False, unbiased=unbiased)
     torch.testing.assert_close(white.flatten()[: len(expected)], torch.tensor(expected), atol=1e-4, rtol=0)
+
+
+def test_statistics_of_all_ranks_are_those_of_all_their_values() -> None:
+    """Two ranks with the same values; variances near the 1e-8 that keeps the divisor from 0."""
+    values, mask = torch.tensor([[1e-4, -1e-4, 3e-4]]), torch.tensor([[1, 1, 0]])
+    for function in (masked_var, masked_whiten):
+        found = function(values, mask=mask, total=lambda partial: 2 * partial)
+        both = function(values.repeat(2, 1), mask=mask.repeat(2, 1))
+        torch.testing.assert_close(found.flatten(), both.flatten()[: found.numel()])
+    white = masked_whiten(values.requires_grad_(), mask=mask)
+    scale = (2e-8 + 1e-8) ** -0.5
+    torch.testing.assert_close(white, torch.tensor([[1, -1, 0]]) * 1e-4 * scale)
+    (gradient,) = torch.autograd.grad(white[0, 0], values)
+    torch.testing.assert_close(gradient, torch.tensor([[scale, 0.0, 0.0]]))
+
+
+def test_equal_values_have_a_spread_of_exactly_0() -> None:
+    assert spread(torch.full((3,), 0.1)) == 0 and spread(torch.tensor([1.0, 5.0])) == 2
 
 
 def test_positions_and_last_index_follow_the_mask() -> None:

@@ -68,6 +68,17 @@ def test_labelled_is_binary_cross_entropy() -> None:
     told = {name: float(value) for name, value in found.stats.items()}
     assert told == pytest.approx({"accuracy": 2, "good": 2, "chosen_score": -0.3, "rejected_score": 2.8})
     assert float(found.count) == 4
+    assert all(value.dtype is torch.float32 for value in found.stats.values())
+
+
+def test_low_precision_is_computed_in_float32() -> None:
+    """Scores near 256, where a step of bfloat16 is 2."""
+    scores, worse = (256 + 2 * torch.arange(3.0)).bfloat16(), worse_of([[2, 1, 3]])
+    for low, exact in (
+        [listwise_reward_loss(x, worse=worse, lists=1) for x in (scores, scores.double())],
+        [labelled_reward_loss(x, labels=torch.zeros(3)) for x in (scores, scores.double())],
+    ):
+        assert float(low.total) == pytest.approx(float(exact.total), rel=1e-5)
 
 
 def test_empty_batches_are_0_and_keep_their_graph() -> None:

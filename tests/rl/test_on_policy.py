@@ -15,7 +15,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig
 from hybrid_rlhf.functional.advantages import shaped_rewards
-from hybrid_rlhf.functional.groups import differs_in_group
+from hybrid_rlhf.functional.groups import differs_in_group, group_mean, group_std, leave_one_out
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.functional.masking import masked_whiten, row_sums
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
@@ -39,7 +39,7 @@ def scored(scores: Tensor = SCORES, *, seed: int = 0, kl: float = 0.1) -> tuple[
     """Rewards of completions of 1 to 6 tokens, some with a gap: a penalty on each token, and a score at the end."""
     chance = torch.Generator().manual_seed(seed)
     rows = len(scores)
-    time = torch.arange(8)
+    time = torch.arange(9)
     mask = (time >= 1) & (time < 1 + torch.randint(1, 7, (rows, 1), generator=chance))
     mask &= (torch.rand(mask.shape, generator=chance) > 0.2) | (time == 1)
     rewards = torch.where(mask, -kl * torch.rand(mask.shape, generator=chance), 0.0)
@@ -113,7 +113,8 @@ def test_by_default_both_lambdas_are_1() -> None:
     config = parse_config(RLConfig, [])
     assert config.critic is not None
     rewards, rollout = scored()
-    learner, mask = ALGORITHMS["ppo"](config.algorithm, value_lam=config.critic.gae_lambda), rollout.response_mask
+    assert config.critic.gae_lambda == 1
+    learner, mask = ALGORITHMS["ppo"](config.algorithm), rollout.response_mask
     advantages, returns = learner.advantages(rewards, rollout), learner.returns(rewards, rollout)
     assert rollout.old_values is not None and returns is not None
     to_go = torch.where(mask, rewards, 0.0).flip(1).cumsum(1).flip(1)
@@ -163,14 +164,19 @@ def loss_case(
     return LossCase(logprobs, Batch(rollout, torch.zeros_like(old), advantages), **more)
 
 
-def random_case(seed: int = 0, *, rows: int = 6, length: int = 5, advantages: Tensor | None = None) -> LossCase:
+def random_case(
+    seed: int = 0, *, rows: int = 6, length: int = 5, advantages: Tensor | None = None, outside: float = torch.nan
+) -> LossCase:
+    """Random completions, with `outside` wherever the mask is off."""
     chance = torch.Generator().manual_seed(seed)
     old = -1 - torch.rand(rows, length, generator=chance)
-    logprobs = (old + 0.5 * torch.randn(rows, length, generator=chance)).requires_grad_()
+    logprobs = old + 0.5 * torch.randn(rows, length, generator=chance)
     mask = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=chance)
     ref = old + 0.3 * torch.randn(rows, length, generator=chance)
     if advantages is None:
         advantages = torch.randn(rows, 1, generator=chance).expand(rows, length)
+    logprobs, old, ref, advantages = (torch.where(mask, x, outside) for x in (logprobs, old, ref, advantages))
+    logprobs.requires_grad_()
     weights, mean_tokens = torch.ones(rows, 1), float(mask.sum()) / rows
     return loss_case(logprobs, old, advantages, mask, ref=ref, weights=weights, tokens_per_completion=mean_tokens)
 
@@ -192,17 +198,18 @@ def loss_of_row(name: str, case: LossCase, i: int, config: AlgorithmConfig) -> T
         elif name == "raft":
             total = total - logp[t]
         else:
-            total = total - torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
+            surrogate = torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
+            total = total - (surrogate if advantage > 0 else surrogate.clamp(min=1.1 * advantage))
     return total
 
 
 @pytest.mark.parametrize("name", [name for name in RL_ALGORITHMS if name != "online_dpo"])
 def test_losses_are_the_papers_and_so_are_their_gradients(name: str) -> None:
     learner = algorithm(name)
-    if name == "gspo":
+    if hasattr(learner.config, "dual_clip"):
+        learner.config = replace(learner.config, dual_clip=1.1)
+    if name in ("gspo", "cispo"):
         learner.config = replace(learner.config, clip=(0.1, 0.2))
-    if name == "cispo":
-        learner.config = replace(learner.config, clip=(0.3, 0.3))
     case = random_case()
     loss = case.loss(learner)
     assert float(loss.count) == int(case.mask.sum())
@@ -211,6 +218,11 @@ def test_losses_are_the_papers_and_so_are_their_gradients(name: str) -> None:
     found = torch.autograd.grad(loss.total, case.logprobs)[0]
     torch.testing.assert_close(found, torch.autograd.grad(expected, case.logprobs)[0], atol=1e-5, rtol=1e-5)
     assert float(found.abs().max()) > 0.01 and (found[~case.mask] == 0).all()
+    if name != "gspo":  # whose ratios are those of sequences
+        assert case.batch.rollout.old_logprobs is not None
+        change = (case.logprobs.detach() - case.batch.rollout.old_logprobs)[case.mask]
+        torch.testing.assert_close(loss.stats["approxkl"], 0.5 * change.square().sum())
+    assert name != "raft" or float(loss.stats["clipfrac"]) == 0
     weighed = replace(case, weights=torch.full_like(case.weights, 3.0)).loss(learner)
     torch.testing.assert_close(weighed.total, 3 * loss.total)
 
@@ -265,7 +277,7 @@ def test_a_group_of_equal_rewards_teaches_nothing(name: str) -> None:
     advantages = learner.advantages(rewards, rollout)
     equal = GROUPS == 1
     assert (advantages[equal] == 0).all() and (advantages[~equal] != 0).any()
-    case = random_case(rows=8, length=8)
+    case = random_case(rows=8, length=9, outside=0.0)
     batch = replace(case.batch, advantages=advantages)
     batch = replace(batch, rollout=replace(batch.rollout, response_mask=rollout.response_mask))
     loss = replace(case, batch=batch).loss(learner)
@@ -286,6 +298,13 @@ def test_equal_scores_have_advantages_of_exactly_0(name: str, score: float) -> N
         assert (masked_whiten(rewards[:, -1:], mask=mask[:, -1:]) == 0).all(), "of a whole rollout too"
 
 
+def test_a_group_of_one_has_no_deviation_and_low_precision_is_summed_in_float32() -> None:
+    groups, values = torch.zeros(2, dtype=torch.long), torch.tensor([256.0, 0.07]).bfloat16()
+    for function in (group_std, leave_one_out):
+        assert function(values[:1], groups=groups[:1]).tolist() == [0.0]
+    assert torch.equal(group_mean(values, groups=groups), group_mean(values.float(), groups=groups))
+
+
 def test_turn_rewards_of_equal_sum_are_equal_wherever_they_are_earned() -> None:
     """Float32 sums depend on the order: parts of a score in other places gave other outcomes, so advantages of 0.4."""
     parts = torch.tensor([1000.1, 0.3, 33.3, 0.7])
@@ -304,7 +323,7 @@ def pairs(seed: int = 0) -> tuple[LossCase, list[tuple[int, int]]]:
     winners = torch.tensor([1.0, -1, -1, 1, 1, -1, 0, 0])
     case = random_case(seed, rows=8, advantages=winners[:, None].expand(8, 5))
     case.mask[6:] = False
-    return replace(case, tokens_per_completion=1.0), [(0, 1), (3, 2), (4, 5)]
+    return replace(case, tokens_per_completion=1.5), [(0, 1), (3, 2), (4, 5)]
 
 
 def test_online_dpo_with_a_perfect_judge_is_dpo() -> None:
@@ -316,27 +335,31 @@ def test_online_dpo_with_a_perfect_judge_is_dpo() -> None:
     leads = torch.stack([change[better] - change[worse] for better, worse in couples])
     expected = -torch.nn.functional.logsigmoid(0.3 * leads).sum()
     loss = case.loss(learner)
-    torch.testing.assert_close(loss.total / 2, expected)  # over completions, of which a pair has two
-    found, wanted = (torch.autograd.grad(x, case.logprobs)[0] for x in (loss.total / 2, expected))
+    torch.testing.assert_close(loss.total / 3, expected)  # over completions of 1.5 tokens, of which a pair has two
+    found, wanted = (torch.autograd.grad(x, case.logprobs)[0] for x in (loss.total / 3, expected))
     torch.testing.assert_close(found, wanted)
-    same = replace(case, logprobs=ref.clone())
-    assert float(same.loss(learner).total) == pytest.approx(2 * 3 * math.log(2), rel=1e-6)
+    same = replace(case, logprobs=ref.clone()).loss(learner)
+    assert float(same.total) == pytest.approx(3 * 3 * math.log(2), rel=1e-6)
+    old = case.batch.rollout.old_logprobs
+    assert old is not None and int(same.count) == int(case.mask.sum())
+    torch.testing.assert_close(same.stats["approxkl"], 0.5 * (ref - old)[case.mask].square().sum())
 
 
 def test_online_dpo_takes_whole_pairs_whose_scores_differ() -> None:
     learner = algorithm("online_dpo")
-    groups = torch.tensor([0, 0, 1, 1, 2, 3, 3])
-    scores = torch.tensor([1.0, 2, 5, 5, 9, 1, 1])
-    penalties = torch.tensor([0.0, 0, 0, 0, 0, 0, 0.5])
+    groups = torch.tensor([0, 0, 1, 1, 2, 3, 3, 4, 4])
+    scores = torch.tensor([1.0, 2, 5, 5, 9, 1, 1, 1, 1.5])
+    penalties = torch.tensor([0.0, 0, 0, 0, 0, 0, 0.5, 0, 0.5])
     chosen = learner.select(scores, penalties=penalties, groups=groups)
-    assert chosen.tolist() == [True, True, False, False, False, True, True]
+    assert chosen.tolist() == [True, True, False, False, False, True, True, False, False]
 
 
 def test_dynamic_sampling_takes_groups_that_differ_in_their_scores() -> None:
     nothing = torch.zeros_like(SCORES)
     chosen = algorithm("dapo").select(SCORES, penalties=nothing, groups=GROUPS)
     assert torch.equal(chosen, GROUPS != 1)
-    assert algorithm("dapo", dynamic_sampling=None).select(SCORES, penalties=nothing, groups=GROUPS).all()
+    chosen = algorithm("dapo", dynamic_sampling=None).select(SCORES, penalties=nothing, groups=GROUPS)
+    assert chosen.dtype is torch.bool and chosen.all()
     lengths_differ = torch.arange(8).float()
     chosen = algorithm("dapo").select(SCORES, penalties=lengths_differ, groups=GROUPS)
     assert torch.equal(chosen, GROUPS != 1), "lengths alone accept no group"
@@ -360,9 +383,14 @@ def test_rejection_sampling_takes_the_best(best: int) -> None:
 
 def test_every_algorithm_has_settings_and_defaults_that_parse() -> None:
     assert set(RL_ALGORITHMS) == set(ALGORITHMS)
+    assert [name for name, learner in ALGORITHMS.items() if learner.wants_greedy] == ["remax"]
+    assert {name: learner.together for name, learner in ALGORITHMS.items() if learner.together != 1} == {
+        "online_dpo": 2
+    }
     for name, kind in RL_ALGORITHMS.items():
         config = parse_config(RLConfig, ["--algorithm", name, "--reward.components", "somewhere"])
         assert config.algorithm.name == name and type(config.algorithm) is kind
+        assert ALGORITHMS[name](config.algorithm).correction == getattr(config.algorithm, "correction", None)
         assert getattr(config.algorithm, "score_clip", None) is None, "scores are clipped only where asked"
         assert config.uses_reference == (config.algorithm.kl is not None or name == "online_dpo")
     told = parse_config(RLConfig, ["--algorithm.kl.coef", "0.5", "--algorithm=grpo", "--rollout.sampling.n", "3"])

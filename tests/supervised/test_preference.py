@@ -5,20 +5,36 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from hybrid_rlhf.cli.preference import main
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.preference import PREFERENCE_LOSSES, KTOConfig, PreferenceStepConfig
+from hybrid_rlhf.configs.preference import (
+    PREFERENCE_LOSSES,
+    KTOConfig,
+    PreferenceReferenceConfig,
+    PreferenceStepConfig,
+)
+from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.training import MicroBatches
+from hybrid_rlhf.data.collation import collate_preferences
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.loop.batch_plan import BatchPlan
 from hybrid_rlhf.runtime.command_line import parse_config
+from hybrid_rlhf.runtime.world import solo_world
 from hybrid_rlhf.supervised.preference import KTO, PAIR_LOSSES, PairLoss, PairSide, reference
+from hybrid_rlhf.supervised.preference.objectives import PreferenceLabelObjective, PreferencePairObjective
 from tests.support.ranks import run_main
 from tests.support.steps import run_outputs, write_rows
 from tests.support.tiny import VOCABULARY, tiny_model, tiny_tokenizer
@@ -70,12 +86,26 @@ def paper(name: str, chosen: PairSide, rejected: PairSide, i: int, c: Any) -> fl
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 @pytest.mark.parametrize("sft_coef", [None, 0.7])
 def test_losses_are_the_papers(name: str, sft_coef: float | None) -> None:
-    learner = pair_loss(name) if sft_coef is None else pair_loss(name, sft_coef=sft_coef)
+    changes = {} if sft_coef is None else {"sft_coef": sft_coef}
+    learner = pair_loss(name, **changes, **({"beta": 1.0} if name == "hinge" else {}))  # of 0.1 no pair has enough
     chosen, rejected = sides()
     found = learner(chosen, rejected)
     expected = sum(paper(name, chosen, rejected, i, learner.config) for i in range(PAIRS))
     assert found.total.item() == pytest.approx(expected, rel=1e-5)
     assert float(found.count) == PAIRS
+    rewards = [
+        learner.config.beta * (side.mean_logprobs if name in ("simpo", "orpo") else side.log_ratio).detach()
+        for side in (chosen, rejected)
+    ]
+    expected_stats = {
+        "accuracy": (rewards[0] > rewards[1]).float().sum(),
+        "margin": (rewards[0] - rewards[1]).sum(),
+        "chosen_reward": rewards[0].sum(),
+        "rejected_reward": rewards[1].sum(),
+        "sft": -chosen.mean_logprobs.detach().sum(),
+    }
+    torch.testing.assert_close(found.stats, expected_stats)
+    assert not any(stat.requires_grad for stat in found.stats.values())
     # the derivative by differences, of each side's first log-prob
     gradients = torch.autograd.grad(found.total, [chosen.logprobs, rejected.logprobs])
     for place, (side, gradient) in enumerate(zip((chosen, rejected), gradients, strict=True)):
@@ -108,6 +138,13 @@ def test_simpo_and_orpo_ask_no_reference() -> None:
         assert not PREFERENCE_LOSSES[name].needs_reference
 
 
+def test_orpo_bounds_the_odds_of_a_completion_of_probability_1() -> None:
+    zero, one = torch.zeros(1), torch.ones(1)
+    even, certain = PairSide(zero - math.log(2), zero, one), PairSide(zero, zero, one)
+    found = pair_loss("orpo", sft_coef=0.0)(even, certain)
+    assert found.total.item() == pytest.approx(0.1 * math.log1p(1e6), rel=1e-4)
+
+
 def kto_paper(log_ratio: float, good: bool, point: float, config: Any) -> float:
     if good:
         return float(config.desirable_weight * (1 - 1 / (1 + math.exp(-config.beta * (log_ratio - point)))))
@@ -127,10 +164,15 @@ def test_kto_is_the_paper_s() -> None:
     found = KTO(config)(log_ratio, mean_logprobs=mean, good=good, reference_point=point)
     expected = sum(kto_paper(r, g, 0.3, config) for r, g in zip(log_ratio.tolist(), good.tolist(), strict=True))
     assert found.total.item() == pytest.approx(expected + 0.5 * 1.5, rel=1e-5)
+    assert float(found.count) == 4
     gradient, of_mean = torch.autograd.grad(found.total, [log_ratio, mean])
     assert (gradient[good] < 0).all() and (gradient[~good] > 0).all(), "good ones rise, bad ones fall"
     assert of_mean.tolist() == [-0.5, 0.0, -0.5, 0.0]
-    assert float(found.stats["accuracy"]) == 3, "0.5 and 2.0 are above the point and -1.0 below, but 0.4 is not"
+    told = {name: float(value) for name, value in found.stats.items()}
+    assert told == pytest.approx({"accuracy": 3, "good_reward": 0.25, "bad_reward": -0.06, "good": 2, "kl": 1.2}), (
+        "0.5 and 2.0 are above the point and -1.0 below, but 0.4 is not"
+    )
+    assert not any(stat.requires_grad or stat.dtype is not torch.float32 for stat in found.stats.values())
 
 
 MISTAKES = {
@@ -152,6 +194,176 @@ def test_what_cannot_be_is_refused(line: str) -> None:
 
 def test_every_algorithm_is_in_the_table() -> None:
     assert {*PAIR_LOSSES, "kto"} == set(PREFERENCE_LOSSES)
+
+
+class TableEngine:
+    """A model in which the log-prob of a token is its id times a weight."""
+
+    world = solo_world(torch.device("cpu"))
+    packs = False
+
+    def __init__(self, weight: float = -0.1) -> None:
+        self.weight = torch.tensor(weight, requires_grad=True)
+        self.read: list[tuple[int, ...]] = []
+        self.shares: list[list[float]] = []
+        self.drop_weights = Mock()
+
+    def __call__(self, ids: Tensor, attention: Tensor, response: Tensor) -> tuple[Tensor, None]:
+        self.read.append(tuple(ids.shape))
+        return torch.where(response & attention, self.weight * ids, 0.0), None
+
+    def with_router_losses(self, loss: LossSum, weights: Tensor) -> LossSum:
+        self.shares.append(weights.tolist())
+        return loss
+
+
+def completions(*tokens: Sequence[int], **columns: Any) -> dict[str, Any]:
+    """A row of completions of one prompt token."""
+    return {
+        "responses": [[9, *ids] for ids in tokens],
+        "masks": [[False, *[True] * len(ids)] for ids in tokens],
+        "tokens": max(map(len, tokens)) + 1,
+        **columns,
+    }
+
+
+ROWS = [
+    completions(
+        [1, 2],
+        [3],
+        [4, 4, 4],
+        pairs=[[0, 1], [0, 2]],
+        margins=[0, 0],
+        labels=[True, False],
+        ref_logprobs=[-1, -2, -1.9],
+    ),
+    None,
+    completions([5], [], pairs=[[1, 0]], margins=[0], labels=[False], ref_logprobs=[-0.8, -0.5]),
+]
+
+
+def test_an_update_on_pairs_is_the_loss_of_their_completions() -> None:
+    """Without a run: which completion is whose, of how many tokens, and what router losses weigh."""
+    learner, engine = pair_loss("ipo", sft_coef=0.5), TableEngine()
+    arguments: Any = {"pad_token_id": 0, "device": torch.device("cpu")}
+    objective = PreferencePairObjective(learner, **arguments)
+    (batch,) = objective.prepare(engine, [objective.collate([*ROWS, None])])  # type: ignore[arg-type]
+    found = objective.loss(engine, batch)  # type: ignore[arg-type]
+    chosen = PairSide(torch.tensor([-0.3, -0.3, 0.0]), torch.tensor([-1.0, -1.0, -0.5]), torch.tensor([2, 2, 1]))
+    rejected = PairSide(torch.tensor([-0.3, -1.2, -0.5]), torch.tensor([-2.0, -1.9, -0.8]), torch.tensor([1, 3, 1]))
+    expected = learner(chosen, rejected)
+    torch.testing.assert_close(found.total.detach(), expected.total)
+    torch.testing.assert_close(found.stats, expected.stats)
+    assert engine.shares == [[1.0, 0.5, 0.5, 0.0, 0.5, 0.5, 0.0]]
+    assert (objective.count(batch), objective.tokens(batch)) == (3, 3 + 2 + 4 + 1 + 2 + 1 + 1)
+    means = {"loss": 1.0, "accuracy": 2.0, "margin": 3.0, "chosen_reward": 4.0, "rejected_reward": 5.0, "sft": 6.0}
+    assert objective.name == "preference"
+    assert objective.metrics(means, "eval") == {f"eval/{name}": value for name, value in means.items()}
+    live = PreferencePairObjective(learner, **arguments, reference=lambda: nullcontext(TableEngine(-0.2)))  # type: ignore[arg-type, return-value]
+    (batch,) = live.prepare(engine, [live.collate(ROWS)])  # type: ignore[arg-type]
+    assert not batch.ref_logprobs.requires_grad
+    torch.testing.assert_close(batch.ref_logprobs, -0.2 * torch.tensor([3.0, 3.0, 12.0, 0.0, 5.0, 0.0]))
+
+
+def test_an_update_on_labels_has_one_reference_point() -> None:
+    """Without a run: a mean over the mismatched completions of all micro-batches, one of which may have none."""
+    config = parse_config(PreferenceStepConfig, "--algorithm kto --algorithm.sft_coef 0.5".split()).algorithm
+    assert isinstance(config, KTOConfig)
+    engine = TableEngine()
+    arguments: Any = {"pad_token_id": 0, "device": torch.device("cpu")}
+    objective = PreferenceLabelObjective(KTO(config), **arguments)
+    collated = [objective.collate(rows) for rows in (ROWS[:2], ROWS[2:], [None])]
+    batches = objective.prepare(engine, collated)  # type: ignore[arg-type]
+    point = objective._reference_point
+    assert point.item() == pytest.approx(((-1.2 + 1.9) + 0.5) / 2) and not point.requires_grad
+    found = objective.loss(engine, batches[0])  # type: ignore[arg-type]
+    means = torch.tensor([-0.15, -0.3])
+    log_ratio = torch.tensor([-0.3 + 1, -0.3 + 2])
+    expected = KTO(config)(log_ratio, mean_logprobs=means, good=torch.tensor([True, False]), reference_point=point)
+    torch.testing.assert_close(found.total.detach(), expected.total)
+    torch.testing.assert_close(found.stats, expected.stats)
+    empty = objective.loss(engine, batches[2])  # type: ignore[arg-type]
+    assert (empty.total.item(), empty.count.item(), empty.total.requires_grad) == (0.0, 0.0, True)
+    assert engine.shares == [[1.0, 1.0], [0.0]]
+    assert engine.read == [(1, 4), (1, 1), (1, 1), (2, 3), (1, 1)], "a forward is as wide as its longest completion"
+    assert [objective.count(batch) for batch in batches] == [2, 1, 0]
+    unlikely = completions([5], [], labels=[False], ref_logprobs=[0.0, 0.4])
+    for rows, value in ((ROWS[2:], 0.5), ([unlikely], 0.0), ([None], 0.0)):
+        objective.prepare(engine, [objective.collate(rows)])  # type: ignore[arg-type]
+        assert float(objective._reference_point) == value
+    live = PreferenceLabelObjective(KTO(config), **arguments, reference=lambda: nullcontext(TableEngine(-0.2)))  # type: ignore[arg-type, return-value]
+    (batch,) = live.prepare(engine, collated[:1])  # type: ignore[arg-type]
+    torch.testing.assert_close(batch.ref_logprobs, -0.2 * torch.tensor([3.0, 3.0, 12.0, 0.0]))
+    told = {"loss": 1.0, "accuracy": 0.5, "good": 0.25, "good_reward": 0.5, "bad_reward": -0.6, "kl": 0.1}
+    expected_metrics = [1.0, 0.5, 2.8, 2.0, -0.8, 0.1]
+    names = ["loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "kl"]
+    assert list(objective.metrics(told, "eval")) == [f"eval/{name}" for name in names]
+    assert list(objective.metrics(told, "eval").values()) == pytest.approx(expected_metrics)
+    for share in (0.0, 1.0):
+        assert objective.metrics({**told, "good": share, "good_reward": 0.0, "bad_reward": 0.0}, "")["/margin"] == 0
+
+
+def test_cached_log_probs_are_those_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a run: which model reads which rows, once, and when the folder of the run is believed."""
+    actor, other, checked = TableEngine(), TableEngine(-0.2), Mock()
+    build = Mock(return_value=other)
+    monkeypatch.setattr(reference, "resolve", lambda config, run, path, key: path)
+    monkeypatch.setattr(reference, "require_same_tokens", checked)
+    monkeypatch.setattr(reference, "build_frozen_engine", build)
+    run = Mock(world=actor.world, folder=tmp_path, checkpoint=None, warm_start=None)
+    run.progress.return_value.track = iter
+    train = Dataset.from_list([completions([n], [n, n]) for n in (1, 2, 3, 2)])
+    held_out = Dataset.from_list([completions([1], [1, 1]), completions([7], [8])])
+
+    config = parse_config(PreferenceStepConfig, ["--model.path", "base"])
+
+    def read(path: str | None) -> list[list[float]]:
+        section = PreferenceReferenceConfig(path=path)
+        model = reference.ReferenceModel(config, section, run, actor, "actor", Mock())  # type: ignore[arg-type]
+        learned, held = model.with_cached_logprobs(
+            train,
+            held_out,
+            used=[3, 0, 1],
+            collate=lambda rows: collate_preferences([row and {**row, "pairs": [], "margins": []} for row in rows], 0),
+            plan=BatchPlan(2, 1, MicroBatches(rows=2)),
+        )
+        with pytest.raises(KeyError):
+            learned[2]  # no update uses it
+        return [rows[n]["ref_logprobs"] for rows, n in ((learned, 0), (learned, 1), (learned, 3), (held, 0), (held, 1))]
+
+    expected = torch.tensor([[1.0, 2], [2, 4], [2, 4], [1, 2], [7, 8]])
+    # only a checkpoint makes the file in the folder this run's
+    for path, checkpoint, forwards in (
+        (None, None, 2),
+        (None, tmp_path, 0),
+        ("other", tmp_path, 2),
+        ("other", None, 2),
+        ("other", tmp_path, 0),
+    ):
+        run.checkpoint, engine = checkpoint, other if path else actor
+        engine.read.clear()
+        torch.testing.assert_close(torch.tensor(read(path)), expected * engine.weight.detach())
+        assert len(engine.read) == forwards, "rows with equal completions are read once"
+    assert json.loads((tmp_path / "reference_logprobs.json").read_text())["reference"] == "other"
+    assert build.call_count == other.drop_weights.call_count == 2 and not actor.drop_weights.called
+    assert build.call_args.args[2:] == checked.call_args.args[:2] == ("reference", "other")
+
+
+def test_a_live_reference_is_the_actor_without_adapters_or_a_model_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "resolve", lambda config, run, path, key: path)
+    monkeypatch.setattr(reference, "require_same_tokens", Mock())
+    monkeypatch.setattr(reference, "build_frozen_engine", lambda config, run, role, path: (role, path))
+    actor = Mock(reference=lambda: nullcontext("without adapters"))
+    for path, lora, warm_start, expected in (
+        (None, LoraConfig(), None, "without adapters"),
+        (None, None, None, ("reference", "actor")),
+        ("other", LoraConfig(), None, ("reference", "other")),
+        (None, LoraConfig(), Path("warm"), ("reference", "base")),
+    ):
+        config = replace(parse_config(PreferenceStepConfig, ["--model.path", "base"]), lora=lora)
+        section = PreferenceReferenceConfig(path=path, logprobs="live")
+        with reference.ReferenceModel(config, section, Mock(warm_start=warm_start), actor, "actor", Mock())() as engine:
+            assert engine == expected
 
 
 def command_line(workspace: Path, model: Path, output: Path, *more: str) -> list[str]:
