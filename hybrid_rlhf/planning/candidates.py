@@ -81,7 +81,7 @@ def _placed(job: RLJob, everywhere: Sequence[str], groups: Sequence[tuple[Sequen
 
 
 def layouts(job: RLJob, cluster: Cluster) -> Iterator[Layout]:
-    """All layouts; flattening first, and alone with experts that ranks split."""
+    """All layouts; flattening first, and alone with experts that ranks split. A 4-bit base has no separate sampler."""
     free = [role.name for role in job.roles.values() if role.bound_to is None]
     yield _placed(job, free, (), cluster.ranks)
     if job.config.model.expert_parallel > 1:
@@ -89,7 +89,7 @@ def layouts(job: RLJob, cluster: Cluster) -> Iterator[Layout]:
     unit = unit_of(cluster)
     # a thread that samples ahead needs ranks on which nothing trains
     apart = {"actor", "critic"} if job.config.rollout.policy_lag else {"actor"}
-    for names in (free, [*free, SAMPLER]):
+    for names in (free, *([[*free, SAMPLER]] if job.config.model.quantization is None else [])):
         for count in range(len(names) - 1):
             for everywhere in itertools.combinations(names, count):
                 if SAMPLER in names and ({SAMPLER} | apart) & set(everywhere):

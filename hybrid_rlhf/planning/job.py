@@ -91,7 +91,7 @@ def dimensions(model: ShapedModel) -> ModelDimensions:
     sizes = {name: each.numel() for name, each in model.lm.named_parameters()}
     embedded = sum(size for name, size in sizes.items() if "embed" in name or name.startswith("lm_head"))
     experts, chosen = (
-        next((value for key in keys if (value := getattr(config, key, None))), None) for keys in (_EXPERTS, _CHOSEN)
+        next((value for key in keys if (value := getattr(config, key, None))), None) for keys in (EXPERTS, _CHOSEN)
     )
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     layers = config.num_hidden_layers
@@ -114,7 +114,7 @@ def dimensions(model: ShapedModel) -> ModelDimensions:
     )
 
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts")
 
 

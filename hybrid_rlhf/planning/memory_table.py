@@ -72,8 +72,13 @@ def this_machine(config: PlanConfig) -> Device:
 
 def _advice(found: Sequence[Remedy], *, prefix: str) -> str:
     if not found:
-        return "no known setting suffices, use more ranks or a smaller model"
-    return "it fits with " + ", or with ".join(each.in_words(prefix) for each in found)
+        return "no known setting suffices, use a smaller model"
+    return "it fits " + ", or ".join(_way(each, prefix) for each in found)
+
+
+def _way(remedy: Remedy, prefix: str) -> str:
+    words = f"with {remedy.in_words(prefix)}" if remedy.settings else "as configured"
+    return words if remedy.ranks is None else f"on {remedy.ranks} ranks {words}"
 
 
 def _line(phase: PhaseMemory, width: int) -> str:

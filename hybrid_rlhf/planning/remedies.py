@@ -8,6 +8,7 @@ remedy is verified by planning again with it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,10 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.planning.dotted_keys import Settings, with_settings
+from hybrid_rlhf.planning.job import EXPERTS
 from hybrid_rlhf.planning.memo import Memo
 from hybrid_rlhf.planning.phase_memory import AnyStep, Device
+from hybrid_rlhf.planning.shapes import read_config
 from hybrid_rlhf.planning.step_memory import Planner
 
 _MORE_SETTINGS = 1
@@ -27,6 +30,9 @@ _MORE_SETTINGS = 1
 _UNEVEN = ("zero.stage", "rollout.tensor_parallel")
 """Changes of which more may need more memory elsewhere: ZeRO-3 copies inference weights, where others use views."""
 _ADAPTERS = "lora"
+_MOST_RANKS = 4096
+_SHORTEST_ROW = 256
+"""The most ranks and the fewest tokens that `nearest` looks at."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class Remedy:
     """The most host memory that a rank needs with them; of a CPU 0, as it is the device."""
     seconds: float | None = None
     """Seconds of a step with them; none: not predicted."""
+    ranks: int | None = None
+    """Number of ranks on which the step fits with them; none: those of the machine."""
 
     def in_words(self, prefix: str = "") -> str:
         """As options of the command line, with what they cost."""
@@ -74,6 +82,87 @@ def remedies(planner: Planner, config: AnyStep, seconds: Callable[[Any], float] 
     uses_host = found is not None and any("offload" in key for key in found.settings)
     adapted = search.best(adapters=True) if found is None or uses_host else None
     return [each for each in (found, adapted) if each is not None]
+
+
+def nearest(
+    planner: Planner,
+    config: AnyStep,
+    *,
+    ranks_per_host: int,
+    seconds: Callable[[Any], float] | None = None,
+) -> list[Remedy]:
+    """What comes nearest to a step for which there is no remedy, each with the remedies that it needs besides: split
+    experts, adapters over 4-bit weights, shorter rows, and more ranks; without those with which it does not fit either.
+
+    Args:
+        planner: of the machine.
+        config: the step.
+        ranks_per_host: ranks of each host, if there are more of them.
+        seconds: predicts a step on this machine.
+    """
+    machine = planner.machine
+    split = [{"model.expert_parallel": size} for size in (8, 16, 32, 64) if machine.ranks % size == 0]
+    split = split if _is_mixture(config) and config.model.expert_parallel == 1 else []
+    larger = (machine.ranks * 2**power for power in range(1, 11))
+    machines = [
+        replace(machine, ranks=ranks, ranks_per_host=min(ranks, max(ranks_per_host, machine.cluster.ranks_per_host)))
+        for ranks in larger
+        if ranks <= _MOST_RANKS
+    ]
+    ways = [
+        [(machine, settings) for settings in split],
+        [(machine, settings) for settings in _four_bit(config)],
+        [(machine, settings) for settings in _shorter_rows(config)],
+        [(more, settings) for more in machines for settings in ({}, *split[-1:])],
+    ]
+    fitting = (_first_that_fits(planner, config, way, seconds) for way in ways)
+    return [remedy for remedy in fitting if remedy is not None]
+
+
+def _first_that_fits(
+    planner: Planner,
+    config: AnyStep,
+    way: Sequence[tuple[Device, Settings]],
+    seconds: Callable[[Any], float] | None,
+) -> Remedy | None:
+    """The first machine and settings with which a step fits, with the remedies that it needs besides."""
+    for machine, settings in way:
+        try:
+            changed = with_settings(config, settings)
+        except UserError:  # violates a rule
+            continue
+        here = machine == planner.machine
+        search = _RemedySearch(replace(planner, machine=machine), changed, seconds if here else None)
+        remedy = search.best(adapters=False)
+        if remedy is not None:
+            return replace(remedy, settings={**settings, **remedy.settings}, ranks=None if here else machine.ranks)
+    return None
+
+
+def _is_mixture(config: AnyStep) -> bool:
+    """True if the config of the model has a number of experts."""
+    with contextlib.suppress(UserError):
+        model = read_config(str(config.model.path), trust_remote_code=config.model.trust_remote_code)
+        return any(getattr(model.get_text_config(), key, None) for key in EXPERTS)
+    return False
+
+
+def _four_bit(config: AnyStep) -> list[Settings]:
+    """Adapters over 4-bit weights, which checkpoint, unless the step has these."""
+    if config.model.quantization is not None:
+        return []
+    changes = (change for change in _engine_changes(config, 1) if change.name == _ADAPTERS)
+    base = {"model.quantization": "nf4", "model.gradient_checkpointing": True}
+    return [{**base, **next((change.levels[0] for change in changes), {})}]
+
+
+def _shorter_rows(config: AnyStep) -> list[Settings]:
+    """Halves of the longest row, down to 256 tokens."""
+    if isinstance(config, RLConfig):
+        key, longest = "rollout.sampling.max_new_tokens", config.rollout.sampling.max_new_tokens
+    else:
+        key, longest = "data.max_length", config.data.max_length
+    return [{key: longest // 2**power} for power in range(1, 30) if longest // 2**power >= _SHORTEST_ROW]
 
 
 class _RemedySearch:

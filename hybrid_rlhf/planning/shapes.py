@@ -119,6 +119,7 @@ class ShapedModel:
         self.split_experts = experts if expert_parallel > 1 else 0
         """Elements of all experts, if ranks split them."""
         self._offloads = offloads
+        self._expert_parallel = expert_parallel
         self._measured: dict[tuple[BatchShape, bool], ForwardMemory] = {}
 
     @functools.cached_property
@@ -147,9 +148,9 @@ class ShapedModel:
         return self._measured[key]
 
     def _run(self, batch: BatchShape, *, layers: int) -> ForwardMemory:
-        """Run a batch through the first layers and count live bytes."""
+        """Run a batch through a few layers and count live bytes."""
         lm = self.lm
-        with _first_layers(lm, layers), _shapes_suffice():
+        with _some_layers(lm, layers), _local_experts(lm, self._expert_parallel), _shapes_suffice():
             for parameter in lm.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
             counter = LiveBytes("meta")
@@ -274,18 +275,40 @@ def _layer_list(lm: PreTrainedModel) -> nn.ModuleList:
 
 
 @contextlib.contextmanager
-def _first_layers(lm: PreTrainedModel, count: int) -> Iterator[None]:
-    """Remove all layers but the first ones, and put them back at the end."""
+def _some_layers(lm: PreTrainedModel, count: int) -> Iterator[None]:
+    """Remove all layers but some adjacent ones, and put them back at the end. Those of a mixture begin with its first
+    layer of experts: dense layers before it (DeepSeek-V3) are not like the others."""
     layers = _layer_list(lm)
     config = lm.config.get_text_config()
-    others = list(layers)[count:]
-    del layers[count:]
+    every = list(layers)
+    first = next((place for place, layer in enumerate(every) if expert_layers(layer)), 0)
+    first = min(first, max(0, len(every) - _LAYERS_RUN[1]))
+    del layers[:]
+    layers.extend(every[first : first + count])
     config.num_hidden_layers = count
     try:
         yield
     finally:
-        layers.extend(others)
+        del layers[:]
+        layers.extend(every)
         config.num_hidden_layers = len(layers)
+
+
+@contextlib.contextmanager
+def _local_experts(lm: PreTrainedModel, parts: int) -> Iterator[None]:
+    """Give each layer the number of experts of one of `parts` ranks that split them, and all of them at the end. A rank
+    computes as many rows for other ranks as these compute for it, on average."""
+    whole = [
+        (layer, name, weight) for layer in expert_layers(lm) for name, weight in layer.named_parameters(recurse=False)
+    ]
+    for layer, name, weight in whole if parts > 1 else ():
+        part = weight.detach()[: len(weight) // parts].clone()
+        setattr(layer, name, nn.Parameter(part, requires_grad=weight.requires_grad))
+    try:
+        yield
+    finally:
+        for layer, name, weight in whole:
+            setattr(layer, name, weight)
 
 
 def _forward(lm: PreTrainedModel, batch: BatchShape) -> Tensor:

@@ -21,36 +21,39 @@ from hybrid_rlhf.configs.sections.training import LoopConfig
 from hybrid_rlhf.planning.dotted_keys import Settings, with_settings
 from hybrid_rlhf.planning.engine_memory import MemoryUse
 from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
-from hybrid_rlhf.planning.remedies import group_sizes, remedies
+from hybrid_rlhf.planning.remedies import group_sizes, nearest, remedies
 
 GIB = 2.0**30
 CONFIG = RLConfig(
     algorithm=GRPOConfig(),
     model=ModelConfig(path="none"),
     reward=RewardSumConfig(components=["reward"]),
-    rollout=RolloutConfig(sampling=SamplingParams(n=4), kv_cache_gib=0.5),
+    rollout=RolloutConfig(sampling=SamplingParams(n=4, max_new_tokens=1024), kv_cache_gib=0.5),
     train=LoopConfig(micro_batch_tokens=512),
 )
 
 
 @dataclass
 class SummedPlanner:
-    """Generation and training of a model of 70 GiB on 16 ranks of two hosts."""
+    """Generation and training of a model of 70 GiB, or 20 GiB in 4 bits, on 16 ranks of two hosts or more."""
 
     machine: Device
 
     def phases(self, config: RLConfig) -> list[PhaseMemory]:
         """By rule, like the memory plan's."""
         zero, lora = config.actor.zero, config.actor.lora is not None
-        weights = 0.0 if zero.offload_parameters else 70.0 / (16 if zero.stage == 3 else 1)
-        optimizer = 0.0 if zero.offload_optimizer or lora else 210.0 / (16 if zero.stage else 1)
-        host = (210.0 / 16 if zero.offload_optimizer and not lora else 0.0) + 70.0 / 16 * zero.offload_parameters
+        ranks = self.machine.ranks
+        base = 20.0 if config.model.quantization else 70.0
+        weights = 0.0 if zero.offload_parameters else base / (ranks if zero.stage == 3 else 1)
+        optimizer = 0.0 if zero.offload_optimizer or lora else 210.0 / (ranks if zero.stage else 1)
+        host = (210.0 / ranks if zero.offload_optimizer and not lora else 0.0) + 70.0 / ranks * zero.offload_parameters
         kept = 0.0 if config.rollout.offload_states else optimizer
         # ZeRO-3 copies inference weights, where other stages use views
         together = config.rollout.tensor_parallel
-        inference = 70.0 / together if zero.stage == 3 or together > 1 else 0.0
+        inference = base / together if zero.stage == 3 or together > 1 else 0.0
         passing = 4.0 if config.model.gradient_checkpointing else 30.0
         passing -= 2.0 * config.model.activation_offload
+        passing *= config.rollout.sampling.max_new_tokens / 1024
         found = {"generation": weights + kept + inference, "actor training": weights + optimizer + passing}
         return [PhaseMemory(n, MemoryUse(weights=v * GIB, host=host * GIB), self.machine) for n, v in found.items()]
 
@@ -124,6 +127,23 @@ def test_adapters_are_advised_beside_what_needs_host_memory() -> None:
 def test_without_a_time_model_few_and_cheap_settings_are_preferred() -> None:
     assert remedies(planner(309.0), CONFIG)[0].settings == {"model.gradient_checkpointing": True}
     assert remedies(planner(1.0), CONFIG) == []
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "expected"),
+    [(4.0, [None, 32]), (0.0, [])],
+    ids=["4 bits or more ranks fit", "nothing does"],
+)
+def test_what_comes_nearest_fits(device_gib: float, expected: list[int | None]) -> None:
+    """The line said to use more ranks or a smaller model, not how many, nor what else suffices."""
+    machine = planner(device_gib)
+    assert remedies(machine, CONFIG) == []
+    nearby = nearest(machine, CONFIG, ranks_per_host=8)
+    for remedy in nearby:
+        ranks = remedy.ranks or 16
+        larger = replace(machine, machine=replace(machine.machine, ranks=ranks))
+        assert all(phase.fits for phase in larger.phases(with_settings(CONFIG, remedy.settings)))
+    assert [remedy.ranks for remedy in nearby] == expected, nearby
 
 
 def test_groups_fill_a_host_before_they_cross_hosts() -> None:

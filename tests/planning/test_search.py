@@ -6,13 +6,16 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.planning.candidates import layouts, offloads, plan_of, samplings, shardings
 from hybrid_rlhf.planning.costs import Costs
+from hybrid_rlhf.planning.costs.passes import ModelPasses
 from hybrid_rlhf.planning.curves import MachineCurves
 from hybrid_rlhf.planning.job import RLJob, StepLengths
 from hybrid_rlhf.planning.phase_memory import Cluster
@@ -103,6 +106,20 @@ def test_brute_force_tries_each_plan_once_and_every_kind() -> None:
     assert {"actor": (0, 1, 2), "critic": (0, 1, 2), "reference": (0, 1), "reward": (2,)} in ranks
     assert {"actor": (0, 1), "critic": (0, 1), "reference": (2,), "reward": (2,), SAMPLER: (2,)} in ranks
     assert all(not set(each.get(SAMPLER, ())) & set(each["actor"]) for each in ranks)
+
+
+def test_a_base_in_four_bits_is_sampled_where_it_trains_in_whole_products() -> None:
+    """Plans had a separate sampler, which a run refuses, and products divided by tensor parallelism."""
+    whole = small_job()
+    model = replace(whole.config.model, quantization="nf4")
+    config: Any = SimpleNamespace(**{**vars(whole.config), "model": model})
+    job = replace(whole, config=config)
+    assert not any(SAMPLER in layout.places for layout in layouts(job, Cluster(3, 8)))
+    sizes = whole.actor.sizes
+    rows = np.asarray([0.0, 1.0, 8.0])
+    passes = ModelPasses(machine(), replace(sizes, active=0.25), "bfloat16", whole_products=True)
+    alone, together = (passes.decode_products(rows, together=count) for count in (1, 2))
+    assert np.isfinite(alone).all() and (together > 0.5 * alone).all()
 
 
 @pytest.mark.parametrize("ranks", [4, 24])

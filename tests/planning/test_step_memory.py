@@ -34,7 +34,7 @@ from hybrid_rlhf.planning.dotted_keys import with_settings
 from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
 from hybrid_rlhf.planning.remedies import remedies
-from hybrid_rlhf.planning.shapes import shaped_model
+from hybrid_rlhf.planning.shapes import BatchShape, shaped_model
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.parts import RLParts
@@ -181,6 +181,35 @@ def test_experts_and_latent_attention_hold_what_was_planned(
     )
     (phase,) = Planner(CPU).phases(config)
     near(phase, peak_of_sft(str(tmp_path), config, 96, world))
+
+
+def test_gradients_of_split_experts_are_those_of_a_rank(tmp_path: Path) -> None:
+    """The gradients of all experts were counted on each rank."""
+    experts = {"moe_intermediate_size": 64, "num_experts": 64, "num_experts_per_tok": 2}
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    AutoConfig.for_model("qwen3_moe", **sizes, **experts).save_pretrained(tmp_path)
+
+    def peak(parts: int) -> float:
+        config = ModelConfig(path=str(tmp_path), dtype="float32", expert_parallel=parts)
+        model = shaped_model(str(tmp_path), "causal_lm", config=config, dtype=torch.float32, lora=None, learns=True)
+        passed = model.measure(BatchShape(1, 8, 8), backward=True)
+        assert model.elements.all == sum(weight.numel() for weight in model.lm.parameters())
+        return passed.peak
+
+    largest = 4 * 64 * 128 * 128
+    assert peak(1) > largest > 4 * peak(8)
+
+
+def test_layers_of_a_mixture_are_alike_from_its_first_experts(tmp_path: Path) -> None:
+    """The first four layers were measured, of which one has experts, and its gradients counted in each other layer."""
+    experts = {"moe_intermediate_size": 256, "first_k_dense_replace": 3, **GROUPS, **LATENT, "n_routed_experts": 64}
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    AutoConfig.for_model("deepseek_v3", **sizes, **heads, **experts).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), dtype="float32")
+    model = shaped_model(str(tmp_path), "causal_lm", config=config, dtype=torch.float32, lora=None, learns=True)
+    passed = model.measure(BatchShape(1, 8, 8), backward=True)
+    assert passed.peak < 2 * 4 * model.elements.largest + passed.kept
 
 
 def test_a_forward_that_reads_values_is_one_line(tmp_path: Path) -> None:

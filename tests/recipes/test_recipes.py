@@ -26,6 +26,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from tests.support.documents import undocumented_metrics
 from tests.support.generation import wait_until
+from tests.support.ranks import run_main
 from tests.support.runs import ROOT
 from tests.support.shapes import PUBLISHED, write_shape, write_tiny
 
@@ -34,6 +35,8 @@ FIELDS = ("machine", "plan", "memory", "time", "start", "expect", "source")
 each_recipe = pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 RUN = ("qwen2.5-0.5b-sft-dpo", "llama-3-8b-ppo")
 """Recipes that CI runs and plans beside the one that `make test` plans; `make faults` has all."""
+ON_TWO_RANKS = ("llama-3.1-8b-sft-32k", "llama-3.1-70b-grpo-lora")
+"""Recipes that run on two ranks, with parallelism of two where they have one; the others run on one rank."""
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +93,7 @@ def test_recipes_evaluate_what_they_save() -> None:
             config = parse_config(EvaluateConfig, shlex.split(line), positional="path")
             assert config.path == f"{run_folder(file)}/actor"
             found += 1
-    assert found == 5
+    assert found == 6
 
 
 def run_folder(file: Path) -> str:
@@ -140,11 +143,16 @@ def test_a_recipe_runs(file: Path, tmp_path: Path, pair_rows: Path, world: Any) 
     keys = tmp_path / "recipe.yaml"
     keys.write_text(yaml.safe_dump(pipeline_keys(file, tmp_path / "models", write_tiny)))
     config = parse_config(PipelineConfig, ["--config", str(keys)])
-    config = parse_config(PipelineConfig, ["--config", str(keys), *small_words(config, rows, tmp_path)])
+    ranks = 2 if file.stem in ON_TWO_RANKS else 1
+    config = parse_config(PipelineConfig, ["--config", str(keys), *small_words(config, rows, tmp_path, ranks)])
     for name in config.step_names:
         step = train.step_config(name, config)
         save_config(step, tmp_path / f"{name}.yaml")
-        import_module(train.MODULES[name]).main(["--config", str(tmp_path / f"{name}.yaml")])
+        line = ["--config", str(tmp_path / f"{name}.yaml")]
+        if ranks == 1:
+            import_module(train.MODULES[name]).main(line)
+        else:
+            run_main(train.MODULES[name], ranks, line)
         folder = Path(step.output_dir)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines][-2:] == [1, 2]
@@ -157,8 +165,8 @@ def source_words(rows: Path) -> list[str]:
     return ["--data.sources", str(rows), *(w for name in STEP_NAMES for w in (f"--{name}.data.sources", str(rows)))]
 
 
-def small_words(config: PipelineConfig, rows: Path, folder: Path) -> list[str]:
-    """Options that make two short steps of each step of a recipe, on one rank."""
+def small_words(config: PipelineConfig, rows: Path, folder: Path, ranks: int) -> list[str]:
+    """Options that make two short steps of each step of a recipe, on so many ranks."""
     words = ["--output_dir", str(folder / "output"), *source_words(rows)]
     for name in STEP_NAMES:
         words += [f"--{name}.data.cache_dir", str(folder / "cache")]
@@ -180,7 +188,9 @@ def small_words(config: PipelineConfig, rows: Path, folder: Path) -> list[str]:
     words += ["--rl.rollout.sampling.max_new_tokens", "12", "--rl.rollout.max_prompt_tokens", "300"]
     if config.rl.environment is not None:
         words += ["--rl.environment.max_turn_tokens", "4"]
-    return [*words, "--rl.rollout.tensor_parallel", "1", "--rl.rollout.kv_cache_gib", "0.1"]
+    if config.sft.model.sequence_parallel > 1:
+        words += ["--sft.model.sequence_parallel", str(ranks)]
+    return [*words, "--rl.rollout.tensor_parallel", str(ranks), "--rl.rollout.kv_cache_gib", "0.1"]
 
 
 def test_the_verified_reward_compares_the_last_number() -> None:

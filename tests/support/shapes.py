@@ -13,6 +13,12 @@ from tests.support.tiny import VOCABULARY, tiny_tokenizer
 _QWEN25 = {"model_type": "qwen2", "vocab_size": 152064, "max_position_embeddings": 32768, "rope_theta": 1e6}
 _QWEN3 = {"vocab_size": 151936, "max_position_embeddings": 40960, "head_dim": 128, "rope_theta": 1e6}
 _LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 5e5}
+_LLAMA31 = {
+    **_LLAMA3,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "num_key_value_heads": 8,
+}
 _OPT = {"model_type": "opt", "vocab_size": 50272, "max_position_embeddings": 2048}
 _QWEN25_HALF = {
     **_QWEN25,
@@ -79,6 +85,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "tie_word_embeddings": False,
+    },
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        **_LLAMA31,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "meta-llama/Llama-3.1-70B-Instruct": {
+        **_LLAMA31,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
     },
     "facebook/opt-1.3b": {
         **_OPT,

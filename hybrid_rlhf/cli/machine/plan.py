@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         curves, machine = planned_machine(config)
         planner, planned = planned_phases(config, steps, machine)
         planning = None if curves is None else _Placements(config, planner, curves)
-        advised = _advised(planner, planned, steps, planning)
+        per_host = machine.cluster.ranks_per_host if curves is None else curves.ranks_per_host
+        advised = _advised(planner, planned, steps, planning, per_host)
         answer = planning.answer(steps["rl"], advised.get("rl")) if "rl" in planned and planning is not None else None
         if answer is not None and answer.configured is None:
             planned["rl"] = [*answer.result.ranked[0].memory.phases]
@@ -186,15 +187,21 @@ def _advised(
     planned: Mapping[str, Sequence[PhaseMemory]],
     steps: Mapping[str, Any],
     times: _Placements | None,
+    ranks_per_host: int,
 ) -> dict[str, list[Remedy]]:
-    """The remedies of the steps that do not fit; those of RL by the time that is predicted with them."""
-    from hybrid_rlhf.planning.remedies import remedies
+    """The remedies of the steps that do not fit, or else what comes nearest; those of RL by the time that is predicted
+    with them."""
+    from hybrid_rlhf.planning.remedies import nearest, remedies
 
-    return {
-        name: remedies(planner, steps[name], times.seconds if name == "rl" and times is not None else None)
-        for name, phases in planned.items()
-        if not all(phase.fits for phase in phases)
-    }
+    advised = {}
+    for name, phases in planned.items():
+        if all(phase.fits for phase in phases):
+            continue
+        seconds = times.seconds if name == "rl" and times is not None else None
+        advised[name] = remedies(planner, steps[name], seconds) or nearest(
+            planner, steps[name], ranks_per_host=ranks_per_host, seconds=seconds
+        )
+    return advised
 
 
 class _Placements:
@@ -214,9 +221,9 @@ class _Placements:
         listed = self._config.candidates
         machine = self._planner.machine
         answer = plan_placement(self._job(rl), self._curves, machine, configured=self._placement(rl), listed=listed)
-        if answer.best is not None or not advised:
+        settings = next((remedy.settings for remedy in advised or () if remedy.ranks is None), None)
+        if answer.best is not None or settings is None:
             return answer
-        settings = advised[0].settings
         unplanned = {key: value for key, value in settings.items() if key not in _PLANNED}
         found_plans = plan_placement(self._job(with_settings(rl, unplanned)), self._curves, machine, listed=listed)
         remedied = self._candidate(with_settings(rl, settings))

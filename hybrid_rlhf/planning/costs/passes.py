@@ -47,6 +47,8 @@ class ModelPasses:
     sizes: ModelDimensions
     dtype: str
     """Data type of its weights, as the curves name it."""
+    whole_products: bool = False
+    """Tensor-parallel ranks compute whole products, as with 4-bit weights."""
 
     # Modules that train
 
@@ -102,7 +104,7 @@ class ModelPasses:
     def split_layer(self, tokens: float, squares: float, *, together: int = 1) -> float:
         """A layer over whole rows: a prefill, or a frozen model that reads."""
         s, c = self.sizes, self.curves
-        part = s.layer_weights * s.active / DECODE_PRODUCTS / together
+        part = s.layer_weights * s.active / DECODE_PRODUCTS / (1 if self.whole_products else together)
         seconds = DECODE_PRODUCTS * c.products[self.dtype](part, tokens)
         return seconds + self.attention(squares, together=together) + c.layer(tokens * s.hidden)
 
@@ -119,11 +121,10 @@ class ModelPasses:
         """Products of the layers and the head in decoding steps of so many rows."""
         s = self.sizes
         products = self.curves.decode_products[self.dtype]
-        part = s.layer_weights / DECODE_PRODUCTS / together
+        part = s.layer_weights / DECODE_PRODUCTS / (1 if self.whole_products else together)
         if s.active < 1:
-            reached = np.minimum(1.0, rows * s.active)  # of the weights, by the experts of any row
-            pairs = zip(reached, rows, strict=True)
-            seconds = np.asarray([products(part * share, count * s.active / share) for share, count in pairs])
+            passed = rows * s.active  # of the weights, with repetitions by the experts of several rows
+            seconds = np.asarray([products(part * min(1.0, share), max(1.0, share)) for share in passed])
         else:
             seconds = products(part, rows)
         return s.layers * DECODE_PRODUCTS * seconds + products(s.vocabulary * s.hidden / together, rows)

@@ -316,7 +316,7 @@ class Costs:
         span = self._span(actor.ranks)
 
         def price() -> Work:
-            passes = ModelPasses(self.curves, sizes, self._inference_dtype)
+            passes = self._sampler_passes
             decoded = passes.probe(item_bytes=self.job.inference_dtype.itemsize, together=together)
             read = self._forward(_Engine(sizes, span, actor.zero), PassedTokens.of_rows(1, PROBE_TOKENS))
             return read + Work(decoded)
@@ -409,7 +409,7 @@ class Costs:
             at_once = max(1, int(PREFILL_TOKENS[self.job.device.type] // max(1.0, lengths.prompt_tokens)))
             batches = math.ceil(prompts / at_once)
             tokens = prompts / batches * lengths.prompt_tokens
-            passes = ModelPasses(self.curves, sizes, self._inference_dtype)
+            passes = self._sampler_passes
             layer = self._split_layer(passes, tokens, tokens * lengths.prompt_tokens, together, hosts)
             call = self._call("prefill") / sizes.layers
             factor = self.curves.factor("prefill")
@@ -417,12 +417,17 @@ class Costs:
 
         return self._once(("prefill", prompts, together, hosts), price)
 
+    @property
+    def _sampler_passes(self) -> ModelPasses:
+        whole = self.job.config.model.quantization is not None
+        return ModelPasses(self.curves, self.job.actor.sizes, self._inference_dtype, whole_products=whole)
+
     def _decode_steps(self, s: DecodeSegments, together: int, hosts: int) -> tuple[Numbers, Numbers]:
         """Seconds of compute and wire of one decoding step of each segment."""
         sizes = self.job.actor.sizes
         c = self.curves
         item_bytes = self.job.inference_dtype.itemsize
-        passes = ModelPasses(c, sizes, self._inference_dtype)
+        passes = self._sampler_passes
         compute = passes.decode_products(s.rows, together=together)
         compute = compute + passes.decode_rest(s.rows, s.context, item_bytes=item_bytes, together=together)
         size = s.rows * sizes.hidden * item_bytes
