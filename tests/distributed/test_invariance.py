@@ -45,7 +45,7 @@ MICRO_BATCHES = {
     "100 tokens": ["--train.micro_batch_tokens", "100"],
     "in parts": "--train.micro_batch_tokens 100 --model.sequence_parallel 2 --model.mlp_parts 3".split(),
     "split weights": "--train.micro_batch_tokens 100 --model.tensor_parallel 2".split(),
-    "padded": ["--train.micro_batch_tokens", "100", "--model.attention", "eager"],
+    "padded": "--train.micro_batch_tokens 100 --model.attention eager".split(),
 }
 OPTIONS = {
     "moe": "--model.router_aux_loss_coef 0.1 --model.router_z_loss_coef 0.01",
@@ -186,7 +186,7 @@ def test_losses_change_with_the_seed(workspace: Path) -> None:
         pytest.param(
             "ppo",
             "loss/policy",
-            ["--algorithm.epochs", "1", "--algorithm.mini_batches", "1"],
+            "--algorithm.epochs 1 --algorithm.mini_batches 1".split(),
             marks=pytest.mark.slow,
         ),
     ],

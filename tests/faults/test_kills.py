@@ -192,7 +192,7 @@ def test_a_run_resumes_with_other_ranks_and_another_zero_stage(
     ):
         line = step_line(name, tmp_path / name, model_folder, pair_rows)
         run_step(MODULES[name], RANKS, line, point)
-        zero = ["--zero.stage", "3"] if name == "sft" else ["--actor.zero.stage", "3", "--critic.zero.stage", "1"]
+        zero = ["--zero.stage", "3"] if name == "sft" else "--actor.zero.stage 3 --critic.zero.stage 1".split()
         assert run_step(MODULES[name], 1, [*line, "--resume", "auto", *zero]) == [0]
         found, want = run_outputs(tmp_path / name)["metrics"], whole(name)["metrics"]
         assert len(found) == len(want) == 7

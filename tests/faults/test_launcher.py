@@ -19,13 +19,13 @@ from tests.support.faults import run_step
 from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, sft_line, start_until
 from tests.support.steps import write_rows
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node=2".split()
 LONG = ["--train.epochs", "5000"]
 STARTS = {
     "torchrun": TORCHRUN,
     "train.py": ["train.py"],
-    "train.py over torchrun": ["train.py", "--launcher.num_processes", "2"],
-    "deepspeed": ["DEEPSPEED", "--num_gpus", "2", "--no_local_rank"],
+    "train.py over torchrun": "train.py --launcher.num_processes 2".split(),
+    "deepspeed": "DEEPSPEED --num_gpus 2 --no_local_rank".split(),
 }
 
 
@@ -114,7 +114,7 @@ def test_the_launcher_of_deepspeed_is_two_processes(monkeypatch: pytest.MonkeyPa
             return Fake(self.ppid())
 
         def cmdline(self) -> list[str]:
-            return ["python", "/usr/bin/deepspeed", "--num_gpus", "2"]
+            return "python /usr/bin/deepspeed --num_gpus 2".split()
 
     monkeypatch.setattr(launcher.psutil, "Process", Fake)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)

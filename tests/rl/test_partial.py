@@ -292,7 +292,7 @@ CORRECTED = ["--algorithm.correction.method", "truncate"]
     [
         (["--rollout.partial.extra_prompts", "0", *CORRECTED], r"must be in \(0, 1\], got 0"),
         (["--rollout.partial.max_lag", "0", *CORRECTED], "max_lag must be 1 step or more, got 0"),
-        (["--rollout.partial.max_lag", "1", "--rollout.backend", "module"], "backend module: give auto"),
+        ("--rollout.partial.max_lag 1 --rollout.backend module".split(), "backend module: give auto"),
         (["--rollout.partial.max_lag", "1", "--environment.path", "x.py:X", *CORRECTED], "got the section environment"),
     ],
 )

@@ -300,8 +300,8 @@ def test_a_run_learns_from_a_program(tmp_path: Path, model_folder: Path) -> None
     )
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{number}"}) + "\n" for number in range(200)))
-    more = ["--algorithm", "grpo", "--rollout.sampling.n", "8", "--environment.program", f"{tmp_path}/game.py:play"]
-    more += ["--train.max_steps", "25", "--actor.optimizer.lr", "1e-2", "--logging.sinks", "[]"]
+    more = f"--algorithm grpo --rollout.sampling.n 8 --environment.program {tmp_path}/game.py:play".split()
+    more += "--train.max_steps 25 --actor.optimizer.lr 1e-2 --logging.sinks []".split()
     run_main("hybrid_rlhf.cli.rl", 1, rl_line(tmp_path / "out", model_folder, rows, *more)[1:])
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["environment/reward"] for line in lines if "environment/reward" in line]

@@ -105,22 +105,22 @@ def test_the_student_moves_to_the_teacher_on_held_out_rows(kind: str, workspace:
 
 
 def test_temperature_and_the_data_s_answers_are_mixed_in(workspace: Path) -> None:
-    options = ["--distill.temperature", "2", "--distill.sft_coef", "0.5"]
+    options = "--distill.temperature 2 --distill.sft_coef 0.5".split()
     lines = launch(workspace, "mixed", *distil(workspace, *options), steps=1)
     for prefix, line in (("eval", lines[0]), ("distill", lines[1])):
         assert line[f"{prefix}/loss"] == pytest.approx(4 * line[f"{prefix}/divergence"] + 0.5 * line[f"{prefix}/sft"])
 
 
 LAYOUTS = [
-    (1, ["--train.micro_batch_size", "1", "--zero.stage", "2"]),
-    (1, ["--train.micro_batch_tokens", "150", "--model.attention", "eager"]),
-    (2, ["--train.micro_batch_tokens", "100", "--zero.stage", "3"]),
+    (1, "--train.micro_batch_size 1 --zero.stage 2".split()),
+    (1, "--train.micro_batch_tokens 150 --model.attention eager".split()),
+    (2, "--train.micro_batch_tokens 100 --zero.stage 3".split()),
 ]
 KINDS = {
-    "distill": (["--distill.divergence", "jensen_shannon", "--distill.on_policy_fraction", "0.5"], "distill/loss"),
-    "packed": (["--data.packing", "best_fit", "--train.global_batch_size", "4"], "sft/loss"),
+    "distill": ("--distill.divergence jensen_shannon --distill.on_policy_fraction 0.5".split(), "distill/loss"),
+    "packed": ("--data.packing best_fit --train.global_batch_size 4".split(), "sft/loss"),
     "packed on-policy": (
-        ["--data.packing", "best_fit", "--distill.on_policy_fraction", "0.5", "--train.global_batch_size", "4"],
+        "--data.packing best_fit --distill.on_policy_fraction 0.5 --train.global_batch_size 4".split(),
         "distill/loss",
     ),
 }
@@ -264,7 +264,7 @@ def test_plain_text_that_is_told_a_bucket_stays_as_it_is(workspace: Path, monkey
     monkeypatch.setattr(DistillObjective, "_sequences", spy)
     rows = workspace / "scored.jsonl"
     rows.write_text("".join(json.dumps({"text": f"plain {n}", "score": n}) + "\n" for n in range(12)))
-    more = ["--data.sources", str(rows), "--condition.buckets", "3", "--distill.on_policy_fraction", "1"]
+    more = f"--data.sources {rows} --condition.buckets 3 --distill.on_policy_fraction 1".split()
     main(command_line(workspace, "told", *distil(workspace, *more)))
     assert asked and not any(asked)
 
