@@ -13,7 +13,6 @@ from hybrid_rlhf.cli import rl
 from hybrid_rlhf.planning.machines.stored import save_curves
 from tests.support.placement import cpu_machine
 from tests.support.placements import (
-    ALGORITHMS,
     LORA,
     MORE_ALGORITHMS,
     TOLERANCE,
@@ -151,21 +150,6 @@ def assert_same_as_alone(workspace: Path, trials: Sequence[PlacementTrial]) -> N
 @pytest.mark.parametrize("style", ["separation", "interleaving"])
 def test_other_algorithms_compute_what_they_do_on_one_rank(style: str, workspace: Path) -> None:
     assert_same_as_alone(workspace, [PlacementTrial(f"{name} {style}", name, 2, style) for name in MORE_ALGORITHMS])
-
-
-@pytest.mark.faults
-def test_random_placements_neither_hang_nor_differ(workspace: Path) -> None:
-    assert_same_as_alone(workspace, [random_trial(seed, most_ranks=4) for seed in range(4)])
-
-
-def test_trials_are_the_ones_that_are_meant() -> None:
-    fixed = fixed_trials()
-    assert len({trial.name for trial in fixed}) == len({output_of(Path(), trial) for trial in fixed}) == 192
-    assert {trial.ranks for trial in fixed} == {1, 2, 4, 8}
-    alone = {trial.alone for trial in fixed}
-    assert len(alone) == 6 and all(trial.ranks == 1 and not {*ZERO_3} & {*trial.extra} for trial in alone)
-    drawn = [random_trial(seed) for seed in range(300)]
-    assert {trial.ranks for trial in drawn} == {*range(2, 9)} and {trial.algorithm for trial in drawn} == {*ALGORITHMS}
 
 
 @pytest.mark.faults
