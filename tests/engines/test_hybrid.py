@@ -238,23 +238,6 @@ def test_inference_weights_that_are_kept_follow_the_training_in_place(
             assert kept == built_again and kept[0] != kept[2], "the weights have changed"
 
 
-def offloaded(world: World, path: Path) -> tuple[list[Any], list[float]]:
-    results, losses = [], []
-    for stage, offload in product((2, 3), (False, True)):
-        engine = build_actor(actor_spec(path, stage=stage), world, rollout=RolloutConfig(offload_states=offload))
-        train_step(engine, world)
-        with engine.inference() as generation:
-            results.append(token_ids_of(generation.generate(PROMPTS, SAMPLED)))
-        losses.append(train_step(engine, world))
-    return results, losses
-
-
-def test_states_go_to_the_host_and_come_back(model_folder: Path, tmp_path: Path) -> None:
-    ((results, losses),) = run_ranks(offloaded, 1, tmp_path, model_folder)
-    assert results[0] == results[1] and losses[0] == losses[1], "ZeRO 2"
-    assert results[2] == results[3] and losses[2] == losses[3], "ZeRO 3"
-
-
 def live_bytes() -> int:
     """Of all tensors in this process, packed ones too; memory that several share counts once."""
     gc.collect()
