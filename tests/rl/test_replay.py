@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,24 +118,6 @@ def test_other_runs_are_generated_again(
     for step in steps:
         samples = replay_samples(folder, step, tmp_path / f"scratch_{step}", ranks=ranks)
         assert samples and all(sample["identical"] and sample["compared"] == "tokens" for sample in samples), samples
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("more", [["--algorithm", "ppo"], ["--algorithm", "grpo"], AHEAD, PARTIAL])
-def test_a_hundred_samples_are_generated_again(more: list[str], stopping_model: Path, tmp_path: Path) -> None:
-    folder, rows = tmp_path / "run", write_rows(tmp_path / "rows.jsonl")
-    line = rollout_line(folder, stopping_model, rows, "--logging.samples_every", "1", "--train.max_steps", "6")
-    size = "--rollout.prompts_per_step 9 --rollout.sampling.n 3 --rollout.sampling.max_new_tokens 24".split()
-    run_main(RL, 1, [*line, *size, "--train.save_every", "2", *more])
-    recorded = {step: RecordedStep.read(folder, step) for step in range(1, 7)}
-    every = [(step, index) for step, found in recorded.items() for index in range(len(found.rows))]
-    chosen = random.Random(0).sample(every, 100)
-    identical = 0
-    for step in recorded:
-        indices = [index for of_step, index in chosen if of_step == step]
-        samples = replay_samples(folder, step, tmp_path / f"scratch_{step}", indices)
-        identical += sum(sample["identical"] and sample["compared"] == "tokens" for sample in samples)
-    assert identical == 100
 
 
 def test_a_branch_of_a_run_with_an_environment_is_refused_before_a_rank_starts(

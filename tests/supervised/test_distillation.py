@@ -231,15 +231,6 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_ended(workspace: Pat
     assert (folder / "model.safetensors").read_bytes() == weights
 
 
-def test_conditional_runs_leave_their_edges_in_the_folder(workspace: Path) -> None:
-    rows = [{"prompt": f"say {i}", "completion": str(i), "score": i / 10} for i in range(40)]
-    file = workspace / "scored.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    launch(workspace, "conditional", "--data.sources", str(file), "--condition.buckets", "2", steps=1)
-    told = json.loads((workspace / "runs" / "conditional" / "condition.json").read_text())
-    assert told["texts"] == ["<score 1/2> ", "<score 2/2> "] and len(told["edges"]) == 1
-
-
 def test_rows_beyond_a_table_of_positions_are_refused(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     AutoModelForCausalLM.from_config(config).save_pretrained(workspace / "gpt2")
@@ -252,7 +243,7 @@ def test_rows_beyond_a_table_of_positions_are_refused(workspace: Path, capsys: p
     )
 
 
-def test_plain_text_that_is_told_a_bucket_stays_as_it_is(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conditional_runs_keep_their_edges_and_plain_text(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     sequences_of = DistillObjective._sequences
 
@@ -267,6 +258,8 @@ def test_plain_text_that_is_told_a_bucket_stays_as_it_is(workspace: Path, monkey
     more = f"--data.sources {rows} --condition.buckets 3 --distill.on_policy_fraction 1".split()
     main(command_line(workspace, "told", *distil(workspace, *more)))
     assert asked and not any(asked)
+    told = json.loads((workspace / "runs" / "told" / "condition.json").read_text())
+    assert told["texts"] == [f"<score {bucket}/3> " for bucket in (1, 2, 3)] and len(told["edges"]) == 2
 
 
 def test_a_teacher_must_share_the_student_s_tokens(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
