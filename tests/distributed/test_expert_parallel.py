@@ -39,6 +39,7 @@ from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, actor_spec
 from tests.support.families import EXPERT_VARIANTS, variant
 from tests.support.faults import Point, run_step
+from tests.support.marks import faults, slow
 from tests.support.ranks import run_main, run_ranks
 from tests.support.steps import MODULES, run_outputs, step_line
 from tests.support.tiny import tiny_tokenizer
@@ -114,7 +115,7 @@ SHARDED: list[Case] = [{"stage": stage, "experts": 2} for stage in range(4)]
     ("ranks", "cases"),
     [
         (2, [*SHARDED, *({**case, "checkpointing": True} for case in SHARDED[2:])]),
-        pytest.param(4, SHARDED, marks=pytest.mark.slow),
+        slow(4, SHARDED),
     ],
     ids=["2 ranks", "4 ranks"],
 )
@@ -163,9 +164,9 @@ def resumed(world: World, path: Path, folder: Path, case: Case) -> tuple[list[tu
         ((2, {"stage": 2, "experts": 2}), (2, {"stage": 3})),
         ((2, {"stage": 1, "experts": 2, "dtype": "bfloat16"}), (1, {"stage": 1, "dtype": "bfloat16"})),
         ((1, {"stage": 0}), (2, {"stage": 0, "experts": 2})),
-        pytest.param((2, {"stage": 1}), (4, {"stage": 3, "experts": 2}), marks=pytest.mark.slow),
-        pytest.param((4, {"stage": 2, "experts": 2}), (4, {"stage": 2, "experts": 4}), marks=pytest.mark.slow),
-        pytest.param((4, {"stage": 0, "experts": 2}), (2, {"stage": 1, "experts": 2}), marks=pytest.mark.slow),
+        slow((2, {"stage": 1}), (4, {"stage": 3, "experts": 2})),
+        slow((4, {"stage": 2, "experts": 2}), (4, {"stage": 2, "experts": 4})),
+        slow((4, {"stage": 0, "experts": 2}), (2, {"stage": 1, "experts": 2})),
     ],
     ids=str,
 )
@@ -355,14 +356,11 @@ def stage_of(step: str, stage: int) -> list[str]:
     ("step", "stage"),
     [
         ("grpo", 2),
-        pytest.param("grpo", 3, marks=pytest.mark.slow),
-        pytest.param("sft", 2, marks=pytest.mark.slow),
-        pytest.param("sft", 3, marks=pytest.mark.slow),
-        pytest.param("ppo", 2, marks=pytest.mark.slow),
-        *(
-            pytest.param(*case, marks=pytest.mark.faults)
-            for case in [("reward", 2), ("adapters", 2), ("tensor parallel", 2), ("async", 3)]
-        ),
+        slow("grpo", 3),
+        slow("sft", 2),
+        slow("sft", 3),
+        slow("ppo", 2),
+        *(faults(*case) for case in [("reward", 2), ("adapters", 2), ("tensor parallel", 2), ("async", 3)]),
     ],
 )
 def test_a_step_does_not_depend_on_who_has_the_experts(
@@ -384,9 +382,9 @@ def test_a_step_does_not_depend_on_who_has_the_experts(
 @pytest.mark.parametrize(
     ("step", "stage"),
     [
-        pytest.param("sft", 3, marks=pytest.mark.slow),
-        *(pytest.param(*case, marks=pytest.mark.faults) for case in (("sft", 2), ("grpo", 3), ("ppo", 2))),
-        pytest.param("grpo", 2, marks=pytest.mark.slow),
+        slow("sft", 3),
+        *(faults(*case) for case in (("sft", 2), ("grpo", 3), ("ppo", 2))),
+        slow("grpo", 2),
     ],
 )
 def test_a_killed_run_with_split_experts_ends_bit_for_bit(

@@ -12,6 +12,7 @@ import pytest
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.files.names import METRICS_FILE
 from tests.support.families import variant
+from tests.support.marks import faults, slow
 from tests.support.ranks import run_main
 from tests.support.tiny import tiny_tokenizer
 
@@ -180,12 +181,10 @@ def test_losses_change_with_the_seed(workspace: Path) -> None:
     ("name", "loss", "more"),
     [
         ("sft", "sft/loss", []),
-        pytest.param("sft", "distill/loss", ["--distill.teacher", "moe"], marks=pytest.mark.faults),
-        pytest.param("dpo", "preference/loss", [], marks=pytest.mark.faults),
-        pytest.param("kto", "preference/loss", [], marks=pytest.mark.faults),
-        pytest.param(
-            "ppo", "loss/policy", "--algorithm.epochs 1 --algorithm.mini_batches 1".split(), marks=pytest.mark.slow
-        ),
+        faults("sft", "distill/loss", ["--distill.teacher", "moe"]),
+        faults("dpo", "preference/loss", []),
+        faults("kto", "preference/loss", []),
+        slow("ppo", "loss/policy", "--algorithm.epochs 1 --algorithm.mini_batches 1".split()),
     ],
 )
 def test_every_step_adds_the_losses_of_routers(name: str, loss: str, more: list[str], workspace: Path) -> None:
@@ -200,9 +199,7 @@ def test_every_step_adds_the_losses_of_routers(name: str, loss: str, more: list[
     assert first[1][loss] - first[0][loss] == pytest.approx(0.5 * first[1][metric], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "name", ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "reward", "dpo"))]
-)
+@pytest.mark.parametrize("name", ["ppo", *(slow(name) for name in ("sft", "reward", "dpo"))])
 def test_losses_over_four_bit_weights_do_not_depend_on_the_layout(name: str, workspace: Path) -> None:
     """In each step the base is quantised, frozen models too, and ZeRO-3 gathers it in 4 bits."""
     launch("reward", workspace, ranks=1, stage=0, micro="8")

@@ -34,6 +34,7 @@ from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, route_to_expert_0, token_rows
 from tests.support.families import variant
+from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
 from tests.support.rl import whole
 from tests.support.separate import build_separate, plane_of, weight_tensors
@@ -194,9 +195,7 @@ COMPARED: dict[int, list[Case]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.faults)]
-)
+@pytest.mark.parametrize("ranks", [2, slow(3), faults(4)])
 def test_separate_ranks_sample_what_the_actor_would(ranks: int, tmp_path: Path) -> None:
     cases = COMPARED[ranks]
     for case in cases:
@@ -241,9 +240,7 @@ def traffic(world: World, path: Path, trains: int, tensor_parallel: int) -> dict
     return told
 
 
-@pytest.mark.parametrize(
-    ("ranks", "trains", "tensor_parallel"), [pytest.param(4, 3, 1, marks=pytest.mark.faults), (3, 1, 2)]
-)
+@pytest.mark.parametrize(("ranks", "trains", "tensor_parallel"), [faults(4, 3, 1), (3, 1, 2)])
 def test_only_what_is_needed_travels(ranks: int, trains: int, tensor_parallel: int, tmp_path: Path) -> None:
     folder = folder_of("untied", tmp_path)
     for told in run_ranks(traffic, ranks, tmp_path / "ranks", folder, trains, tensor_parallel):
@@ -589,7 +586,7 @@ def lost(world: World, path: Path, folder: Path, ends: str) -> tuple[str, float,
     "ends",
     [
         "in the transfer",
-        *(pytest.param(when, marks=pytest.mark.faults) for when in ("before the sync", "in a transfer ahead")),
+        *(faults(when) for when in ("before the sync", "in a transfer ahead")),
     ],
 )
 def test_a_rank_that_ends_stops_the_others(ends: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from hybrid_rlhf.runtime.liveness import launcher
 from tests.support.faults import run_step
+from tests.support.marks import faults, slow
 from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, sft_line, start_until
 from tests.support.steps import write_rows
 
@@ -55,8 +56,8 @@ def still_alive(processes: Sequence[psutil.Process], *, seconds: float) -> list[
     "start",
     [
         "train.py",
-        pytest.param("torchrun", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.faults) for name in [*STARTS][2:]),
+        slow("torchrun"),
+        *(faults(name) for name in [*STARTS][2:]),
     ],
 )
 def test_ranks_save_and_stop_when_their_launcher_is_killed(start: str, model_folder: Path, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from tests.support.ahead import (
     trained_logprobs,
 )
 from tests.support.faults import Point, run_step
+from tests.support.marks import faults, slow
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rl import whole
 from tests.support.steps import write_rows
@@ -253,8 +254,8 @@ def test_ranks_that_share_a_model_sample_in_the_same_order(lag: int) -> None:
     ("staleness", "stage", "ranks", "rank"),
     [
         (1, 2, 1, 4),
-        pytest.param(2, 3, 2, 0, marks=pytest.mark.slow),
-        *(pytest.param(*case, marks=pytest.mark.faults) for case in [(0, 0, 1, 0), (1, 0, 1, 0)]),
+        slow(2, 3, 2, 0),
+        *(faults(*case) for case in [(0, 0, 1, 0), (1, 0, 1, 0)]),
     ],
 )
 def test_tokens_are_of_the_weights_that_they_say(
@@ -318,7 +319,7 @@ class TwoTurns:
         return "and?", float(len(completion)), self.turns == 2
 
 
-@pytest.mark.parametrize("name", ["ppo", *(pytest.param(name, marks=pytest.mark.faults) for name in ("dapo", "rloo"))])
+@pytest.mark.parametrize("name", ["ppo", *(faults(name) for name in ("dapo", "rloo"))])
 def test_a_run_goes_on_with_the_rollouts_that_were_ahead(name: str, model_folder: Path, tmp_path: Path) -> None:
     rows, folder = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
     start = rollout_line(folder, model_folder, rows, "--algorithm", name, "--rollout.async_sampling.policy_lag", "2")

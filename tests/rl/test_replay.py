@@ -20,6 +20,7 @@ from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.observability.token_records import DETAILS, TokenRecords, record_file
 from tests.support.ahead import rollout_line
+from tests.support.marks import faults
 from tests.support.ranks import run_main
 from tests.support.runs import run_python
 from tests.support.steps import brevity, step_line, write_rows
@@ -103,11 +104,11 @@ def test_texts_are_compared_where_tokens_are_missing(ppo_run: Path, tmp_path: Pa
     [
         (["--algorithm", "grpo", "--rollout.sampling.n", "2", *AHEAD], [4], 1),
         (PARTIAL, [3], 1),
-        pytest.param("--algorithm grpo --rollout.sampling.n 2".split(), [3], 2, marks=pytest.mark.faults),
-        pytest.param("--algorithm dapo --rollout.sampling.n 3".split(), [4], 1, marks=pytest.mark.faults),
-        pytest.param(["--algorithm", "remax"], [4], 1, marks=pytest.mark.faults),
-        pytest.param([*PARTIAL, *AHEAD], [4], 1, marks=pytest.mark.faults),
-        pytest.param(["--actor.lora.rank", "4"], [4], 1, marks=pytest.mark.faults),
+        faults("--algorithm grpo --rollout.sampling.n 2".split(), [3], 2),
+        faults("--algorithm dapo --rollout.sampling.n 3".split(), [4], 1),
+        faults(["--algorithm", "remax"], [4], 1),
+        faults([*PARTIAL, *AHEAD], [4], 1),
+        faults(["--actor.lora.rank", "4"], [4], 1),
     ],
 )
 def test_other_runs_are_generated_again(

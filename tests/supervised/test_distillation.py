@@ -22,6 +22,7 @@ from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import derive_seed
 from hybrid_rlhf.runtime.world import solo_world
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective, last_completion_start
+from tests.support.marks import faults
 from tests.support.ranks import run_main
 from tests.support.tiny import CHATML, VOCABULARY, tiny_model, tiny_tokenizer
 
@@ -85,7 +86,7 @@ def whole_divergence(student: Any, teacher: Any, rows: Sequence[Mapping[str, Any
     return total / count
 
 
-@pytest.mark.parametrize("kind", ["forward", pytest.param("jensen_shannon", marks=pytest.mark.faults)])
+@pytest.mark.parametrize("kind", ["forward", faults("jensen_shannon")])
 def test_the_student_moves_to_the_teacher_on_held_out_rows(kind: str, workspace: Path) -> None:
     lines = launch(workspace, kind, *distil(workspace), "--distill.divergence", kind, steps=4)
     data = RowDataConfig(
@@ -130,9 +131,7 @@ CASES = [("packed", 1), ("distill", 2)]
 MORE_CASES = [("distill", 0), ("distill", 1), ("packed", 2), ("packed on-policy", 2)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"), [*CASES, *(pytest.param(*case, marks=pytest.mark.faults) for case in MORE_CASES)]
-)
+@pytest.mark.parametrize(("kind", "layout"), [*CASES, *(faults(*case) for case in MORE_CASES)])
 def test_losses_do_not_depend_on_the_layout(kind: str, layout: int, workspace: Path) -> None:
     options, loss = KINDS[kind]
     if loss.startswith("distill"):
