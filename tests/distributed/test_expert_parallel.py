@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -38,12 +39,14 @@ from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, actor_spec
 from tests.support.families import EXPERT_VARIANTS, variant
 from tests.support.faults import Point, run_step
+from tests.support.marks import faults, slow
 from tests.support.ranks import run_main, run_ranks
 from tests.support.steps import MODULES, run_outputs, step_line
 from tests.support.tiny import tiny_tokenizer
 
 FAMILIES = ("qwen3_moe", "mixtral")
 UPDATES = 3
+BACKENDS: tuple[Literal["auto", "module"], ...] = ("auto", "module")
 Case = dict[str, Any]
 """Settings of `actor_spec`, and the number of ranks that split experts as `experts`."""
 
@@ -105,14 +108,16 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
+SHARDED: list[Case] = [{"stage": stage, "experts": 2} for stage in range(4)]
+
+
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, [{"stage": stage, "experts": 2} for stage in range(4)]),
-        (2, [{"stage": 2, "experts": 2, "checkpointing": True}, {"stage": 3, "experts": 2, "checkpointing": True}]),
-        pytest.param(4, [{"stage": stage, "experts": 2} for stage in range(4)], marks=pytest.mark.slow),
+        (2, [*SHARDED, *({**case, "checkpointing": True} for case in SHARDED[2:])]),
+        slow(4, SHARDED),
     ],
-    ids=["2 ranks", "recomputed", "4 ranks"],
+    ids=["2 ranks", "4 ranks"],
 )
 def test_split_experts_train_as_whole_ones(mixture: Path, tmp_path: Path, ranks: int, cases: list[Case]) -> None:
     """Catches gradients of experts that are averaged, summed, clipped or counted other than those of dense weights."""
@@ -159,9 +164,9 @@ def resumed(world: World, path: Path, folder: Path, case: Case) -> tuple[list[tu
         ((2, {"stage": 2, "experts": 2}), (2, {"stage": 3})),
         ((2, {"stage": 1, "experts": 2, "dtype": "bfloat16"}), (1, {"stage": 1, "dtype": "bfloat16"})),
         ((1, {"stage": 0}), (2, {"stage": 0, "experts": 2})),
-        pytest.param((2, {"stage": 1}), (4, {"stage": 3, "experts": 2}), marks=pytest.mark.slow),
-        pytest.param((4, {"stage": 2, "experts": 2}), (4, {"stage": 2, "experts": 4}), marks=pytest.mark.slow),
-        pytest.param((4, {"stage": 0, "experts": 2}), (2, {"stage": 1, "experts": 2}), marks=pytest.mark.slow),
+        slow((2, {"stage": 1}), (4, {"stage": 3, "experts": 2})),
+        slow((4, {"stage": 2, "experts": 2}), (4, {"stage": 2, "experts": 4})),
+        slow((4, {"stage": 0, "experts": 2}), (2, {"stage": 1, "experts": 2})),
     ],
     ids=str,
 )
@@ -180,37 +185,37 @@ def test_a_checkpoint_resumes_with_other_ranks_per_expert(
         assert torch.equal(other_averages[name], value), name
 
 
-def sampled(world: World, path: Path, folder: Path, case: Case, backend: str) -> dict[str, Any]:
-    """Completions of different prompts on each rank before and after an update, and a saved model."""
-    engine = build_actor(spec_of(path, **case), world, rollout=RolloutConfig(backend=backend))  # type: ignore[arg-type]
-    completions = []
-    for _ in range(2):
-        with engine.inference(stop_token_ids=()) as generation:
-            samples = generation.generate(PROMPTS[world.rank :], SamplingParams(max_new_tokens=6, temperature=0.0))
-        completions += [sample[0] for sample in samples]
+def sampled(world: World, path: Path, folder: Path, stages: list[int], experts: int) -> list[dict[str, Any]]:
+    """By stage and backend: completions of different prompts on each rank before and after an update, and the weights
+    of a saved model."""
+    found = []
+    for stage, backend in product(stages, BACKENDS):
+        rollout = RolloutConfig(backend=backend)
+        engine = build_actor(spec_of(path, experts, stage=stage), world, rollout=rollout)
+        completions = []
+        for _ in range(2):
+            with engine.inference(stop_token_ids=()) as generation:
+                samples = generation.generate(PROMPTS[world.rank :], SamplingParams(max_new_tokens=6, temperature=0.0))
+            completions += [sample[0] for sample in samples]
+            update(engine, world)
         update(engine, world)
-    update(engine, world)
-    save_model(folder, full_tensors(engine.lm, world), lm=engine.lm, tokenizer=tiny_tokenizer(), world=world)
-    return {"tokens": [c.token_ids for c in completions], "logprobs": [c.logprobs for c in completions]}
+        save_model(folder, full_tensors(engine.lm, world), lm=engine.lm, tokenizer=tiny_tokenizer(), world=world)
+        tokens, logprobs = zip(*((c.token_ids, c.logprobs) for c in completions), strict=True)
+        weights = AutoModelForCausalLM.from_pretrained(folder).state_dict() if world.is_main else {}
+        found.append({"tokens": [*tokens], "logprobs": torch.tensor(logprobs), "weights": weights})
+    return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("backend", ["auto", "module"])
-def test_split_experts_sample_and_are_saved_as_whole_ones(
-    mixture: Path, tmp_path: Path, stage: int, backend: str
-) -> None:
+def test_split_experts_sample_and_are_saved_as_whole_ones(mixture: Path, tmp_path: Path) -> None:
     """Catches inference weights and folders with the experts of one rank, or in another order."""
-    (expected,) = run_ranks(sampled, 1, tmp_path / "one", mixture, tmp_path / "whole", {}, backend)
-    case = {"stage": stage, "experts": 2}
-    found = run_ranks(sampled, 2, tmp_path / "two", mixture, tmp_path / "split", case, backend)
-    assert found[0]["tokens"] == expected["tokens"]
-    torch.testing.assert_close(
-        torch.tensor(found[0]["logprobs"]), torch.tensor(expected["logprobs"]), atol=1e-4, rtol=1e-4
-    )
-    assert found[1]["tokens"] == [*expected["tokens"][1:3], *expected["tokens"][4:]]
-    whole, split = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("whole", "split"))
-    for (name, value), other in zip(whole.named_parameters(), split.parameters(), strict=True):
-        torch.testing.assert_close(other, value, atol=1e-5, rtol=1e-5, msg=name)
+    (whole,) = run_ranks(sampled, 1, tmp_path / "one", mixture, tmp_path / "whole", [0], 1)
+    first, second = run_ranks(sampled, 2, tmp_path / "two", mixture, tmp_path / "split", [2, 3], 2)
+    assert len(first) == 4
+    for expected, found, other in zip([*whole, *whole], first, second, strict=True):
+        assert found["tokens"] == expected["tokens"]
+        torch.testing.assert_close(found["logprobs"], expected["logprobs"], atol=1e-4, rtol=1e-4)
+        assert other["tokens"] == [*expected["tokens"][1:3], *expected["tokens"][4:]]
+        torch.testing.assert_close(found["weights"], expected["weights"], atol=1e-5, rtol=1e-5)
 
 
 def split_all(world: World, names: list[str]) -> dict[str, tuple[float, float]]:
@@ -351,14 +356,11 @@ def stage_of(step: str, stage: int) -> list[str]:
     ("step", "stage"),
     [
         ("grpo", 2),
-        pytest.param("grpo", 3, marks=pytest.mark.slow),
-        pytest.param("sft", 2, marks=pytest.mark.slow),
-        pytest.param("sft", 3, marks=pytest.mark.slow),
-        pytest.param("ppo", 2, marks=pytest.mark.slow),
-        *(
-            pytest.param(*case, marks=pytest.mark.faults)
-            for case in [("reward", 2), ("adapters", 2), ("tensor parallel", 2), ("async", 3)]
-        ),
+        slow("grpo", 3),
+        slow("sft", 2),
+        slow("sft", 3),
+        slow("ppo", 2),
+        *(faults(*case) for case in [("reward", 2), ("adapters", 2), ("tensor parallel", 2), ("async", 3)]),
     ],
 )
 def test_a_step_does_not_depend_on_who_has_the_experts(
@@ -380,9 +382,9 @@ def test_a_step_does_not_depend_on_who_has_the_experts(
 @pytest.mark.parametrize(
     ("step", "stage"),
     [
-        pytest.param("sft", 3, marks=pytest.mark.slow),
-        *(pytest.param(*case, marks=pytest.mark.faults) for case in (("sft", 2), ("grpo", 3), ("ppo", 2))),
-        pytest.param("grpo", 2, marks=pytest.mark.slow),
+        slow("sft", 3),
+        *(faults(*case) for case in (("sft", 2), ("grpo", 3), ("ppo", 2))),
+        slow("grpo", 2),
     ],
 )
 def test_a_killed_run_with_split_experts_ends_bit_for_bit(

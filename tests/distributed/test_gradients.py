@@ -31,6 +31,7 @@ from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.updates.updater import Updater
 from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
 from tests.support.rl import rollout_of
 from tests.support.tiny import tiny_config
@@ -159,7 +160,7 @@ def expected(
     ("ranks", "cases"),
     [
         (2, CASES[::3]),
-        *(pytest.param(*case, marks=pytest.mark.faults) for case in [(1, CASES), (2, CASES), (4, CASES[1::3])]),
+        *(faults(*case) for case in [(1, CASES), (2, CASES), (4, CASES[1::3])]),
     ],
     ids=["2 ranks", "1 rank", "more on 2 ranks", "4 ranks"],
 )
@@ -179,7 +180,7 @@ def test_an_update_does_not_depend_on_how_it_is_cut(
 
 
 @pytest.mark.parametrize("together", ["sequence_parallel", "tensor_parallel"])
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_an_update_does_not_depend_on_ranks_that_compute_together(
     ranks: int,
     together: str,

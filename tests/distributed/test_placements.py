@@ -11,9 +11,9 @@ import torch
 
 from hybrid_rlhf.cli import rl
 from hybrid_rlhf.planning.machines.stored import save_curves
+from tests.support.marks import faults, slow
 from tests.support.placement import cpu_machine
 from tests.support.placements import (
-    ALGORITHMS,
     LORA,
     MORE_ALGORITHMS,
     TOLERANCE,
@@ -115,8 +115,8 @@ class Questions:
     ("algorithm", "ranks", "placement", "extra"),
     [
         *CASES,
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES),
-        *(pytest.param(*case, marks=pytest.mark.faults) for case in MORE_CASES),
+        *(slow(*case) for case in SLOW_CASES),
+        *(faults(*case) for case in MORE_CASES),
     ],
 )
 def test_a_placement_computes_what_one_rank_does(
@@ -154,21 +154,6 @@ def test_other_algorithms_compute_what_they_do_on_one_rank(style: str, workspace
 
 
 @pytest.mark.faults
-def test_random_placements_neither_hang_nor_differ(workspace: Path) -> None:
-    assert_same_as_alone(workspace, [random_trial(seed, most_ranks=4) for seed in range(4)])
-
-
-def test_trials_are_the_ones_that_are_meant() -> None:
-    fixed = fixed_trials()
-    assert len({trial.name for trial in fixed}) == len({output_of(Path(), trial) for trial in fixed}) == 192
-    assert {trial.ranks for trial in fixed} == {1, 2, 4, 8}
-    alone = {trial.alone for trial in fixed}
-    assert len(alone) == 6 and all(trial.ranks == 1 and not {*ZERO_3} & {*trial.extra} for trial in alone)
-    drawn = [random_trial(seed) for seed in range(300)]
-    assert {trial.ranks for trial in drawn} == {*range(2, 9)} and {trial.algorithm for trial in drawn} == {*ALGORITHMS}
-
-
-@pytest.mark.faults
 def test_fixed_and_random_placements_on_up_to_eight_ranks_neither_hang_nor_differ(workspace: Path) -> None:
     """A part; `python -m benchmarks.placement.trials` runs all of them, resumes, and writes their page."""
     assert_same_as_alone(workspace, [*fixed_trials((8,))[::7], *(random_trial(seed) for seed in range(4, 12))])
@@ -177,12 +162,8 @@ def test_fixed_and_random_placements_on_up_to_eight_ranks_neither_hang_nor_diffe
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param((2, "flattening"), (3, "{actor: {ranks: 1-2}, critic: {ranks: 0}}"), marks=pytest.mark.faults),
-        pytest.param(
-            (3, "{actor: {ranks: '0,2'}, critic: {ranks: 1, zero: 3}, judge: {ranks: 0}}"),
-            (1, "flattening"),
-            marks=pytest.mark.faults,
-        ),
+        faults((2, "flattening"), (3, "{actor: {ranks: 1-2}, critic: {ranks: 0}}")),
+        faults((3, "{actor: {ranks: '0,2'}, critic: {ranks: 1, zero: 3}, judge: {ranks: 0}}"), (1, "flattening")),
         ((2, "interleaving"), (2, "{actor: {ranks: 0}, critic: {ranks: 1}}")),
     ],
 )
@@ -198,7 +179,7 @@ def test_a_checkpoint_resumes_under_another_placement(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "actor"), [pytest.param(2, "1", marks=pytest.mark.faults), (3, "2")])
+@pytest.mark.parametrize(("ranks", "actor"), [faults(2, "1"), (3, "2")])
 def test_a_role_that_keeps_its_ranks_resumes_bit_for_bit(
     ranks: int, actor: str, workspace: Path, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ from hybrid_rlhf.engines.saved.training_state import TrainingState
 from hybrid_rlhf.runtime.files.checkpoint_folder import find_fault, read_manifest, write_manifest
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.engines import actor_spec, train_step
+from tests.support.marks import faults
 from tests.support.ranks import run_ranks
 from tests.support.steps import checkpoint_names
 
@@ -71,27 +72,23 @@ def gone_on(world: World, path: Path, folders: list[Path], settings: dict[str, A
     ("ranks", "settings"),
     [
         (2, {"stage": 0, "lora": 4}),
-        pytest.param(1, {"stage": 0}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 1, "dtype": "bfloat16"}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 2, "offload_optimizer": True}, marks=pytest.mark.faults),
+        faults(1, {"stage": 0}),
+        faults(2, {"stage": 1, "dtype": "bfloat16"}),
+        faults(2, {"stage": 2, "offload_optimizer": True}),
         (2, {"stage": 3, "dtype": "bfloat16"}),
-        pytest.param(2, {"stage": 0, "dtype": "bfloat16"}, marks=pytest.mark.faults),
+        faults(2, {"stage": 0, "dtype": "bfloat16"}),
         (2, {"stage": 2, "dtype": "bfloat16", "optimizer": "muon"}),
         (2, {"stage": 1, "tensor_parallel": 2}),
-        pytest.param(4, {"stage": 3, "dtype": "bfloat16", "tensor_parallel": 2}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 0, "dtype": "bfloat16", "tensor_parallel": 2}, marks=pytest.mark.faults),
-        pytest.param(4, {"stage": 0, "tensor_parallel": 2}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 2, "offload_optimizer": True, "tensor_parallel": 2}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 0, "dtype": "bfloat16", "optimizer": "muon"}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 1, "optimizer": "muon"}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 1, "offload_optimizer": True, "optimizer": "muon"}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 3, "dtype": "bfloat16", "optimizer": "muon"}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 3, "offload_optimizer": True, "optimizer": "muon"}, marks=pytest.mark.faults),
-        pytest.param(
-            2,
-            {"stage": 3, "lora": 4, "offload_optimizer": True, "offload_parameters": True},
-            marks=pytest.mark.faults,
-        ),
+        faults(4, {"stage": 3, "dtype": "bfloat16", "tensor_parallel": 2}),
+        faults(2, {"stage": 0, "dtype": "bfloat16", "tensor_parallel": 2}),
+        faults(4, {"stage": 0, "tensor_parallel": 2}),
+        faults(2, {"stage": 2, "offload_optimizer": True, "tensor_parallel": 2}),
+        faults(2, {"stage": 0, "dtype": "bfloat16", "optimizer": "muon"}),
+        faults(2, {"stage": 1, "optimizer": "muon"}),
+        faults(2, {"stage": 1, "offload_optimizer": True, "optimizer": "muon"}),
+        faults(2, {"stage": 3, "dtype": "bfloat16", "optimizer": "muon"}),
+        faults(2, {"stage": 3, "offload_optimizer": True, "optimizer": "muon"}),
+        faults(2, {"stage": 3, "lora": 4, "offload_optimizer": True, "offload_parameters": True}),
     ],
     ids=str,
 )
@@ -153,7 +150,7 @@ def refreshed(world: World, path: Path, folder: Path, stage: int) -> bool:
     return all(map(torch.equal, after, want)) and not all(map(torch.equal, after, before))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("stage", [0, faults(3)])
 def test_a_refreshed_reference_is_kept(stage: int, model_folder: Path, tmp_path: Path) -> None:
     assert all(run_ranks(refreshed, 2, tmp_path / "r", model_folder, tmp_path / "run", stage))
 
@@ -174,10 +171,10 @@ def update_with_nan_gradient(world: World, path: Path, settings: dict[str, Any])
     ("stage", "dtype"),
     [
         (0, "float32"),
-        pytest.param(1, "bfloat16", marks=pytest.mark.faults),
+        faults(1, "bfloat16"),
         (3, "bfloat16"),
-        *(pytest.param(stage, "bfloat16", marks=pytest.mark.faults) for stage in (0, 2)),
-        *(pytest.param(stage, "float32", marks=pytest.mark.faults) for stage in (1, 2, 3)),
+        *(faults(stage, "bfloat16") for stage in (0, 2)),
+        *(faults(stage, "float32") for stage in (1, 2, 3)),
     ],
 )
 def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(

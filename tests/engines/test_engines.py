@@ -26,6 +26,7 @@ from hybrid_rlhf.engines.engine import Role
 from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.runtime.world import World, close_world, init_world
 from tests.support.engines import PROMPTS, actor_spec, train_generate_save, train_step
+from tests.support.marks import faults, slow
 from tests.support.model_types import tiny_of_type
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_model
@@ -50,10 +51,10 @@ def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     [
         (2, {"stage": 3}),
         (2, {"stage": 2, "tensor_parallel": 2}),
-        pytest.param(4, {"stage": 3, "tensor_parallel": 2}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 0}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 2, "offload_optimizer": True}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}, marks=pytest.mark.faults),
+        faults(4, {"stage": 3, "tensor_parallel": 2}),
+        faults(2, {"stage": 0}),
+        faults(2, {"stage": 2, "offload_optimizer": True}),
+        faults(2, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
     ],
     ids=str,
 )
@@ -70,7 +71,7 @@ def test_training_and_generation_are_the_same_under_any_sharding(
     assert greedy(saved) == expected["completions"][0], "the saved folder is the model that generated"
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), pytest.param(2, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), slow(2, 3)])
 def test_lora_generates_merged_and_saves_merged(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
     results = run_ranks(
         train_generate_save, ranks, tmp_path / "r", model_folder, tmp_path / "m", {"stage": stage, "lora": 4, "lr": 0.1}
@@ -90,22 +91,6 @@ def test_lora_generates_merged_and_saves_merged(ranks: int, stage: int, model_fo
     assert adapted.peft_config["default"].base_model_name_or_path == str(model_folder)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage"),
-    [
-        (1, 0),
-        pytest.param(1, 2, marks=pytest.mark.faults),
-        pytest.param(2, 1, marks=pytest.mark.faults),
-        pytest.param(2, 3, marks=pytest.mark.faults),
-    ],
-)
-def test_bfloat16_learns(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
-    settings = {"stage": stage, "dtype": "bfloat16"}
-    (result, *_) = run_ranks(train_generate_save, ranks, tmp_path / "r", model_folder, tmp_path / "m", settings)
-    assert result["losses"][2] < result["losses"][1] < result["losses"][0]
-    assert load_file(tmp_path / "m" / "model.safetensors")["model.norm.weight"].dtype is torch.bfloat16
-
-
 def scorer_heads(world: World, path: Path, stage: int, role: Role) -> list[float]:
     section = actor_spec(path, stage=stage)
     engine = build_engine(EngineSpec(role, section.path, section.model, section.zero, 5, section.optimizer), world)
@@ -120,7 +105,7 @@ def test_a_fresh_score_head_is_the_same_however_the_model_is_loaded(model_folder
     assert deviation == pytest.approx(1 / math.sqrt(33), rel=0.4), "N details, no. 8"
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), pytest.param(2, 3, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), faults(2, 3)])
 def test_a_fresh_value_head_is_zero(ranks: int, stage: int, model_folder: Path, tmp_path: Path) -> None:
     assert run_ranks(scorer_heads, ranks, tmp_path, model_folder, stage, "critic")[0] == [0.0] * 32
 
@@ -135,10 +120,10 @@ def averaged(world: World, path: Path, stage: int) -> tuple[float, float, bool]:
         values.append(_norm_weight(engine, world))
     with average.applied():
         found = _norm_weight(engine, world)
-    slow = values[0]
+    recurrence = values[0]
     for value in values[1:]:
-        slow = 0.5 * slow + 0.5 * value
-    return found, slow, _norm_weight(engine, world) == values[-1]
+        recurrence = 0.5 * recurrence + 0.5 * value
+    return found, recurrence, _norm_weight(engine, world) == values[-1]
 
 
 def _norm_weight(engine: Any, world: World) -> float:
@@ -146,12 +131,12 @@ def _norm_weight(engine: Any, world: World) -> float:
     return float(tensors["model.norm.weight"][3]) if world.is_main else 0.0
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 3), pytest.param(2, 3, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 3), faults(2, 3)])
 def test_the_average_is_the_recurrence_and_leaves_the_weights(
     ranks: int, stage: int, model_folder: Path, tmp_path: Path
 ) -> None:
-    found, slow, untouched = run_ranks(averaged, ranks, tmp_path, model_folder, stage)[0]
-    assert found == pytest.approx(slow, abs=1e-6)
+    found, recurrence, untouched = run_ranks(averaged, ranks, tmp_path, model_folder, stage)[0]
+    assert found == pytest.approx(recurrence, abs=1e-6)
     assert untouched
 
 

@@ -26,6 +26,7 @@ from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, state_of, token_rows, train_step
 from tests.support.families import COMMON, GEMMA4, SMALL, variant
 from tests.support.generation import token_ids_of
+from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -81,10 +82,10 @@ def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        pytest.param(1, [(3, 1, 0), (3, 1, 4)], marks=pytest.mark.faults),
+        faults(1, [(3, 1, 0), (3, 1, 4)]),
         (2, [(0, 2, 0), (2, 1, 4), (3, 1, 0), (3, 2, 4)]),
-        pytest.param(2, [(0, 1, 4), (1, 1, 0), (1, 2, 4), (2, 2, 0)], marks=pytest.mark.faults),
-        pytest.param(4, [(1, 4, 0), (2, 2, 4), (3, 2, 0), (3, 4, 4)], marks=pytest.mark.faults),
+        faults(2, [(0, 1, 4), (1, 1, 0), (1, 2, 4), (2, 2, 0)]),
+        faults(4, [(1, 4, 0), (2, 2, 4), (3, 2, 0), (3, 4, 4)]),
     ],
     ids=["1 rank", "2 ranks", "more on 2 ranks", "4 ranks"],
 )
@@ -115,9 +116,7 @@ def both_backends(world: World, path: Path, settings: dict[str, Any]) -> list[An
     return results
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings"), [(1, {"lora": 4}), pytest.param(2, {"stage": 3, "lora": 4}, marks=pytest.mark.faults)]
-)
+@pytest.mark.parametrize(("ranks", "settings"), [(1, {"lora": 4}), faults(2, {"stage": 3, "lora": 4})])
 def test_both_backends_generate_the_same(
     ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path
 ) -> None:
@@ -126,9 +125,7 @@ def test_both_backends_generate_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "settings"), [(1, {"lora": 4}), pytest.param(2, {"stage": 3, "lora": 4}, marks=pytest.mark.faults)]
-)
+@pytest.mark.parametrize(("ranks", "settings"), [(1, {"lora": 4}), faults(2, {"stage": 3, "lora": 4})])
 def test_a_language_model_beside_towers_generates_as_its_module_does(
     ranks: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -217,11 +214,8 @@ IN_PLACE: list[Case] = [(0, 1, 0), (3, 1, 4), (3, 2, 0), (2, 2, 4)]
 @pytest.mark.parametrize(
     ("variety", "cases"),
     [
-        pytest.param("llama", [(0, 1, 0), (3, 2, 4)], marks=pytest.mark.slow),
-        *(
-            pytest.param(name, IN_PLACE, marks=pytest.mark.faults)
-            for name in ("llama", "gemma4 with experts", "gemma2", "falcon_h1", "deepseek_v3")
-        ),
+        slow("llama", [(0, 1, 0), (3, 2, 4)]),
+        *(faults(name, IN_PLACE) for name in ("llama", "gemma4 with experts", "gemma2", "falcon_h1", "deepseek_v3")),
     ],
 )
 def test_inference_weights_that_are_kept_follow_the_training_in_place(
@@ -236,23 +230,6 @@ def test_inference_weights_that_are_kept_follow_the_training_in_place(
             assert len(set(told["homes"])) == 1
             kept, built_again = told["tokens"]
             assert kept == built_again and kept[0] != kept[2], "the weights have changed"
-
-
-def offloaded(world: World, path: Path) -> tuple[list[Any], list[float]]:
-    results, losses = [], []
-    for stage, offload in product((2, 3), (False, True)):
-        engine = build_actor(actor_spec(path, stage=stage), world, rollout=RolloutConfig(offload_states=offload))
-        train_step(engine, world)
-        with engine.inference() as generation:
-            results.append(token_ids_of(generation.generate(PROMPTS, SAMPLED)))
-        losses.append(train_step(engine, world))
-    return results, losses
-
-
-def test_states_go_to_the_host_and_come_back(model_folder: Path, tmp_path: Path) -> None:
-    ((results, losses),) = run_ranks(offloaded, 1, tmp_path, model_folder)
-    assert results[0] == results[1] and losses[0] == losses[1], "ZeRO 2"
-    assert results[2] == results[3] and losses[2] == losses[3], "ZeRO 3"
 
 
 def live_bytes() -> int:
@@ -282,9 +259,7 @@ def remembered(world: World, path: Path, settings: dict[str, Any]) -> dict[str, 
     return {"inside": (inside - before) / weights, "after": (live_bytes() - before) / weights}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings"), [(1, {}), pytest.param(2, {"stage": 3, "lora": 4}, marks=pytest.mark.faults)]
-)
+@pytest.mark.parametrize(("ranks", "settings"), [(1, {}), faults(2, {"stage": 3, "lora": 4})])
 def test_memory_is_given_back(ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
     for told in run_ranks(remembered, ranks, tmp_path, model_folder, settings):
         assert told["inside"] > 0.5 / ranks, "there is something to give back: a share of the weights"
@@ -342,7 +317,7 @@ def parallel(world: World, folder: Path, names: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "ranks",
-    [pytest.param(2, marks=pytest.mark.slow), *(pytest.param(ranks, marks=pytest.mark.faults) for ranks in (3, 4))],
+    [slow(2), *(faults(ranks) for ranks in (3, 4))],
 )
 def test_families_split_over_ranks_sample_what_one_process_does(ranks: int, tmp_path: Path) -> None:
     names = ["llama with biases", "gemma2", "phi3", "opt 350m", "gpt2", "pythia", "bloom", "falcon 7b", "falcon 40b"]

@@ -25,6 +25,7 @@ from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, token_rows, train_step
+from tests.support.marks import faults
 from tests.support.model_types import tiny_of_type
 from tests.support.ranks import run_ranks
 
@@ -93,11 +94,11 @@ def expected(model_folder: Path) -> dict[str, Tensor]:
         (1, {"stage": 0}),
         (2, {"stage": 2}),
         (2, {"stage": 3}),
-        pytest.param(2, {"stage": 0}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 1}, marks=pytest.mark.faults),
-        pytest.param(1, {"stage": 3}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 2, "offload_optimizer": True}, marks=pytest.mark.faults),
-        pytest.param(2, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}, marks=pytest.mark.faults),
+        faults(2, {"stage": 0}),
+        faults(2, {"stage": 1}),
+        faults(1, {"stage": 3}),
+        faults(2, {"stage": 2, "offload_optimizer": True}),
+        faults(2, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
     ],
     ids=str,
 )

@@ -22,6 +22,7 @@ from hybrid_rlhf.models import activation_offload
 from hybrid_rlhf.models.activation_offload import ActivationOffload
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, token_rows, train_step
+from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_model
 
@@ -64,7 +65,7 @@ def offloaded_activations(world: World, path: Path) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("ranks", [slow(1), faults(2)])
 def test_activations_come_back_from_the_host_as_they_were(ranks: int, model_folder: Path, tmp_path: Path) -> None:
     for told in run_ranks(offloaded_activations, ranks, tmp_path, model_folder):
         for name, (plain, offloaded, moved, weights) in told.items():
@@ -132,13 +133,13 @@ def late(world: World, path: Path, stages: tuple[int, ...]) -> dict[str, bool]:
         results["reference"] = torch.equal(read(reference), expected)
     for stage, other in plain.items():
         actor = build_actor(actor_spec(path, stage=stage), world, rollout=RolloutConfig(offload_states=True))
-        losses = []
+        losses: list[list[Any]] = []
         for engine in (other, actor):
             losses.append([train_step(engine, world)])
             for _ in range(2):
-                with engine.inference():
-                    pass
-                losses[-1].append(train_step(engine, world))
+                with engine.inference(stop_token_ids=()) as generation:
+                    ((completion,),) = generation.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, seed=3))
+                losses[-1] += [completion.token_ids, train_step(engine, world)]
         results[f"stage {stage}"] = losses[0] == losses[1]
         with actor.inference():
             pass
@@ -147,7 +148,7 @@ def late(world: World, path: Path, stages: tuple[int, ...]) -> dict[str, bool]:
     return results
 
 
-@pytest.mark.parametrize("stages", [(0, 3), pytest.param((2,), marks=pytest.mark.faults)])
+@pytest.mark.parametrize("stages", [(2, 3), faults((0,))])
 def test_nothing_reads_what_has_not_arrived(stages: tuple[int, ...], model_folder: Path, tmp_path: Path) -> None:
     (results,) = run_ranks(late, 1, tmp_path, model_folder, stages)
     assert len(results) == 2 + 2 * len(stages) and all(results.values()), results
@@ -196,7 +197,7 @@ def critics(world: World, path: Path, stages: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize(
     ("ranks", "stages"),
-    [(2, (0, 2)), *(pytest.param(*case, marks=pytest.mark.faults) for case in [(2, (1,)), (1, (0, 1, 2))])],
+    [(2, (0, 2)), *(faults(*case) for case in [(2, (1,)), (1, (0, 1, 2))])],
 )
 def test_a_critic_may_be_a_second_adapter(
     ranks: int, stages: tuple[int, ...], model_folder: Path, tmp_path: Path

@@ -34,6 +34,7 @@ from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, route_to_expert_0, token_rows
 from tests.support.families import variant
+from tests.support.marks import faults, slow
 from tests.support.ranks import run_ranks
 from tests.support.rl import whole
 from tests.support.separate import build_separate, plane_of, weight_tensors
@@ -176,6 +177,7 @@ COMPARED: dict[int, list[Case]] = {
         Case("opt", 1, {"stage": 2, "lora": 4}, packs=True),
         Case("gpt2", 1, {"lora": 4}),
         Case("falcon_h1", 1, {}, RolloutConfig(dtype="bfloat16")),
+        Case("tied", 1, {"lora": 4}, INT8),
     ],
     3: [
         Case("qwen3_moe", 1, {"lora": 4}, TWO),
@@ -193,16 +195,14 @@ COMPARED: dict[int, list[Case]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.faults)]
-)
+@pytest.mark.parametrize("ranks", [2, slow(3), faults(4)])
 def test_separate_ranks_sample_what_the_actor_would(ranks: int, tmp_path: Path) -> None:
     cases = COMPARED[ranks]
     for case in cases:
         folder_of(case.family, tmp_path / "models")
     results = run_ranks(compare, ranks, tmp_path / "ranks", tmp_path / "models", cases)
     for index, case in enumerate(cases):
-        reduced = "bfloat16" in (case.rollout.dtype, case.settings.get("dtype"))
+        reduced = case.rollout is INT8 or "bfloat16" in (case.rollout.dtype, case.settings.get("dtype"))
         for round_index in range(3):
             wanted, _, _ = results[0][index][round_index]
             for rank in range(ranks):
@@ -240,9 +240,7 @@ def traffic(world: World, path: Path, trains: int, tensor_parallel: int) -> dict
     return told
 
 
-@pytest.mark.parametrize(
-    ("ranks", "trains", "tensor_parallel"), [pytest.param(4, 3, 1, marks=pytest.mark.faults), (3, 1, 2)]
-)
+@pytest.mark.parametrize(("ranks", "trains", "tensor_parallel"), [faults(4, 3, 1), (3, 1, 2)])
 def test_only_what_is_needed_travels(ranks: int, trains: int, tensor_parallel: int, tmp_path: Path) -> None:
     folder = folder_of("untied", tmp_path)
     for told in run_ranks(traffic, ranks, tmp_path / "ranks", folder, trains, tensor_parallel):
@@ -475,27 +473,6 @@ def test_what_cannot_be_sampled_is_refused(name: str, rollout: RolloutConfig, ru
         assert re.search(rule, said), said
 
 
-def quantised(world: World, path: Path) -> list[Any]:
-    """Log-probs and dtype of what is sampled after updates; on the actor's rank the limit of their difference."""
-    actor, sampler = build_separate(world, path, trains=1, rollout=INT8, settings={"lora": 4})
-    told: list[Any] = [sampler.max_logprob_diff]
-    for _ in range(2):
-        learn(actor)
-        with sampler.inference(stop_token_ids=()) as generation:
-            if generation is not None:
-                ((completion,),) = generation.generate(PROMPTS[:1], GREEDY)
-                weight = weight_tensors(generation.backend.decoder)[".layers.0.qkv.weight"]  # type: ignore[attr-defined]
-                told.append((completion.logprobs, weight.dtype))
-    return told
-
-
-def test_quantised_rollouts_follow_the_weights_that_train(tmp_path: Path) -> None:
-    (limit,), (known, *rounds) = run_ranks(quantised, 2, tmp_path / "ranks", folder_of("tied", tmp_path))
-    assert limit == known == 0.5
-    (first, one), (second, other) = rounds
-    assert one == other == torch.int8 and first != second
-
-
 def replayed(world: World, path: Path) -> list[float] | None:
     """How many routes of the sampler the actor's forward uses, of how many."""
     actor, sampler = build_separate(world, path, trains=1, rollout=RolloutConfig(routing_replay=True))
@@ -609,7 +586,7 @@ def lost(world: World, path: Path, folder: Path, ends: str) -> tuple[str, float,
     "ends",
     [
         "in the transfer",
-        *(pytest.param(when, marks=pytest.mark.faults) for when in ("before the sync", "in a transfer ahead")),
+        *(faults(when) for when in ("before the sync", "in a transfer ahead")),
     ],
 )
 def test_a_rank_that_ends_stops_the_others(ends: str, tmp_path: Path) -> None:

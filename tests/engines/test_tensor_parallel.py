@@ -29,6 +29,7 @@ from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, actor_spec, token_rows
 from tests.support.families import variant
+from tests.support.marks import faults
 from tests.support.ranks import run_ranks
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")
@@ -82,13 +83,11 @@ def clipped_step(engine: HybridEngine, world: World) -> float | None:
         ("qwen2", 2, {"stage": 2}, 1),
         ("gemma2", 2, {"stage": 3}, 1),
         *(
-            pytest.param(family, ranks, {"stage": stage}, 2, marks=pytest.mark.faults)
+            faults(family, ranks, {"stage": stage}, 2)
             for family in FAMILIES
             for stage, ranks in ((0, 2), (1, 2), (2, 4), (3, 4))
         ),
-        pytest.param(
-            "llama", 4, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}, 1, marks=pytest.mark.faults
-        ),
+        faults("llama", 4, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}, 1),
     ],
 )
 def test_clipped_updates_and_samples_are_those_of_one_rank(
@@ -161,7 +160,7 @@ def held(world: World, path: Path, stage: int) -> tuple[float, float]:
     return float(weights), float(sum(tensor.numel() * tensor.element_size() for tensor in (*states, *masters)))
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("stage", [0, faults(1)])
 def test_a_rank_holds_the_part_of_the_weights_that_is_planned(stage: int, folders: Path, tmp_path: Path) -> None:
     path = folders / "llama"
     config = ModelConfig(dtype="float32", tensor_parallel=2)

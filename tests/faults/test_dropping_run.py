@@ -28,8 +28,8 @@ def test_a_run_continues_without_dropped_completions(
         *f"--model.path {model_folder} --data.sources {rows} --data.cache_dir {tmp_path}/cache".split(),
         *"--rollout.prompts_per_step 8 --rollout.sampling.max_new_tokens 6 --rollout.max_prompt_tokens 48".split(),
         *"--train.max_steps 2 --algorithm.mini_batches 4 --algorithm.epochs 2".split(),
-        *"--algorithm.penalties.missing_eos 0 --logging.samples_every 1 --logging.sinks []".split(),
-        *f"--placement {placement} --output_dir {output}".split(),
+        *"--algorithm.penalties.missing_eos 0 --logging.samples_every 1 --logging.tokens false".split(),
+        *f"--logging.sinks [] --placement {placement} --output_dir {output}".split(),
         "--reward.components",
         f"[{{function: '{function}:f', on_failure: drop, retries: 0}}]",
     ]
@@ -43,4 +43,4 @@ def test_a_run_continues_without_dropped_completions(
         assert all(score % 3 for score in scores)
         assert math.isclose(row["reward/f/mean"], sum(scores) / len(scores), rel_tol=1e-5)
         assert math.isclose(row["objective/scores"], row["reward/f/mean"], rel_tol=1e-5)
-    assert (output / "finished.json").is_file()
+    assert (output / "finished.json").is_file() and not (output / "tokens").exists(), "they are switched off"

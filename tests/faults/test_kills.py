@@ -11,6 +11,7 @@ import pytest
 
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from tests.support.faults import Point, run_step
+from tests.support.marks import faults
 from tests.support.steps import MODULES, run_outputs, step_line
 
 RANKS = 2
@@ -125,10 +126,8 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
     ("name", "point"),
     [
         ("ppo", Point(f"{RL}.updates.updater:Updater._update_critic", 7, 1, signal=signal.SIGTERM)),
-        pytest.param("ppo", Point(SCORING, 4, 0, signal=signal.SIGTERM), marks=pytest.mark.faults),
-        pytest.param(
-            "sft", Point(f"{ENGINES}.engine:ModelEngine.step", 3, 1, signal=signal.SIGTERM), marks=pytest.mark.faults
-        ),
+        faults("ppo", Point(SCORING, 4, 0, signal=signal.SIGTERM)),
+        faults("sft", Point(f"{ENGINES}.engine:ModelEngine.step", 3, 1, signal=signal.SIGTERM)),
     ],
     ids=str,
 )
@@ -147,16 +146,8 @@ def test_sigterm_saves_mid_step_and_stops(
 @pytest.mark.parametrize(
     ("point", "code"),
     [
-        pytest.param(
-            Point(f"{RL}.updates.updater:Updater._update_critic", 7, 0, signal=signal.SIGTERM),
-            STOPPED_EXIT_CODE,
-            marks=pytest.mark.faults,
-        ),
-        pytest.param(
-            Point(f"{ENGINES}.separate.transfer:WeightTransfer.receive", 4, 1),
-            -signal.SIGKILL,
-            marks=pytest.mark.faults,
-        ),
+        faults(Point(f"{RL}.updates.updater:Updater._update_critic", 7, 0, signal=signal.SIGTERM), STOPPED_EXIT_CODE),
+        faults(Point(f"{ENGINES}.separate.transfer:WeightTransfer.receive", 4, 1), -signal.SIGKILL),
     ],
     ids=str,
 )
@@ -192,7 +183,7 @@ def test_a_run_resumes_with_other_ranks_and_another_zero_stage(
     ):
         line = step_line(name, tmp_path / name, model_folder, pair_rows)
         run_step(MODULES[name], RANKS, line, point)
-        zero = ["--zero.stage", "3"] if name == "sft" else ["--actor.zero.stage", "3", "--critic.zero.stage", "1"]
+        zero = ["--zero.stage", "3"] if name == "sft" else "--actor.zero.stage 3 --critic.zero.stage 1".split()
         assert run_step(MODULES[name], 1, [*line, "--resume", "auto", *zero]) == [0]
         found, want = run_outputs(tmp_path / name)["metrics"], whole(name)["metrics"]
         assert len(found) == len(want) == 7

@@ -16,16 +16,17 @@ import pytest
 
 from hybrid_rlhf.runtime.liveness import launcher
 from tests.support.faults import run_step
+from tests.support.marks import faults, slow
 from tests.support.runs import ENVIRONMENT, ROOT, pipeline_line, sft_line, start_until
 from tests.support.steps import write_rows
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node=2".split()
 LONG = ["--train.epochs", "5000"]
 STARTS = {
     "torchrun": TORCHRUN,
     "train.py": ["train.py"],
-    "train.py over torchrun": ["train.py", "--launcher.num_processes", "2"],
-    "deepspeed": ["DEEPSPEED", "--num_gpus", "2", "--no_local_rank"],
+    "train.py over torchrun": "train.py --launcher.num_processes 2".split(),
+    "deepspeed": "DEEPSPEED --num_gpus 2 --no_local_rank".split(),
 }
 
 
@@ -55,8 +56,8 @@ def still_alive(processes: Sequence[psutil.Process], *, seconds: float) -> list[
     "start",
     [
         "train.py",
-        pytest.param("torchrun", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.faults) for name in [*STARTS][2:]),
+        slow("torchrun"),
+        *(faults(name) for name in [*STARTS][2:]),
     ],
 )
 def test_ranks_save_and_stop_when_their_launcher_is_killed(start: str, model_folder: Path, tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_the_launcher_of_deepspeed_is_two_processes(monkeypatch: pytest.MonkeyPa
             return Fake(self.ppid())
 
         def cmdline(self) -> list[str]:
-            return ["python", "/usr/bin/deepspeed", "--num_gpus", "2"]
+            return "python /usr/bin/deepspeed --num_gpus 2".split()
 
     monkeypatch.setattr(launcher.psutil, "Process", Fake)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)

@@ -74,7 +74,7 @@ def test_a_reward_that_hangs_is_named_with_its_line(model_folder: Path, rows: Pa
     config.write_text(
         f"reward:\n  components:\n    - {{function: '{tmp_path}/rewards.py:slow', timeout_seconds: 900}}\n"
     )
-    more = ["--config", str(config), "--faults.phase_timeout_seconds", "30"]
+    more = f"--config {config} --faults.phase_timeout_seconds 30".split()
     done = torchrun(rl_line(tmp_path / "out", model_folder, rows, *more))
     assert done.returncode != 0
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -181,8 +181,7 @@ def reduces(world: World, watchdog: Watchdog) -> None:
         world.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("work", [sleeps, reduces])
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize(("dead", "work"), [(0, sleeps), (1, reduces)])
 def test_a_death_ends_the_others(start: Start, dead: int, work: Work) -> None:
     job = start(work, ranks=3, limit_seconds=600)
     job.wait_for("ready")

@@ -10,6 +10,7 @@ import gc
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -62,7 +63,7 @@ FORMATS: dict[str, Callable[..., Any]] = {
 Change = Callable[[Path], Any]
 
 
-def check_error(read: Callable[[], Any], fragments: list[str], folder: Path) -> None:
+def check_error(read: Callable[[], Any], fragments: str, folder: Path) -> None:
     """`read` fails as a command does, and its error line matches the fragments."""
     stderr = io.StringIO()
     gc.collect()
@@ -76,13 +77,13 @@ def check_error(read: Callable[[], Any], fragments: list[str], folder: Path) -> 
     check_line(stderr.getvalue(), fragments, folder)
 
 
-def check_line(output: str, fragments: list[str], folder: Path) -> None:
+def check_line(output: str, fragments: str, folder: Path) -> None:
     """The output is one line, `error: RULE AND VALUE: FIX`, with the fragments in this order; D is the folder."""
     line = output.replace(str(folder), "D")
     assert line.startswith("error: ") and line.endswith("\n") and line.count("\n") == 1, line
     assert line.removeprefix("error: ").rpartition(": ")[0], f"no fix: {line}"
     position = 0
-    for fragment in fragments:
+    for fragment in fragments.split(" ... "):
         found = line.find(fragment, position)
         assert found >= 0, f"{fragment!r} is missing, or in another order: {line}"
         position = found + len(fragment)
@@ -95,8 +96,8 @@ def number(case: object) -> str:
 @pytest.mark.parametrize(
     ("config", "line", "expected"), [(config, *case) for config, cases in LINES.items() for case in cases], ids=number
 )
-def test_a_line(config: str, line: list[str], expected: list[str], tmp_path: Path) -> None:
-    check_error(lambda: parse_line(config, line), expected, tmp_path)
+def test_a_line(config: str, line: str, expected: str, tmp_path: Path) -> None:
+    check_error(lambda: parse_line(config, shlex.split(line)), expected, tmp_path)
 
 
 def parse_line(config: str, line: list[str]) -> None:
@@ -106,16 +107,16 @@ def parse_line(config: str, line: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("content", "expected"), FILES, ids=number)
-def test_a_config_file(content: str | bytes, expected: list[str], tmp_path: Path) -> None:
+def test_a_config_file(content: str | bytes, expected: str, tmp_path: Path) -> None:
     write(tmp_path / "c.yaml", content)
     check_error(lambda: parse_config(SFTConfig, ["--config", str(tmp_path / "c.yaml")]), expected, tmp_path)
 
 
-JSON_LINES = [("rows.jsonl", content, kind, ["D/rows.jsonl:1", *fragments]) for content, kind, fragments in ROWS]
+JSON_LINES = [("rows.jsonl", content, kind, f"D/rows.jsonl:1 ... {fragments}") for content, kind, fragments in ROWS]
 
 
 @pytest.mark.parametrize(("name", "content", "kind", "expected"), [*JSON_LINES, *DATA], ids=number)
-def test_a_data_file(name: str, content: str | bytes, kind: str, expected: list[str], tmp_path: Path) -> None:
+def test_a_data_file(name: str, content: str | bytes, kind: str, expected: str, tmp_path: Path) -> None:
     write(tmp_path / name, content)
     check_error(lambda: read_rows(tmp_path / name, FORMATS[kind]), expected, tmp_path)
 
@@ -148,55 +149,50 @@ def parquet(columns: dict[str, Any]) -> Change:
     return lambda place: pyarrow.parquet.write_table(pyarrow.table(columns), place)
 
 
-PLACES = [
-    ("absent.jsonl", lambda place: None, ["D/absent.jsonl", "does not exist"]),
-    ("x\0.jsonl", lambda place: None, ["D/x\\x00.jsonl", "does not exist"]),
-    ("pipe.jsonl", os.mkfifo, ["D/pipe.jsonl", "pipe or a device"]),
-    ("loop.jsonl", loop, ["D/loop.jsonl", "does not exist"]),
-    ("r.jsonl", Path.mkdir, ["save_to_disk", "D/r.jsonl"]),
-    ("set", damaged_data_set, ["save_to_disk", "D/set"]),
+PLACES: list[tuple[str, Change, str]] = [
+    ("absent.jsonl", lambda place: None, "D/absent.jsonl ... does not exist"),
+    ("x\0.jsonl", lambda place: None, "D/x\\x00.jsonl ... does not exist"),
+    ("pipe.jsonl", os.mkfifo, "D/pipe.jsonl ... pipe or a device"),
+    ("loop.jsonl", loop, "D/loop.jsonl ... does not exist"),
+    ("r.jsonl", Path.mkdir, "save_to_disk ... D/r.jsonl"),
+    ("set", damaged_data_set, "save_to_disk ... D/set"),
     (
         "r.parquet",
         damaged_text,
-        ["D/r.parquet", "Parquet", "('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"],
+        "D/r.parquet ... Parquet ... ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)",
     ),
-    ("r.parquet", parquet({"text": [b"x"]}), ["D/r.parquet: row 1", "'text'", "text", "got bytes"]),
+    ("r.parquet", parquet({"text": [b"x"]}), "D/r.parquet: row 1 ... 'text' ... text ... got bytes"),
     (
         "r.parquet",
         parquet({"prompt": [1]}),
-        [
-            "D/r.parquet: row 1",
-            "messages or prompt + completion or prompt + chosen or text",
-            "got columns prompt",
-            "rename",
-        ],
+        "D/r.parquet: row 1 ... messages or prompt + completion ... got columns prompt ... rename",
     ),
 ]
 
 
 @pytest.mark.parametrize(("name", "make", "expected"), PLACES, ids=number)
-def test_a_place_of_data(name: str, make: Change, expected: list[str], tmp_path: Path) -> None:
+def test_a_place_of_data(name: str, make: Change, expected: str, tmp_path: Path) -> None:
     make(tmp_path / name)
     check_error(lambda: read_rows(tmp_path / name), expected, tmp_path)
 
 
 NAMES = [
-    ("/dev/zero", ["/dev/zero", "pipe or a device"]),
+    ("/dev/zero", "/dev/zero ... pipe or a device"),
     (
         "~nosuch/r.jsonl",
-        ["~nosuch/r.jsonl", "(Could not determine home directory)"],
+        "~nosuch/r.jsonl ... (Could not determine home directory)",
     ),
-    ("https://me:pass@host/r.jsonl", ["got https://***@host/r.jsonl", "download"]),
-    ("json", [" json ", "format"]),
+    ("https://me:pass@host/r.jsonl", "got https://***@host/r.jsonl ... download"),
+    ("json", " json  ... format"),
     (
         "x" * 5000 + ".jsonl",
-        ["x" * 300, "(File name too long)"],
+        "x" * 300 + " ... (File name too long)",
     ),
 ]
 
 
 @pytest.mark.parametrize(("name", "expected"), NAMES, ids=number)
-def test_a_name_of_data(name: str, expected: list[str], tmp_path: Path) -> None:
+def test_a_name_of_data(name: str, expected: str, tmp_path: Path) -> None:
     check_error(lambda: read_rows(name), expected, tmp_path)
 
 
@@ -269,33 +265,29 @@ MODELS = [
     ),
     (
         put("config.json", "{"),
-        ["config.json", "JSON", "D/m/config.json:1", "(Expecting property name enclosed in double quotes)"],
+        "config.json ... JSON ... D/m/config.json:1 ... (Expecting property name enclosed in double quotes)",
     ),
-    (put("config.json", "[]"), ["config.json", "JSON", "object", "D/m/config.json"]),
-    (put("config.json", "{}".encode("utf-16")), ["D/m/config.json", "UTF-16", "UTF-8"]),
+    (put("config.json", "[]"), "config.json ... JSON ... object ... D/m/config.json"),
+    (put("config.json", "{}".encode("utf-16")), "D/m/config.json ... UTF-16 ... UTF-8"),
     (
         put("config.json", '{"model_type": "llama", "model_type": "gpt2"}'),
-        ["config.json", "JSON", "D/m/config.json:1", "'model_type'"],
+        "config.json ... JSON ... D/m/config.json:1 ... 'model_type'",
     ),
     (
         put("config.json", "{}"),
-        ["D/m", "(Unrecognized model in D/m. Should have a `model_type` key in its config.json.)", "config.json"],
+        "D/m ... (Unrecognized model in D/m. Should have a `model_type` key in its config.json.) ... config.json",
     ),
     (
         config(model_type="nope"),
-        [
-            "D/m",
-            "model type `nope` but Transformers does not recognize this architecture",
-            "config.json",
-        ],
+        "D/m ... model type `nope` but Transformers does not recognize this architecture ... config.json",
     ),
-    (config(model_type=["llama"]), ["D/m", "(unhashable type: 'list')", "config.json"]),
+    (config(model_type=["llama"]), "D/m ... (unhashable type: 'list') ... config.json"),
     (
         config(model_type="nope", auto_map=AUTO),
         f"{UNKNOWN} (it needs its own Python code, which is not run by default): set trust_remote_code to true if you "
         "trust its authors",
     ),
-    (config(num_attention_heads=0), ["D/m", "(integer modulo by zero)", "config.json"]),
+    (config(num_attention_heads=0), "D/m ... (integer modulo by zero) ... config.json"),
     (
         config(num_hidden_layers=10**9),
         "num_hidden_layers must be at most 10,000, D/m has 1000000000: correct config.json",
@@ -303,7 +295,7 @@ MODELS = [
     (config(hidden_size=64), f"{CANNOT} (its weights have other shapes than in its config.json): {AGAIN}"),
     (
         config(num_hidden_layers=3),
-        ["D/m", "9 weights", "model.layers", "input_layernorm.weight", "copy"],
+        "D/m ... 9 weights ... model.layers ... input_layernorm.weight ... copy",
     ),
     (
         config(num_hidden_layers=1),
@@ -329,15 +321,15 @@ MODELS = [
         tokens(eos_token=None),
         "a tokenizer must have an EOS token, D/m has none: set tokenizer.eos_token and save it beside the model",
     ),
-    (put("tokenizer.json", "{}"), ["D/m", "('added_tokens')"]),
-    (put("tokenizer.json", "[]"), ["D/m", "('str' object cannot be interpreted as an integer)"]),
+    (put("tokenizer.json", "{}"), "D/m ... ('added_tokens')"),
+    (put("tokenizer.json", "[]"), "D/m ... ('str' object cannot be interpreted as an integer)"),
     (
         put("tokenizer_config.json", "{"),
-        ["D/m", "(Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"],
+        "D/m ... (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
     ),
     (
         tokens(model_max_length="x"),
-        ["D/m", "('>' not supported between instances of 'int' and 'str')"],
+        "D/m ... ('>' not supported between instances of 'int' and 'str')",
     ),
     (
         tokens(tokenizer_class="Nope", auto_map={"AutoTokenizer": ["code.T", None]}),
@@ -346,28 +338,24 @@ MODELS = [
     ),
     (
         template("{% for %}"),
-        ["line 1", "(Expected an expression, got 'end of statement block')", "data.chat_template"],
+        "line 1 ... (Expected an expression, got 'end of statement block') ... data.chat_template",
     ),
-    (template("{{ raise_exception('no\nuser') }}"), ["['user']", "(no user)", "data.chat_template"]),
+    (template("{{ raise_exception('no\nuser') }}"), "['user'] ... (no user) ... data.chat_template"),
     (
         template("{% for i in range(10 ** 9) %}x{% endfor %}"),
-        [
-            "['user']",
-            "(Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).)",
-            "data.chat_template",
-        ],
+        "['user'] ... (Range too big. The sandbox blocks ranges larger than MAX_RANGE ... data.chat_template",
     ),
     (
         template("{{ ''.__class__.__mro__ }}"),
-        ["['user']", "(access to attribute '__class__' of 'str' object is unsafe.)", "data.chat_template"],
+        "['user'] ... (access to attribute '__class__' of 'str' object is unsafe.) ... data.chat_template",
     ),
     (
         template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
-        ["['user']", "(maximum recursion depth exceeded)", "data.chat_template"],
+        "['user'] ... (maximum recursion depth exceeded) ... data.chat_template",
     ),
     (
         put(GENERATION, "[]"),
-        ["generation_config.json", "JSON", "object", "D/m/generation_config.json"],
+        "generation_config.json ... JSON ... object ... D/m/generation_config.json",
     ),
     (
         put(GENERATION, '{"eos_token_id": "x"}'),
@@ -386,7 +374,7 @@ def load(path: Path | str, lora: LoraConfig | None = None) -> None:
 
 
 @pytest.mark.parametrize(("change", "expected"), MODELS, ids=number)
-def test_a_model_folder(change: Change, expected: list[str], model_folder: Path, tmp_path: Path) -> None:
+def test_a_model_folder(change: Change, expected: str, model_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(model_folder, tmp_path / "m")
     change(tmp_path / "m")
     check_error(lambda: load(tmp_path / "m"), expected, tmp_path)
@@ -406,7 +394,7 @@ MODEL_NAMES = [
 
 
 @pytest.mark.parametrize(("name", "expected"), MODEL_NAMES, ids=number)
-def test_a_model_name(name: str, expected: list[str], tmp_path: Path) -> None:
+def test_a_model_name(name: str, expected: str, tmp_path: Path) -> None:
     check_error(lambda: load(name), expected, tmp_path)
 
 
@@ -427,29 +415,29 @@ MODULES = [
 @pytest.mark.parametrize(("modules", "reason"), MODULES, ids=number)
 def test_modules_for_adapters(modules: str | list[str], reason: str, model_folder: Path, tmp_path: Path) -> None:
     lora = LoraConfig(rank=2, target_modules=modules)
-    expected = [f"lora.target_modules {modules}", f"({reason})"]
+    expected = f"lora.target_modules {modules} ... ({reason})"
     check_error(lambda: load(model_folder, lora), expected, tmp_path)
 
 
 JSONS = [
-    (None, ["deepspeed_config", "JSON", "D/ds.json", "does not exist"]),
-    ("", ["deepspeed_config", "JSON", "D/ds.json:1", "(Expecting value)"]),
+    (None, "deepspeed_config ... JSON ... D/ds.json ... does not exist"),
+    ("", "deepspeed_config ... JSON ... D/ds.json:1 ... (Expecting value)"),
     (
         "{,}",
-        ["deepspeed_config", "JSON", "D/ds.json:1", "(Expecting property name enclosed in double quotes)"],
+        "deepspeed_config ... JSON ... D/ds.json:1 ... (Expecting property name enclosed in double quotes)",
     ),
-    ("[1]", ["deepspeed_config", "JSON", "object", "D/ds.json"]),
+    ("[1]", "deepspeed_config ... JSON ... object ... D/ds.json"),
     (
         "{" * 100_000,
-        ["deepspeed_config", "JSON", "D/ds.json:1", "(Expecting property name enclosed in double quotes)"],
+        "deepspeed_config ... JSON ... D/ds.json:1 ... (Expecting property name enclosed in double quotes)",
     ),
-    ('{"a":' * 100_000, ["deepspeed_config", "JSON", "D/ds.json:1", "nested"]),
-    (b"\xff\xfe{", ["D/ds.json", "UTF-16", "UTF-8"]),
+    ('{"a":' * 100_000, "deepspeed_config ... JSON ... D/ds.json:1 ... nested"),
+    (b"\xff\xfe{", "D/ds.json ... UTF-16 ... UTF-8"),
 ]
 
 
 @pytest.mark.parametrize(("content", "expected"), JSONS, ids=number)
-def test_a_json_file(content: str | bytes | None, expected: list[str], tmp_path: Path) -> None:
+def test_a_json_file(content: str | bytes | None, expected: str, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     if content is not None:
         write(file, content)
@@ -457,31 +445,31 @@ def test_a_json_file(content: str | bytes | None, expected: list[str], tmp_path:
 
 
 HOSTS = [
-    ("", ["launcher.hostfile", "D/hosts", "`HOST slots=N`"]),
-    ("a slots=8\nb\n", ["D/hosts:2", "`HOST slots=N`", "got 'b'"]),
-    ("a slots=0\n", ["D/hosts:1", "`HOST slots=N`", "got 'a slots=0'"]),
-    ("a slots=1\na slots=1\n", ["D/hosts:2", "once", "'a slots=1'"]),
+    ("", "launcher.hostfile ... D/hosts ... `HOST slots=N`"),
+    ("a slots=8\nb\n", "D/hosts:2 ... `HOST slots=N` ... got 'b'"),
+    ("a slots=0\n", "D/hosts:1 ... `HOST slots=N` ... got 'a slots=0'"),
+    ("a slots=1\na slots=1\n", "D/hosts:2 ... once ... 'a slots=1'"),
 ]
 
 
 @pytest.mark.parametrize(("content", "expected"), HOSTS, ids=number)
-def test_a_hostfile(content: str, expected: list[str], tmp_path: Path) -> None:
+def test_a_hostfile(content: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(content)
     line = ["--launcher.hostfile", str(tmp_path / "hosts")]
     check_error(lambda: parse_line("pipeline", line), expected, tmp_path)
 
 
 COMMANDS = [
-    (["train.py", "--steps", "sft", "--setps", "x"], ["--setps", "nearest is steps"]),
+    ("train.py --steps sft --setps x".split(), "--setps ... nearest is steps"),
     (
         ["training/step3_ppo/main.py", "--reward.components", "[{urls: ['http://me:pass@h/'], weight: x, timeout: 1}]"],
-        ["timeout", "reward.components", "nearest is timeout_seconds"],
+        "timeout ... reward.components ... nearest is timeout_seconds",
     ),
 ]
 
 
 @pytest.mark.parametrize(("line", "expected"), COMMANDS, ids=number)
-def test_a_command(line: list[str], expected: list[str], tmp_path: Path) -> None:
+def test_a_command(line: list[str], expected: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *line], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT, check=False
@@ -492,5 +480,5 @@ def test_a_command(line: list[str], expected: list[str], tmp_path: Path) -> None
 
 def test_an_output_that_is_a_folder(tmp_path: Path) -> None:
     line = [str(tmp_path / "m"), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path)]
-    expected = ["--output must be a file that can be written, got D: choose another"]
+    expected = "--output must be a file that can be written, got D: choose another"
     check_error(lambda: generate.main(line), expected, tmp_path)

@@ -273,7 +273,7 @@ def test_thinned_curves_keep_their_peaks() -> None:
 
 
 def test_settings_have_the_defaults_of_their_algorithm() -> None:
-    config = parse_config(RLConfig, ["--algorithm", "grpo", "--actor.optimizer.lr", "3e-6"])
+    config = parse_config(RLConfig, "--algorithm grpo --actor.optimizer.lr 3e-6".split())
     settings = settings_and_defaults(config)
     assert settings["actor.optimizer.lr"][0] == 3e-6 != settings["actor.optimizer.lr"][1]
     assert settings["algorithm.kl.coef"] == (0.04, 0.04), "GRPO's own"

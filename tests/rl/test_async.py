@@ -45,6 +45,7 @@ from tests.support.ahead import (
     trained_logprobs,
 )
 from tests.support.faults import Point, run_step
+from tests.support.marks import faults, slow
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rl import whole
 from tests.support.steps import write_rows
@@ -253,8 +254,8 @@ def test_ranks_that_share_a_model_sample_in_the_same_order(lag: int) -> None:
     ("staleness", "stage", "ranks", "rank"),
     [
         (1, 2, 1, 4),
-        pytest.param(2, 3, 2, 0, marks=pytest.mark.slow),
-        *(pytest.param(*case, marks=pytest.mark.faults) for case in [(0, 0, 1, 0), (1, 0, 1, 0)]),
+        slow(2, 3, 2, 0),
+        *(faults(*case) for case in [(0, 0, 1, 0), (1, 0, 1, 0)]),
     ],
 )
 def test_tokens_are_of_the_weights_that_they_say(
@@ -318,14 +319,14 @@ class TwoTurns:
         return "and?", float(len(completion)), self.turns == 2
 
 
-@pytest.mark.parametrize("name", ["ppo", *(pytest.param(name, marks=pytest.mark.faults) for name in ("dapo", "rloo"))])
+@pytest.mark.parametrize("name", ["ppo", *(faults(name) for name in ("dapo", "rloo"))])
 def test_a_run_goes_on_with_the_rollouts_that_were_ahead(name: str, model_folder: Path, tmp_path: Path) -> None:
     rows, folder = write_rows(tmp_path / "rows.jsonl"), tmp_path / "run"
     start = rollout_line(folder, model_folder, rows, "--algorithm", name, "--rollout.async_sampling.policy_lag", "2")
     if name == "dapo":
         start += ["--rollout.sampling.n", "3"]
     if name == "rloo":
-        start += ["--environment.path", f"{__file__}:TwoTurns", "--rollout.sampling.max_new_tokens", "60"]
+        start += f"--environment.path {__file__}:TwoTurns --rollout.sampling.max_new_tokens 60".split()
     run_main("hybrid_rlhf.cli.rl", 1, start)
     whole, weights = metrics_without_times(folder), (folder / "actor" / "model.safetensors").read_bytes()
     stale = [told["rollout/stale_updates"] for told in whole[1:]]
@@ -411,7 +412,7 @@ def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, 
     line = rollout_line(tmp_path / "run", model_folder, write_rows(tmp_path / "rows.jsonl"), "--algorithm", "rloo")
     for key in ("--rollout.kv_cache_gib", "--algorithm.correction.method"):
         del line[line.index(key) : line.index(key) + 2]
-    line += ["--rollout.sampling.n", "2", "--rollout.async_sampling.policy_lag", "1"]
+    line += "--rollout.sampling.n 2 --rollout.async_sampling.policy_lag 1".split()
     run_main("hybrid_rlhf.cli.rl", 1, line)
     first, *later = metrics_without_times(tmp_path / "run")[1:]
     assert [step["rollout/stale_updates"] for step in (first, *later)] == [0.0, 1.0, 1.0, 1.0]
@@ -439,15 +440,15 @@ def test_samples_of_other_weights_are_corrected_by_default(line: str) -> None:
     ("given", "said"),
     [
         (
-            ["--rollout.async_sampling.policy_lag", "0", "--rollout.kv_cache_gib", "1"],
+            "--rollout.async_sampling.policy_lag 0 --rollout.kv_cache_gib 1".split(),
             "policy_lag must be 1 or more, got 0",
         ),
         (
-            ["--rollout.async_sampling.policy_lag", "1", "--rollout.keep_weights", "true"],
+            "--rollout.async_sampling.policy_lag 1 --rollout.keep_weights true".split(),
             "keep_weights True: give False",
         ),
-        (["--rollout.async_sampling.policy_lag", "1", "--rollout.tensor_parallel", "2"], "tensor_parallel 2: give 1"),
-        (["--rollout.async_sampling.policy_lag", "1", "--rollout.backend", "module"], "backend module: give auto"),
+        ("--rollout.async_sampling.policy_lag 1 --rollout.tensor_parallel 2".split(), "tensor_parallel 2: give 1"),
+        ("--rollout.async_sampling.policy_lag 1 --rollout.backend module".split(), "backend module: give auto"),
     ],
 )
 def test_what_cannot_run_ahead_is_refused(given: list[str], said: str) -> None:

@@ -81,7 +81,7 @@ def test_a_biased_correction_is_reported(
 )
 def test_few_updates_of_rl_are_named_with_the_rollout_that_gives_more(prompts: int, size: int, text: str) -> None:
     """120 prompts of a first trial were one rollout, without a word."""
-    config = parse_config(RLConfig, ["--rollout.prompts_per_step", str(size), "--algorithm.mini_batches", "4"])
+    config = parse_config(RLConfig, f"--rollout.prompts_per_step {size} --algorithm.mini_batches 4".split())
     found = few_updates_text(config, prompts)
     assert found.startswith(text) and bool(found) == bool(text)
 

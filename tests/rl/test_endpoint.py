@@ -114,8 +114,8 @@ def test_only_ranks_that_sample_have_an_address(tmp_path: Path, model_folder: Pa
     """A run whose first port, of the rank that trains, is another's."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        more = ["--algorithm", "grpo", "--environment.program", f"{__name__}:ask_once", "--logging.sinks", "[]"]
-        more += ["--placement", "separation", "--rollout.endpoint.port", str(port), "--rollout.sampling.n", "2"]
+        more = f"--algorithm grpo --environment.program {__name__}:ask_once --logging.sinks []".split()
+        more += f"--placement separation --rollout.endpoint.port {port} --rollout.sampling.n 2".split()
         rows = write_rows(tmp_path / "rows.jsonl")
         _, *line = rl_line(tmp_path / "out", model_folder, rows, *more)
         run_main("hybrid_rlhf.cli.rl", 2, line)

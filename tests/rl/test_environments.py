@@ -533,9 +533,9 @@ def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
     ("words", "rule"),
     [
         (["--environment.path", "calculator"], "must be module:Class"),
-        (["--environment.path", "a:B", "--environment.max_turns", "0"], "max_turns must be 1 or more"),
-        (["--environment.path", "a:B", "--environment.timeout_seconds", "0"], "timeout_seconds must be above 0"),
-        (["--environment.path", "a:B", "--environment.options", "3"], "must be dict"),
+        ("--environment.path a:B --environment.max_turns 0".split(), "max_turns must be 1 or more"),
+        ("--environment.path a:B --environment.timeout_seconds 0".split(), "timeout_seconds must be above 0"),
+        ("--environment.path a:B --environment.options 3".split(), "must be dict"),
         (["--environment.path", "a:B", "--environment.options", "{1: 2}"], "options are names"),
         (["--environment.program", "a:b", "--environment.options", "{d: {1: 2}}"], "options are names"),
         (["--environment.path", "a:B", "--environment.options", "{d: .nan}"], "options are names"),
@@ -654,7 +654,7 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
 
 
 def test_with_an_environment_no_reward_model_is_needed() -> None:
-    line = ["--steps", "sft,rl", "--rl.environment.path", "a:B"]
+    line = "--steps sft,rl --rl.environment.path a:B".split()
     config = train.parse_config(train.PipelineConfig, line, prog="train.py", defaults=train.DEMO)
     trained, without = (
         replace(config, steps="sft,reward,rl"),

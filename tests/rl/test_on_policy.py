@@ -393,7 +393,7 @@ def test_every_algorithm_has_settings_and_defaults_that_parse() -> None:
         assert ALGORITHMS[name](config.algorithm).correction == getattr(config.algorithm, "correction", None)
         assert getattr(config.algorithm, "score_clip", None) is None, "scores are clipped only where asked"
         assert config.uses_reference == (config.algorithm.kl is not None or name == "online_dpo")
-    told = parse_config(RLConfig, ["--algorithm.kl.coef", "0.5", "--algorithm=grpo", "--rollout.sampling.n", "3"])
+    told = parse_config(RLConfig, "--algorithm.kl.coef 0.5 --algorithm=grpo --rollout.sampling.n 3".split())
     assert told.algorithm.kl is not None
     assert (told.algorithm.kl.coef, told.algorithm.kl.estimator, told.rollout.sampling.n) == (0.5, "k3", 3)
 

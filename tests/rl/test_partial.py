@@ -36,6 +36,7 @@ from tests.support.ahead import (
     trained_logprobs,
 )
 from tests.support.faults import run_step
+from tests.support.marks import faults
 from tests.support.ranks import run_main, run_ranks
 from tests.support.rl import whole
 from tests.support.steps import write_rows
@@ -135,8 +136,8 @@ def checked_steps(
     [
         (1, 1, {"rank": 4}, 4),
         (0, 2, {"tensor_parallel": 2}, 1),
-        pytest.param(2, 2, {"stage": 3}, 4, marks=pytest.mark.faults),
-        pytest.param(0, 1, {}, 4, marks=pytest.mark.faults),
+        faults(2, 2, {"stage": 3}, 4),
+        faults(0, 1, {}, 4),
     ],
 )
 def test_every_prompt_is_trained_on_once_by_tokens_of_the_weights_that_they_say(
@@ -225,9 +226,7 @@ def continued(world: World, path: str, lag: int, state: list[Any]) -> list[Step]
     return found
 
 
-@pytest.mark.parametrize(
-    ("lag", "ranks"), [(1, 1), *(pytest.param(*case, marks=pytest.mark.faults) for case in [(0, 1), (1, 2)])]
-)
+@pytest.mark.parametrize(("lag", "ranks"), [(1, 1), *(faults(*case) for case in [(0, 1), (1, 2)])])
 def test_carried_completions_resume(lag: int, ranks: int, model_folder: Path, tmp_path: Path) -> None:
     path = str(model_folder)
     uninterrupted = run_ranks(steps_of, ranks, tmp_path / "whole", path, lag, True, {})[0]
@@ -247,7 +246,7 @@ def test_carried_completions_resume(lag: int, ranks: int, model_folder: Path, tm
     ("name", "more"),
     [
         ("ppo", []),
-        pytest.param("dapo", ["--rollout.sampling.n", "3"], marks=pytest.mark.faults),
+        faults("dapo", ["--rollout.sampling.n", "3"]),
     ],
 )
 def test_a_run_resumes_with_carried_completions(
@@ -292,7 +291,7 @@ CORRECTED = ["--algorithm.correction.method", "truncate"]
     [
         (["--rollout.partial.extra_prompts", "0", *CORRECTED], r"must be in \(0, 1\], got 0"),
         (["--rollout.partial.max_lag", "0", *CORRECTED], "max_lag must be 1 step or more, got 0"),
-        (["--rollout.partial.max_lag", "1", "--rollout.backend", "module"], "backend module: give auto"),
+        ("--rollout.partial.max_lag 1 --rollout.backend module".split(), "backend module: give auto"),
         (["--rollout.partial.max_lag", "1", "--environment.path", "x.py:X", *CORRECTED], "got the section environment"),
     ],
 )

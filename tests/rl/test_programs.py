@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from dataclasses import replace
@@ -25,9 +24,8 @@ from hybrid_rlhf.rl.environments import build_runner
 from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.runtime.world import World
 from tests.support.programs import ALGORITHM, PROMPTS, SAMPLING, STOP, Numbered, client_of, play_numbered, program_parts
-from tests.support.ranks import run_main, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.rl import chat_row, episode_parts, whole
-from tests.support.runs import rl_line
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 REPORTED: dict[str, list[list[int]]] = {}
@@ -287,23 +285,3 @@ def test_mistakes_are_named_before_the_run(world: World) -> None:
                 tokenizer=tiny_tokenizer(),
                 world=world,
             )
-
-
-@pytest.mark.slow
-def test_a_run_learns_from_a_program(tmp_path: Path, model_folder: Path) -> None:
-    (tmp_path / "game.py").write_text(
-        "import openai\n"
-        "def play(base_url, api_key, model, row):\n"
-        "    client = openai.OpenAI(base_url=base_url, api_key=api_key)\n"
-        "    answer = client.chat.completions.create(model=model, messages=row['prompt'], max_tokens=6)\n"
-        "    return sum(letter.islower() for letter in answer.choices[0].message.content) / 6\n"
-    )
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{number}"}) + "\n" for number in range(200)))
-    more = ["--algorithm", "grpo", "--rollout.sampling.n", "8", "--environment.program", f"{tmp_path}/game.py:play"]
-    more += ["--train.max_steps", "25", "--actor.optimizer.lr", "1e-2", "--logging.sinks", "[]"]
-    run_main("hybrid_rlhf.cli.rl", 1, rl_line(tmp_path / "out", model_folder, rows, *more)[1:])
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    rewards = [line["environment/reward"] for line in lines if "environment/reward" in line]
-    assert len(rewards) == 25
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15, rewards

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.observability.token_records import DETAILS, TokenRecords, record_file
 from tests.support.ahead import rollout_line
+from tests.support.marks import faults
 from tests.support.ranks import run_main
 from tests.support.runs import run_python
 from tests.support.steps import brevity, step_line, write_rows
@@ -28,7 +28,7 @@ from tests.support.tiny import tiny_tokenizer
 
 RL, REPLAY = "hybrid_rlhf.cli.rl", "hybrid_rlhf.cli.runs.replay"
 AHEAD = ["--rollout.async_sampling.policy_lag", "2"]
-PARTIAL = ["--rollout.partial.extra_prompts", "1", "--rollout.partial.max_lag", "2"]
+PARTIAL = "--rollout.partial.extra_prompts 1 --rollout.partial.max_lag 2".split()
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +104,11 @@ def test_texts_are_compared_where_tokens_are_missing(ppo_run: Path, tmp_path: Pa
     [
         (["--algorithm", "grpo", "--rollout.sampling.n", "2", *AHEAD], [4], 1),
         (PARTIAL, [3], 1),
-        pytest.param(["--algorithm", "grpo", "--rollout.sampling.n", "2"], [3], 2, marks=pytest.mark.faults),
-        pytest.param(["--algorithm", "dapo", "--rollout.sampling.n", "3"], [4], 1, marks=pytest.mark.faults),
-        pytest.param(["--algorithm", "remax"], [4], 1, marks=pytest.mark.faults),
-        pytest.param([*PARTIAL, *AHEAD], [4], 1, marks=pytest.mark.faults),
-        pytest.param(["--actor.lora.rank", "4"], [4], 1, marks=pytest.mark.faults),
+        faults("--algorithm grpo --rollout.sampling.n 2".split(), [3], 2),
+        faults("--algorithm dapo --rollout.sampling.n 3".split(), [4], 1),
+        faults(["--algorithm", "remax"], [4], 1),
+        faults([*PARTIAL, *AHEAD], [4], 1),
+        faults(["--actor.lora.rank", "4"], [4], 1),
     ],
 )
 def test_other_runs_are_generated_again(
@@ -121,24 +121,6 @@ def test_other_runs_are_generated_again(
         assert samples and all(sample["identical"] and sample["compared"] == "tokens" for sample in samples), samples
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("more", [["--algorithm", "ppo"], ["--algorithm", "grpo"], AHEAD, PARTIAL])
-def test_a_hundred_samples_are_generated_again(more: list[str], stopping_model: Path, tmp_path: Path) -> None:
-    folder, rows = tmp_path / "run", write_rows(tmp_path / "rows.jsonl")
-    line = rollout_line(folder, stopping_model, rows, "--logging.samples_every", "1", "--train.max_steps", "6")
-    size = ["--rollout.prompts_per_step", "9", "--rollout.sampling.n", "3", "--rollout.sampling.max_new_tokens", "24"]
-    run_main(RL, 1, [*line, *size, "--train.save_every", "2", *more])
-    recorded = {step: RecordedStep.read(folder, step) for step in range(1, 7)}
-    every = [(step, index) for step, found in recorded.items() for index in range(len(found.rows))]
-    chosen = random.Random(0).sample(every, 100)
-    identical = 0
-    for step in recorded:
-        indices = [index for of_step, index in chosen if of_step == step]
-        samples = replay_samples(folder, step, tmp_path / f"scratch_{step}", indices)
-        identical += sum(sample["identical"] and sample["compared"] == "tokens" for sample in samples)
-    assert identical == 100
-
-
 def test_a_branch_of_a_run_with_an_environment_is_refused_before_a_rank_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,7 +128,7 @@ def test_a_branch_of_a_run_with_an_environment_is_refused_before_a_rank_starts(
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "index": 0}\n')
     save_config(RLConfig(environment=EnvironmentConfig(path="game.py:Game")), tmp_path / "config.yaml")
     with pytest.raises(SystemExit) as stopped:
-        replay_main([str(tmp_path), "--step", "1", "--index", "0", "--branch.token", "3"])
+        replay_main(f"{tmp_path} --step 1 --index 0 --branch.token 3".split())
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith("error: a branch continues a completion of one turn, the run has an env")
 
@@ -154,7 +136,7 @@ def test_a_branch_of_a_run_with_an_environment_is_refused_before_a_rank_starts(
 def test_branches_begin_with_the_samples_tokens(ppo_run: Path, tmp_path: Path) -> None:
     record, tokenizer = TokenRecords(ppo_run).read(5, 1), tiny_tokenizer()
     place = record.prompt_length + 2
-    asked = ["--index", "1", "--branch.token", str(place), "--branch.text", "ab", "--branch.n", "6"]
+    asked = f"--index 1 --branch.token {place} --branch.text ab --branch.n 6".split()
     results = [replay(ppo_run, 5, tmp_path / name, *asked) for name in ("one", "two")]
     assert results[0] == results[1] and results[0]["identical"], "branches have random streams of their own"
     branches = results[0]["completions"]
@@ -182,7 +164,7 @@ def test_branches_begin_with_the_samples_tokens(ppo_run: Path, tmp_path: Path) -
         ]
     ):
         with pytest.raises(Exception, match="exit code 2"):
-            asked = ["--index", "1", "--branch.token", str(token), "--branch.text", text]
+            asked = [*f"--index 1 --branch.token {token} --branch.text".split(), text]
             replay(ppo_run, 5, tmp_path / str(number), *asked)
         assert rule in json.loads((tmp_path / str(number) / "result.json").read_text())["error"]
 
@@ -219,7 +201,7 @@ def test_a_damaged_token_record_is_named(ppo_run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_prints_what_it_found(ppo_run: Path) -> None:
-    line = ["-m", "hybrid_rlhf", "replay", str(ppo_run), "--step", "5"]
+    line = f"-m hybrid_rlhf replay {ppo_run} --step 5".split()
     done = run_python([*line, "--index", "3"])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("1 of 1 samples of step 5 are identical (tokens and log-probs)\n")

@@ -1,18 +1,13 @@
-"""Rewards from anywhere: functions and servers that misbehave, models against a computation by hand, sums, ranks."""
+"""Rewards of functions and models against a computation by hand, sums, ranks, and config errors."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import subprocess
 import sys
-import textwrap
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,92 +25,29 @@ from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward, RewardReport, build_reward
-from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.rl.rewards.models import ModelReward, RetokenizingModelReward
-from hybrid_rlhf.runtime import background as waits
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
-from hybrid_rlhf.runtime.world import World, solo_world
+from hybrid_rlhf.runtime.world import World
 from tests.support.ranks import run_ranks
+from tests.support.rewards import function_reward, score_completions
 from tests.support.rl import COMPLETIONS, MICRO_BATCH_ROWS, rewarded, rollout_of_rows
 from tests.support.tiny import tiny_config, tiny_tokenizer
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "FIRST_DELAY_SECONDS", 0.01)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
-def score_completions(
-    *parts: Any, world: World | None = None, micro: list[list[int | None]] = MICRO_BATCH_ROWS
-) -> RewardReport:
-    return rewarded(Reward(parts, world or solo_world(CPU)), rollout_of_rows(), micro, COMPLETIONS)
-
-
-@pytest.fixture
-def function(tmp_path: Path) -> Callable[..., FunctionReward]:
-    """A component whose function has the body given."""
-    numbers = iter(range(99))
-
-    def make(body: str, *, prefix: str = "", **settings: Any) -> FunctionReward:
-        file = tmp_path / f"rewards_{next(numbers)}.py"
-        header = "import asyncio, time\n\n"
-        file.write_text(header + f"{prefix}def f(prompts, completions, **columns):\n" + textwrap.indent(body, "    "))
-        return FunctionReward(RewardComponentConfig(function=f"{file}:f", **settings), device=CPU)
-
-    return make
-
-
 LENGTHS = "return [float(len(text)) for text in completions]"
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
-def test_a_function_sees_text_and_columns_and_may_have_no_opinion(
-    prefix: str, function: Callable[..., FunctionReward]
-) -> None:
+def test_a_function_sees_text_and_columns_and_may_have_no_opinion(prefix: str, tmp_path: Path) -> None:
     body = "assert [p[0]['content'][:8] for p in prompts] == ['question'] * 5\nreturn columns['target']"
-    report = score_completions(function(body, prefix=prefix))
+    report = score_completions(function_reward(tmp_path, body, prefix=prefix))
     assert report.scores.tolist() == [1, 2, 0, 4, 5] and report.scores.dtype is torch.float32
-    assert report.metrics["reward/f/mean"] == 3.0, "a row without an opinion is left out of the mean"
-    assert report.metrics["reward/f/std"] == pytest.approx(np.std([1, 2, 4, 5]))
-    assert set(report.metrics) == {"reward/f/mean", "reward/f/std"}
-
-
-@pytest.mark.parametrize(
-    ("body", "prefix", "reason", "rows"),
-    [
-        ("raise ValueError('no such thing')", "", r"raised ValueError: no such thing \(rewards_0.py:4\)", 5),
-        ("raise TimeoutError('mine')", "async ", "raised TimeoutError: mine", 5),
-        ("raise SystemExit(3)", "", "raised SystemExit: 3", 5),
-        ("raise asyncio.CancelledError", "async ", "raised CancelledError", 5),
-        ("return [1.0, 2.0]", "", "got 2 values for 5 completions", 5),
-        ("return 'high'", "", "got a str in place of a list", 5),
-        ("return [1, 'high', 3, 4, 5]", "", "got 'high' for a completion", 1),
-        ("return [1, 2, float('nan'), 4, 10 ** 400]", "", "got (nan|10+)", 2),
-        ("return [c[0]['content'] for c in completions]", "", "a completion is its text, not a list of messages", 5),
-        ("return 1 / columns['absent']", "", "raised KeyError", 5),
-        ("time.sleep(30)", "", "took longer than 0.2 s", 5),
-        ("await asyncio.sleep(30)", "async ", "took longer than 0.2 s", 5),
-    ],
-)
-def test_a_function_that_fails_stops_the_run_or_scores_0_and_is_counted(
-    body: str, prefix: str, reason: str, rows: int, function: Callable[..., FunctionReward], log_lines: list[str]
-) -> None:
-    settings = {"prefix": prefix, "timeout_seconds": 0.2, "name": "mine"}
-    with pytest.raises(
-        UserError, match=f"reward component mine must give .* for {rows} of 5 completions: .*{reason}"
-    ) as told:
-        score_completions(function(body, **settings))
-    assert "\n" not in str(told.value) and "on_failure" in str(told.value)
-    report = score_completions(function(body, **settings, on_failure="zero"), function(LENGTHS, weight=0.5))
-    assert report.metrics["reward/mine/failures"] == rows
-    failed = report.scores - 0.5 * torch.tensor([1.0, 2.0, 3.0, 0.0, 5.0]) == 0
-    assert int(failed.sum()) == rows
-    assert ("reward/mine/mean" in report.metrics) == (rows < 5), "no mean of nothing"
-    assert sum("reward component mine is scored 0" in line for line in log_lines) == 1
+    assert report.metrics["reward/mine/mean"] == 3.0, "a row without an opinion is left out of the mean"
+    assert report.metrics["reward/mine/std"] == pytest.approx(np.std([1, 2, 4, 5]))
+    assert set(report.metrics) == {"reward/mine/mean", "reward/mine/std"}
 
 
 def test_columns_that_a_function_needs_are_those_without_a_default(tmp_path: Path) -> None:
@@ -130,16 +62,14 @@ def test_columns_that_a_function_needs_are_those_without_a_default(tmp_path: Pat
     ("body", "scores"),
     [
         ("return [len(c) > 2 for c in completions]", [0, 0, 1, 0, 1]),
-        ("return np.array([len(c) > 2 for c in completions])", [0, 0, 1, 0, 1]),
-        ("return [np.float32(len(c)) for c in completions]", [1, 2, 3, 0, 5]),
-        ("return [np.int64(len(c)) for c in completions]", [1, 2, 3, 0, 5]),
+        ("return numpy.array([len(c) > 2 for c in completions])", [0, 0, 1, 0, 1]),
+        ("return [numpy.float32(len(c)) for c in completions]", [1, 2, 3, 0, 5]),
+        ("return [numpy.int64(len(c)) for c in completions]", [1, 2, 3, 0, 5]),
     ],
 )
-def test_booleans_and_numbers_of_numpy_are_scores(
-    body: str, scores: list[float], function: Callable[..., FunctionReward]
-) -> None:
+def test_booleans_and_numbers_of_numpy_are_scores(body: str, scores: list[float], tmp_path: Path) -> None:
     """TRL's users return comparisons."""
-    assert score_completions(function(f"import numpy as np\n{body}")).scores.tolist() == scores
+    assert score_completions(function_reward(tmp_path, body)).scores.tolist() == scores
 
 
 def test_a_function_that_cannot_be_called_is_refused_at_once(tmp_path: Path) -> None:
@@ -158,9 +88,12 @@ def test_a_function_that_cannot_be_called_is_refused_at_once(tmp_path: Path) -> 
             FunctionReward(RewardComponentConfig(function=name), device=CPU)
 
 
-def test_components_are_weighted_and_summed(function: Callable[..., FunctionReward]) -> None:
+def test_components_are_weighted_and_summed(tmp_path: Path) -> None:
     weights, bodies = [1.0, -0.5, 2.0, 0.0], [LENGTHS, "return columns['target']", "return [None] * 5", LENGTHS]
-    parts = [function(body, name=f"p{i}", weight=w) for i, (body, w) in enumerate(zip(bodies, weights, strict=True))]
+    parts = [
+        function_reward(tmp_path, body, name=f"p{i}", weight=w)
+        for i, (body, w) in enumerate(zip(bodies, weights, strict=True))
+    ]
     report = score_completions(*parts)
     values: list[list[float | None]] = [[1, 2, 3, 0, 5], [1, 2, None, 4, 5], [None] * 5, [1, 2, 3, 0, 5]]
     for row in range(5):
@@ -172,130 +105,6 @@ def test_components_are_weighted_and_summed(function: Callable[..., FunctionRewa
     assert report.metrics["reward/p0/mean"] == pytest.approx(2.2), "its own scores, before the weight"
     assert report.metrics["reward/p1/mean"] == 3.0 and report.metrics["reward/p3/mean"] == pytest.approx(2.2)
     assert "reward/p2/mean" not in report.metrics
-
-
-@dataclass
-class Server:
-    """A local endpoint: what it was asked, and how it answers."""
-
-    answer: Callable[[dict[str, Any]], tuple[int, bytes]]
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    keys: list[str | None] = field(default_factory=list)
-    url: str = ""
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[[Callable[[dict[str, Any]], tuple[int, bytes]]], Server]]:
-    running = []
-
-    def start(answer: Callable[[dict[str, Any]], tuple[int, bytes]]) -> Server:
-        server = Server(answer)
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                server.requests.append(body)
-                server.keys.append(self.headers["Authorization"])
-                status, content = server.answer(body)
-                try:
-                    self.send_response(status)
-                    self.end_headers()
-                    self.wfile.write(content)
-                except BrokenPipeError:
-                    pass  # the client had waited long enough
-
-            def log_message(self, *words: Any) -> None:
-                pass
-
-        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        http.daemon_threads = True
-        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
-        running.append(http)
-        server.url = f"http://127.0.0.1:{http.server_port}/score"
-        return server
-
-    yield start
-    for http in running:
-        http.shutdown()
-        http.server_close()
-
-
-def lengths(body: dict[str, Any]) -> tuple[int, bytes]:
-    return 200, json.dumps({"scores": [float(len(text)) for text in body["completions"]]}).encode()
-
-
-def remote(*urls: str, **settings: Any) -> EndpointReward:
-    return EndpointReward(RewardComponentConfig(**{"urls": urls, "name": "far", "retries": 2} | settings), device=CPU)
-
-
-def test_an_endpoint_is_asked_in_batches_with_the_key_and_its_nulls_are_no_opinions(
-    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("MY_KEY", "s3cret")
-    server = serve(lambda body: (200, json.dumps({"scores": body["columns"]["target"]}).encode()))
-    with caplog.at_level(logging.DEBUG):
-        report = score_completions(remote(server.url, batch_size=2, api_key_env="MY_KEY"))
-    assert report.scores.tolist() == [1, 2, 0, 4, 5] and report.metrics["reward/far/mean"] == 3.0
-    assert sorted(len(body["completions"]) for body in server.requests) == [1, 2, 2]
-    assert server.requests[0].keys() == {"prompts", "completions", "columns"}
-    assert set(server.keys) == {"Bearer s3cret"}
-    assert "s3cret" not in caplog.text
-    for value, rule in (("", "is not set"), ("s3cret\n", "line break")):
-        monkeypatch.setenv("MY_KEY", value)
-        with pytest.raises(UserError, match=rule) as told:
-            remote(server.url, api_key_env="MY_KEY")
-        assert "s3cret" not in str(told.value)
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason", "tries"),
-    [
-        (lambda body: (200, b'{"scores": [1.0]}'), r"got 1 values for 5 completions \(try 3\)", 3),
-        (lambda body: (200, b'{"scores": [1, 2, "high", 4, 5]}'), "got 'high' for a completion", 3),
-        (lambda body: (200, b'{"scores": [1, 2, NaN, 4, 5]}'), "got nan for a completion", 3),
-        (lambda body: (200, b'{"score": []}'), "in place of {", 3),
-        (lambda body: (200, b"<html>"), "got '<html>' in place of JSON", 3),
-        (lambda body: (404, b""), "answered HTTP 404", 1),
-        (lambda body: (500, b""), r"answered HTTP 500 \(try 3\)", 3),
-        (lambda body: (429, b""), r"answered HTTP 429 \(try 3\)", 3),
-        (lambda body: (time.sleep(1), lengths(body))[1], r"took longer than 0.2 s \(try 3\)", 3),
-    ],
-)
-def test_an_endpoint_that_fails_stops_the_run_or_scores_0_and_is_counted(
-    answer: Any, reason: str, tries: int, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = serve(answer)
-    monkeypatch.setenv("PASSWORD", "s3cret")
-    url = server.url.replace("http://", "http://user:${PASSWORD}@")
-    with pytest.raises(UserError, match=reason) as told:
-        score_completions(remote(url, timeout_seconds=0.2))
-    assert len(server.requests) == tries and "s3cret" not in str(told.value)
-    report = score_completions(remote(url, timeout_seconds=0.2, retries=0, on_failure="zero"))
-    failures = int(report.metrics["reward/far/failures"])
-    assert failures == int((report.scores == 0).sum()) and failures in (1, 5)
-
-
-def test_a_request_is_tried_again_until_it_is_answered(serve: Callable[..., Server]) -> None:
-    server = serve(lambda body: lengths(body) if len(server.requests) > 2 else (503, b""))
-    assert score_completions(remote(server.url)).scores.tolist() == [1, 2, 3, 0, 5]
-    assert len(server.requests) == 3
-
-
-def test_replicas_share_the_work_and_a_dead_one_is_left_out(serve: Callable[..., Server]) -> None:
-    replicas = [serve(lambda body: (time.sleep(0.02), lengths(body))[1]) for _ in range(2)]
-    part = remote(*(server.url for server in replicas), batch_size=1)
-    assert score_completions(part).scores.tolist() == [1, 2, 3, 0, 5]
-    assert {len(server.requests) for server in replicas} == {2, 3}, "the least loaded is asked"
-    with_dead = remote("http://127.0.0.1:9/", replicas[0].url, batch_size=1, retries=1)
-    assert score_completions(with_dead).scores.tolist() == [1, 2, 3, 0, 5], "a failed request goes to another replica"
-    with pytest.raises(UserError, match="http://127.0.0.1:9/ cannot be reached .ConnectError"):
-        score_completions(remote("http://127.0.0.1:9/", retries=1))
-
-
-def test_columns_that_json_cannot_represent_are_logged(serve: Callable[..., Server]) -> None:
-    odd = CompletionTexts(COMPLETIONS.prompts, COMPLETIONS.completions, {"x": [float("nan")] * 5})
-    with pytest.raises(UserError, match="does not fit JSON"):
-        rewarded(Reward([remote(serve(lengths).url)], solo_world(CPU)), rollout_of_rows(), MICRO_BATCH_ROWS, odd)
 
 
 def test_answers_are_what_the_data_says_and_the_actor_said() -> None:
@@ -430,25 +239,10 @@ def test_a_conversation_that_a_model_cannot_read_fails_like_any_other(world: Wor
     assert report.metrics["reward/other/failures"] == 2
 
 
-def on_two_ranks(world: World, folder: Path, judge: str) -> dict[str, Any]:
+def on_two_ranks(world: World, judge: str) -> dict[str, Any]:
     """Rank 0 has rows 0, 2 and 3, rank 1 has rows 1 and 4; what fails, fails on rank 1."""
     micro: list[list[int | None]] = [[0, 2], [3]] if world.rank == 0 else [[1, 4], [None]]
-    file = folder / f"f{world.rank}.py"
-
-    def run(rank_1: str, **settings: Any) -> RewardReport:
-        body = rank_1 if world.rank == 1 else "return [float(len(text)) for text in completions]"
-        file.write_text(f"def f(prompts, completions, **columns):\n    {body}\n")
-        config = RewardComponentConfig(function=f"{file}:f", **settings)
-        reward = Reward([FunctionReward(config, device=world.device)], world)
-        return rewarded(reward, rollout_of_rows(), micro, COMPLETIONS)
-
     result: dict[str, Any] = {}
-    try:
-        run("raise ValueError('boo')")
-    except UserError as error:
-        result["stopped"] = str(error)
-    zero = run("raise ValueError('boo')", on_failure="zero")
-    result["zero"], result["metrics"] = zero.scores.tolist(), zero.metrics
     engine = frozen_engine(judge, world, stage=3)
     forbidden = CompletionTexts(COMPLETIONS.prompts, ["", "forbidden", "", "", ""], {})
     for on_failure in ("stop", "zero"):
@@ -470,12 +264,8 @@ def on_two_ranks(world: World, folder: Path, judge: str) -> dict[str, Any]:
 
 
 def test_what_fails_on_one_rank_stops_both(tmp_path: Path, judges: dict[str, str]) -> None:
-    first, second = run_ranks(on_two_ranks, 2, tmp_path, tmp_path, judges["other"])
+    first, second = run_ranks(on_two_ranks, 2, tmp_path, judges["other"])
     assert first == second
-    assert "2 of 5 completions: it raised ValueError: boo" in first["stopped"]
-    assert first["zero"] == [1, 0, 3, 0, 0]
-    assert first["metrics"]["reward/f/failures"] == 2
-    assert first["metrics"]["reward/f/mean"] == pytest.approx(4 / 3)
     assert "1 of 5 completions: the chat template must accept" in first["unread"]
     assert [value == 0 for value in first["judged"]] == [False, True, False, False, False]
     assert "ABSENT_KEY is not set" in first["refused"]

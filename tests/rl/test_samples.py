@@ -94,13 +94,6 @@ def test_a_run_records_its_samples(algorithm: str, missing: set[str], model_fold
     )
 
 
-def test_tokens_are_recorded_unless_switched_off(model_folder: Path, tmp_path: Path) -> None:
-    folder, rows = tmp_path / "run", write_rows(tmp_path / "rows.jsonl")
-    more = ["--train.max_steps", "1", "--logging.samples_every", "1", "--logging.tokens", "false"]
-    run_main(MODULE, 1, rollout_run_line(folder, model_folder, rows, *more))
-    assert read_samples(folder) and not (folder / "tokens").exists()
-
-
 def rollout_run_line(folder: Path, model: Path, rows: Path, *more: str) -> list[str]:
     """A run of any algorithm: without what belongs to PPO alone in `step_line`."""
     line = step_line("ppo", folder, model, rows)

@@ -22,6 +22,7 @@ from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import derive_seed
 from hybrid_rlhf.runtime.world import solo_world
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective, last_completion_start
+from tests.support.marks import faults
 from tests.support.ranks import run_main
 from tests.support.tiny import CHATML, VOCABULARY, tiny_model, tiny_tokenizer
 
@@ -85,7 +86,7 @@ def whole_divergence(student: Any, teacher: Any, rows: Sequence[Mapping[str, Any
     return total / count
 
 
-@pytest.mark.parametrize("kind", ["forward", pytest.param("jensen_shannon", marks=pytest.mark.faults)])
+@pytest.mark.parametrize("kind", ["forward", faults("jensen_shannon")])
 def test_the_student_moves_to_the_teacher_on_held_out_rows(kind: str, workspace: Path) -> None:
     lines = launch(workspace, kind, *distil(workspace), "--distill.divergence", kind, steps=4)
     data = RowDataConfig(
@@ -105,22 +106,22 @@ def test_the_student_moves_to_the_teacher_on_held_out_rows(kind: str, workspace:
 
 
 def test_temperature_and_the_data_s_answers_are_mixed_in(workspace: Path) -> None:
-    options = ["--distill.temperature", "2", "--distill.sft_coef", "0.5"]
+    options = "--distill.temperature 2 --distill.sft_coef 0.5".split()
     lines = launch(workspace, "mixed", *distil(workspace, *options), steps=1)
     for prefix, line in (("eval", lines[0]), ("distill", lines[1])):
         assert line[f"{prefix}/loss"] == pytest.approx(4 * line[f"{prefix}/divergence"] + 0.5 * line[f"{prefix}/sft"])
 
 
 LAYOUTS = [
-    (1, ["--train.micro_batch_size", "1", "--zero.stage", "2"]),
-    (1, ["--train.micro_batch_tokens", "150", "--model.attention", "eager"]),
-    (2, ["--train.micro_batch_tokens", "100", "--zero.stage", "3"]),
+    (1, "--train.micro_batch_size 1 --zero.stage 2".split()),
+    (1, "--train.micro_batch_tokens 150 --model.attention eager".split()),
+    (2, "--train.micro_batch_tokens 100 --zero.stage 3".split()),
 ]
 KINDS = {
-    "distill": (["--distill.divergence", "jensen_shannon", "--distill.on_policy_fraction", "0.5"], "distill/loss"),
-    "packed": (["--data.packing", "best_fit", "--train.global_batch_size", "4"], "sft/loss"),
+    "distill": ("--distill.divergence jensen_shannon --distill.on_policy_fraction 0.5".split(), "distill/loss"),
+    "packed": ("--data.packing best_fit --train.global_batch_size 4".split(), "sft/loss"),
     "packed on-policy": (
-        ["--data.packing", "best_fit", "--distill.on_policy_fraction", "0.5", "--train.global_batch_size", "4"],
+        "--data.packing best_fit --distill.on_policy_fraction 0.5 --train.global_batch_size 4".split(),
         "distill/loss",
     ),
 }
@@ -130,9 +131,7 @@ CASES = [("packed", 1), ("distill", 2)]
 MORE_CASES = [("distill", 0), ("distill", 1), ("packed", 2), ("packed on-policy", 2)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"), [*CASES, *(pytest.param(*case, marks=pytest.mark.faults) for case in MORE_CASES)]
-)
+@pytest.mark.parametrize(("kind", "layout"), [*CASES, *(faults(*case) for case in MORE_CASES)])
 def test_losses_do_not_depend_on_the_layout(kind: str, layout: int, workspace: Path) -> None:
     options, loss = KINDS[kind]
     if loss.startswith("distill"):
@@ -231,15 +230,6 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_ended(workspace: Pat
     assert (folder / "model.safetensors").read_bytes() == weights
 
 
-def test_conditional_runs_leave_their_edges_in_the_folder(workspace: Path) -> None:
-    rows = [{"prompt": f"say {i}", "completion": str(i), "score": i / 10} for i in range(40)]
-    file = workspace / "scored.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    launch(workspace, "conditional", "--data.sources", str(file), "--condition.buckets", "2", steps=1)
-    told = json.loads((workspace / "runs" / "conditional" / "condition.json").read_text())
-    assert told["texts"] == ["<score 1/2> ", "<score 2/2> "] and len(told["edges"]) == 1
-
-
 def test_rows_beyond_a_table_of_positions_are_refused(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     AutoModelForCausalLM.from_config(config).save_pretrained(workspace / "gpt2")
@@ -252,7 +242,7 @@ def test_rows_beyond_a_table_of_positions_are_refused(workspace: Path, capsys: p
     )
 
 
-def test_plain_text_that_is_told_a_bucket_stays_as_it_is(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conditional_runs_keep_their_edges_and_plain_text(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     sequences_of = DistillObjective._sequences
 
@@ -264,9 +254,11 @@ def test_plain_text_that_is_told_a_bucket_stays_as_it_is(workspace: Path, monkey
     monkeypatch.setattr(DistillObjective, "_sequences", spy)
     rows = workspace / "scored.jsonl"
     rows.write_text("".join(json.dumps({"text": f"plain {n}", "score": n}) + "\n" for n in range(12)))
-    more = ["--data.sources", str(rows), "--condition.buckets", "3", "--distill.on_policy_fraction", "1"]
+    more = f"--data.sources {rows} --condition.buckets 3 --distill.on_policy_fraction 1".split()
     main(command_line(workspace, "told", *distil(workspace, *more)))
     assert asked and not any(asked)
+    told = json.loads((workspace / "runs" / "told" / "condition.json").read_text())
+    assert told["texts"] == [f"<score {bucket}/3> " for bucket in (1, 2, 3)] and len(told["edges"]) == 2
 
 
 def test_a_teacher_must_share_the_student_s_tokens(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
