@@ -92,14 +92,6 @@ def test_only_mixers_compute_padding(model_type: str, mixer: str, feed_forward: 
     assert shapes == [(len(LENGTHS), max(LENGTHS), 64), (1, sum(LENGTHS), 64)]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "granitemoehybrid"])
-def test_a_model_that_packs_still_generates_through_its_own_code(model_type: str) -> None:
-    packed, padded = packed_model(model_type), tiny_of_type(model_type)
-    ids, mask = padded_rows([9, 5, 7], left=True)
-    arguments = {"attention_mask": mask.long(), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(packed.generate(ids % 128, **arguments), padded.generate(ids % 128, **arguments))
-
-
 def test_under_flash_attention_models_with_mixers_are_padded() -> None:
     """Its layers get no mask, by which mixers would know the rows."""
     hybrid, (other, _) = tiny_of_type("bamba"), packed_and_padded("llama")
