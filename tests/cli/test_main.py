@@ -11,7 +11,6 @@ import pytest
 import hybrid_rlhf
 from hybrid_rlhf.cli import main as script
 from hybrid_rlhf.cli import train
-from hybrid_rlhf.cli.machine import plan
 from tests.support.commands import refusal
 
 
@@ -48,15 +47,6 @@ def test_a_command_is_given_its_arguments_and_name(monkeypatch: pytest.MonkeyPat
         (["--steps", "sft"], "hybrid-rlhf train"),
         (["--steps", "sft"], "hybrid-rlhf plan"),
     ]
-
-
-def test_plan_starts_no_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(train, "run_step", lambda *_: pytest.fail("a plan starts no step"))
-    monkeypatch.setattr(plan, "planned_phases", lambda *_: (None, {}))
-    monkeypatch.setattr("hybrid_rlhf.planning.memory_table.table", lambda *_, **__: (["planned"], False))
-    with pytest.raises(SystemExit) as stopped:
-        plan.main(["--base_model", "BASE"])
-    assert stopped.value.code == 1 and capsys.readouterr().out == "planned\n"
 
 
 HELP = """
