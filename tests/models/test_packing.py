@@ -19,11 +19,22 @@ from tests.support.models import (
     packed_and_padded,
     padded_rows,
 )
+from tests.support.tensors import VARLEN_CALLS, take_slow_varlen
+
+VARLEN = ["llama", "mistral", "qwen3", "gemma3_text", "phi3", "opt", "gpt2", "gpt_neox"]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", sorted(PACKING_FAMILIES & HEAD_FAMILIES.keys()))
-def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(family: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "varlen"),
+    [(name, False) for name in sorted(PACKING_FAMILIES & HEAD_FAMILIES.keys())] + [(name, True) for name in VARLEN],
+)
+def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(
+    family: str, varlen: bool, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention by torch, or by a slow kernel for rows of any lengths in the place of the GPU's."""
+    if varlen:
+        take_slow_varlen(monkeypatch)
     packed, padded = packed_and_padded(family)
     if checkpointing:
         checkpointed(packed)
@@ -32,6 +43,7 @@ def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(family: str,
         wanted = mask.clone()
         wanted[:, 3] = False  # a gap in the response
         assert_same_gradients(Policy(packed), Policy(padded), ids, mask, wanted, 0.7)
+    assert not varlen or set(VARLEN_CALLS) == {4}, "all rows in each call"
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "gemma4_text", "qwen3_moe", "deepseek_v3"])
