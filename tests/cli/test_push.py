@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hybrid_rlhf.cli.saved_models import push
+from tests.support.commands import refusal
 from tests.support.servers import json_server
 
 
@@ -107,7 +108,4 @@ def test_what_the_hub_refuses_and_what_is_missing_is_one_line(run_folder: Path, 
     ],
 )
 def test_mistakes_are_one_line(words: list[str], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        push.main([str(tmp_path) if word == "EMPTY" else word for word in words])
-    err = capsys.readouterr().err
-    assert stopped.value.code == 2 and rule in err and err.count("\n") == 1
+    assert rule in refusal(push.main, [tmp_path if word == "EMPTY" else word for word in words], capsys)

@@ -11,15 +11,7 @@ import pytest
 
 from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.cli.saved_models import serve
-
-
-def refusal(line: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        serve.main(line)
-    assert stopped.value.code == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    return err
+from tests.support.commands import refusal
 
 
 @pytest.mark.parametrize(
@@ -41,13 +33,14 @@ def test_mistakes_are_one_line(
     line: list[str], rule: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SERVE_KEY_X", raising=False)
-    assert rule in refusal(line, capsys)
+    assert rule in refusal(serve.main, line, capsys)
 
 
 def test_a_port_that_is_taken_is_named(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"127.0.0.1:{port} (Address already in use)" in refusal([str(model_folder), "--port", str(port)], capsys)
+        error = refusal(serve.main, [model_folder, "--port", port], capsys)
+    assert f"127.0.0.1:{port} (Address already in use)" in error
 
 
 def test_with_json_the_address_is_an_event(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,4 +59,4 @@ def test_with_json_the_address_is_an_event(capsys: pytest.CaptureFixture[str], m
 
 def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybrid_rlhf.serving.packages.find_spec", lambda name: None)
-    assert "fastapi is not installed: pip install 'hybrid_rlhf[serve]'" in refusal(["m"], capsys)
+    assert "fastapi is not installed: pip install 'hybrid_rlhf[serve]'" in refusal(serve.main, ["m"], capsys)

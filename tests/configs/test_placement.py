@@ -59,6 +59,32 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"critic": {"ranks": 1}}, {"shares_base": True}, "critic.share_base needs the critic on the actor's ranks"),
     ("separation", {"tensor_parallel": 3}, "placement separation needs 3 ranks for a tensor-parallel sampler .* got 4"),
     ({"style": "auto", "actor": {"ranks": 0}}, {}, "auto chooses the ranks of all roles, got placement.actor: leave"),
+    ({"actor": {"ranks": 0, "with_actor": True}}, {}, "got placement.actor.with_actor True: give one to sampler"),
+    ({"sampler": {"ranks": 1, "with_actor": 2}}, {}, "must be true or false"),
+    ({"style": "flattening", "sampler": {"with_actor": True}}, {}, "got no ranks of its own"),
+    (
+        {"sampler": {"ranks": 1, "with_actor": True}},
+        {"policy_lag": 1},
+        "async_sampling.policy_lag 1: leave one out",
+    ),
+    (
+        {"sampler": {"ranks": "2-3", "tensor_parallel": 2, "with_actor": True}, "actor": {"ranks": 1}},
+        {},
+        "got 1 of them",
+    ),
+    ({"critic": {"tensor_parallel": 2}}, {}, "placement.critic trains without tensor parallelism"),
+    ({"judge": {"ranks": "0-2", "tensor_parallel": 2}}, {}, "must divide the 3 ranks of the judge, got 2: use"),
+    ({"judge": {"tensor_parallel": 2, "zero": 3}}, {}, "by tensor parallelism or by ZeRO, got tensor_parallel 2"),
+    (
+        {"reference": {"tensor_parallel": 2}},
+        {"refreshes_reference": True},
+        "refresh_every writes to whole or ZeRO-sharded weights",
+    ),
+    (
+        {"reference": {"tensor_parallel": 2}},
+        {"zero": {"actor": 0}, "reads_actor": True},
+        "the reference is the actor without its adapters",
+    ),
 ]
 
 
@@ -147,24 +173,11 @@ def test_a_sampler_on_the_actors_ranks_leaves_the_actor_its_stage() -> None:
     assert (found["actor"].zero, found["actor"].tensor_parallel, found["judge"].tensor_parallel) == (3, 2, 1)
 
 
-@pytest.mark.parametrize(
-    ("given", "placed", "rule"),
-    [
-        ({"critic": {"tensor_parallel": 2}}, {}, "placement.critic trains without tensor parallelism"),
-        ({"judge": {"ranks": "0-2", "tensor_parallel": 2}}, {}, "must divide the 3 ranks of the judge, got 2: use"),
-        ({"judge": {"tensor_parallel": 2, "zero": 3}}, {}, "by tensor parallelism or by ZeRO, got tensor_parallel 2"),
-        (
-            {"reference": {"tensor_parallel": 2}},
-            {"refreshes_reference": True},
-            "refresh_every writes to whole or ZeRO-sharded weights",
-        ),
-        (
-            {"reference": {"tensor_parallel": 2}},
-            {"zero": {"actor": 0}, "reads_actor": True},
-            "the reference is the actor without its adapters",
-        ),
-    ],
-)
-def test_what_cannot_be_shared_is_refused(given: dict[str, Any], placed: dict[str, Any], rule: str) -> None:
-    with pytest.raises(UserError, match=rule):
-        resolved(given, **placed)
+def test_the_table_shows_who_samples() -> None:
+    given = {"sampler": {"ranks": "2-3", "tensor_parallel": 2, "with_actor": True}}
+    placement = resolved(given, 4, zero={"actor": 3, "reference": 3})
+    assert placement.sampling_groups == [(2, 3), (0, 1)] and {(0, 1), (2, 3)} <= {*placement.groups()}
+    lines = [line.split() for line in placement.table()]
+    assert ["0-1", "actor", "-", "actor", "actor"] in lines
+    assert ["2-3", "sampler", "reference", "-", "-"] in lines
+    assert ["actor", "0-1", "ZeRO-3,", "tensor", "parallel", "2"] in lines

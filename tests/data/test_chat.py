@@ -8,8 +8,6 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_rlhf.data.chat.conversation import (
     EncodedSequence,
     encode_conversation,
-    encode_prompt,
-    encode_text,
     turn_end,
 )
 from tests.support.tiny import CHATML, tiny_tokenizer
@@ -36,15 +34,6 @@ def test_loss_is_on_answers_and_their_end(turns: int, tokenizer: PreTrainedToken
     assert not encoded.loss_mask[-1], "what the template adds after the end of the turn is not the assistant's"
 
 
-def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer: PreTrainedTokenizerFast) -> None:
-    for template in (CHATML, None):
-        tokenizer.chat_template = template
-        prompt = encode_prompt(TURNS[:2], tokenizer)
-        (whole,) = encode_conversation(TURNS[:3], tokenizer)
-        assert whole.input_ids[: len(prompt)] == prompt
-        assert whole.loss_mask.index(True) == len(prompt)
-
-
 @pytest.mark.parametrize("template", [CHATML, None, CHATML.replace("\n' }}{% endfor", "' }}{% endfor")])
 def test_an_answer_its_end_of_turn_and_the_tail_end_a_conversation(template: str | None) -> None:
     tokenizer = tiny_tokenizer()
@@ -67,7 +56,7 @@ SHOWN = "message['content']"
     [
         (SHOWN, "<think>a</think>42", "<think>a</think>42<|im_end|>"),
         (SHOWN, "42</think>", "42</think><|im_end|>"),
-        (SHOWN, "im_end", "im_end<|im_end|>"),
+        (SHOWN, "im_end é", "im_end é<|im_end|>"),
         (f"{SHOWN} | replace('b', '')", "<think>ab</think>42", "<think>a</think>42<|im_end|>"),
         (f"'<think></think>' + {SHOWN}", "think", "<think></think>think<|im_end|>"),
         (f"{SHOWN} + '<|im_end|>' + '<|endoftext|>'", "think", "think<|im_end|>"),
@@ -107,14 +96,6 @@ def test_without_a_template_answers_end_with_eos() -> None:
     assert with_loss(encoded, tokenizer) == " hello<|im_end|> bye é<|im_end|>"
 
 
-def test_a_slow_tokenizer_gives_the_same_masks(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fast = encode_conversation(TURNS, tokenizer)
-    monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    assert encode_conversation(TURNS, tokenizer) == fast
-
-
 def test_a_template_that_rewrites_the_past_gives_a_row_a_turn(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = (
         "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}[{{ m.content }}]{% endif %}{% endfor %}"
@@ -123,9 +104,3 @@ def test_a_template_that_rewrites_the_past_gives_a_row_a_turn(tokenizer: PreTrai
     texts = [tokenizer.decode(row.input_ids) for row in rows]
     assert texts == ["[be kind][hi <b>][hello]", "[be kind][hi <b>][more][bye é]"]
     assert [with_loss(row, tokenizer) for row in rows] == ["[hello]", "[bye é]"]
-
-
-def test_text_is_learnt_whole_with_eos(tokenizer: PreTrainedTokenizerFast) -> None:
-    encoded = encode_text("abc", tokenizer)
-    assert tokenizer.decode(encoded.input_ids) == "abc<|im_end|>"
-    assert all(encoded.loss_mask)

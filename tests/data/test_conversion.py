@@ -23,6 +23,7 @@ from hybrid_rlhf.data.rows.problems import RowProblems
 from hybrid_rlhf.data.rows.sources import open_source
 
 Write = Callable[..., Path]
+DIALOGUE = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}
 
 
 def user(text: str) -> dict[str, str]:
@@ -90,17 +91,17 @@ def test_sharegpt_turns_with_calls_become_messages(write_jsonl: Write) -> None:
     [
         ({"instruction": "q", "output": "a"}, {"instruction": "q"}, "column 'output' must be text, got none"),
         (
-            {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
-            {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: x\n\nAssistant: c"},
+            DIALOGUE,
+            {**DIALOGUE, "rejected": "\n\nHuman: x\n\nAssistant: c"},
             "columns 'chosen' and 'rejected' must begin with the same turn, the prompt, got 'a' and 'x'",
         ),
         (
-            {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
-            {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: b"},
+            DIALOGUE,
+            {**DIALOGUE, "rejected": DIALOGUE["chosen"]},
             "columns 'chosen' and 'rejected' must differ, both are ",
         ),
         (
-            {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
+            DIALOGUE,
             {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: a\n\nAssistant: b"},
             "column 'chosen' must have a turn after those that 'chosen' and 'rejected' share, got none",
         ),
@@ -395,7 +396,7 @@ def test_any_conversation_is_read_back(earlier: list[tuple[str, str]], last: str
 
 
 EXAMPLES: dict[FormatName, Row] = {
-    "hh": {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
+    "hh": DIALOGUE,
     "sharegpt": {"conversations": [{"from": "human", "value": "q"}], "system": "s", "tools": "[]", "chosen": {}},
     "alpaca": {"instruction": "q", "input": "i", "output": "a", "history": [["a", "b"]], "system": "s"},
     "ultrafeedback": {"instruction": "q", "completions": [feedback("a", 1), feedback("b", rating="2")]},

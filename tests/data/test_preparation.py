@@ -70,11 +70,13 @@ def test_all_problems_are_kept_with_their_lines(write_jsonl: Write) -> None:
 
 
 def test_a_preview_marks_what_is_learned(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
-    report = check_source(str(write_jsonl([{"messages": MESSAGES}] * 3)), tokenizer=tokenizer, previews=2)
-    assert len(report.previews) == 2
+    """Not a turn of OpenAI's weight 0, which unlike any other key is no problem."""
+    messages = [MESSAGES[0], {**MESSAGES[1], "weight": 0}, *MESSAGES]
+    report = check_source(str(write_jsonl([{"messages": messages}] * 3)), tokenizer=tokenizer, previews=2)
+    assert len(report.previews) == 2 and not report.problems.count and not report.unrendered
     preview = report.previews[0]
     assert "".join(text for text, _ in preview.spans) == (
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n" * 2
     )
     assert [text for text, learned in preview.spans if learned] == ["hello<|im_end|>"]
     assert preview.learned_tokens == len("hello") + 1
@@ -99,15 +101,6 @@ def test_what_the_template_drops_is_counted_or_refused(write_jsonl: Write, token
         f"{file}:{line}: column 'messages': the chat template does not render the key {key!r}"
         for line, key in ((2, "reasoning_content"), (3, "refusal"))
     ]
-
-
-def test_a_turn_of_weight_0_is_not_shown_as_learned(write_jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
-    """OpenAI's weights: checked, shown in the preview, and unlike any other key no problem."""
-    file = write_jsonl([{"messages": [MESSAGES[0], {**MESSAGES[1], "weight": 0}, *MESSAGES]}])
-    report = check_source(str(file), tokenizer=tokenizer)
-    assert not report.problems.count and not report.unrendered
-    assert [text for text, learned in report.previews[0].spans if learned] == ["hello<|im_end|>"]
-    assert report.previews[0].learned_tokens == len("hello") + 1
 
 
 def test_a_source_without_rows_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -22,6 +23,7 @@ from tests.support.ranks import run_main
 from tests.support.runs import ALGORITHMS_PAGE, documented_step
 
 COMMANDS = re.findall(r"^    python train\.py (.*)$", ALGORITHMS_PAGE, re.MULTILINE)
+STEP_1 = [line for line in re.findall(r"^python train\.py (.*)$", ALGORITHMS_PAGE, re.MULTILINE) if "--sft." in line]
 SMALL = {
     "train.max_steps": 2,
     "data.max_length": 64,
@@ -39,6 +41,8 @@ SMALL = {
     "train.save_every": 1,
 }
 """Changed where a step has the key; what is empty the test fills in."""
+SMALL_STEP_1 = {"data.split": "null", "distill.sampling.max_new_tokens": 6, "distill.teacher": ""}
+"""Besides, in step 1."""
 
 
 def test_the_tables_hold_what_the_code_does() -> None:
@@ -74,6 +78,12 @@ def test_each_algorithm_has_a_command() -> None:
     assert [name for (name,) in named] == [*RL_ALGORITHMS, *PREFERENCE_LOSSES]
 
 
+def test_distillation_condition_and_packing_have_commands() -> None:
+    for key in ("distill.teacher", "distill.on_policy_fraction", "condition.buckets", "data.packing"):
+        assert any(f"--sft.{key} " in line for line in STEP_1), key
+    assert all("teacher output/step1_sft " in line for line in STEP_1 if "teacher" in line), "what the first one leaves"
+
+
 def test_each_loss_of_a_reward_model_is_described_and_has_a_command() -> None:
     section = ALGORITHMS_PAGE[ALGORITHMS_PAGE.index("## Reward models") :].split("\n## ")[0]
     losses = get_args(get_type_hints(RewardObjectiveConfig)["loss"])
@@ -93,27 +103,36 @@ def reward(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pair_ro
 
 @pytest.mark.slow
 @pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.faults)])
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("line", [*COMMANDS, *STEP_1])
 def test_the_commands_run(
-    line: str, resumes: bool, tmp_path: Path, model_folder: Path, pair_rows: Path, reward: Path
+    line: str,
+    resumes: bool,
+    tmp_path: Path,
+    model_folder: Path,
+    pair_rows: Path,
+    reward: Path,
+    write_jsonl: Callable[..., Path],
 ) -> None:
     name, step = documented_step(line)
     save_config(step, tmp_path / "step.yaml")
+    scored = [{"prompt": f"say {i % 9}", "completion": str(i % 9), "score": i % 9} for i in range(60)]
     own = {
         "model.path": model_folder,
         "reward.components": reward,
-        "data.sources": pair_rows,
+        "data.sources": write_jsonl(scored) if name == "sft" else pair_rows,
         "data.cache_dir": pair_rows.parent / "cache",
+        "distill.teacher": model_folder,
     }
-    small = [f"--{key}={own.get(key, value)}" for key, value in SMALL.items() if key in read_config(step)]
+    changes = SMALL | SMALL_STEP_1 if name == "sft" else SMALL
+    small = [f"--{key}={own.get(key, value)}" for key, value in changes.items() if key in read_config(step)]
     folder = tmp_path / "run"
     start = ["--config", str(tmp_path / "step.yaml"), *small, "--output_dir", str(folder)]
     run_main(train.MODULES[name], 1, start)
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())
-    assert lines[1]["grad_norm" if name == "preference" else "actor/grad_norm"] > 0
-    if name == "preference":
+    assert lines[1]["grad_norm" if name in ("preference", "sft") else "actor/grad_norm"] > 0
+    if name in ("preference", "sft"):
         assert (folder / "model.safetensors").exists()
         return
     assert (folder / "critic").exists() == step.algorithm.needs_critic == ("loss/value" in lines[1])

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +21,10 @@ from hybrid_rlhf import RL, SFT, UserError
 from hybrid_rlhf.rl.rewards.functions import load_function
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from tests.support.ranks import FORKSERVER
-from tests.support.runs import run_python
+from tests.support.runs import ROOT, run_python
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def run_file(file: Path, model: Path, output: Path) -> None:
@@ -68,7 +65,7 @@ def test_a_loop_of_ones_own_trains_and_evaluates_on_two_ranks(model_folder: Path
 
 def test_public_names_import_lazily() -> None:
     code = "import sys, hybrid_rlhf; assert 'torch' not in sys.modules and 'datasets' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True)
+    assert run_python(["-c", code]).returncode == 0
     assert [getattr(hybrid_rlhf, name).__name__ for name in hybrid_rlhf.__all__] == hybrid_rlhf.__all__
     assert set(hybrid_rlhf.__all__) <= set(dir(hybrid_rlhf))
     with pytest.raises(AttributeError, match="no attribute 'Trainer'"):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hybrid_rlhf.cli.rl import main
-from hybrid_rlhf.cli.train import main as train_main
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from tests.support.faults import Point, run_step
 from tests.support.runs import ENVIRONMENT, pipeline_line, run_python, start_until
@@ -48,6 +47,7 @@ def test_a_finished_model_is_a_warm_start(model_folder: Path, tmp_path: Path) ->
     assert "eval/kl 0 " not in before, "the reference is what the first actor began as"
 
 
+@pytest.mark.faults
 def test_a_run_from_another_runs_checkpoint_is_killed_before_its_first_and_resumes(
     model_folder: Path, tmp_path: Path
 ) -> None:
@@ -62,19 +62,6 @@ def test_a_run_from_another_runs_checkpoint_is_killed_before_its_first_and_resum
     assert f"resumes from {start}" in (second / "log.txt").read_text().partition("step_4")[0]
     want, found = run_outputs(first), run_outputs(second)
     assert found.pop("metrics") == [told for told in want.pop("metrics") if told["step"] > 2] and found == want
-
-
-@pytest.mark.faults
-def test_a_wrong_batch_size_is_corrected_in_place(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows, output = write_rows(tmp_path / "rows.jsonl"), tmp_path / "out"
-    line = [*pipeline_line(output, model_folder, rows)[1:], "--steps", "sft", "--sft.train.micro_batch_size", "2"]
-    with pytest.raises(SystemExit):
-        train_main([*line, "--sft.train.global_batch_size", "5"])
-    assert "error: train.global_batch_size must be a multiple of" in capsys.readouterr().out
-    train_main([*line, "--sft.train.global_batch_size", "4"])
-    assert (output / "step1_sft" / "finished.json").exists()
 
 
 def test_a_checkpoint_resumes_with_its_own_algorithm(

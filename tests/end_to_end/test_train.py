@@ -187,38 +187,28 @@ def test_a_step_runs_under_both_launchers(
     assert (tmp_path / "out" / "finished.json").exists()
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_users_mistake_in_a_step_is_one_line_and_exit_code_2(ranks: int, model_folder: Path, tmp_path: Path) -> None:
-    """torchrun itself ends with 1."""
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40 + '{"prompt": \n')
-    done = run_python([*pipeline_line(tmp_path / "out", model_folder, bad), "--launcher.num_processes", str(ranks)])
-    assert done.returncode == 2
-    assert done.stderr.strip().startswith(f"error: step sft: {bad}:41: a line must be JSON")
-    assert done.stderr.strip().count("\n") == 0
-    assert not (tmp_path / "out" / "step1_sft" / "log.txt").exists()
-
-
 @pytest.fixture
 def ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[str], tuple[Any, str, str]]:
+) -> Callable[..., tuple[Any, str, str]]:
     """The exit code of train.py, and what it prints, where the program of step 1 is replaced by another."""
 
-    def end_of(code: str) -> tuple[Any, str, str]:
+    def end_of(code: str, *more: str) -> tuple[Any, str, str]:
         monkeypatch.setattr(train, "launcher", lambda options: [sys.executable, "-c", code])
-        line = ["--base_model", "M", "--output_dir", str(tmp_path), "--steps", "sft"]
+        line = ["--base_model", "M", "--output_dir", str(tmp_path), "--steps", "sft", *more]
         config, steps = train.pipeline(PipelineConfig, line)
-        with pytest.raises(SystemExit) as stopped:
+        exit_code: Any = 0
+        try:
             train.run_step("sft", steps["sft"], config)
-        return stopped.value.code, *capsys.readouterr()
+        except SystemExit as stopped:
+            exit_code = stopped.code
+        return exit_code, *capsys.readouterr()
 
     return end_of
 
 
 def test_a_mistake_that_a_step_tells_ends_the_pipeline_with_exit_code_2(
-    ended: Callable[[str], tuple[Any, str, str]], tmp_path: Path
+    ended: Callable[..., tuple[Any, str, str]], tmp_path: Path
 ) -> None:
     """Whatever the launcher ends with."""
     log = tmp_path / "logs" / "step1_sft.log"
@@ -231,7 +221,7 @@ def test_a_mistake_that_a_step_tells_ends_the_pipeline_with_exit_code_2(
 
 
 def test_a_failing_step_is_reported_with_its_command_first_error_and_last_lines(
-    ended: Callable[[str], tuple[Any, str, str]], tmp_path: Path
+    ended: Callable[..., tuple[Any, str, str]], tmp_path: Path
 ) -> None:
     code = "print('error: the first'); print('error: another'); [print(n) for n in range(30)]; raise SystemExit(7)"
     exit_code, _, said = ended(code)
@@ -246,25 +236,13 @@ def test_a_failing_step_is_reported_with_its_command_first_error_and_last_lines(
     ids=["a dead rank", "a mistake", "a stop", "success"],
 )
 def test_a_step_restarts_only_after_a_fault(
-    says: str,
-    code: int,
-    starts: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    says: str, code: int, starts: int, ended: Callable[..., tuple[Any, str, str]]
 ) -> None:
     line = f"print('started'); print({says!r}); raise SystemExit({code})"
-    monkeypatch.setattr(train, "launcher", lambda options: [sys.executable, "-c", line])
-    words = ["--base_model", "M", "--output_dir", str(tmp_path), "--steps", "sft", "--launcher.restarts", "2"]
-    config, steps = train.pipeline(PipelineConfig, words)
-    try:
-        train.run_step("sft", steps["sft"], config)
-    except SystemExit as stopped:
-        assert stopped.code == code
-    said = capfd.readouterr()
-    assert said.out.splitlines().count("started") == starts
-    assert said.out.count("restart 2 of 2") == (starts == 3)
-    assert ("error: step sft: a mistake" in said.err) == (code == 2), "without the host that pdsh puts before it"
+    exit_code, out, error = ended(line, "--launcher.restarts", "2")
+    assert exit_code == code and out.splitlines().count("started") == starts
+    assert out.count("restart 2 of 2") == (starts == 3)
+    assert ("error: step sft: a mistake" in error) == (code == 2), "without the host that pdsh puts before it"
 
 
 MISTAKES = {  # tests/fuzz has what each mistake is answered with
@@ -284,3 +262,38 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     said = (tmp_path / "stderr.txt").read_text()
     assert codes == [2], said
     assert rule in said and said.count("\n") == 1 and said.startswith("error: "), said
+
+
+def test_a_template_of_the_config_is_trained_with_saved_and_stops_answers(tmp_path: Path, model_folder: Path) -> None:
+    rows = [{"prompt": f"say {i}", "completion": str(i)} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.role + '|' + m.content + '<|endoftext|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant|' + mood }}{% endif %}"
+    )
+    own = {
+        "model.path": model_folder,
+        "data.sources": tmp_path / "rows.jsonl",
+        "data.cache_dir": tmp_path / "cache",
+        "data.chat_template": tmp_path / "chat.jinja",
+        "data.chat_template_kwargs": '{"mood": "glad "}',
+        "train.max_steps": 1,
+        "train.global_batch_size": 4,
+        "logging.sinks": [],
+    }
+
+    def run(folder: str, **changes: Any) -> None:
+        words = {**own, "output_dir": tmp_path / folder, **changes}
+        run_main(train.MODULES["sft"], 1, [f"--{key}={value}" for key, value in words.items()])
+
+    run("run")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run")
+    prompt = [{"role": "user", "content": "q"}]
+    assert saved.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True).endswith("assistant|glad ")
+    ends = json.loads((tmp_path / "run" / "generation_config.json").read_text())["eos_token_id"]
+    assert set(ends) == {0, 2}, "the template's end of turn beside the tokenizer's eos"
+    assert "does not learn to stop" not in (tmp_path / "run" / "log.txt").read_text()
+    endless = (tmp_path / "chat.jinja").read_text().replace("<|endoftext|>", "\\n")
+    (tmp_path / "endless.jinja").write_text(endless)
+    run("endless", **{"data.chat_template": tmp_path / "endless.jinja"})
+    assert "does not learn to stop: set data.chat_template" in (tmp_path / "endless" / "log.txt").read_text()

@@ -13,7 +13,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching import capacity, rows
 from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
-from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS
+from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, page_bytes
 from hybrid_rlhf.generation.sampling import per_request
 from tests.support.families import variant
 from tests.support.generation import (
@@ -26,6 +26,7 @@ from tests.support.generation import (
     random_tokens,
     token_ids_of,
 )
+from tests.support.routes import assert_own_routes
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
@@ -102,18 +103,21 @@ def test_prompts_and_turns_are_cached_until_the_weights_change(read: list[int]) 
     ("name", "spare_blocks", "chunk"),
     [
         *(("llama of three heads", 0, 7), ("llama of three heads", 9, 1000), ("mistral", 3, 7), ("gpt_oss", 0, 1000)),
-        *(("deepseek_v3", 3, 7), ("qwen3_5", 9, 7), ("qwen3_5", 0, 1000), ("falcon_h1", 3, 1000)),
+        *(("deepseek_v3", 3, 7), ("qwen3_5_moe", 9, 7), ("qwen3_5", 0, 1000), ("falcon_h1", 3, 1000)),
+        ("qwen3_moe", 0, 7),
     ],
 )
 def test_requests_that_are_preempted_go_on_where_they_were(
     name: str, spare_blocks: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With memory for little more than the longest request, and completions that are longer than expected."""
+    """With memory for little more than the longest request, and completions that are longer than expected; recorded
+    experts are those of the model's own routers."""
     # A seed whose numbers keep away from the boundaries between tokens, where the last bit of the logits decides.
     model, sampling = variant(name), replace(SAMPLED, max_new_tokens=40, seed=9)
     prompts = [*PROMPTS, *(random_tokens(10) for _ in range(5))]
     free = engine_of(model, range(3, 6))
-    expected = free.generate(prompts, sampling)
+    records = free.records_routes
+    expected = free.generate(prompts, sampling, record_routes=records)
     monkeypatch.setattr(rows.ExpectedLength, "of", lambda self, limit: 1.0)
     monkeypatch.setattr(capacity.Sequences, "least_pages", lambda self, rows: self.longest_pages)
     cache = free.backend.held.cache
@@ -123,14 +127,16 @@ def test_requests_that_are_preempted_go_on_where_they_were(
     tight = engine_of(
         model,
         range(3, 6),
-        kv_cache_gib=(pages * cache.layout.stores * cache.keys[:, 0].nbytes + states) / 2**30,
+        kv_cache_gib=(pages * page_bytes(cache.layout, torch.float32) + states) / 2**30,
         prefill_tokens=chunk,
     )
-    found = tight.generate(prompts, sampling)
+    found = tight.generate(prompts, sampling, record_routes=records)
     assert tight.backend.held.cache.pages == pages and tight.backend.held.rows == 24
     assert token_ids_of(found) == token_ids_of(expected)
     for mine, theirs in zip(sum(found, []), sum(expected, []), strict=True):
         torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0)
+    if records:
+        assert_own_routes(model, prompts, found)
     assert tight.backend.preemptions > 0
     assert tight.backend.held.pool.used_pages == 0, "all blocks are given back"
 

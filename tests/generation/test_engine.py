@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
@@ -95,7 +93,7 @@ def test_a_stop_string_before_the_shortest_length_ends_nothing() -> None:
 
 def test_a_completion_does_not_depend_on_its_batch() -> None:
     """Of the module; test_continuous.py has the native backend."""
-    engine = module_engine(tiny_model(), range(3, 30))
+    engine = engine_of(stop=range(3, 30), backend="module")
     together = token_ids_of(engine.generate(SHORT_PROMPTS, SHORT_SAMPLED))
     assert len({len(sample) for samples in together for sample in samples}) > 1, "rows end apart"
     requests = per_request(SHORT_SAMPLED, len(SHORT_PROMPTS))
@@ -142,13 +140,9 @@ def test_stop_tokens_end_a_completion_and_belong_to_it() -> None:
         assert ended.finish_reason == "stop"
 
 
-def module_engine(model: PreTrainedModel, stop: Iterable[int]) -> GenerationEngine:
-    return engine_of(model, stop, backend="module")
-
-
 def test_the_module_reads_the_prompt_of_n_samples_once_and_rows_that_have_ended_no_further() -> None:
     model = tiny_model()
-    engine = module_engine(model, range(3, 60))
+    engine = engine_of(model, range(3, 60), backend="module")
     shapes: list[tuple[int, ...]] = []
     model.register_forward_pre_hook(
         lambda module, inputs, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -252,10 +246,3 @@ def test_an_engine_does_not_keep_the_model_that_it_has_packed() -> None:
     del model
     gc.collect()
     assert kept() is None and token_ids_of(engine.generate(SHORT_PROMPTS, SHORT_GREEDY)) == token_ids_of(before)
-
-
-def test_a_saved_folder_generates(model_folder) -> None:  # type: ignore[no-untyped-def]
-    engine = GenerationEngine.from_pretrained(str(model_folder), dtype=torch.float32)
-    assert engine.generate(SHORT_PROMPTS, SHORT_GREEDY) == GenerationEngine.from_model(tiny_model()).generate(
-        SHORT_PROMPTS, SHORT_GREEDY
-    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from queue import SimpleQueue
 
 import psutil
 import pytest
@@ -34,6 +35,8 @@ from tests.support.generation import (
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 Tokens = list[list[list[int]]]
+Steps = SimpleQueue[list[StreamedToken]]
+"""What a submission delivers."""
 
 
 def tiny_engine(**settings: object) -> GenerationEngine:
@@ -42,7 +45,7 @@ def tiny_engine(**settings: object) -> GenerationEngine:
 
 def completed(batch: OpenBatch, prompts: list[list[int]], sampling: SamplingParams) -> list[list[list[StreamedToken]]]:
     """All tokens of each sample, as they are delivered."""
-    steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
+    steps = Steps()
     found: list[list[list[StreamedToken]]] = [[[] for _ in range(sampling.n)] for _ in prompts]
     unfinished = len(prompts) * sampling.n
     batch.submit(prompts, sampling, steps.put)
@@ -53,6 +56,15 @@ def completed(batch: OpenBatch, prompts: list[list[int]], sampling: SamplingPara
             found[token.prompt][token.sample].append(token)
             unfinished -= token.finish_reason is not None
     return found
+
+
+def submitted(batch: OpenBatch, prompts: list[list[int]], each: list[SamplingParams]) -> list[tuple[Submission, Steps]]:
+    """A submission of each prompt."""
+    submissions = []
+    for prompt, params in zip(prompts, each, strict=True):
+        steps = Steps()
+        submissions.append((batch.submit([prompt], [params], steps.put), steps))
+    return submissions
 
 
 def ids_of(found: list[list[list[StreamedToken]]]) -> Tokens:
@@ -70,21 +82,17 @@ def test_requests_of_many_threads_have_the_tokens_that_they_have_alone(backend: 
         replace(SAMPLED, max_new_tokens=60, stop=("a", "be"), min_p=0.02),
     ]
     expected = [tiny_engine(backend=backend).generate(PROMPTS, kind) for kind in kinds]
-    found: dict[int, list[list[list[StreamedToken]]]] = {}
     with tiny_engine(backend=backend).open(rows=rows, max_tokens=120) as batch:
 
-        def client(index: int, delay: float) -> None:
-            time.sleep(delay)
-            found[index] = completed(batch, PROMPTS, kinds[index])
+        def client(index: int) -> list[list[list[StreamedToken]]]:
+            time.sleep(0.01 * index)
+            return completed(batch, PROMPTS, kinds[index])
 
-        threads = [threading.Thread(target=client, args=(index, 0.01 * index)) for index in range(len(kinds))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for index, completions in enumerate(expected):
-        assert ids_of(found[index]) == [[sample.token_ids for sample in samples] for samples in completions], index
-        for samples, streams in zip(completions, found[index], strict=True):
+        with ThreadPoolExecutor(len(kinds)) as pool:
+            found = list(pool.map(client, range(len(kinds))))
+    for completions, delivered in zip(expected, found, strict=True):
+        assert ids_of(delivered) == [[sample.token_ids for sample in samples] for samples in completions]
+        for samples, streams in zip(completions, delivered, strict=True):
             for sample, stream in zip(samples, streams, strict=True):
                 assert stream[-1].finish_reason == sample.finish_reason
                 assert [token.finish_reason for token in stream[:-1]] == [None] * (len(stream) - 1)
@@ -98,7 +106,7 @@ def test_a_cancelled_request_gives_back_its_row_and_blocks(name: str, chunk: int
     engine = engine_of(variant(name), prefill_tokens=chunk)
     prompts, sampling = [random_tokens(30), random_tokens(12)], SamplingParams(max_new_tokens=30, n=2, seed=3)
     expected = [[sample.token_ids for sample in samples] for samples in engine.generate(prompts, sampling)]
-    steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
+    steps = Steps()
     with engine.open(rows=7, max_tokens=200) as batch:
         long = replace(sampling, max_new_tokens=160)
         submissions = [batch.submit([random_tokens(8 + place)], long, steps.put) for place in range(9)]
@@ -153,7 +161,7 @@ def test_what_is_too_long_or_does_not_fit_is_refused() -> None:
 
 def test_a_batch_that_ends_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed by its user, or ended by an error."""
-    steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
+    steps = Steps()
     long = SamplingParams(max_new_tokens=200, stop_token_ids=())
     batch = engine_of().open(rows=4, max_tokens=250)
     batch.submit([random_tokens(3)], long, steps.put)
@@ -199,21 +207,16 @@ def test_an_exception_ends_only_the_requests_that_cause_it(
     ]
     poisoned = {103, 110}
     poison(monkeypatch, poisoned, after=after)
-    queues = [queue.SimpleQueue[list[StreamedToken]]() for _ in prompts]
     with engine.open(rows=5, max_tokens=120) as batch:
-        submissions = [
-            batch.submit([prompt], [params], steps.put)
-            for prompt, params, steps in zip(prompts, each, queues, strict=True)
-        ]
         failed = set()
-        for place, steps in enumerate(queues):
+        for place, (submission, steps) in enumerate(submitted(batch, prompts, each)):
             found: list[StreamedToken] = []
             while not found or found[-1].finish_reason is None:
                 new = steps.get(timeout=60)
                 if not new:
                     break
                 found += new
-            if submissions[place].error is None:
+            if submission.error is None:
                 assert [token.token_id for token in found] == expected[place], place
             else:
                 failed.add(seeds[place])
@@ -241,26 +244,22 @@ def test_a_request_that_arrives_while_others_are_tried_fails_alone(
     monkeypatch.setattr(OpenBatch, "_isolate", with_arrival)
     prompts = [random_tokens(5 + place) for place in range(1 + others)]
     each = [SamplingParams(max_new_tokens=20, seed=seed, stop_token_ids=()) for seed in (100, *range(others))]
-    queues = [queue.SimpleQueue[list[StreamedToken]]() for _ in prompts]
     with tiny_engine().open(rows=5, max_tokens=120) as batch:
         started = threading.Event()
         batch.call(started.wait)
-        submissions = [
-            batch.submit([prompt], [params], steps.put)
-            for prompt, params, steps in zip(prompts, each, queues, strict=True)
-        ]
+        (first, _), *good = submitted(batch, prompts, each)
         started.set()
-        for steps in queues[1:]:
+        for _, steps in good:
             while (new := steps.get(timeout=60)) and new[-1].finish_reason is None:
                 pass
-        assert [submission.error for submission in submissions[1:]] == [None] * others
-        assert isinstance(submissions[0].error, ArithmeticError) and isinstance(late[0].error, ArithmeticError)
+        assert [submission.error for submission, _ in good] == [None] * others
+        assert isinstance(first.error, ArithmeticError) and isinstance(late[0].error, ArithmeticError)
 
 
 def test_requests_that_fail_together_alone_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding that fails with two requests and with neither alone would else be tried again for ever."""
     engine = tiny_engine()
-    steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
+    steps = Steps()
     launch = ContinuousBatch._launch
 
     def failing(batch: ContinuousBatch) -> None:
@@ -325,7 +324,7 @@ def test_memory_of_a_large_cache_is_mapped_when_it_is_written() -> None:
 @pytest.mark.parametrize("backend", ["auto", "module"])
 def test_the_most_likely_tokens_are_those_of_the_full_softmax(backend: str) -> None:
     engine, sampling = tiny_engine(backend=backend), replace(SAMPLED, temperature=0.7, top_p=0.9, n=1)
-    steps: queue.SimpleQueue[list[StreamedToken]] = queue.SimpleQueue()
+    steps = Steps()
     found: list[StreamedToken] = []
     with engine.open(rows=2, max_tokens=120) as batch:
         plain = completed(batch, PROMPTS[:1], sampling)[0][0]

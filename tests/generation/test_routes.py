@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,36 +11,21 @@ import torch
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.architecture.hugging_face import describe
 from hybrid_rlhf.generation.architecture.split import Split
-from hybrid_rlhf.generation.batching import capacity, rows
 from hybrid_rlhf.generation.model.cache import CacheLayout, page_bytes
 from tests.support.families import EXPERT_VARIANTS, variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, engine_of, random_tokens
-from tests.support.routes import module_routes
+from tests.support.routes import assert_own_routes
 from tests.support.tiny import tiny_model
 
 QUICK = ("deepseek_v3", "llama4", "gemma4 with experts", "minimax")
-"""Beside those whose requests are preempted below."""
+"""Beside those whose requests are preempted in test_continuous.py."""
 
 
 def recorded(model: PreTrainedModel, **settings: Any) -> GenerationEngine:
     return engine_of(model, STOP_TOKEN_IDS, **settings)
-
-
-def assert_own_routes(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], results: Sequence[Sequence[Completion]]
-) -> None:
-    """Each completion has the experts of the model's own forward over its tokens, and none for the last."""
-    for prompt, samples in zip(prompts, results, strict=True):
-        for sample in samples:
-            assert sample.routes is not None
-            tokens = [*prompt, *sample.token_ids]
-            assert len(sample.routes) == len(tokens)
-            assert (sample.routes[-1] == -1).all()
-            expected = module_routes(model, tokens)
-            np.testing.assert_array_equal(np.sort(sample.routes[:-1]), np.sort(expected[:-1]))
 
 
 @pytest.mark.parametrize(
@@ -54,29 +38,6 @@ def test_routes_are_those_of_the_models_own_routers(name: str) -> None:
     chunked = recorded(model, max_batch_rows=3, prefill_tokens=5).generate(PROMPTS, SAMPLED, record_routes=True)
     assert_own_routes(model, PROMPTS, whole)
     assert_own_routes(model, PROMPTS, chunked)
-
-
-@pytest.mark.parametrize(
-    ("name", "spare_blocks"),
-    [
-        *(("qwen3_moe", 0), ("gpt_oss", 5), ("qwen3_5_moe", 5)),
-        pytest.param("mixtral with windows", 0, marks=pytest.mark.faults),
-    ],
-)
-def test_routes_of_requests_that_are_preempted(name: str, spare_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sampling = variant(name), replace(SAMPLED, max_new_tokens=40)
-    prompts = [*PROMPTS, *(random_tokens(10) for _ in range(5))]
-    engine = recorded(model)
-    engine.generate(prompts, sampling, record_routes=True)
-    cache = engine.backend.held.cache
-    monkeypatch.setattr(rows.ExpectedLength, "of", lambda self, limit: 1.0)
-    monkeypatch.setattr(capacity.Sequences, "least_pages", lambda self, rows: self.longest_pages)
-    pages = 1 + cache.layout.pages_of(44 + 40, computed_together=7) + spare_blocks * cache.layout.tables
-    size = page_bytes(cache.layout, torch.float32)
-    states = 25 * engine.backend.decoder.state_bytes
-    tight = recorded(model, kv_cache_gib=((pages + 0.5) * size + states) / 2**30, prefill_tokens=7)
-    assert_own_routes(model, prompts, tight.generate(prompts, sampling, record_routes=True))
-    assert tight.backend.preemptions > 0
 
 
 def test_prefixes_of_earlier_calls_bring_their_routes() -> None:

@@ -98,7 +98,7 @@ def slow_set(logits: Tensor, params: SamplingParams) -> dict[int, float]:
     return {token: weights[token] / total for token in kept}
 
 
-@examples(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 1000),
     top_k=st.sampled_from([0, 1, 3, 20]),

@@ -19,11 +19,22 @@ from tests.support.models import (
     packed_and_padded,
     padded_rows,
 )
+from tests.support.tensors import VARLEN_CALLS, take_slow_varlen
+
+VARLEN = ["llama", "mistral", "qwen3", "gemma3_text", "phi3", "opt", "gpt2", "gpt_neox"]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", sorted(PACKING_FAMILIES & HEAD_FAMILIES.keys()))
-def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(family: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "varlen"),
+    [(name, False) for name in sorted(PACKING_FAMILIES & HEAD_FAMILIES.keys())] + [(name, True) for name in VARLEN],
+)
+def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(
+    family: str, varlen: bool, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention by torch, or by a slow kernel for rows of any lengths in the place of the GPU's."""
+    if varlen:
+        take_slow_varlen(monkeypatch)
     packed, padded = packed_and_padded(family)
     if checkpointing:
         checkpointed(packed)
@@ -32,6 +43,7 @@ def test_packed_rows_give_the_logprobs_and_gradients_of_padded_ones(family: str,
         wanted = mask.clone()
         wanted[:, 3] = False  # a gap in the response
         assert_same_gradients(Policy(packed), Policy(padded), ids, mask, wanted, 0.7)
+    assert not varlen or set(VARLEN_CALLS) == {4}, "all rows in each call"
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "gemma4_text", "qwen3_moe", "deepseek_v3"])
@@ -113,14 +125,14 @@ def test_only_real_tokens_pass_through_the_model() -> None:
     assert shapes == [(1, 22, 32)]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
-def test_a_model_that_packs_still_generates_through_its_own_code(family: str) -> None:
-    packed, padded = packed_and_padded(family)
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "gpt2", "qwen3_5_text", "granitemoehybrid"])
+def test_a_model_that_packs_still_generates_through_its_own_code(model_type: str) -> None:
+    packed, padded = tiny_of_type(model_type), tiny_of_type(model_type)
+    use_packing(packed)
+    assert packs(packed)
     ids, mask = padded_rows([9, 5, 7], left=True)
-    for module in (packed, padded):
-        module.generation_config.pad_token_id = 2
-    arguments = {"attention_mask": mask.long(), "max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(packed.generate(ids, **arguments), padded.generate(ids, **arguments))
+    arguments = {"attention_mask": mask.long(), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(packed.generate(ids % 128, **arguments), padded.generate(ids % 128, **arguments))
 
 
 def test_a_family_that_no_row_covers_is_padded_and_a_saved_model_keeps_no_trace(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -38,8 +38,6 @@ def rows(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def sums(module: Policy, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted sums of log-probs and entropies; rows are drawn one by one, so that any division has the same."""
-    logprobs = torch.zeros(())
-    entropies = torch.zeros(())
     parts = [rows([length]) for length in lengths]
     width = max(part[0].shape[1] for part in parts)
     ids, real, counted = (
@@ -48,9 +46,7 @@ def sums(module: Policy, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor
     )
     of_tokens, entropy = module(ids, real, counted, 0.7)
     weights = 1 + torch.arange(width) % 4
-    logprobs = (of_tokens * weights).sum()
-    entropies = (entropy * weights).sum()
-    return logprobs, entropies
+    return (of_tokens * weights).sum(), (entropy * weights).sum()
 
 
 def gradients(module: Policy, lengths: list[int]) -> tuple[float, list[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The varlen path with a slow kernel in the place of the GPU's: packed rows, and who chooses it."""
+"""The varlen path with a slow kernel in the place of the GPU's: latent attention, capped scores, and who chooses it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,8 @@ from hybrid_rlhf.models.packing import use_packing, varlen
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.runtime import world
 from tests.support.model_types import tiny_of_type
-from tests.support.models import assert_same_gradients, checkpointed, packed_and_padded, padded_rows
+from tests.support.models import assert_same_gradients, packed_and_padded, padded_rows
 from tests.support.tensors import VARLEN_CALLS, take_slow_varlen
-
-
-@pytest.fixture
-def on_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is taken everywhere."""
-    take_slow_varlen(monkeypatch)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3", "phi3", "opt", "gpt2", "pythia"])
-def test_rows_packed_for_a_varlen_kernel_learn_as_padded_ones(
-    family: str, checkpointing: bool, on_varlen: None
-) -> None:
-    packed, padded = packed_and_padded({"gemma3": "gemma3_text", "pythia": "gpt_neox"}.get(family, family))
-    if checkpointing:
-        checkpointed(packed)
-    for left in (False, True):
-        ids, mask = padded_rows([9, 1, 5, 7], left=left)
-        wanted = mask.clone()
-        wanted[:, 3] = False
-        assert_same_gradients(Policy(packed), Policy(padded), ids, mask, wanted, 0.7)
-    assert set(VARLEN_CALLS) == {4}, "all rows in each call"
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"])
@@ -51,7 +29,8 @@ def test_values_that_are_smaller_than_queries_take_the_kernel(model_type: str, m
     assert set(sizes) == {config.qk_nope_head_dim + config.qk_rope_head_dim} and config.v_head_dim not in sizes
 
 
-def test_capped_scores_are_not_given_to_a_varlen_kernel(on_varlen: None) -> None:
+def test_capped_scores_are_not_given_to_a_varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_slow_varlen(monkeypatch)
     packed, padded = packed_and_padded("gemma2")
     ids, mask = padded_rows([9, 1, 5, 7], left=False)
     assert_same_gradients(Policy(packed), Policy(padded), ids, mask, mask, 1.0)

@@ -299,6 +299,7 @@ def test_without_curves_the_memory_is_planned_alone(
         ("--machine h100 --ranks 3 --hosts 2", "ranks must divide into equal hosts, got 3 ranks and 2 hosts"),
         ("--machine nosuch.yaml", "--machine must name a data sheet, nosuch.yaml does not exist"),
         ("--ranks 0", "ranks must be 1 or more, got 0"),
+        ("--data.sources nosuch.jsonl", "error: step sft: a data source must be a file, a folder or a hub"),
     ],
 )
 def test_a_wrong_line_is_one_line(words: str, message: str, shape: str, capsys: pytest.CaptureFixture[str]) -> None:

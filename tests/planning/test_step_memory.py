@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybrid_rlhf.cli.machine.plan import main as plan_main
 from hybrid_rlhf.cli.machine.plan import planned_phases
 from hybrid_rlhf.cli.train import step_config
 from hybrid_rlhf.configs.algorithms import PPOConfig
@@ -30,10 +29,8 @@ from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.functional.losses import sft_loss
 from hybrid_rlhf.models.distillation import TeacherTargets
-from hybrid_rlhf.planning.dotted_keys import with_settings
 from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.planning.phase_memory import Device, PhaseMemory
-from hybrid_rlhf.planning.remedies import remedies
 from hybrid_rlhf.planning.shapes import BatchShape, shaped_model
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.rl.algorithms.ppo import PPO
@@ -398,43 +395,12 @@ def test_rollouts_ahead_take_a_copy_each_and_one_cache(model: str) -> None:
     assert one["actor training"] - none["actor training"] > two["actor training"] - one["actor training"], "a cache too"
 
 
-def on(planner: Planner, device_bytes: float) -> Planner:
-    """The same on a machine of another size; what it has counted it knows."""
-    return replace(planner, machine=replace(planner.machine, device_bytes=device_bytes))
-
-
-def test_a_remedy_is_a_setting_with_which_the_plan_fits(model: str) -> None:
-    config = SFTConfig(model=ModelConfig(path=model), data=SFTDataConfig(max_length=256))
-    planner = Planner(CPU)
-    needed = max(phase.total for phase in planner.phases(config))
-    small = on(planner, needed - 1)
-    (remedy,) = remedies(small, config)
-    assert remedy.settings == {"model.gradient_checkpointing": True}
-    assert all(phase.fits for phase in small.phases(with_settings(config, remedy.settings)))
-
-
 @pytest.fixture
 def one_layer(model: str, tmp_path: Path) -> str:
     """The config of the model with one layer, whose memory is measured six times as fast."""
     config = AutoConfig.from_pretrained(model, num_hidden_layers=1)
     config.save_pretrained(tmp_path / "one")
     return str(tmp_path / "one")
-
-
-def test_a_remedy_keeps_to_the_rules_of_what_is_set(one_layer: str) -> None:
-    """A shared base rules ZeRO-3 out."""
-    config = RLConfig(
-        model=ModelConfig(path=one_layer),
-        actor=ActorConfig(lora=LoraConfig(rank=4)),
-        critic=CriticConfig(share_base=True),
-        reward=RewardSumConfig(components=[one_layer]),
-        rollout=RolloutConfig(max_prompt_tokens=32, sampling=SamplingParams(max_new_tokens=32)),
-    )
-    planner = Planner(CPU)
-    needed = max(phase.total for phase in planner.phases(config))
-    assert remedies(on(planner, 2**20), config) == []
-    found = remedies(on(planner, needed * 0.98), config)
-    assert found and not any(value == 3 for value in found[0].settings.values())
 
 
 def test_a_step_is_planned_on_the_model_that_it_will_start_from(one_layer: str, tmp_path: Path) -> None:
@@ -478,11 +444,3 @@ def test_only_a_model_that_train_keeps_is_planned_in_place_of_the_base(
         (folder / "finished.json").write_text("{}")
     assert (planned() == before) == (finished != "alike")
     capsys.readouterr()
-
-
-def test_a_source_that_is_missing_is_no_plan(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["--base_model", model, "--output_dir", str(tmp_path / "out"), "--data.sources", "nosuch.jsonl"]
-    with pytest.raises(SystemExit) as stopped:
-        plan_main(line)
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith("error: step sft: a data source must be a file, a folder or a hub")

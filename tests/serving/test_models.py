@@ -1,4 +1,4 @@
-"""What `hybrid-rlhf serve` has beside its model: the scores of a reward model, and calls that a model writes."""
+"""What `hybrid-rlhf serve` has beside its model: the scores of a reward model, adapters, and calls that it writes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from fastapi import FastAPI
 from torch.nn.functional import cross_entropy
 
 from hybrid_rlhf.cli.saved_models import serve
-from hybrid_rlhf.cli.saved_models.loading import find_model, load_scorer
+from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model, load_scorer
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import encode_completion, encode_prompt
@@ -34,6 +35,7 @@ from hybrid_rlhf.serving.saved_scorer import NotWanted
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Job
 from hybrid_rlhf.serving.token_text import TokenText
+from tests.support.models import random_adapter
 from tests.support.serving import KEY, server_process
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -70,8 +72,19 @@ def reward_folder(paths: dict[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def url(caller_folder: Path, reward_folder: str) -> Iterator[str]:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two adapters, of other layers and ranks."""
+    each: dict[str, Any] = {"poet": ["q_proj", "down_proj"], "clerk": "all-linear"}
+    return {
+        name: random_adapter(tiny_model(), tmp_path_factory.mktemp(name), seed, layers)
+        for seed, (name, layers) in enumerate(each.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def url(caller_folder: Path, reward_folder: str, adapters: dict[str, str]) -> Iterator[str]:
     line = [str(caller_folder), "--model_name", "caller", "--reward_model", reward_folder]
+    line += ["--adapters", "{" + ", ".join(f"{name}: {folder}" for name, folder in adapters.items()) + "}"]
     with server_process([*line, "--max_sequence_tokens", "256"]) as (_, found):
         yield found
 
@@ -105,8 +118,6 @@ def test_scores_are_those_of_the_reward_model_alone(url: str, reward_folder: str
         scores = [row["score"] for row in answer["data"]]
         assert scores == pytest.approx(expected[: len(scores)], abs=1e-5) and len(scores) in (1, 3)
     assert len(set(expected)) == 3 and answer["usage"]["prompt_tokens"] > 0
-    listed = httpx2.get(f"{url}/v1/models", headers=HEADERS).json()["data"]
-    assert [model["id"] for model in listed] == ["caller", reward_folder]
 
 
 def test_a_reward_model_is_served_alone(reward_folder: str, url: str) -> None:
@@ -216,6 +227,32 @@ def test_bad_requests_for_scores_are_refused(url: str, reward_folder: str) -> No
         assert answer.status_code == status, answer.text
         assert any(part in answer.json()["error"]["message"] for part in rule.split("|")), answer.text
     assert httpx2.post(f"{url}/score", json={}).status_code == 401
+
+
+def test_each_adapter_has_its_own_tokens_also_at_the_same_time(
+    client: openai.OpenAI, caller_folder: Path, adapters: dict[str, str]
+) -> None:
+    engine = engine_at(find_model(ServeConfig(path=str(caller_folder))), kv_cache_gib=None, adapters=adapters)
+    prompt, greedy = [7, 8, 9, 30], SamplingParams(max_new_tokens=40, temperature=0.0, min_new_tokens=40)
+    completions = engine.generate([prompt] * 3, greedy, adapters=[None, *adapters])
+    expected = [completion.token_ids for (completion,) in completions]
+    assert len(set(map(tuple, expected))) == 3
+
+    def ask(name: str) -> Any:
+        more = {"return_token_ids": True, "min_tokens": 40}
+        answer = client.completions.create(model=name, prompt=prompt, max_tokens=40, temperature=0, extra_body=more)
+        return answer.choices[0].token_ids
+
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(ask, ["caller", *adapters] * 4)) == expected * 4
+
+
+def test_adapters_are_listed_with_their_parent(client: openai.OpenAI, reward_folder: str) -> None:
+    listed = {model.id: getattr(model, "parent", None) for model in client.models.list()}
+    assert listed == {"caller": None, "poet": "caller", "clerk": "caller", reward_folder: None}
+    assert client.models.retrieve("poet").parent == "caller"
+    with pytest.raises(openai.NotFoundError, match="the model of this server is caller, poet, clerk, got 'x'"):
+        client.completions.create(model="x", prompt="x")
 
 
 def test_calls_are_returned_as_calls(client: openai.OpenAI) -> None:

@@ -152,32 +152,6 @@ def test_a_streamed_answer_is_the_whole_one(served: Served, stop: list[str] | No
     assert streamed == [choice.text for choice in plain.choices]
 
 
-def test_concurrent_clients_have_the_answers_that_they_have_alone(served: Served) -> None:
-    prompts = [served.tokenizer("word " * (1 + seed % 5))["input_ids"] for seed in range(16)]
-    expected = [
-        served.engine.generate([prompt], SamplingParams(max_new_tokens=5 + 3 * seed, seed=seed))[0][0].token_ids
-        for seed, prompt in enumerate(prompts)
-    ]
-    found: dict[int, list[int]] = {}
-
-    def ask(seed: int) -> None:
-        answer = served.client.completions.create(
-            model=NAME,
-            prompt=prompts[seed],
-            seed=seed,
-            max_tokens=5 + 3 * seed,
-            extra_body={"return_token_ids": True},
-        )
-        found[seed] = answer.choices[0].token_ids
-
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[seed] for seed in range(len(prompts))] == expected
-
-
 def test_an_agents_turns_are_never_tokenised_again(served: Served) -> None:
     """The tokens of a turn, invalid UTF-8 included, are part of the next prompt as they were sampled."""
     ids = served.prompt("hello")

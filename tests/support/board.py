@@ -134,8 +134,9 @@ def sample_rows(step: int, count: int, *, group: int = 4) -> list[dict[str, Any]
     ]
 
 
-def hold_lock(folder: Path) -> subprocess.Popen[bytes]:
-    """A process that holds the lock of a folder, as a run does, and releases it on SIGTERM."""
+@contextlib.contextmanager
+def hold_lock(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds the lock of a folder, as a run does, and releases it on SIGTERM; killed at the end."""
     code = f"""
 import signal, sys, time
 from pathlib import Path
@@ -148,7 +149,11 @@ time.sleep(600)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ), cwd=ROOT)
     assert process.stdout is not None and process.stdout.readline() == b"held\n"
-    return process
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def length_reward(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:

@@ -1,8 +1,11 @@
-"""Models for each convention of the head, padded rows for them, and the same model with packed rows."""
+"""Models for each convention of the head, padded rows for them, the same model with packed rows, and adapters."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hybrid_rlhf.models.packing import packs, use_packing
@@ -107,3 +110,14 @@ def assert_same_gradients(packed: torch.nn.Module, padded: torch.nn.Module, *arg
             torch.testing.assert_close(
                 parameter.grad, expected, atol=1e-4 * float(expected.abs().max()) + 1e-6, rtol=1e-4
             )
+
+
+def random_adapter(model: PreTrainedModel, folder: Path, seed: int, layers: str | list[str]) -> str:
+    """The folder of an adapter that changes much."""
+    torch.manual_seed(seed)
+    adapted = get_peft_model(model, LoraConfig(r=4 + seed, lora_alpha=16, target_modules=layers))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(folder)
+    return str(folder)

@@ -1,4 +1,4 @@
-"""The experts that a Hugging Face model's own routers choose."""
+"""The experts that a Hugging Face model's own routers choose, and completions that record them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from hybrid_rlhf.generation import Completion
 from hybrid_rlhf.models.routers.modules import choices, router_modules
 
 
@@ -27,3 +28,17 @@ def module_routes(model: PreTrainedModel, tokens: Sequence[int]) -> np.ndarray:
         for handle in handles:
             handle.remove()
     return torch.stack(found, dim=1).cpu().numpy()
+
+
+def assert_own_routes(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], results: Sequence[Sequence[Completion]]
+) -> None:
+    """Each completion has the experts of the model's own forward over its tokens, and none for the last."""
+    for prompt, samples in zip(prompts, results, strict=True):
+        for sample in samples:
+            assert sample.routes is not None
+            tokens = [*prompt, *sample.token_ids]
+            assert len(sample.routes) == len(tokens)
+            assert (sample.routes[-1] == -1).all()
+            expected = module_routes(model, tokens)
+            np.testing.assert_array_equal(np.sort(sample.routes[:-1]), np.sort(expected[:-1]))

@@ -65,8 +65,7 @@ def test_metrics_named_like_members_of_objects_have_curves(own_board: ServedBoar
 
 def test_a_run_is_stopped_after_a_question(own_board: ServedBoard, page: Any) -> None:
     run = own_board.run("training")
-    process = hold_lock(Path(run["folder"]))
-    try:
+    with hold_lock(Path(run["folder"])) as process:
         show(page, own_board.url, f"run?run={run['id']}")
         page.locator(".facts .state-running").wait_for()
         page.get_by_role("button", name="Stop", exact=True).click()
@@ -78,8 +77,6 @@ def test_a_run_is_stopped_after_a_question(own_board: ServedBoard, page: Any) ->
         page.locator(".facts .state-stopped").wait_for()
         page.get_by_role("button", name="Resume").wait_for()
         assert process.wait(timeout=10) != 0
-    finally:
-        process.kill()
 
 
 def test_a_board_that_ended_is_named(page: Any, tmp_path: Path) -> None:
