@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import os
 import platform
 import time
@@ -26,7 +25,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.products import BACKENDS, Backend, backend, linear, use_backend
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.reading import cache_folder
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World
 
 VARIABLE = "HYBRID_RLHF_PRODUCTS"
@@ -38,7 +37,6 @@ _SHAPES = ((512, 576, 1536), (512, 1536, 576))
 _ROUNDS = 6
 _LIMIT_SECONDS = 0.3
 """Time after which no further round begins."""
-logger = logging.getLogger(LOGGER_NAME)
 
 
 def choose_product_backend(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.run import SinkName
 from hybrid_rlhf.runtime.background import BackgroundQueue
 from hybrid_rlhf.runtime.files.atomic import write_whole
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 
 EndState = Literal["finished", "stopped", "failed", "stalled"]
 """How a run ended; a stopped run was ended by a signal, and can be resumed."""
@@ -29,7 +28,6 @@ IDS_FILE = "sinks.json"
 """Ids of the run in its trackers, by sink, with which a resumed run continues them."""
 CLOSE_SECONDS = 30.0
 """Time for which the end of a run waits for a sink."""
-logger = logging.getLogger(LOGGER_NAME)
 _ids_lock = threading.Lock()
 
 
