@@ -148,10 +148,10 @@ class Run:
         if self.world.is_main and metrics:
             logger.info("%s  %s", title, "  ".join(f"{name} {format_value(value)}" for name, value in metrics.items()))
 
-    def progress(self, what: str, *, total: int, unit: str = "rows") -> ProgressLog:
+    def progress(self, what: str, *, total: int) -> ProgressLog:
         """A progress log for work of the current phase; every advance restarts the phase's time limit."""
         beat = partial(self.watchdog.beat, self.watchdog.phase)
-        return ProgressLog(what, total=total, unit=unit, on_advance=beat)
+        return ProgressLog(what, total=total, on_advance=beat)
 
     def display(self, title: str, *, total_steps: int, done_steps: int = 0) -> StepDisplay:
         """A step display, shown by the main rank."""
