@@ -60,30 +60,30 @@ class _Console(logging.StreamHandler):  # type: ignore[type-arg]
         return sys.stdout
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that logging calls
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            return super().handleError(record)
-        _drop(self, f"the console cannot be written ({error.strerror}): the run continues without it")
-        # Later prints, and Python's flush at exit, must not fail either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return None
+        if _is_dropped(self, "the console"):
+            # Later prints, and Python's flush at exit, must not fail either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        else:
+            super().handleError(record)
 
 
 class _LogFile(logging.FileHandler):
     """log.txt, until writing to it fails."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that logging calls
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            return super().handleError(record)
-        _drop(self, f"{self.baseFilename} cannot be written ({error.strerror}): the run continues without it")
-        return None
+        if not _is_dropped(self, self.baseFilename):
+            super().handleError(record)
 
 
-def _drop(handler: logging.Handler, reason: str) -> None:
+def _is_dropped(handler: logging.Handler, name: str) -> bool:
+    """Drop a handler whose write has just failed; return False after any other error."""
+    error = sys.exc_info()[1]
+    if not isinstance(error, OSError):
+        return False
     # A new list, because logging is iterating over the old one and would skip the next handler after a removal.
     logger.handlers = [kept_handler for kept_handler in logger.handlers if kept_handler is not handler]
-    logger.warning(reason)
+    logger.warning(f"{name} cannot be written ({error.strerror}): the run continues without it")
+    return True
 
 
 def shortened(text: str, limit: int = 60) -> str:
