@@ -24,7 +24,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.products import BACKENDS, Backend, backend, linear, use_backend
 from hybrid_rlhf.runtime.files.atomic import write_whole
-from hybrid_rlhf.runtime.files.reading import cache_folder
+from hybrid_rlhf.runtime.files.reading import cache_folder, stored_object
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World
 
@@ -76,7 +76,7 @@ def choose_product_backend(
 
 def recorded_backend(folder: Path) -> Backend | None:
     """The choice that a run folder records for this machine; None if there is none."""
-    return next((name for name in BACKENDS if _read(folder).get(machine_key()) == name), None)
+    return next((name for name in BACKENDS if stored_object(folder / RECORD).get(machine_key()) == name), None)
 
 
 def machine_key() -> str:
@@ -149,17 +149,8 @@ def _measured(cache: Path) -> tuple[Backend, str]:
     return choice, f"measured: {times}"
 
 
-def _read(folder: Path) -> dict[str, str]:
-    """The choices recorded in a folder; {} if the file is missing or invalid."""
-    try:
-        content = json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _write(folder: Path, choice: Backend) -> None:
-    write_whole(folder / RECORD, json.dumps(_read(folder) | {machine_key(): choice}, indent=1) + "\n")
+    write_whole(folder / RECORD, json.dumps(stored_object(folder / RECORD) | {machine_key(): choice}, indent=1) + "\n")
 
 
 def _processor() -> str:

@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.run import SinkName
 from hybrid_rlhf.runtime.background import BackgroundQueue
 from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.reading import stored_object
 from hybrid_rlhf.runtime.observability.logs import logger
 
 EndState = Literal["finished", "stopped", "failed", "stalled"]
@@ -122,11 +123,7 @@ def require_installed(kinds: Mapping[SinkName, type[MetricsSink]], names: Sequen
 
 def read_ids(folder: Path) -> dict[str, str]:
     """Ids of the run in its trackers; {} if there are none yet."""
-    try:
-        ids = json.loads((folder / IDS_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return ids if isinstance(ids, dict) else {}
+    return stored_object(folder / IDS_FILE)
 
 
 def _keep_id(folder: Path, module: str, run_id: str | None) -> None:
