@@ -155,11 +155,18 @@ def _write(folder: Path, choice: Backend) -> None:
 
 def _processor() -> str:
     """Name, family, model and stepping of the processor: on virtual machines the name is often only the vendor's."""
+    fields = processor_fields()
+    if not fields:
+        return platform.processor() or platform.machine()
+    known = [fields[name] for name in ("model name", "cpu family", "model", "stepping") if name in fields]
+    return " ".join(known) or platform.machine()
+
+
+def processor_fields() -> dict[str, str]:
+    """What Linux says of the first processor; {} on other systems."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
-        return platform.processor() or platform.machine()
+        return {}
     pairs = (line.partition(":") for line in first.splitlines())
-    fields = {name.strip(): value.strip() for name, _, value in pairs}
-    known = [fields[name] for name in ("model name", "cpu family", "model", "stepping") if name in fields]
-    return " ".join(known) or platform.machine()
+    return {name.strip(): value.strip() for name, _, value in pairs}
