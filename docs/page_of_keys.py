@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from hybrid_rlhf.cli.data.subcommands import SUBCOMMANDS
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.commands.board import BoardConfig
+from hybrid_rlhf.configs.commands.data import BlendConfig, CheckConfig, ConvertConfig, SplitConfig
 from hybrid_rlhf.configs.commands.replay import ReplayConfig
 from hybrid_rlhf.configs.inference import (
     ChatConfig,
@@ -43,7 +43,7 @@ STEPS: dict[str, tuple[type, Sequence[str]]] = {
 COMMANDS = {
     **{"chat": ChatConfig, "generate": GenerateConfig, "serve": ServeConfig, "evaluate": EvaluateConfig},
     **{"export": ExportConfig, "push": PushConfig, "board": BoardConfig, "replay": ReplayConfig},
-    **{f"data {name}": config for name, (config, _, _) in SUBCOMMANDS.items()},
+    **{"data check": CheckConfig, "data convert": ConvertConfig, "data split": SplitConfig, "data blend": BlendConfig},
     "calibrate": CalibrateConfig,
 }
 ITEMS = {"data.sources": DataSource, "reward.components": RewardComponentConfig}

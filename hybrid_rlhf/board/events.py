@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +18,7 @@ from hybrid_rlhf.board.runs.folders import RunFolder, RunFolders
 from hybrid_rlhf.board.runs.reading import file_size, finite, last_line, number
 from hybrid_rlhf.board.runs.summary import is_held, lock_owner
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, METRICS_FILE, SAMPLES_FILE
+from hybrid_rlhf.runtime.observability.logs import logger
 
 POLL_SECONDS = 0.5
 _SCAN_SECONDS = 2.0
@@ -26,7 +26,6 @@ _ALIVE_SECONDS = 15.0
 """Time between two comments on a silent stream, so that proxies keep it open."""
 _MOST_WAITING = 1000
 """Number of events that wait for a page; a page that does not read them is disconnected, and connects again."""
-logger = logging.getLogger("hybrid_rlhf")
 
 
 class EventHub:

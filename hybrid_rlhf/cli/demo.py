@@ -40,7 +40,3 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
             print(f"== demo: downloading the embedded model, 94 MiB, once ({REQUIREMENT}) into {CACHE}", flush=True)
             download_embedded_model()
     train.main(words, prog=prog)
-
-
-if __name__ == "__main__":
-    main()

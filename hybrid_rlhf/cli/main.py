@@ -25,7 +25,7 @@ COMMANDS = {
     "reward": ("reward", "Train a reward model"),
     "preference": ("preference", "Train on preferences without a reward model: DPO, KTO, ORPO, ..."),
     "rl": ("rl", "Train with reinforcement learning: PPO, GRPO, RLOO, ..."),
-    "data": ("data.subcommands", "Check, convert, split and blend data files"),
+    "data": ("data", "Check, convert, split and blend data files"),
     "chat": ("saved_models.chat", "Chat with a saved model, or two models side by side, in the terminal"),
     "generate": ("saved_models.generate", "Complete the prompts of a file"),
     "serve": ("saved_models.serve", "Serve a saved model over HTTP with OpenAI's API"),
@@ -42,31 +42,43 @@ COMMANDS = {
     "env": ("machine.env", "Print versions, devices and optional packages, and problems with them"),
     "completion": ("machine.completion", "Print a shell completion script for bash, zsh or fish"),
 }
-"""Subcommands: the module of this package with the function `main`, and a line of help."""
+"""Commands: the module of this package with the function `main`, or a key of `SUBCOMMANDS`; and a line of help."""
+SUBCOMMANDS = {
+    "data": {
+        "check": ("data.check", "Read a source as a step would: columns, lengths, loss masks and all problems"),
+        "convert": ("data.convert", "Convert HH-RLHF, ShareGPT, Alpaca, OpenAssistant, ... into rows of every step"),
+        "split": ("data.split", "Split rows into files that share no prompt"),
+        "blend": ("data.blend", "Mix several sources in given shares: a.jsonl=0.7 b.jsonl=0.3"),
+    }
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the subcommand that the first argument names."""
+    """Run the command that the first words name."""
     words = list(sys.argv[1:] if argv is None else argv)
-    with json_output() if JSON_OPTION in words else contextlib.nullcontext():
-        _run([word for word in words if word != JSON_OPTION])
-
-
-def _run(words: list[str]) -> None:
-    with user_errors():
-        if not words or words[0] in ("-h", "--help"):
-            about = {name: text for name, (_, text) in COMMANDS.items()}
-            print_result({"command": PROGRAM, "subcommands": about}, _help(about))
-            return
-        name, *rest = words
-        if name == "--version":
+    with json_output() if JSON_OPTION in words else contextlib.nullcontext(), user_errors():
+        words = [word for word in words if word != JSON_OPTION]
+        if words[:1] == ["--version"]:
             print_result({"version": __version__}, f"{PROGRAM} {__version__}")
-            return
-        module, _ = COMMANDS[chosen_name(name, COMMANDS, PROGRAM)]
-        import_module(f"hybrid_rlhf.cli.{module}").main(rest, prog=f"{PROGRAM} {name}")
+        else:
+            _run(words, COMMANDS, PROGRAM)
 
 
-def chosen_name(word: str, names: Iterable[str], prog: str) -> str:
+def _run(words: list[str], commands: Mapping[str, tuple[str, str]], prog: str) -> None:
+    if not words or words[0] in ("-h", "--help", "--help-all"):
+        about = {name: text for name, (_, text) in commands.items()}
+        print_result({"command": prog, "subcommands": about}, _usage(prog, about))
+        return
+    name, *rest = words
+    module, _ = commands[_chosen_name(name, commands, prog)]
+    prog = f"{prog} {name}"
+    if module in SUBCOMMANDS:
+        _run(rest, SUBCOMMANDS[module], prog)
+    else:
+        import_module(f"hybrid_rlhf.cli.{module}").main(rest, prog=prog)
+
+
+def _chosen_name(word: str, names: Iterable[str], prog: str) -> str:
     """Return a word of the command line if it is one of the names.
 
     Raises:
@@ -80,31 +92,25 @@ def chosen_name(word: str, names: Iterable[str], prog: str) -> str:
     return word
 
 
-def usage(prog: str, about: Mapping[str, str], *, what: str) -> str:
-    """The usage of a command with subcommands, with a line for each."""
+def _usage(prog: str, about: Mapping[str, str]) -> str:
+    """The usage of the program or of a command with subcommands, with a line for each."""
+    what = "COMMAND" if prog == PROGRAM else "SUBCOMMAND"
     width = max(map(len, about))
-    return "\n".join(
-        [
-            f"usage: {prog} {what} [--config FILE.yaml] [--KEY VALUE ...]",
-            "",
-            *(f"  {name:{width}}  {text}" for name, text in about.items()),
-            "",
-            f"`{prog} {what} --help` lists the keys with their types, units and defaults.",
-        ]
-    )
-
-
-def _help(about: Mapping[str, str]) -> str:
-    width = max(map(len, about))
-    return "\n".join(
-        [
-            usage(PROGRAM, about, what="COMMAND"),
+    lines = [
+        f"usage: {prog} {what} [--config FILE.yaml] [--KEY VALUE ...]",
+        "",
+        *(f"  {name:{width}}  {text}" for name, text in about.items()),
+        "",
+        f"`{prog} {what} --help` lists the keys with their types, units and defaults.",
+    ]
+    if prog == PROGRAM:
+        lines += [
             "",
             "options:",
             f"  {'--version':{width}}  Print the version",
             f"  {JSON_OPTION:{width}}  Every command: print results and errors as JSON, everything else to stderr",
         ]
-    )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

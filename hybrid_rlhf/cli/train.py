@@ -305,7 +305,3 @@ def changed_settings(step: Any) -> list[str]:
     """Keys whose values differ from the run in the folder of a step; those that do not affect results are ignored."""
     file = Path(step.output_dir) / "config.yaml"
     return changed_keys(type(step), read_config(file), read_config(step)) if file.exists() else []
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 import uuid
@@ -21,12 +20,11 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.reading import cache_folder
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World, run_once_per_host
 
 _MANY_ROWS = 20_000
 """Number of rows from which writing takes seconds, so that the log announces it."""
-logger = logging.getLogger(LOGGER_NAME)
 
 
 def cached_rows(

@@ -38,19 +38,13 @@ class TokenBatch(_Batch):
 
 
 @dataclass(frozen=True)
-class PreferenceBatch(_Batch):
-    """Completions with their prompts, each once, and pairs of them."""
+class CompletionBatch(_Batch):
+    """Completions with their prompts, each once."""
 
     input_ids: Tensor
     """[N, T] int64."""
     attention_mask: Tensor
     """[N, T] bool."""
-    chosen_index: Tensor
-    """[P] int64, the sequence of the chosen completion."""
-    rejected_index: Tensor
-    """[P] int64, the sequence of the rejected completion."""
-    margin: Tensor
-    """[P] float32."""
     response_mask: Tensor
     """[N, T] bool, true on tokens of the completion."""
     ref_logprobs: Tensor
@@ -62,15 +56,21 @@ class PreferenceBatch(_Batch):
 
 
 @dataclass(frozen=True)
-class RewardLabelBatch(_Batch):
-    """Completions with their prompts, and labels for the scores at some of their tokens."""
+class PreferenceBatch(CompletionBatch):
+    """Completions, and pairs of them."""
 
-    input_ids: Tensor
-    """[N, T] int64."""
-    attention_mask: Tensor
-    """[N, T] bool."""
-    head: Tensor
-    """[N] int64, the reward head that the row trains; 0 with a single head."""
+    chosen_index: Tensor
+    """[P] int64, the sequence of the chosen completion."""
+    rejected_index: Tensor
+    """[P] int64, the sequence of the rejected completion."""
+    margin: Tensor
+    """[P] float32."""
+
+
+@dataclass(frozen=True)
+class RewardLabelBatch(CompletionBatch):
+    """Completions, and labels for the scores at some of their tokens."""
+
     sequence_index: Tensor
     """[L] int64, the sequence of each label."""
     token_index: Tensor
@@ -80,21 +80,12 @@ class RewardLabelBatch(_Batch):
 
 
 @dataclass(frozen=True)
-class PreferenceLabelBatch(_Batch):
-    """Completions with their prompts, labelled as desirable or not, and mismatched ones of other prompts without
-    labels.
+class PreferenceLabelBatch(CompletionBatch):
+    """Completions that are labelled as desirable or not, and mismatched ones of other prompts without labels.
 
     Shapes: R labelled sequences, K mismatched sequences.
     """
 
-    input_ids: Tensor
-    """[N, T] int64."""
-    attention_mask: Tensor
-    """[N, T] bool."""
-    response_mask: Tensor
-    """[N, T] bool, true on tokens of the completion."""
-    ref_logprobs: Tensor
-    """[N] float32, log-probability of the completion under the reference, if rows have it; otherwise 0."""
     labelled_index: Tensor
     """[R] int64, the labelled sequences."""
     mismatched_index: Tensor
@@ -117,116 +108,79 @@ def collate_tokens(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) 
 def collate_preferences(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> PreferenceBatch:
     """Collate rows with `responses`, `masks`, `pairs` and `margins`; None becomes a sequence of one token without
     pairs."""
-    sequences = _SequenceBuilder(pad_token_id)
-    pairs: list[tuple[int, int]] = []
-    margins: list[float] = []
-    for row in rows:
-        first = sequences.add(row)
-        if row is not None:
-            pairs += [(chosen + first, rejected + first) for chosen, rejected in row["pairs"]]
-            margins += row["margins"]
-    ids, attention = sequences.tensors()
+    completions, firsts = _completions(rows, pad_token_id)
+    pairs = [(chosen + first, rejected + first) for row, first in firsts for chosen, rejected in row["pairs"]]
     index = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
-    margin = torch.tensor(margins, dtype=torch.float32)
+    margins = [margin for row, _ in firsts for margin in row["margins"]]
     return PreferenceBatch(
-        ids,
-        attention,
-        index[:, 0],
-        index[:, 1],
-        margin,
-        sequences.response_mask(),
-        torch.tensor(sequences.ref_logprobs),
-        torch.tensor(sequences.rows),
-        torch.tensor(sequences.heads),
+        **vars(completions),
+        chosen_index=index[:, 0],
+        rejected_index=index[:, 1],
+        margin=torch.tensor(margins, dtype=torch.float32),
     )
 
 
 def collate_reward_labels(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> RewardLabelBatch:
     """Collate rows with `responses` and `labels`: one label per sequence, at its last token, or, with a column `ends`,
     one label per listed token of the only sequence. None becomes a sequence of one token without labels."""
-    sequences = _SequenceBuilder(pad_token_id)
+    completions, firsts = _completions(rows, pad_token_id)
     labelled_tokens: list[tuple[int, int]] = []
-    labels: list[float] = []
-    for row in rows:
-        first = sequences.add(row)
-        if row is not None:
-            if "ends" in row:
-                labelled_tokens += [(first, end) for end in row["ends"]]
-            else:
-                labelled_tokens += [(first + i, len(ids) - 1) for i, ids in enumerate(row["responses"])]
-            labels += row["labels"]
-    ids, attention = sequences.tensors()
+    for row, first in firsts:
+        if "ends" in row:
+            labelled_tokens += [(first, end) for end in row["ends"]]
+        else:
+            labelled_tokens += [(first + i, len(ids) - 1) for i, ids in enumerate(row["responses"])]
     index = torch.tensor(labelled_tokens, dtype=torch.long).view(-1, 2)
+    labels = [label for row, _ in firsts for label in row["labels"]]
     return RewardLabelBatch(
-        ids,
-        attention,
-        torch.tensor(sequences.heads),
-        index[:, 0],
-        index[:, 1],
-        torch.tensor(labels, dtype=torch.float32),
+        **vars(completions),
+        sequence_index=index[:, 0],
+        token_index=index[:, 1],
+        labels=torch.tensor(labels, dtype=torch.float32),
     )
 
 
 def collate_preference_labels(rows: Sequence[Mapping[str, Any] | None], pad_token_id: int) -> PreferenceLabelBatch:
     """Collate rows with `responses`, `masks` and `labels`; responses beyond the labels are mismatched completions. None
     becomes a sequence of one token without a label."""
-    sequences = _SequenceBuilder(pad_token_id)
+    completions, firsts = _completions(rows, pad_token_id)
     labelled: list[int] = []
     mismatched: list[int] = []
-    desirable: list[bool] = []
-    for row in rows:
-        first = sequences.add(row)
-        if row is not None:
-            first_mismatched = first + len(row["labels"])
-            labelled += range(first, first_mismatched)
-            mismatched += range(first_mismatched, first + len(row["responses"]))
-            desirable += row["labels"]
-    ids, attention = sequences.tensors()
+    for row, first in firsts:
+        first_mismatched = first + len(row["labels"])
+        labelled += range(first, first_mismatched)
+        mismatched += range(first_mismatched, first + len(row["responses"]))
+    desirable = [label for row, _ in firsts for label in row["labels"]]
     return PreferenceLabelBatch(
-        ids,
-        attention,
-        sequences.response_mask(),
-        torch.tensor(sequences.ref_logprobs),
-        torch.tensor(labelled, dtype=torch.long),
-        torch.tensor(mismatched, dtype=torch.long),
-        torch.tensor(desirable, dtype=torch.bool),
+        **vars(completions),
+        labelled_index=torch.tensor(labelled, dtype=torch.long),
+        mismatched_index=torch.tensor(mismatched, dtype=torch.long),
+        desirable=torch.tensor(desirable, dtype=torch.bool),
     )
 
 
-class _SequenceBuilder:
-    """Collects the sequences of several rows."""
-
-    def __init__(self, pad_token_id: int) -> None:
-        self._pad_token_id = pad_token_id
-        self._ids: list[list[int]] = []
-        self._masks: list[list[bool]] = []
-        self._count = 0
-        self.ref_logprobs: list[float] = []
-        """Log-probability of each completion under the reference."""
-        self.rows: list[int] = []
-        """The row of each sequence."""
-        self.heads: list[int] = []
-        """The reward head of each sequence."""
-
-    def add(self, row: Mapping[str, Any] | None) -> int:
-        """Add the sequences of a row; return the index of the first."""
-        first = len(self._ids)
-        ids = [[self._pad_token_id]] if row is None else row["responses"]
-        self._ids += ids
-        self._masks += [[False]] if row is None else row["masks"]
-        self.rows += [self._count] * len(ids)
-        self.heads += [0 if row is None else row.get("head", 0)] * len(ids)
-        self._count += 1
-        self.ref_logprobs += [0.0] * len(ids) if row is None or "ref_logprobs" not in row else row["ref_logprobs"]
-        return first
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Token ids and attention mask, [N, T]."""
-        return _pad(self._ids, self._pad_token_id)
-
-    def response_mask(self) -> Tensor:
-        """[N, T] bool, true on tokens of the completion."""
-        return _loss_mask(self._masks)
+def _completions(
+    rows: Sequence[Mapping[str, Any] | None], pad_token_id: int
+) -> tuple[CompletionBatch, list[tuple[Mapping[str, Any], int]]]:
+    """All completions, and each row that is not None with the index of its first sequence."""
+    ids: list[list[int]] = []
+    masks: list[list[bool]] = []
+    ref_logprobs: list[float] = []
+    of_rows: list[int] = []
+    heads: list[int] = []
+    firsts = []
+    for number, row in enumerate(rows):
+        if row is not None:
+            firsts.append((row, len(ids)))
+        sequences = row or {"responses": [[pad_token_id]], "masks": [[False]]}
+        count = len(sequences["responses"])
+        ids += sequences["responses"]
+        masks += sequences["masks"]
+        ref_logprobs += sequences.get("ref_logprobs", [0.0] * count)
+        of_rows += [number] * count
+        heads += [sequences.get("head", 0)] * count
+    columns = map(torch.tensor, (ref_logprobs, of_rows, heads))
+    return CompletionBatch(*_pad(ids, pad_token_id), _loss_mask(masks), *columns), firsts
 
 
 def _loss_mask(rows: Sequence[Sequence[bool]]) -> Tensor:

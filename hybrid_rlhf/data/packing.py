@@ -10,7 +10,6 @@ conversations longer than a row have been truncated or dropped earlier, instead 
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,9 +18,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_rlhf.data.row_views import RowSequence, column_array
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
-
-logger = logging.getLogger(LOGGER_NAME)
+from hybrid_rlhf.runtime.observability.logs import logger
 
 
 def best_fit(lengths: Sequence[int], *, capacity: int, seed: int) -> list[list[int]]:

@@ -6,7 +6,6 @@ training and evaluation, therefore never share a row, independently of the rows 
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,11 +38,10 @@ from hybrid_rlhf.data.rows.files import Row
 from hybrid_rlhf.data.rows.formats import head_index, read_ptx_row, read_sft_row
 from hybrid_rlhf.data.rows.sources import open_source
 from hybrid_rlhf.data.rows.stepwise import encode_stepwise_row
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
-logger = logging.getLogger(LOGGER_NAME)
 STEP_INDICES = {"sft": 0, "reward": 1, "preference": 1, "rl": 2}
 """Index of each step in data.split."""
 Encode = Callable[[str, Row, PreTrainedTokenizerBase, int], list[dict[str, Any]]]

@@ -8,7 +8,6 @@ log says so with the command that resumes under it; the run itself keeps its pla
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,11 +29,10 @@ from hybrid_rlhf.planning.placement_table import plan_placement, with_micro_batc
 from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.prediction_errors import STEP, PredictionReport, memory_errors
 from hybrid_rlhf.planning.step_time import StepTime, step_time
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import CONFIG_FILE
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
-logger = logging.getLogger(LOGGER_NAME)
 LINK_SIZES = [2**8, 2**14, 2**18, 2**20, 2**22, 2**24]
 """Bytes that are exchanged to measure the link between hosts."""
 _MEASURED_STEPS = 4

@@ -33,8 +33,8 @@ Size = TypeVar("Size", float, npt.NDArray[np.float64])
 class Curve:
     """Seconds by size."""
 
-    points: tuple[tuple[float, float], ...]
-    """(size, seconds), sizes above 0 and ascending."""
+    points: tuple[tuple[float, float], ...] = ()
+    """(size, seconds), sizes above 0 and ascending; without points, work that costs nothing."""
 
     @classmethod
     def of(cls, points: Iterable[Sequence[float]]) -> Curve:
@@ -42,7 +42,7 @@ class Curve:
         a nanosecond."""
         ordered = sorted((float(size), float(seconds)) for size, seconds in points)
         if not ordered:
-            return cls(())
+            return cls()
         sizes, seconds = zip(*ordered, strict=True)
         levels = isotonic_regression(np.log(np.maximum(seconds, 1e-9))).x
         return cls(tuple(zip(sizes, np.exp(levels).tolist(), strict=True)))
@@ -52,11 +52,6 @@ class Curve:
         """latency + size x per_unit, at sizes two apart: between them the curve bends as the sum does, within a few
         percent."""
         return cls.of((2.0**power, latency + per_unit * 2.0**power) for power in range(61))
-
-    @classmethod
-    def zero(cls) -> Curve:
-        """A curve of work that costs nothing."""
-        return cls(())
 
     def scaled(self, factor: float) -> Curve:
         """A curve with its seconds multiplied by a factor."""
@@ -119,7 +114,7 @@ class Surface:
         return result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MachineCurves:
     """A kind of machine: its hosts are alike, each with the same number of ranks."""
 
@@ -136,18 +131,18 @@ class MachineCurves:
     """The same with inference weights, in a decoding step."""
     attention: Curve
     """By operations (two per multiplication and addition) of one causal attention in a forward."""
-    layer: Curve
+    layer: Curve = Curve()
     """By elements of the hidden states (tokens x hidden size): the rest of a layer's forward, such as norms,
     activations and launches."""
-    layer_backward: Curve
+    layer_backward: Curve = Curve()
     """The same of a backward."""
-    head: Curve
+    head: Curve = Curve()
     """By logits (tokens x vocabulary): from logits to log-probs, forward and backward together."""
-    cache_reads: Curve
+    cache_reads: Curve = Curve()
     """By bytes of keys and values that the attention of a layer reads in a decoding step."""
-    decode_layer: Curve
+    decode_layer: Curve = Curve()
     """By elements of the hidden states (rows x hidden size): the rest of a layer in a decoding step."""
-    decode_step: Curve
+    decode_step: Curve = Curve()
     """By rows: scheduling, sampling and the end of completions in a decoding step."""
     copies: Curve
     """By bytes written: copies on the device, as of inference weights."""
@@ -171,19 +166,19 @@ class MachineCurves:
     """Fixed seconds: of a `forward`, a `backward`, an optimizer `step` of an engine; of entering and leaving generation
     (`generation`), of a `prefill` and of each `completion`. Beside passes: of each forward in scoring (`read`) and each
     of its tokens (`read_token`), and of each token in training (`trained_token`)."""
-    update: Curve = field(default_factory=Curve.zero)
+    update: Curve = Curve()
     """By ranks: what an update of a role takes beyond its passes, its step and its collectives."""
-    shared_training: Curve = field(default_factory=Curve.zero)
+    shared_training: Curve = Curve()
     """By ranks: passes in training over those of scoring, which also the slowest rank decides; without points 1."""
-    shared_loop: Curve = field(default_factory=Curve.zero)
+    shared_loop: Curve = Curve()
     """By ranks: `loop` on so many ranks over that on one that is slowed as much; without points 1."""
     gathered: Mapping[str, Curve] = field(default_factory=dict)
     """By ranks, in a `forward` and in a `backward`: what ZeRO-3 takes for each layer that it gathers, beside the
     collective."""
-    slowdown: Curve = field(default_factory=Curve.zero)
+    slowdown: Curve = Curve()
     """By ranks of a host that compute at once: seconds of what one rank alone does in a second; without points 1. On a
     CPU, ranks share cores and memory bandwidth."""
-    loop: Curve = field(default_factory=Curve.zero)
+    loop: Curve = Curve()
     """By tokens of a rollout, prompts included: what every rank does in a step outside its phases, such as advantages
     and metrics."""
     overlap: float = 0.0
@@ -201,7 +196,7 @@ class MachineCurves:
 
     def gathered_layer(self, kind: Literal["forward", "backward"], ranks: int) -> float:
         """What ZeRO-3 takes for each layer on so many ranks, beside the collective."""
-        return by_ranks(self.gathered.get(kind, Curve.zero()), ranks, none=0.0)
+        return by_ranks(self.gathered.get(kind, Curve()), ranks, none=0.0)
 
     def corrected(self, ratios: Mapping[str, float]) -> MachineCurves:
         """The curves with predictions of some kinds of work multiplied by measured / predicted."""

@@ -6,7 +6,6 @@ all rows have the maximum length.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import torch
@@ -17,11 +16,10 @@ from hybrid_rlhf.configs.sections.placement import has_separate_sampler, in_word
 from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device, PhaseMemory, own_device
 from hybrid_rlhf.planning.remedies import remedies
 from hybrid_rlhf.planning.step_memory import Planner
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.placement import Placement
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
-logger = logging.getLogger(LOGGER_NAME)
 _GIB = 2**30
 
 

@@ -67,14 +67,18 @@ def print_result(document: Mapping[str, Any], text: str) -> None:
 def print_document(document: Mapping[str, Any]) -> None:
     """Print a line of JSON; only with --json.
 
-    A document with a key `event` is progress, any other the result. Numbers that are not finite become null,
-    dataclasses objects, and any other type its text.
+    A document with a key `event` is progress, any other the result.
     """
     global _has_result
     assert _documents is not None
     _has_result = _has_result or "event" not in document
-    _documents.write(f"{json.dumps(_plain(document), allow_nan=False, default=str)}\n")
+    _documents.write(f"{json_text(document)}\n")
     _documents.flush()
+
+
+def json_text(value: Any) -> str:
+    """A value as ASCII JSON: numbers that are not finite become null, dataclasses objects, any other type its text."""
+    return json.dumps(_plain(value), allow_nan=False, default=str)
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import os
 import platform
 import time
@@ -25,8 +24,8 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.products import BACKENDS, Backend, backend, linear, use_backend
 from hybrid_rlhf.runtime.files.atomic import write_whole
-from hybrid_rlhf.runtime.files.reading import cache_folder
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.files.reading import cache_folder, stored_object
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World
 
 VARIABLE = "HYBRID_RLHF_PRODUCTS"
@@ -38,7 +37,6 @@ _SHAPES = ((512, 576, 1536), (512, 1536, 576))
 _ROUNDS = 6
 _LIMIT_SECONDS = 0.3
 """Time after which no further round begins."""
-logger = logging.getLogger(LOGGER_NAME)
 
 
 def choose_product_backend(
@@ -78,7 +76,7 @@ def choose_product_backend(
 
 def recorded_backend(folder: Path) -> Backend | None:
     """The choice that a run folder records for this machine; None if there is none."""
-    return next((name for name in BACKENDS if _read(folder).get(machine_key()) == name), None)
+    return next((name for name in BACKENDS if stored_object(folder / RECORD).get(machine_key()) == name), None)
 
 
 def machine_key() -> str:
@@ -151,26 +149,24 @@ def _measured(cache: Path) -> tuple[Backend, str]:
     return choice, f"measured: {times}"
 
 
-def _read(folder: Path) -> dict[str, str]:
-    """The choices recorded in a folder; {} if the file is missing or invalid."""
-    try:
-        content = json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _write(folder: Path, choice: Backend) -> None:
-    write_whole(folder / RECORD, json.dumps(_read(folder) | {machine_key(): choice}, indent=1) + "\n")
+    write_whole(folder / RECORD, json.dumps(stored_object(folder / RECORD) | {machine_key(): choice}, indent=1) + "\n")
 
 
 def _processor() -> str:
     """Name, family, model and stepping of the processor: on virtual machines the name is often only the vendor's."""
+    fields = processor_fields()
+    if not fields:
+        return platform.processor() or platform.machine()
+    known = [fields[name] for name in ("model name", "cpu family", "model", "stepping") if name in fields]
+    return " ".join(known) or platform.machine()
+
+
+def processor_fields() -> dict[str, str]:
+    """What Linux says of the first processor; {} on other systems."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
-        return platform.processor() or platform.machine()
+        return {}
     pairs = (line.partition(":") for line in first.splitlines())
-    fields = {name.strip(): value.strip() for name, _, value in pairs}
-    known = [fields[name] for name in ("model name", "cpu family", "model", "stepping") if name in fields]
-    return " ".join(known) or platform.machine()
+    return {name.strip(): value.strip() for name, _, value in pairs}

@@ -7,7 +7,6 @@ overwritten.
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import shutil
 import socket
@@ -42,7 +41,7 @@ from hybrid_rlhf.runtime.liveness.watchdog import Watchdog
 from hybrid_rlhf.runtime.observability.alerts import Alerts, Ending
 from hybrid_rlhf.runtime.observability.display import StepDisplay
 from hybrid_rlhf.runtime.observability.formatting import format_value
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, close_log_file, setup_logging
+from hybrid_rlhf.runtime.observability.logs import close_log_file, logger, setup_logging
 from hybrid_rlhf.runtime.observability.metrics import METRICS_FILE, SINKS, MetricsWriter, read_metrics
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState, TrackedRun, require_installed
@@ -67,7 +66,6 @@ _RESUME_MODES = ("never", "auto")
 """The values of `resume` that do not name a folder."""
 Callback = Callable[[int, Mapping[str, float]], object]
 """Called with a step and its metrics."""
-logger = logging.getLogger(LOGGER_NAME)
 
 
 @dataclass
@@ -150,10 +148,10 @@ class Run:
         if self.world.is_main and metrics:
             logger.info("%s  %s", title, "  ".join(f"{name} {format_value(value)}" for name, value in metrics.items()))
 
-    def progress(self, what: str, *, total: int, unit: str = "rows") -> ProgressLog:
+    def progress(self, what: str, *, total: int) -> ProgressLog:
         """A progress log for work of the current phase; every advance restarts the phase's time limit."""
         beat = partial(self.watchdog.beat, self.watchdog.phase)
-        return ProgressLog(what, total=total, unit=unit, on_advance=beat)
+        return ProgressLog(what, total=total, on_advance=beat)
 
     def display(self, title: str, *, total_steps: int, done_steps: int = 0) -> StepDisplay:
         """A step display, shown by the main rank."""
@@ -215,14 +213,16 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
             resume = effective_resume(config, world)
             changed = _changed_if_finished(folder, config) if world.is_main else None
             if world.broadcast_object(resume == "auto" and changed == []):
-                setup_logging(world).info("%s contains a finished run: nothing to do", folder)
+                setup_logging(world)
+                logger.info("%s contains a finished run: nothing to do", folder)
                 raise SystemExit(0)
             failure = world.broadcast_object(_claim(folder, resume, lock, changed) if world.is_main else None)
             if failure is not None:
                 raise UserError(failure)
             _require_shared(folder, world)
             before = _contents(folder, _START_FILES) if world.is_main else {}
-            _log_device(setup_logging(world, file=folder / LOG_FILE), world)
+            setup_logging(world, file=folder / LOG_FILE)
+            _log_device(world)
             initial_resume = _initial_resume(folder, config.resume)
             checkpoint = _checkpoint(folder, resume, initial_resume, world)
             warm_start = _warm_start(initial_resume, checkpoint)
@@ -283,19 +283,19 @@ def _require_shared(folder: Path, world: World) -> None:
             marker.unlink()
 
 
-def _log_device(log: logging.Logger, world: World) -> None:
+def _log_device(world: World) -> None:
     """Log the device of rank 0, and a warning for a GPU that it does not use, or cannot compile kernels for; and the
     hosts, if there are several."""
     if world.has_several_hosts:
         ranks = defaultdict(list)
         for rank, host in enumerate(world.all_gather_objects(socket.gethostname())):
             ranks[host].append(rank)
-        log.info("hosts: %s", ", ".join(f"{host} (ranks {in_words(own)})" for host, own in ranks.items()))
+        logger.info("hosts: %s", ", ".join(f"{host} (ranks {in_words(own)})" for host, own in ranks.items()))
     if world.is_main:
         line, faults = device_line(world)
-        log.info("%s", line)
+        logger.info("%s", line)
         for fault in faults:
-            log.warning("%s: %s", fault.problem, fault.fix)
+            logger.warning("%s: %s", fault.problem, fault.fix)
 
 
 def _check_logging(config: StepConfig, world: World) -> Alerts | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_rlhf.serving.metrics import ServerMetrics
@@ -77,20 +78,24 @@ class Admission:
         With a key, any Host is accepted: a page of another site does not have the key, and a proxy or a container has
         names that this machine does not know.
         """
-        rules = self._rules
-        is_open = scope["path"] in _OPEN_PATHS
-        refused = rules.origin_refusal(headers) or (rules.host_refusal(headers) if self._api_key is None else None)
-        if refused is not None:
-            return error_response(*refused)
-        if not is_open and not self._has_key(headers):
-            message = "requests must carry the server's API key, this one does not: send Authorization: Bearer KEY"
-            return error_response(401, message, "invalid_api_key")
-        if not is_open and self._activity.stops:
-            answer = error_response(503, "the server stops: send the request again later", "stopped")
-            answer.headers["Retry-After"] = str(_RETRY_SECONDS)
-            return answer
-        refused = rules.content_refusal(scope["method"], headers)
-        return None if refused is None else error_response(*refused)
+        try:
+            self._rules.require_origin(headers)
+            if self._api_key is None:
+                self._rules.require_host(headers)
+            if scope["path"] not in _OPEN_PATHS:
+                if not self._has_key(headers):
+                    message = (
+                        "requests must carry the server's API key, this one does not: send Authorization: Bearer KEY"
+                    )
+                    return error_response(401, message, "invalid_api_key")
+                if self._activity.stops:
+                    answer = error_response(503, "the server stops: send the request again later", "stopped")
+                    answer.headers["Retry-After"] = str(_RETRY_SECONDS)
+                    return answer
+            self._rules.require_json(scope["method"], headers)
+        except HTTPException as refusal:
+            return error_response(refusal.status_code, refusal.detail)
+        return None
 
     def _has_key(self, headers: Headers) -> bool:
         if self._api_key is None:

@@ -14,7 +14,6 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -27,13 +26,6 @@ from hybrid_rlhf.configs.errors import UserError
 _HOST = re.compile(r"(?:\[(?P<address>[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::\d{1,5})?")
 
 
-class Refusal(NamedTuple):
-    """Reason for refusing a request."""
-
-    status: int
-    message: str
-
-
 class AccessRules:
     """The rules of one server."""
 
@@ -42,31 +34,32 @@ class AccessRules:
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
         self._origins = frozenset(origins)
 
-    def host_refusal(self, headers: Headers) -> Refusal | None:
-        """Why the Host is refused; None if it is an address, which needs no DNS, or a name of this machine."""
+    def require_host(self, headers: Headers) -> None:
+        """Raise HTTPException unless the Host is an address, which needs no DNS, or a name of this machine."""
         host = headers.get("host", "")
-        if self._is_own(host):
-            return None
-        return Refusal(403, f"Host must be an address or a name of this machine, got {host[:100]!r}: ask it by that")
+        if not self._is_own(host):
+            raise HTTPException(
+                403, f"Host must be an address or a name of this machine, got {host[:100]!r}: ask it by that"
+            )
 
-    def origin_refusal(self, headers: Headers) -> Refusal | None:
-        """Why the Origin is refused; None without an Origin, or if it is the server's or an allowed one."""
+    def require_origin(self, headers: Headers) -> None:
+        """Raise HTTPException for an Origin that is neither the server's nor an allowed one."""
         origin = headers.get("origin")
         host = headers.get("host")
-        if origin is None or origin in {*self._origins, f"http://{host}", f"https://{host}"}:
-            return None
-        return Refusal(
-            403,
-            f"Origin must be that of the server or an allowed one (--cors_origins of serve), got {origin[:100]!r}: "
-            "ask from one of them",
-        )
+        if origin is not None and origin not in {*self._origins, f"http://{host}", f"https://{host}"}:
+            raise HTTPException(
+                403,
+                "Origin must be that of the server or an allowed one (--cors_origins of serve), got "
+                f"{origin[:100]!r}: ask from one of them",
+            )
 
-    def content_refusal(self, method: str, headers: Headers) -> Refusal | None:
-        """Why the content type is refused; None if the request has no body, or JSON."""
+    def require_json(self, method: str, headers: Headers) -> None:
+        """Raise HTTPException for a body that is not JSON by its content type."""
         content_type = headers.get("content-type", "")
-        if method != "POST" or content_type.partition(";")[0].strip().lower() == "application/json":
-            return None
-        return Refusal(415, f"a POST needs Content-Type: application/json, got {content_type[:100]!r}: send it")
+        if method == "POST" and content_type.partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(
+                415, f"a POST needs Content-Type: application/json, got {content_type[:100]!r}: send it"
+            )
 
     def _is_own(self, host: str) -> bool:
         match = _HOST.fullmatch(host)

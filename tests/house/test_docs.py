@@ -20,10 +20,10 @@ import yaml
 
 import hybrid_rlhf
 from benchmarks import generation_page, results
-from hybrid_rlhf.cli.data.subcommands import SUBCOMMANDS
 from hybrid_rlhf.cli.main import COMMANDS
 from hybrid_rlhf.configs import algorithms, preference
 from hybrid_rlhf.configs.commands.board import BoardConfig
+from hybrid_rlhf.configs.commands.data import BlendConfig, CheckConfig, ConvertConfig, SplitConfig
 from hybrid_rlhf.configs.commands.machine import CompletionConfig, EnvConfig
 from hybrid_rlhf.configs.commands.replay import ReplayConfig
 from hybrid_rlhf.configs.errors import UserError
@@ -56,12 +56,12 @@ CONFIGS: dict[str, type] = {
     **{"chat": ChatConfig, "generate": GenerateConfig, "serve": ServeConfig},
     **{"evaluate": EvaluateConfig, "export": ExportConfig, "push": PushConfig},
     **{"board": BoardConfig, "replay": ReplayConfig, "env": EnvConfig, "completion": CompletionConfig},
-    **{f"data {name}": config for name, (config, _, _) in SUBCOMMANDS.items()},
+    **{"data check": CheckConfig, "data convert": ConvertConfig, "data split": SplitConfig, "data blend": BlendConfig},
 }
 POSITIONAL: dict[str, str | tuple[str, ...]] = {
     **{"chat": ("path", "compare"), "push": ("path", "repo"), "board": "folders", "completion": "shell"},
     **dict.fromkeys(("generate", "serve", "evaluate", "export", "replay"), "path"),
-    **{f"data {name}": key for name, (_, key, _) in SUBCOMMANDS.items()},
+    **{"data check": "path", "data convert": "path", "data split": "path", "data blend": "sources"},
 }
 """Keys that the first words give."""
 METRIC_FLOORS = ("rl", "supervised", "loop", "planning", "models", "runtime/observability")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rlhf.cli.main import COMMANDS
+from hybrid_rlhf.cli.main import COMMANDS, SUBCOMMANDS
 from hybrid_rlhf.configs.pipeline import PipelineConfig
 from hybrid_rlhf.runtime.command_line import parse_config
 from tests.house.report import functions
@@ -56,7 +56,8 @@ def test_scripts_only_call_a_command(path: Path) -> None:
 def test_every_command_has_a_module_and_help() -> None:
     commands = LIBRARY / "cli"
     modules = {path for path in commands.rglob("*.py") if any(function.name == "main" for function in functions(path))}
-    named = [module for module, _ in COMMANDS.values()]
+    groups = [COMMANDS, *SUBCOMMANDS.values()]
+    named = {module for group in groups for module, _ in group.values()} - SUBCOMMANDS.keys()
     assert modules == {commands / f"{module.replace('.', '/')}.py" for module in (*named, "main")}
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from hybrid_rlhf.runtime.observability.display import StepDisplay
 from hybrid_rlhf.runtime.observability.formatting import format_clock, format_duration, format_value
-from hybrid_rlhf.runtime.observability.logs import setup_logging
+from hybrid_rlhf.runtime.observability.logs import logger, setup_logging
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.clock import ManualClock
 
@@ -57,7 +57,8 @@ def test_a_terminal_of_80_columns_shows_every_figure() -> None:
 
 def test_lines_of_the_log_begin_with_the_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Batch systems and log files have no other clock."""
-    setup_logging(solo_world(torch.device("cpu")), file=tmp_path / "log.txt").info("a line")
+    setup_logging(solo_world(torch.device("cpu")), file=tmp_path / "log.txt")
+    logger.info("a line")
     for text in ((tmp_path / "log.txt").read_text(), capsys.readouterr().out):
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d a line\n", text)
 
@@ -69,7 +70,8 @@ def test_lines_on_a_terminal_have_no_time(tmp_path: Path, monkeypatch: pytest.Mo
 
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
-    setup_logging(solo_world(torch.device("cpu"))).info("a line")
+    setup_logging(solo_world(torch.device("cpu")))
+    logger.info("a line")
     assert terminal.getvalue() == "a line\n"
     logging.getLogger("hybrid_rlhf").handlers.clear()
 

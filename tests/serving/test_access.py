@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 
 from hybrid_rlhf.cli.saved_models.loading import load_engine
 from hybrid_rlhf.configs.errors import UserError
@@ -40,8 +42,8 @@ COMPLETE = "/v1/completions"
 )
 def test_a_host_is_an_address_or_a_name_of_this_machine(host: str, is_own: bool) -> None:
     """`[::1]evil.com` was taken for an address."""
-    refusal = AccessRules("my.name").host_refusal(Headers({"host": host}))
-    assert (refusal is None) == is_own
+    with contextlib.nullcontext() if is_own else pytest.raises(HTTPException):
+        AccessRules("my.name").require_host(Headers({"host": host}))
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,12 @@ from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_rlhf.board.routes.answers import error_answer
-from hybrid_rlhf.serving.web import AccessRules, Refusal
+from hybrid_rlhf.serving.web import AccessRules
 
 COOKIE = "board_token"
 MOST_BODY_BYTES = 4 * 2**20
@@ -63,30 +64,29 @@ class BoardAccess:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """The answer that refuses a request; None if it is admitted."""
-        if (refused := self._rules.host_refusal(headers) or self._rules.origin_refusal(headers)) is not None:
-            return _refused(refused)
-        if scope["method"] not in ("GET", "HEAD", "POST"):
-            return error_answer(f"the method must be GET or POST, got {scope['method'][:20]}", 405)
-        if self._token is not None and scope["path"] != "/health":
-            token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-            if scope["path"] == "/" and self._is_token(token):
-                moved = RedirectResponse("/", 303)
-                moved.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
-                return moved
-            if not self._is_token(_cookie(headers)):
-                return error_answer("this board needs its token: open it as http://HOST:PORT/?token=TOKEN", 401)
-        if scope["method"] == "POST" and headers.get("x-board") != "1":
-            return error_answer("a POST needs the header X-Board: 1", 403)
-        refused = self._rules.content_refusal(scope["method"], headers)
-        return None if refused is None else _refused(refused)
+        try:
+            self._rules.require_host(headers)
+            self._rules.require_origin(headers)
+            if scope["method"] not in ("GET", "HEAD", "POST"):
+                raise HTTPException(405, f"the method must be GET or POST, got {scope['method'][:20]}")
+            if self._token is not None and scope["path"] != "/health":
+                token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+                if scope["path"] == "/" and self._is_token(token):
+                    moved = RedirectResponse("/", 303)
+                    moved.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+                    return moved
+                if not self._is_token(_cookie(headers)):
+                    raise HTTPException(401, "this board needs its token: open it as http://HOST:PORT/?token=TOKEN")
+            if scope["method"] == "POST" and headers.get("x-board") != "1":
+                raise HTTPException(403, "a POST needs the header X-Board: 1")
+            self._rules.require_json(scope["method"], headers)
+        except HTTPException as refusal:
+            return error_answer(refusal.detail, refusal.status_code)
+        return None
 
     def _is_token(self, token: str) -> bool:
         assert self._token is not None
         return hmac.compare_digest(token.encode(), self._token.encode())
-
-
-def _refused(refusal: Refusal) -> Response:
-    return error_answer(refusal.message, refusal.status)
 
 
 def _cookie(headers: Headers) -> str:

@@ -19,6 +19,7 @@ from hybrid_rlhf.board.runs.reading import complete_lines, finite, number, open_
 
 Floats = NDArray[np.float64]
 _MOST_NAMES = 2000
+_TIMELINE_POINTS = 500
 _NOT_METRICS = ("step", "time_seconds")
 _TIME = "time/"
 _SECONDS = "_seconds"
@@ -50,12 +51,11 @@ class MetricsFile:
         self._columns: dict[str, array[float]] = {}
         self.problem: str | None = None
 
-    def update(self) -> dict[str, Any] | None:
-        """Read the appended lines; return the last new line, or None.
+    def update(self) -> None:
+        """Read the appended lines.
 
         A file that is shorter or was replaced, because a resumed run dropped its last lines, is read from the start.
         """
-        newest = None
         with self._lock:
             try:
                 with open_regular(self._path) as file:
@@ -65,7 +65,7 @@ class MetricsFile:
                         self._inode = file_status.st_ino
                     for lines in complete_lines(file, self._offset):
                         for offset, line in lines:
-                            newest = self._add(offset, line) or newest
+                            self._add(offset, line)
                             self._offset = offset + len(line) + 1
             except FileNotFoundError:
                 self._clear()
@@ -73,13 +73,12 @@ class MetricsFile:
                 self.problem = f"{self._path.name} cannot be read ({error.strerror})"
             except ValueError as error:
                 self.problem = f"{self._path.name}: {error}"
-        return newest
 
-    def _add(self, offset: int, line: bytes) -> dict[str, Any] | None:
+    def _add(self, offset: int, line: bytes) -> None:
         content = parsed(line)
         if content is None:
             self.problem = f"{self._path.name}: the line at byte {offset} is no JSON with a step"
-            return None
+            return
         rows = len(self._steps)
         self._steps.append(content["step"])
         self._times.append(number(content.get("time_seconds")))
@@ -95,7 +94,6 @@ class MetricsFile:
         for column in self._columns.values():
             if len(column) == rows:
                 column.append(np.nan)
-        return content
 
     def names(self) -> list[str]:
         """The names of the metrics, sorted."""
@@ -138,8 +136,8 @@ class MetricsFile:
             "values": {name: [finite(value) for value in column] for name, column in values.items()},
         }
 
-    def timeline(self, first: int | None, last: int | None, *, points: int = 500) -> dict[str, Any]:
-        """Seconds of each phase, and memory, by step; means of neighbours if there are more than `points` steps."""
+    def timeline(self, first: int | None, last: int | None) -> dict[str, Any]:
+        """Seconds of each phase, and memory, by step; means of neighbours if there are many steps."""
         shown = [
             name
             for name in self.names()
@@ -147,8 +145,8 @@ class MetricsFile:
             or (name.startswith(_MEMORY) and name.endswith(_GIB))
         ]
         steps, _, values = self.columns(shown, first=1 if first is None else first, last=last)
-        if len(steps) > points:
-            starts = np.linspace(0, len(steps), points, endpoint=False).astype(np.int64)
+        if len(steps) > _TIMELINE_POINTS:
+            starts = np.linspace(0, len(steps), _TIMELINE_POINTS, endpoint=False).astype(np.int64)
             steps = steps[starts]
             values = {name: _means(value, starts) for name, value in values.items()}
         parts: dict[str, dict[str, list[float | None]]] = {"phases": {}, "memory": {}}

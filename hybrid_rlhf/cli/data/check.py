@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.cli.data.convert import problem_lines
 from hybrid_rlhf.configs.commands.data import CheckConfig
+from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.output import print_result
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ _SHOWN_CHARACTERS = 600
 _BAR = 40
 
 
-def run(config: CheckConfig) -> None:
+@command(CheckConfig, positional="path")
+def main(config: CheckConfig) -> None:
     """Check a source; exit code 1 if there is something to correct."""
     tokenizer = None if config.tokenizer is None else _tokenizer(config, config.tokenizer)
     from hybrid_rlhf.data.preparation.checking import check_source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from hybrid_rlhf.configs.commands.data import ConvertConfig
+from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.atomic import output_file
 from hybrid_rlhf.runtime.output import print_result
 
@@ -12,7 +13,8 @@ SHOWN = 20
 """Number of problems to print as text; JSON has more."""
 
 
-def run(config: ConvertConfig) -> None:
+@command(ConvertConfig, positional="path")
+def main(config: ConvertConfig) -> None:
     """Convert a source; exit code 1 if a row cannot be converted and skip_bad is off."""
     output = output_file(config.output, "--output", overwrite=config.overwrite)
     from hybrid_rlhf.data.preparation.conversion.converting import convert

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybrid_rlhf.configs.commands.data import SplitConfig
+from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.files.atomic import output_file
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.output import print_result
 
 
-def run(config: SplitConfig) -> None:
+@command(SplitConfig, positional="path")
+def main(config: SplitConfig) -> None:
     """Split a source, and print the paths of the parts."""
     from hybrid_rlhf.data.preparation.splitting import split_rows
     from hybrid_rlhf.data.rows.files import plain_name

@@ -56,7 +56,3 @@ def _stored_curves(config: CalibrateConfig, ranks: int) -> MachineCurves | None:
         print(f"{path} differs in {', '.join(changed)}: measuring again")
         return None
     return read_curves(path)
-
-
-if __name__ == "__main__":
-    main()

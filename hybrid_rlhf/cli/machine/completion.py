@@ -51,7 +51,3 @@ def _help(words: Sequence[str]) -> dict[str, Any]:
         script.main([*words, "--help", JSON_OPTION])
     document: dict[str, Any] = json.loads(printed.getvalue())
     return document
-
-
-if __name__ == "__main__":
-    main()

@@ -61,7 +61,3 @@ def _lines(installation: Installation, compiled: bool) -> list[str]:
     if installation.faults:
         lines += ["", *(f"problem: {fault.problem}: {fault.fix}" for fault in installation.faults)]
     return lines
-
-
-if __name__ == "__main__":
-    main()

@@ -39,7 +39,3 @@ def _load_scorer(config: InferenceConfig) -> Any:
     from hybrid_rlhf.cli.saved_models.loading import find_model, load_scorer
 
     return load_scorer(find_model(config))
-
-
-if __name__ == "__main__":
-    main()

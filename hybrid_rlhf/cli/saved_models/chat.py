@@ -291,7 +291,3 @@ def _settings(sampling: SamplingParams) -> dict[str, Any]:
     """Sampling parameters that /set can change."""
     values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
     return {name: value for name, value in values.items() if name != "n" and not isinstance(value, tuple)}
-
-
-if __name__ == "__main__":
-    main()

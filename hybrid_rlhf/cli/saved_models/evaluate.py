@@ -91,7 +91,3 @@ def _text(results: Measurement) -> str:
     with console.capture() as capture:
         console.print(results.table())
     return capture.get().rstrip("\n")
-
-
-if __name__ == "__main__":
-    main()

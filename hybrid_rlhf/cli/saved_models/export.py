@@ -126,7 +126,3 @@ def _converted(name: str, weight: torch.Tensor | None, dtype: torch.dtype) -> to
     if not converted.isfinite().all() and weight.isfinite().all():
         raise UserError(f"weights must fit --dtype, {name} is beyond the range of {dtype}: set --dtype bfloat16")
     return converted
-
-
-if __name__ == "__main__":
-    main()

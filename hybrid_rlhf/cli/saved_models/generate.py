@@ -48,7 +48,3 @@ def main(config: GenerateConfig) -> None:
     rate = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens per second"
     document = {"output": output, "prompts": len(rows), "tokens": tokens, "seconds": seconds}
     print_result(document, f"{len(rows):,} prompts, {rate}: {output}")
-
-
-if __name__ == "__main__":
-    main()

@@ -97,7 +97,3 @@ def _hub_errors(repo: str) -> Iterator[None]:
         raise UserError(
             f"the hub cannot be reached for {repo} ({str(error) or type(error).__name__}): push again"
         ) from error
-
-
-if __name__ == "__main__":
-    main()

@@ -48,7 +48,3 @@ def main(config: ServeConfig) -> None:
         sys.exit(FAILED_EXIT_CODE)
     if wants_json():
         print_document({"model": config.served_name, "seconds": time.perf_counter() - start})
-
-
-if __name__ == "__main__":
-    main()

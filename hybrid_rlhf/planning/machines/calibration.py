@@ -178,12 +178,6 @@ def _alone(world: World, sizes: MeasuredSizes) -> tuple[MachineCurves, list[Mode
             for name in sizes.dtypes
         },
         attention=Curve.of(layers.time_attention(world, sizes.attention)),
-        layer=Curve.zero(),
-        layer_backward=Curve.zero(),
-        head=Curve.zero(),
-        cache_reads=Curve.zero(),
-        decode_layer=Curve.zero(),
-        decode_step=Curve.zero(),
         copies=copies,
         host_link=copies,
         optimizer=optimizer,

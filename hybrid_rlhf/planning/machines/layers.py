@@ -32,7 +32,7 @@ from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.ops.choice import can_pack
 from hybrid_rlhf.models.pretrained.sources import quiet_transformers
 from hybrid_rlhf.planning.job import ModelDimensions
-from hybrid_rlhf.planning.machines.ranks import median_seconds
+from hybrid_rlhf.planning.machines.ranks import median_seconds, synchronize
 from hybrid_rlhf.runtime.world import World
 
 SHORT_CONTEXT = 16
@@ -261,8 +261,7 @@ def _passes(engine: HybridEngine, batch: TimedBatch, vocabulary: int) -> tuple[f
 
 
 def _seconds_since(start: float) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter() - start
 
 

@@ -16,7 +16,7 @@ import torch
 
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.planning.costs import Costs
-from hybrid_rlhf.planning.curves import Curve, Kind, MachineCurves
+from hybrid_rlhf.planning.curves import Curve, MachineCurves
 from hybrid_rlhf.planning.job import RLJob, StepLengths, read_job
 from hybrid_rlhf.planning.machines.fitting import SCALES, fit
 from hybrid_rlhf.planning.machines.layers import TimedModel
@@ -69,8 +69,11 @@ def with_runs(curves: MachineCurves, runs: Sequence[tuple[int, RunTimes]]) -> Ma
     several = {each.ranks for each in predicted if each.ranks > 1}
     by_ranks = {ranks: [each for each in predicted if each.ranks == ranks] for ranks in sorted(several)}
     if curves.device == "cpu":
-        alone = replace(curves, slowdown=Curve.zero())
-        shared = {ranks: median(each.ratio(alone, "scoring") for each in some) for ranks, some in by_ranks.items()}
+        alone = replace(curves, slowdown=Curve())
+        shared = {
+            ranks: median(each.times.seconds["scoring"] / each.seconds(alone, "scoring") for each in some)
+            for ranks, some in by_ranks.items()
+        }
         curves = replace(curves, slowdown=Curve.of([(1, 1.0), *shared.items()]))
     training = {ranks: _training_of(curves, some) for ranks, some in by_ranks.items()}
     curves = replace(
@@ -84,12 +87,16 @@ def with_runs(curves: MachineCurves, runs: Sequence[tuple[int, RunTimes]]) -> Ma
 
 def _training_of(curves: MachineCurves, some: Sequence[_Prediction]) -> dict[str, float]:
     """Factor of the work of training, and seconds per update, of runs on as many ranks."""
+    rests = [each.training(curves, without=("forward", "backward")) for each in some]
     return _fit_factor(
         "work",
         _SHARED,
-        [{"work": each.training_work(curves), "update": each.updates(curves)} for each in some],
+        [
+            {"work": each.training(curves) - rest, "update": each.updates(curves)}
+            for each, rest in zip(some, rests, strict=True)
+        ],
         [each.times.seconds["training"] for each in some],
-        known=[each.training_rest(curves) for each in some],
+        known=rests,
     )
 
 
@@ -125,20 +132,20 @@ def _with_loop(curves: MachineCurves, alone: Sequence[_Prediction]) -> MachineCu
         known=[0.0] * len(alone),
     )
     curves = replace(curves, corrections={**curves.corrections, "forward": reads["forward"]})
-    parts = [each.backward_and_rest(curves) for each in alone]
+    rests = [each.training(curves, without=("backward",)) for each in alone]
     updates = _fit_factor(
         "backward",
         SCALES,
         [
             {
-                "backward": backward,
+                "backward": each.training(curves) - rest,
                 "update": each.updates(curves),
                 "trained_token": each.calls(curves, "trained_token", "training"),
             }
-            for each, (backward, _) in zip(alone, parts, strict=True)
+            for each, rest in zip(alone, rests, strict=True)
         ],
         [each.times.seconds["training"] for each in alone],
-        known=[rest for _, rest in parts],
+        known=rests,
     )
     return replace(
         curves,
@@ -187,33 +194,16 @@ class _Prediction:
 
     def updates(self, curves: MachineCurves) -> float:
         """Number of updates of all roles in a step."""
-        slow, none = (replace(curves, update=each) for each in (Curve.of([(1, 1.0)]), Curve.zero()))
+        slow, none = (replace(curves, update=each) for each in (Curve.of([(1, 1.0)]), Curve()))
         return self.seconds(slow, "training") - self.seconds(none, "training")
 
-    def backward_and_rest(self, curves: MachineCurves) -> tuple[float, float]:
-        """Seconds of backwards in training, and of the rest, without a fixed cost of updates."""
-        curves = replace(curves, update=Curve.zero())
-        rest = self.seconds(_without(curves, "backward"), "training")
-        return self.seconds(curves, "training") - rest, rest
-
-    def ratio(self, curves: MachineCurves, phase: str) -> float:
-        """Measured over predicted."""
-        return self.times.seconds[phase] / self.seconds(curves, phase)
-
-    def training_rest(self, curves: MachineCurves) -> float:
-        """Seconds of training without its passes and a fixed cost of updates."""
-        return self.seconds(_without(_without(replace(curves, update=Curve.zero()), "forward"), "backward"), "training")
-
-    def training_work(self, curves: MachineCurves) -> float:
-        """Seconds of the passes of training."""
-        return self.seconds(replace(curves, update=Curve.zero()), "training") - self.training_rest(curves)
+    def training(self, curves: MachineCurves, *, without: Sequence[str] = ()) -> float:
+        """Seconds of training without a fixed cost of updates, and without some kinds of work."""
+        corrections = {**curves.corrections, **dict.fromkeys(without, _NOTHING)}
+        return self.seconds(replace(curves, update=Curve(), corrections=corrections), "training")
 
     def loop_ratio(self, curves: MachineCurves) -> float:
         """What of a step is in no phase, over its prediction; ranks that wait for one another in any phase included."""
         predicted = self.step(curves)
         loop = predicted.phases["loop"]
         return max(1.0, (self.times.seconds["step"] - predicted.step_seconds + loop) / loop)
-
-
-def _without(curves: MachineCurves, kind: Kind) -> MachineCurves:
-    return replace(curves, corrections={**curves.corrections, kind: _NOTHING})

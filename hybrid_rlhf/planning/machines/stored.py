@@ -18,6 +18,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.planning.curves import MachineCurves
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.reading import cache_folder
+from hybrid_rlhf.runtime.product_backend import processor_fields
 
 FORMAT = 4
 """Format of the file; a file of another format is refused."""
@@ -27,10 +28,11 @@ _FIX = "remove it, or run hybrid-rlhf calibrate --renew true"
 def machine_key(ranks: int) -> dict[str, object]:
     """What measured curves are valid for."""
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    cpu = processor_fields().get("model name") or platform.processor() or platform.machine()
     return {
         "format": FORMAT,
         "host": platform.node(),
-        "device": gpu or _processor(),
+        "device": gpu or cpu,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "ranks": ranks,
         **{name: version(name) for name in ("torch", "transformers", "deepspeed")},
@@ -105,13 +107,3 @@ def _content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     with _damage_refused(path):
         content = json.loads(path.read_text())
         return {**content["key"]}, content["curves"]
-
-
-def _processor() -> str:
-    """The name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not on Linux
-        lines = []
-    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return found[0] if found else platform.processor() or platform.machine()

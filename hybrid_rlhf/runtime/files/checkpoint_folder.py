@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import re
 import shutil
@@ -22,13 +21,12 @@ from hybrid_rlhf.configs.sections.training import CheckpointConfig
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.durable import checksum, flush
 from hybrid_rlhf.runtime.files.names import CHECKPOINTS, MANIFEST
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World
 
 FORMAT = 1
 _NAME = re.compile(r"step_(\d+)(?:_update_(\d+))?")
 _PARTIAL_NAME = re.compile(_NAME.pattern + r"\.partial")
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class BrokenCheckpoint(Exception):

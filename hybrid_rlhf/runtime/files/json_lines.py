@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -15,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.runtime.files.atomic import write_whole
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 
 MAX_PENDING_BYTES = 64 * 2**20
 """Limit of the pending lines; beyond it the oldest are discarded."""
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class JsonLinesFile:

@@ -131,6 +131,15 @@ def read_json_object(path: str | Path, key: str) -> dict[str, Any]:
     return content
 
 
+def stored_object(file: Path) -> dict[str, Any]:
+    """The object of a JSON file that a run has written; {} if the file is missing or has other content."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; raise NotJSON for a repeated key, of which the parser would silently take the last."""
     content = dict(pairs)

@@ -14,7 +14,6 @@ covers neither `train.py`, which may be the grandparent, nor the two processes o
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 import psutil
 
 from hybrid_rlhf.runtime.liveness.signals import ask_to_stop
+from hybrid_rlhf.runtime.observability.logs import logger
 
 STARTED_BY = "HYBRID_RLHF_STARTED_BY"
 """Environment variable with the process id of `train.py`, set for the processes that it starts on its host."""
@@ -30,8 +30,6 @@ STARTED_BY = "HYBRID_RLHF_STARTED_BY"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _DEEPSPEED = "CROSS_RANK"
 _POLL_SECONDS = 1.0
-_LOGGER_NAME = "hybrid_rlhf"
-"""Repeated from logs.py, which imports torch, because this module is imported earlier."""
 _watching = threading.Lock()
 
 
@@ -85,5 +83,5 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def _stop() -> None:
     # Every rank logs this: the first that detects it stops all others.
-    logging.getLogger(_LOGGER_NAME).warning("the launcher of this run has died: stopping as for SIGTERM")
+    logger.warning("the launcher of this run has died: stopping as for SIGTERM")
     ask_to_stop()

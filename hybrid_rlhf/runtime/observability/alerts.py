@@ -15,7 +15,7 @@ from typing import Any, Self
 from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.background import BackgroundQueue
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
+from hybrid_rlhf.runtime.observability.logs import logger, shortened
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState
 from hybrid_rlhf.runtime.urls import expanded_url, shown_url
 
@@ -24,7 +24,6 @@ REQUEST_SECONDS = 5.0
 _LONGEST_TEXT = 1000
 """Number of characters; Discord's limit is 2000."""
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it logs complete URLs
-logger = logging.getLogger(LOGGER_NAME)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ remaining steps: rich's own estimate uses the last thirty seconds, which a step 
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import time
 from collections import deque
@@ -21,11 +20,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from hybrid_rlhf.runtime.observability.formatting import format_clock, format_value
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 
 SPEED = "perf/tokens_per_second"
 _STEPS_OF_ESTIMATE = 20
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class StepDisplay:

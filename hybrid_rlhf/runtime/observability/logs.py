@@ -10,23 +10,24 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from hybrid_rlhf.runtime.world import World
+if TYPE_CHECKING:  # it imports torch, which readers of run folders do not need
+    from hybrid_rlhf.runtime.world import World
 
 LOGGER_NAME = "hybrid_rlhf"
+logger = logging.getLogger(LOGGER_NAME)
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 """Format of the local time at the beginning of lines, except on a terminal."""
 
 
-def setup_logging(world: World, *, file: Path | None = None) -> logging.Logger:
+def setup_logging(world: World, *, file: Path | None = None) -> None:
     """Configure the project's logger for this rank.
 
     Args:
         world: rank 0 logs at INFO, the others at WARNING with their rank as a prefix, on several hosts also their host.
         file: file for a copy of rank 0's log.
     """
-    logger = logging.getLogger(LOGGER_NAME)
     close_log_file()
     logger.handlers.clear()
     logger.propagate = False
@@ -39,12 +40,10 @@ def setup_logging(world: World, *, file: Path | None = None) -> logging.Logger:
         is_terminal = isinstance(handler, _Console) and sys.stdout.isatty()
         handler.setFormatter(logging.Formatter(form if is_terminal else f"%(asctime)s {form}", TIME_FORMAT))
         logger.addHandler(handler)
-    return logger
 
 
 def close_log_file() -> None:
     """Close log.txt at the end of a run: later messages do not belong to it."""
-    logger = logging.getLogger(LOGGER_NAME)
     for handler in [handler for handler in logger.handlers if isinstance(handler, _LogFile)]:
         logger.removeHandler(handler)
         handler.close()
@@ -61,31 +60,30 @@ class _Console(logging.StreamHandler):  # type: ignore[type-arg]
         return sys.stdout
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that logging calls
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            return super().handleError(record)
-        _drop(self, f"the console cannot be written ({error.strerror}): the run continues without it")
-        # Later prints, and Python's flush at exit, must not fail either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return None
+        if _is_dropped(self, "the console"):
+            # Later prints, and Python's flush at exit, must not fail either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        else:
+            super().handleError(record)
 
 
 class _LogFile(logging.FileHandler):
     """log.txt, until writing to it fails."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that logging calls
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            return super().handleError(record)
-        _drop(self, f"{self.baseFilename} cannot be written ({error.strerror}): the run continues without it")
-        return None
+        if not _is_dropped(self, self.baseFilename):
+            super().handleError(record)
 
 
-def _drop(handler: logging.Handler, reason: str) -> None:
-    logger = logging.getLogger(LOGGER_NAME)
+def _is_dropped(handler: logging.Handler, name: str) -> bool:
+    """Drop a handler whose write has just failed; return False after any other error."""
+    error = sys.exc_info()[1]
+    if not isinstance(error, OSError):
+        return False
     # A new list, because logging is iterating over the old one and would skip the next handler after a removal.
     logger.handlers = [kept_handler for kept_handler in logger.handlers if kept_handler is not handler]
-    logger.warning(reason)
+    logger.warning(f"{name} cannot be written ({error.strerror}): the run continues without it")
+    return True
 
 
 def shortened(text: str, limit: int = 60) -> str:

@@ -7,18 +7,16 @@ appendix B, without attention: 6 operations per parameter and token.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World
 
 PROFILE_FOLDER = "profile"
-logger = logging.getLogger(LOGGER_NAME)
 _PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "B200": 2250.0, "RTX 4090": 165.0}
 """Dense bfloat16 peak by part of the GPU's name, from the vendor's data sheets."""
 _MEMORY_TB_PER_SECOND = {"H200": 4.8, "H100": 3.35, "A100": 2.039, "L40S": 0.864, "B200": 8.0, "RTX 4090": 1.008}

@@ -7,12 +7,11 @@ every step of a loop repeats logs from thirty seconds on.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 
 T = TypeVar("T")
 FIRST_SECONDS = 5.0
@@ -22,7 +21,6 @@ STEP_SECONDS = 30.0
 _MAX_SECONDS = 30.0
 _GROWTH = 0.1
 """Between these limits, the interval is this fraction of the time since the start."""
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class ProgressLog:

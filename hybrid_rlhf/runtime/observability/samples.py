@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile, drop_lines_after
 from hybrid_rlhf.runtime.files.names import SAMPLES_FILE
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
+from hybrid_rlhf.runtime.observability.logs import logger, shortened
 
 _SHOWN = 2
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class SampleLog:

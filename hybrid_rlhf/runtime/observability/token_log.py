@@ -6,7 +6,6 @@ A failing disk does not end the run: the log names the first error, and the step
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,10 +15,8 @@ from safetensors.numpy import save
 
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.durable import flush
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.observability.token_records import DETAILS, ENVIRONMENT, TOKENS, record_file, record_files
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class TokenLog:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.run import SinkName
 from hybrid_rlhf.runtime.background import BackgroundQueue
 from hybrid_rlhf.runtime.files.atomic import write_whole
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.files.reading import stored_object
+from hybrid_rlhf.runtime.observability.logs import logger
 
 EndState = Literal["finished", "stopped", "failed", "stalled"]
 """How a run ended; a stopped run was ended by a signal, and can be resumed."""
@@ -29,7 +29,6 @@ IDS_FILE = "sinks.json"
 """Ids of the run in its trackers, by sink, with which a resumed run continues them."""
 CLOSE_SECONDS = 30.0
 """Time for which the end of a run waits for a sink."""
-logger = logging.getLogger(LOGGER_NAME)
 _ids_lock = threading.Lock()
 
 
@@ -124,11 +123,7 @@ def require_installed(kinds: Mapping[SinkName, type[MetricsSink]], names: Sequen
 
 def read_ids(folder: Path) -> dict[str, str]:
     """Ids of the run in its trackers; {} if there are none yet."""
-    try:
-        ids = json.loads((folder / IDS_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return ids if isinstance(ids, dict) else {}
+    return stored_object(folder / IDS_FILE)
 
 
 def _keep_id(folder: Path, module: str, run_id: str | None) -> None:
