@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.functional.products import onednn_linear, wide_linear
+from hybrid_rlhf.functional.operations import onednn_linear, wide_linear
 from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.ops import choice, cpu_kernels
 from hybrid_rlhf.generation.ops.norms import rms_norm
