@@ -21,8 +21,7 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation.backends.backend import BackendName, GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.generation.batching.request_maker import RequestMaker
-from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request, TokenLimit
+from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request, RequestMaker, TokenLimit
 from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.generation.ops.quantisation import Quantization
 from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams
@@ -104,7 +103,7 @@ class GenerationEngine:
             stop_token_ids: tokens that end every completion; none: the EOS tokens of the model's generation config.
             tokenizer: for stop strings.
             backend: see BackendName.
-            quantization: int8 or fp8 matmuls in the layers (model/quantised.py); none: the model's dtype. Native
+            quantization: int8 or fp8 matmuls in the layers (model/layers.py); none: the model's dtype. Native
                 backend only.
             max_batch_rows: maximum number of completions decoded together; none: limited by memory, module: 256.
             kv_cache_gib: memory for keys and values; none: the free device memory. Native backend only.

@@ -26,8 +26,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
-from hybrid_rlhf.generation.batching.request_maker import RequestMaker
-from hybrid_rlhf.generation.batching.requests import NewTokens, Request
+from hybrid_rlhf.generation.batching.requests import NewTokens, Request, RequestMaker
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.sampling import FinishReason, SamplingParams, per_request
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME

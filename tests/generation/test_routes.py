@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.architecture.hugging_face import describe
-from hybrid_rlhf.generation.architecture.split import Split
+from hybrid_rlhf.generation.architecture.model_description import Split
 from hybrid_rlhf.generation.batching import capacity, rows
 from hybrid_rlhf.generation.model.cache import CacheLayout, page_bytes
 from tests.support.families import EXPERT_VARIANTS, variant

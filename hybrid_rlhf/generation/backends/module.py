@@ -23,10 +23,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hybrid_rlhf.generation.architecture.hugging_face import trained_positions
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
-from hybrid_rlhf.generation.batching.sampler import Sampler
+from hybrid_rlhf.generation.batching.sampler import DecodeBatch, Sampler, sampling_mode
 from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE
 from hybrid_rlhf.models.head_check import agreement, module_logprobs, probe_tokens
 from hybrid_rlhf.models.policy import wide_logits

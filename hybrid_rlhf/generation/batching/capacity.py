@@ -22,8 +22,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch
 from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.batching.sampler import DecodeBatch
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.attention import Chunks
 from hybrid_rlhf.generation.model.cache import CacheLayout, blocks_of

@@ -28,7 +28,7 @@ from torch.nn import functional
 from hybrid_rlhf.generation.architecture.model_description import Activation
 from hybrid_rlhf.generation.ops.compiled import CannotCompile, load, openmp_parallel
 from hybrid_rlhf.generation.ops.rows import ACTIVATION_NUMBERS
-from hybrid_rlhf.generation.ops.sampling_rows import SamplingMode, SamplingRows
+from hybrid_rlhf.generation.ops.sampling import SamplingMode, SamplingRows
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -291,7 +291,7 @@ def pack_int8(codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_linear(x: Tensor, weight: Tensor, offset: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b [T, N], where each row of x is quantised to int8 (quantised.py) and sums are int32.
+    """Return x W^T + b [T, N], where each row of x is quantised to int8 (layers.py) and sums are int32.
 
     Args:
         x: [T, K].

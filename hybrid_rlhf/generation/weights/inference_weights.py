@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.architecture.hugging_face import SCORE_HEAD, NotDescribed, describe
-from hybrid_rlhf.generation.architecture.model_description import Experts, Latent, ModelDescription
+from hybrid_rlhf.generation.architecture.model_description import Experts, Latent, ModelDescription, Split, share
 from hybrid_rlhf.generation.architecture.recurrence import Recurrence
-from hybrid_rlhf.generation.architecture.split import Split, share
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.decoder_weights import (
     LAYER_NORMS,
@@ -37,8 +36,7 @@ from hybrid_rlhf.generation.model.decoder_weights import (
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.model.four_bit import FourBitLinear, FourBitPart
 from hybrid_rlhf.generation.model.latent import LatentAttention
-from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm
-from hybrid_rlhf.generation.model.quantised import Linear, product_maker
+from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Linear, Norm, SplitNorm, product_maker
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.quantisation import Quantization

@@ -29,7 +29,7 @@ from hybrid_rlhf.generation.architecture.recurrence import (
     Recurrence,
     ShortConvolution,
 )
-from hybrid_rlhf.generation.model.quantised import Linear
+from hybrid_rlhf.generation.model.layers import Linear
 from hybrid_rlhf.generation.model.recurrent.states import StepStates
 from hybrid_rlhf.generation.ops.recurrence import DECAYING_SCAN, selective_rule
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
