@@ -14,11 +14,10 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.engines import hybrid
+from hybrid_rlhf.engines import hybrid, weight_check
 from hybrid_rlhf.engines.builder import build_actor
-from hybrid_rlhf.engines.checks import weight_check
-from hybrid_rlhf.engines.checks.weight_check import Rerouted, TrainingProbe, WeightCheck
 from hybrid_rlhf.engines.hybrid import HybridEngine
+from hybrid_rlhf.engines.weight_check import Rerouted, TrainingProbe, WeightCheck
 from hybrid_rlhf.generation.model import layers
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS

@@ -17,7 +17,8 @@ from hybrid_rlhf.generation.model.layers import QuantisedLinear
 from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.generation.ops.quantisation import Quantization, quantise
 from hybrid_rlhf.models.packing import pack, use_packing
-from hybrid_rlhf.models.packing.varlen import boundaries, varlen_attention
+from hybrid_rlhf.models.packing.attention import varlen_attention
+from hybrid_rlhf.models.packing.rows import boundaries
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.runtime.world import solo_world
 from tests.generation.references import exact_attention

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.models.packing.varlen import boundaries
-
 _GROUP = 2**32
 """Multiplier of the group in the values of a mask; the remainder is the row."""
 
@@ -85,6 +83,11 @@ def places(lengths: Sequence[int], sizes: Sequence[int], *, device: torch.device
     mask: Any = (group_of_row[rows] * _GROUP + rows).to(device)[None, None, None]
     mask.groups = groups
     return mask  # type: ignore[no-any-return]
+
+
+def boundaries(lengths: Tensor) -> Tensor:
+    """Boundaries int32 [B + 1] of rows with lengths [B]."""
+    return torch.nn.functional.pad(lengths.cumsum(dim=0), (1, 0)).to(torch.int32)
 
 
 def ends(lengths: Tensor) -> Tensor:
