@@ -6,7 +6,6 @@ alone (`GenerationEngine.from_pretrained`) and on the actor of a training run (e
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -32,10 +31,7 @@ from hybrid_rlhf.models.pretrained.adapters import LowRank, read_adapter
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, solo_world
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class GenerationEngine:

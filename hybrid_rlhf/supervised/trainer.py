@@ -6,7 +6,6 @@ and ranks.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,14 +25,13 @@ from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
 from hybrid_rlhf.loop.non_finite import SkippedUpdates, rows_with_non_finite_loss
 from hybrid_rlhf.loop.trainer import Trainer
 from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.observability.profiling import model_flops_utilisation
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World
 
-logger = logging.getLogger(LOGGER_NAME)
 BatchT = TypeVar("BatchT")
 
 

@@ -11,7 +11,6 @@ Shapes: P prompts, B live rows, T tokens so far.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -30,10 +29,9 @@ from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE
 from hybrid_rlhf.models.head_check import agreement, module_logprobs, probe_tokens
 from hybrid_rlhf.models.policy import wide_logits
 from hybrid_rlhf.models.pretrained.loading import position_limit
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import solo_world
 
-logger = logging.getLogger(LOGGER_NAME)
 _DEFAULT_ROWS = 256
 """Default limit of completions decoded together; the memory of the module's cache is not planned."""
 

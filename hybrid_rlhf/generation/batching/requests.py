@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from hybrid_rlhf.generation.sampling import (
     per_request,
     uniform_stream,
 )
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 
 
 @dataclass(eq=False)
@@ -205,7 +204,6 @@ NewTokens = list[tuple[Request, int]]
 """Tokens of one step, each with the request that it was appended to."""
 
 
-logger = logging.getLogger(LOGGER_NAME)
 _MOST_TOP_K = 2**31 - 1
 _CHANGES_WITH_LENGTH = " (original_max_position_embeddings; in longer sequences its rotary positions all change)"
 

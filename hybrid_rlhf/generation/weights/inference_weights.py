@@ -11,7 +11,6 @@ Shapes: N outputs, K inputs of a product; H hidden.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,10 +58,9 @@ from hybrid_rlhf.generation.weights.picks import (
 from hybrid_rlhf.models.families import has_float32_logits, unread_weights
 from hybrid_rlhf.models.four_bit import FourBitWeight
 from hybrid_rlhf.models.pretrained.adapters import LowRank
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World
 
-logger = logging.getLogger(LOGGER_NAME)
 PRODUCTS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
 
 

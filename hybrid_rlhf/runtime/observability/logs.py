@@ -15,6 +15,7 @@ from typing import TextIO
 from hybrid_rlhf.runtime.world import World
 
 LOGGER_NAME = "hybrid_rlhf"
+logger = logging.getLogger(LOGGER_NAME)
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 """Format of the local time at the beginning of lines, except on a terminal."""
 
@@ -26,7 +27,6 @@ def setup_logging(world: World, *, file: Path | None = None) -> logging.Logger:
         world: rank 0 logs at INFO, the others at WARNING with their rank as a prefix, on several hosts also their host.
         file: file for a copy of rank 0's log.
     """
-    logger = logging.getLogger(LOGGER_NAME)
     close_log_file()
     logger.handlers.clear()
     logger.propagate = False
@@ -44,7 +44,6 @@ def setup_logging(world: World, *, file: Path | None = None) -> logging.Logger:
 
 def close_log_file() -> None:
     """Close log.txt at the end of a run: later messages do not belong to it."""
-    logger = logging.getLogger(LOGGER_NAME)
     for handler in [handler for handler in logger.handlers if isinstance(handler, _LogFile)]:
         logger.removeHandler(handler)
         handler.close()
@@ -82,7 +81,6 @@ class _LogFile(logging.FileHandler):
 
 
 def _drop(handler: logging.Handler, reason: str) -> None:
-    logger = logging.getLogger(LOGGER_NAME)
     # A new list, because logging is iterating over the old one and would skip the next handler after a removal.
     logger.handlers = [kept_handler for kept_handler in logger.handlers if kept_handler is not handler]
     logger.warning(reason)
