@@ -20,6 +20,7 @@ Shapes: T tokens, N outputs, K inputs, H hidden, A heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -212,3 +213,22 @@ def _rotated(x: Tensor, cos: Tensor, of_first: Tensor, of_second: Tensor) -> Ten
     first.addcmul_(x_second, of_first)
     second.addcmul_(x_first, of_second)
     return out
+
+
+_Function = Callable[[Tensor], Tensor]
+
+
+def with_gradient(x: Tensor, forward: _Function, backward: _Function) -> Tensor:
+    """forward(x), whose gradient for x is `backward` of the gradient of the result; for linear functions."""
+    return _WithGradient.apply(x, forward, backward)  # type: ignore[no-any-return]
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: _Function, backward: _Function) -> Tensor:
+        ctx.of_input = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.of_input(grad), None, None
