@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from benchmarks import ppo_step
 from benchmarks.generation import DTYPE, decoder_of, ending_at, load, make_work
-from hybrid_rlhf.functional import products
+from hybrid_rlhf.functional import operations
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching import sampler
@@ -95,10 +95,10 @@ def plain_linear(self: Any, weight: Tensor, bias: Tensor | None, *, pack: bool, 
 @contextlib.contextmanager
 def torch_products() -> Iterator[None]:
     """Linear layers of training by torch."""
-    before = products.backend()
-    products.use_backend("torch")
+    before = operations.backend()
+    operations.use_backend("torch")
     yield
-    products.use_backend(before)
+    operations.use_backend(before)
 
 
 def patched(*patches: tuple[Any, str, Any]) -> Callable[[], contextlib.AbstractContextManager[Any]]:

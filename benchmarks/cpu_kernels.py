@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.generation import SamplingParams
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.batching.sampler import Sampler
+from hybrid_rlhf.generation.batching.sampler import DecodeBatch, Sampler, sampling_mode
 from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.ops import cpu_kernels
 from hybrid_rlhf.generation.ops.rows import rotated

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from hybrid_rlhf.functional.products import BACKENDS, linear, use_backend
+from hybrid_rlhf.functional.operations import BACKENDS, linear, use_backend
 from hybrid_rlhf.models.fused_layers import fuse_layers
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.models.policy import backbone_hidden

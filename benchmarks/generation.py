@@ -53,7 +53,7 @@ from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.model.cache import bytes_per_token
 from hybrid_rlhf.generation.model.decoder import Decoder
-from hybrid_rlhf.generation.model.quantised import Linear
+from hybrid_rlhf.generation.model.layers import Linear
 from hybrid_rlhf.generation.ops import cpu_kernels
 from hybrid_rlhf.generation.sampling import derive_seed
 from hybrid_rlhf.generation.weights.inference_weights import decoder_of

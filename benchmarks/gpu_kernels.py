@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu_record import DEVICE, ON_GPU, Record, limits, seconds, synchronize
-from hybrid_rlhf.models.packing.varlen import boundaries, varlen_attention
+from hybrid_rlhf.models.packing.attention import varlen_attention
+from hybrid_rlhf.models.packing.rows import boundaries
 
 SHAPES = [(7, 128), (7, 64), (4, 80), (1, 96), (2, 256)]
 """Queries of a KV head, and head size."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from hybrid_rlhf.functional.products import onednn_linear
+from hybrid_rlhf.functional.operations import onednn_linear
 from hybrid_rlhf.generation.weights.inference_weights import decoder_of
 from hybrid_rlhf.runtime.world import solo_world
 

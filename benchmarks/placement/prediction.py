@@ -66,11 +66,12 @@ class Case:
     """As on the command line."""
     zero: int = 0
     mini_batches: int = 2
+    hosts: int = 1
 
     @property
     def cluster(self) -> Cluster:
-        """One host."""
-        return Cluster(self.ranks, self.ranks)
+        """The hosts, with equally many ranks."""
+        return Cluster(self.ranks, self.ranks // self.hosts)
 
 
 _TENSOR_PARALLEL = "{sampler: {ranks: 2-3, tensor_parallel: 2}}"
@@ -238,13 +239,18 @@ def prepare(folder: Path, case: Case) -> list[str]:
 
 
 def run(folder: Path, line: list[str], *, ranks: int, steps: int) -> dict[str, float]:
-    """Median seconds of the phases of a run, and the mean tokens of completions and prompts."""
+    """Run on one host; see `medians`."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     command = [*start, "hybrid_rlhf.cli.rl", *line, "--train.max_steps", str(steps + 2)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
+    return medians(folder)
+
+
+def medians(folder: Path) -> dict[str, float]:
+    """Median seconds of the phases of the run in a folder, and the mean tokens of its completions."""
     rows: list[dict[str, Any]] = [
         json.loads(row) for row in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     ]

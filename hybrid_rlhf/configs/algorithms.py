@@ -10,7 +10,7 @@ A new algorithm needs a dataclass in `RL_ALGORITHMS`, a file in rl/algorithms/ a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
 from hybrid_rlhf.configs.sections.algorithm import (
@@ -27,7 +27,6 @@ from hybrid_rlhf.configs.sections.algorithm import (
 from hybrid_rlhf.configs.sections.rules import Count, Discount, Positive, require, setting
 
 
-@dataclass(frozen=True, kw_only=True)
 class PPOConfig(SurrogateConfig):
     """PPO (Schulman et al. 2017, arXiv 1707.06347) with a critic, as in InstructGPT (arXiv 2203.02155).
 
@@ -54,14 +53,12 @@ class PPOConfig(SurrogateConfig):
         return self.whiten_advantages or self.whiten_rewards
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReinforceConfig(SingleUpdateConfig, SurrogateConfig):
     """REINFORCE with a moving average as baseline (Ahmadian et al. 2024, arXiv 2402.14740, eq. 4 and 5)."""
 
     name: Literal["reinforce"] = field(default="reinforce", init=False)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RLOOConfig(SingleUpdateConfig, SurrogateConfig):
     """RLOO (Ahmadian et al. 2024, arXiv 2402.14740, section 3.2)."""
 
@@ -71,7 +68,6 @@ class RLOOConfig(SingleUpdateConfig, SurrogateConfig):
     name: Literal["rloo"] = field(default="rloo", init=False)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReMaxConfig(SingleUpdateConfig, SurrogateConfig):
     """ReMax (Li et al. 2023, arXiv 2310.10505): the greedy completion's score is the baseline."""
 
@@ -79,7 +75,6 @@ class ReMaxConfig(SingleUpdateConfig, SurrogateConfig):
     name: Literal["remax"] = field(default="remax", init=False)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReinforcePPConfig(SurrogateConfig):
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): returns to go, whitened over the rollout; KL coefficient 0.01."""
 
@@ -91,7 +86,6 @@ class ReinforcePPConfig(SurrogateConfig):
     kl: KLConfig | None = KLConfig(coef=0.01)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReinforcePPBaselineConfig(ReinforcePPConfig):
     """REINFORCE++ with the mean of a prompt's completions as baseline (arXiv 2501.03262, section 3.2), KL in the
     loss."""
@@ -105,7 +99,6 @@ class ReinforcePPBaselineConfig(ReinforcePPConfig):
     penalties: PenaltiesConfig | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class GRPOConfig(GroupConfig, SurrogateConfig):
     """GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1): KL 0.04 in the loss, a mean over sequences."""
 
@@ -116,7 +109,6 @@ class GRPOConfig(GroupConfig, SurrogateConfig):
     max_new_tokens per sequence (fixed; Dr. GRPO)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DrGRPOConfig(GroupConfig, SurrogateConfig):
     """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2): no division by standard deviation or length, no KL."""
 
@@ -129,7 +121,6 @@ class DrGRPOConfig(GroupConfig, SurrogateConfig):
     max_new_tokens per sequence (fixed; Dr. GRPO)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DAPOConfig(GroupConfig, SurrogateConfig):
     """DAPO (Yu et al. 2025, arXiv 2503.14476): higher upper clip (eq. 8 and 10), dynamic sampling (eq. 11), a mean over
     tokens (eq. 12), overlong penalty (eq. 13), no KL.
@@ -143,7 +134,6 @@ class DAPOConfig(GroupConfig, SurrogateConfig):
     dynamic_sampling: DynamicSamplingConfig | None = DynamicSamplingConfig()
 
 
-@dataclass(frozen=True, kw_only=True)
 class GSPOConfig(GroupConfig, SurrogateConfig):
     """GSPO (Zheng et al. 2025, arXiv 2507.18071): one ratio per sequence; clip bounds of section 5.1, no KL."""
 
@@ -156,7 +146,6 @@ class GSPOConfig(GroupConfig, SurrogateConfig):
     max_new_tokens per sequence (fixed; Dr. GRPO)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class CISPOConfig(GroupConfig, ClippedConfig):
     """CISPO (MiniMax-M1 2025, arXiv 2506.13585, eq. 4 and 5); upper bound of 5 as in arXiv 2510.13786, no KL."""
 
@@ -166,7 +155,6 @@ class CISPOConfig(GroupConfig, ClippedConfig):
     """The weight of a token is clipped to [1 - low, 1 + high] ([1, 4]: no lower bound, ScaleRL, arXiv 2510.13786)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class OnlineDPOConfig(SingleUpdateConfig):
     """Online DPO (Guo et al. 2024, arXiv 2402.04792): pairs of completions, compared by the reward."""
 
@@ -185,7 +173,6 @@ class OnlineDPOConfig(SingleUpdateConfig):
     """Scores are clipped to [-score_clip, score_clip] (DeepSpeed-Chat: 5); null: not clipped (TRL, verl)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RAFTConfig(SingleUpdateConfig, PolicyGradientConfig):
     """RAFT (Dong et al. 2023, arXiv 2304.06767): supervised learning on the best completions of each prompt.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from hybrid_rlhf.configs.credentials import expanded, is_own_host
@@ -31,7 +30,6 @@ def _chat_sampling() -> SamplingParams:
     return SamplingParams(max_new_tokens=256, temperature=0.7, top_p=0.95)
 
 
-@dataclass(frozen=True, kw_only=True)
 class InferenceConfig(Settings):
     """The model, where it runs and how it samples."""
 
@@ -60,7 +58,6 @@ class InferenceConfig(Settings):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChatConfig(InferenceConfig):
     """Chat with a model in the terminal."""
 
@@ -71,7 +68,6 @@ class ChatConfig(InferenceConfig):
     sampling: SamplingParams = setting(default_factory=_chat_sampling, keys=_CHAT_KEYS)
 
 
-@dataclass(frozen=True, kw_only=True)
 class GenerateConfig(InferenceConfig):
     """Complete a prompt, or the prompts of a file: JSON lines in, JSON lines out."""
 
@@ -96,7 +92,6 @@ class GenerateConfig(InferenceConfig):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServeConfig(InferenceConfig):
     """Serve a model over HTTP with OpenAI's API, or a reward model that scores conversations."""
 
@@ -167,7 +162,6 @@ class ServeConfig(InferenceConfig):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class JudgeConfig(Settings):
     """Judge of two completions: a reward model, or a model behind OpenAI's API."""
 
@@ -196,7 +190,6 @@ class JudgeConfig(Settings):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(InferenceConfig):
     """Evaluate a saved model on held-out rows, against another model, or with lm-evaluation-harness or Inspect AI."""
 
@@ -283,7 +276,6 @@ class EvaluateConfig(InferenceConfig):
         return next(implied, "auto") if self.measure == "auto" else self.measure
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExportConfig(Settings):
     """Export a model: merged adapters, another dtype, shards, or one GGUF file."""
 
@@ -316,8 +308,7 @@ class ExportConfig(Settings):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PushConfig:
+class PushConfig(Settings):
     """Upload a saved model to the Hugging Face hub."""
 
     path: str = ""
@@ -329,7 +320,7 @@ class PushConfig:
     message: str = "Upload model"
     """Message of the commit."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(bool(self.path), "a model must be named, got none: give its folder, for example output/step3_ppo/actor")
         require(
             re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.repo) is not None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,6 @@ _OUTPUT = "{output_dir}/"
 """Placeholder in a step's default output_dir for the pipeline's; not a name that a user would choose."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LauncherConfig(Settings):
     """Number and location of the processes of a step."""
 
@@ -40,8 +39,7 @@ class LauncherConfig(Settings):
     checkpoint. With a hostfile, a restart waits up to 10 minutes for a host that does not answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineDataConfig:
+class PipelineDataConfig(Settings):
     """One data set for all steps."""
 
     sources: list[str | DataSource] = field(default_factory=list)
@@ -53,12 +51,11 @@ class PipelineDataConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, for every step without its own data.chat_template_kwargs."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_shares(self.split)
         require_template_variables(self.chat_template_kwargs)
 
 
-@dataclass(frozen=True, kw_only=True)
 class PipelineConfig(Settings):
     """Supervised fine-tuning, reward model and RL; or supervised fine-tuning and a preference loss without a reward
     model."""
@@ -124,13 +121,11 @@ MACHINES = ("b200", "h200", "h100", "a100", "a100-40g", "a800", "l40s", "a10g", 
 """With data sheets (planning/machines/datasheets.py)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DemoConfig(PipelineConfig):
     """Supervised fine-tuning, reward model and PPO on an embedded model of 135M parameters and embedded conversations,
     sized for two CPU cores. The defaults are those of the demo."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanConfig(PipelineConfig):
     """Memory of each phase of each step, and the placement of the roles of RL that is predicted to be the fastest."""
 
@@ -165,7 +160,6 @@ class PlanConfig(PipelineConfig):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class CalibrateConfig(Settings):
     """Measures the compute and communication speed of this machine once, for hybrid-rlhf plan."""
 

@@ -5,7 +5,7 @@ The losses are in supervised/preference/, one file each; docs/algorithms.md comp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
@@ -15,7 +15,6 @@ from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
 
 
-@dataclass(frozen=True, kw_only=True)
 class PreferenceLossConfig(Settings):
     """Settings of all preference losses."""
 
@@ -32,14 +31,12 @@ class PreferenceLossConfig(Settings):
     """Weight of the negative log-likelihood per token of the chosen completion (RPO, arXiv 2404.19733; ORPO)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DPOConfig(PreferenceLossConfig):
     """DPO (Rafailov et al. 2023, arXiv 2305.18290)."""
 
     name: Literal["dpo"] = field(default="dpo", init=False)
 
 
-@dataclass(frozen=True, kw_only=True)
 class CDPOConfig(PreferenceLossConfig):
     """Conservative DPO (Mitchell 2023), for noisy labels."""
 
@@ -48,21 +45,18 @@ class CDPOConfig(PreferenceLossConfig):
     """Probability that a label is wrong (0.1: Mitchell 2023)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class IPOConfig(PreferenceLossConfig):
     """IPO (Azar et al. 2023, arXiv 2310.12036)."""
 
     name: Literal["ipo"] = field(default="ipo", init=False)
 
 
-@dataclass(frozen=True, kw_only=True)
 class HingeConfig(PreferenceLossConfig):
     """Hinge loss on log-ratios (SLiC-HF, arXiv 2305.10425; RSO, arXiv 2309.06657)."""
 
     name: Literal["hinge"] = field(default="hinge", init=False)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SimPOConfig(PreferenceLossConfig):
     """SimPO (Meng et al. 2024, arXiv 2405.14734); no reference."""
 
@@ -75,7 +69,6 @@ class SimPOConfig(PreferenceLossConfig):
     """Target margin between the rewards of chosen and rejected completion (gamma in the paper; 1.0 is in its range)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ORPOConfig(PreferenceLossConfig):
     """ORPO (Hong et al. 2024, arXiv 2403.07691): SFT on the chosen completion and its odds ratio; no reference."""
 
@@ -88,7 +81,6 @@ class ORPOConfig(PreferenceLossConfig):
     """Weight of the negative log-likelihood per token of the chosen completion (1.0: the paper)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class KTOConfig(PreferenceLossConfig):
     """KTO (Ethayarajh et al. 2024, arXiv 2402.01306): single completions labelled good or bad."""
 
@@ -108,8 +100,7 @@ PREFERENCE_LOSSES: dict[str, type[PreferenceLossConfig]] = {
 """Every preference loss by its name."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreferenceReferenceConfig:
+class PreferenceReferenceConfig(Settings):
     """The frozen reference of the loss."""
 
     path: str | None = None
@@ -118,7 +109,6 @@ class PreferenceReferenceConfig:
     """cached: computed once before training, without keeping a reference in memory; live: computed in each update."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PreferenceStepConfig(StepConfig):
     """Preference learning without a reward model, with DPO or another loss."""
 
@@ -132,7 +122,7 @@ class PreferenceStepConfig(StepConfig):
     train: TrainConfig = field(default_factory=TrainConfig)
     zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if self.algorithm.needs_reference and self.reference is None:
             object.__setattr__(self, "reference", PreferenceReferenceConfig())
         require(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
@@ -13,7 +13,6 @@ from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardObjectiveConfig(Settings):
     """The loss of the reward model."""
 
@@ -45,7 +44,6 @@ class RewardObjectiveConfig(Settings):
         require(bool(self.step_separator), "objective.step_separator may not be empty: leave it out for a line break")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardConfig(StepConfig):
     """Reward model training on preferences (Bradley-Terry), rankings, labels or step labels."""
 
@@ -59,7 +57,7 @@ class RewardConfig(StepConfig):
     zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
     objective: RewardObjectiveConfig = field(default_factory=RewardObjectiveConfig)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_adapters(self.model, self.lora, section="lora", stage=self.zero.stage)
         self.optimizer.require_whole_matrices(self.lora, section="lora", tensor_parallel=self.model.tensor_parallel)
         require(

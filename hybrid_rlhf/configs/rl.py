@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Annotated, Any
 
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOConfig, RAFTConfig
@@ -34,12 +34,10 @@ _FEWEST_PROMPTS = 64
 """Smallest default of prompts per rollout, with several completions per prompt."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PromptDataConfig(DataConfig):
     """Sources of prompts."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PtxConfig(Settings):
     """Pretraining loss mixed into the actor's updates (PPO-ptx of InstructGPT)."""
 
@@ -57,7 +55,6 @@ class PtxConfig(Settings):
         require(bool(self.sources), "ptx.sources must name pretraining text, got none: give --ptx.sources FILE")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ActorConfig(Settings):
     """Training of the actor, which starts from model.path."""
 
@@ -69,7 +66,6 @@ class ActorConfig(Settings):
     0.992); 0: none."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class CriticConfig(Settings):
     """Initialization and training of the critic."""
 
@@ -92,7 +88,6 @@ class CriticConfig(Settings):
     """Number of initial steps in which only the critic is trained."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReferenceModelConfig(Settings):
     """The frozen reference of the KL penalty. Under ZeRO-3 it is sharded like the actor."""
 
@@ -102,15 +97,14 @@ class ReferenceModelConfig(Settings):
     """Steps between copies of the actor's weights to the reference; 0: never."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardSumConfig:
+class RewardSumConfig(Settings):
     """The reward of completions. Under ZeRO-3, reward models are sharded like the critic, or like the actor without a
     critic."""
 
     components: list[str | RewardComponentConfig] = field(default_factory=list)
     """Reward models (paths), or {model | function | urls, weight, ...}, whose weighted scores are summed."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_distinct_names(self.named)
 
     @property
@@ -129,7 +123,6 @@ class RewardSumConfig:
         return first if isinstance(first, str) else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class RLFaultsConfig(FaultsConfig):
     """Which faults end a run."""
 
@@ -142,7 +135,6 @@ class RLFaultsConfig(FaultsConfig):
     first two syncs are always compared."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RLConfig(StepConfig):
     """RL: trains an actor on its own completions and their rewards, with PPO, GRPO or another algorithm."""
 
@@ -165,7 +157,7 @@ class RLConfig(StepConfig):
     train: LoopConfig = field(default_factory=LoopConfig)
     faults: RLFaultsConfig = setting(default_factory=RLFaultsConfig, mutable=True)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         name = self.algorithm.name
         if self.algorithm.needs_critic and self.critic is None:
             object.__setattr__(self, "critic", CriticConfig())

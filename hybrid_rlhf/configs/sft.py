@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
@@ -15,7 +15,6 @@ from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, 
 _SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
 
 
-@dataclass(frozen=True, kw_only=True)
 class SFTDataConfig(RowDataConfig):
     """Sources of conversations, and how they become rows."""
 
@@ -26,7 +25,6 @@ class SFTDataConfig(RowDataConfig):
     global_batch_size then counts packed rows."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ConditionConfig(Settings):
     """Conditional SFT: each prompt is prefixed with the bucket of its row's `score`."""
 
@@ -41,7 +39,6 @@ class ConditionConfig(Settings):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class DistillConfig(Settings):
     """Distillation: the student learns the teacher's distribution of each completion token."""
 
@@ -74,7 +71,6 @@ class DistillConfig(Settings):
         require(self.teacher is not None, "distill.teacher must name a model, got none: give --distill.teacher FOLDER")
 
 
-@dataclass(frozen=True, kw_only=True)
 class SFTConfig(StepConfig):
     """Supervised fine-tuning on conversations and text, or distillation from a teacher."""
 
@@ -88,6 +84,6 @@ class SFTConfig(StepConfig):
     train: TrainConfig = field(default_factory=TrainConfig)
     zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require_adapters(self.model, self.lora, section="lora", stage=self.zero.stage)
         self.optimizer.require_whole_matrices(self.lora, section="lora", tensor_parallel=self.model.tensor_parallel)

@@ -64,10 +64,9 @@ from hybrid_rlhf.models.pretrained.loading import Architecture, load_model, shap
 from hybrid_rlhf.models.routers.losses import router_loss
 from hybrid_rlhf.models.structure import has_mixture, layer_matrices, listed_mixtures
 from hybrid_rlhf.models.weight_split import SplitRanks, split_of
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
-logger = logging.getLogger(LOGGER_NAME)
 ARCHITECTURE: dict[Role, Architecture] = {
     "actor": "causal_lm",
     "reference": "causal_lm",

@@ -22,8 +22,6 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.engines.checks.element_check import ElementCheck
-from hybrid_rlhf.engines.checks.weight_check import TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.engines.deepspeed_internals import zero3_hooks_removed
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, EngineOptions, ModelEngine, Role
 from hybrid_rlhf.engines.partition import base_parameters, full_weights, gathered, has_partitions
@@ -35,6 +33,7 @@ from hybrid_rlhf.engines.sampling_engine import (
     rollout_backend,
     rounds_otherwise,
 )
+from hybrid_rlhf.engines.weight_check import ElementCheck, TrainingProbe, WeightCheck, logprob_limit
 from hybrid_rlhf.generation.architecture.model_description import ModelDescription
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend, ModuleSupport

@@ -1,6 +1,6 @@
 """Pure tensor functions that import only torch and can be tested without a model, a process group or a GPU.
 
-Read `masking.py` first (sums and means over ragged rows), then `logprobs.py`, `losses.py` and `reward_losses.py`,
-`divergences.py` and `advantages.py` (RL), `groups.py` and `aggregation.py` (group statistics, token weights),
-`distillation.py` and `calibration.py`; `products.py` and `fused.py` are faster forms of torch's own operations.
+Read `masking.py` first (sums and means over ragged rows), then `logprobs.py`, `losses.py` (with the weights of tokens
+and estimators of the KL) and `reward_losses.py`, `advantages.py` (RL, with statistics of groups), `distillation.py` and
+`calibration.py`; `operations.py` has faster forms of torch's own operations.
 """

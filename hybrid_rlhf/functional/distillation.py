@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from hybrid_rlhf.functional.masking import at_least_float32
-from hybrid_rlhf.functional.products import add_wide_product, wide_linear
+from hybrid_rlhf.functional.operations import add_wide_product, wide_linear
 
 DivergenceName = Literal["forward", "reverse", "jensen_shannon"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hybrid_rlhf.functional.masking import at_least_float32
-from hybrid_rlhf.functional.products import add_wide_product, linear, wide_linear
+from hybrid_rlhf.functional.operations import add_wide_product, linear, wide_linear
 
 
 def token_logprobs(logits: Tensor, *, labels: Tensor) -> Tensor:

@@ -1,9 +1,18 @@
 """Losses of SFT, reward model, policy and value function, as sums with the count to divide them by.
 
+With them the weights of tokens in the actor's loss, and estimators of KL(policy || reference) per token.
+
 A mean over a micro-batch or a rank would give its rows a weight that depends on the split. The caller adds the counts
-of all micro-batches and ranks and divides once, so that gradients do not depend on the split.
+of all micro-batches and ranks and divides once, so that gradients do not depend on the split. Weights are relative to
+the mean over the tokens of a mini-batch, so that the divisor is the number of tokens for any weights.
 
 Each loss states its source and deviations.
+
+Source of the estimators: Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html); bounds of k3 as in
+verl (core_algos.py, kl_penalty_forward). All in float32 or better. The gradient of an estimator is not an estimate of
+the gradient. For samples x of the policy p, the gradient of KL(p || ref) is E[log(p(x) / ref(x)) grad log p(x)]. The
+gradient of k2 at a sample has that mean; the gradient of k3 has the mean E[(1 - ref(x) / p(x)) grad log p(x)], which is
+the gradient of KL(ref || p). `kl_loss` therefore takes its value from the chosen estimator and its gradient from k2.
 
 Shapes: B batch, T time, N pairs. Masks are bool or 0/1; 1 counts. All tensors of a loss with a mask have its shape; any
 other shape raises ValueError.
@@ -12,6 +21,7 @@ other shape raises ValueError.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -95,7 +105,7 @@ def ppo_policy_loss(
         clip_low: the ratio is clipped below 1 - clip_low.
         clip_high: the ratio is clipped above 1 + clip_high.
         dual_clip: bound of the loss for negative advantages, as a multiple of their size; above 1, or None.
-        weights: [B, T] or [B, 1], factor of each token's loss (aggregation.py); None: 1.
+        weights: [B, T] or [B, 1], factor of each token's loss; None: 1.
 
     Returns:
         the loss, with stats: ratio; approxkl, 0.5 * (log-ratio)^2 (as in TRL); clipfrac, tokens whose ratio is clipped.
@@ -202,3 +212,114 @@ def ppo_value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, mask:
 
 def _count(mask: Tensor) -> Tensor:
     return mask.bool().sum().float()
+
+
+K3_MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-K3_MAX_LOG_RATIO in k3; exp(20) is 4.9e8."""
+K3_MAX = 10.0
+"""Largest value of k3, in nats per token."""
+
+
+def kl_k1(logprobs: Tensor, *, ref_logprobs: Tensor) -> Tensor:
+    """Log-ratio: unbiased, high variance, may be negative; the penalty of InstructGPT."""
+    return at_least_float32(logprobs) - at_least_float32(ref_logprobs)
+
+
+def kl_k2(logprobs: Tensor, *, ref_logprobs: Tensor) -> Tensor:
+    """Half the squared log-ratio: biased, low variance, never negative; its gradient is that of the KL."""
+    return 0.5 * kl_k1(logprobs, ref_logprobs=ref_logprobs).square()
+
+
+def kl_k3(logprobs: Tensor, *, ref_logprobs: Tensor) -> Tensor:
+    """r - 1 - log r with r = reference / policy: low variance, never negative, unbiased except for its bounds.
+
+    log r is clamped to +-K3_MAX_LOG_RATIO, the result to K3_MAX.
+    """
+    log_ratio = -kl_k1(logprobs, ref_logprobs=ref_logprobs).clamp(-K3_MAX_LOG_RATIO, K3_MAX_LOG_RATIO)
+    return (log_ratio.expm1() - log_ratio).clamp(max=K3_MAX)
+
+
+KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+def kl_loss(logprobs: Tensor, *, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k2", "k3"]) -> Tensor:
+    """KL(policy || reference) per token as a term of a loss, with the gradient of the KL.
+
+    Tokens were sampled from the old policy, so each is weighted with sg[policy / old] (DeepSeek-V3.2, arXiv
+    2512.02556; TRL's use_bias_correction_kl), which is 1 in the first update on a rollout. The gradient is that of
+    sg[policy / old] * k2, whose mean over samples of old is the gradient of the KL (verl's straight-through "k3+").
+    Where k3 is not clamped, that is also the gradient of (policy / old) * k3 with a differentiated ratio; where it is,
+    the gradient continues to grow with the log-ratio, so that a token far from the reference is still pulled back.
+
+    Args:
+        logprobs: [B, T], log-probs of the current policy, with gradient.
+        old_logprobs: [B, T], log-probs of the policy that sampled; the ratio is at most exp(MAX_LOG_RATIO).
+        ref_logprobs: [B, T], log-probs of the reference.
+        estimator: estimator of the value.
+
+    Returns:
+        [B, T] in float32 or better; its value is sg[policy / old] times the estimator's.
+    """
+    k2 = kl_k2(logprobs, ref_logprobs=ref_logprobs.detach())
+    value = KL_ESTIMATORS[estimator](logprobs.detach(), ref_logprobs=ref_logprobs.detach())
+    ratio = kl_k1(logprobs.detach(), ref_logprobs=old_logprobs.detach()).clamp(max=MAX_LOG_RATIO).exp()
+    return ratio * (value + (k2 - k2.detach()))
+
+
+def length_weights(
+    mask: Tensor,
+    *,
+    normalization: Literal["token", "sequence", "fixed"],
+    tokens: float,
+    sequences: float,
+    max_tokens: int,
+    kept: Tensor | None = None,
+    kept_tokens: float | None = None,
+) -> Tensor:
+    """Weights [B, 1] float32 that turn the mean over tokens into the mean of a normalisation.
+
+    Source: token, DAPO (arXiv 2503.14476, eq. 10); sequence, GRPO (arXiv 2402.03300, eq. 3); fixed, Dr. GRPO
+    (arXiv 2503.20783, section 3.2).
+
+    Args:
+        mask: [B, T], 1 on completion tokens.
+        normalization: token, equal weight per token; sequence, equal weight per sequence; fixed, equal weight per token
+            and the sum divided by max_tokens per sequence.
+        tokens: completion tokens of the mini-batch, over all ranks.
+        sequences: completions of the mini-batch, over all ranks.
+        max_tokens: maximum length of a completion.
+        kept: [B, T], 1 on the completion tokens that the mean is over; None: all of them.
+        kept_tokens: kept tokens of the mini-batch, over all ranks; required with kept.
+    """
+    lengths = (mask.bool() if kept is None else kept.bool() & mask.bool()).sum(dim=1, keepdim=True).float()
+    if normalization == "token":
+        return torch.full_like(lengths, 1.0 if kept_tokens is None else tokens / max(kept_tokens, 1.0))
+    divisor = lengths.clamp(min=1) if normalization == "sequence" else torch.full_like(lengths, max_tokens)
+    return tokens / (sequences * divisor)
+
+
+def correction_weights(
+    old_logprobs: Tensor,
+    *,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    how: Literal["truncate", "mask"],
+    clip: float,
+    low: float | None = None,
+) -> Tensor:
+    """Importance weights [B, T] of tokens that were sampled from another distribution; without gradient.
+
+    Source: truncated importance sampling, fengyao.notion.site/off-policy-rl (2025); masked, IcePop of the same year.
+
+    Args:
+        old_logprobs: [B, T], log-probs of the training forward with the weights that sampled.
+        sampler_logprobs: [B, T], log-probs under the distribution that was sampled from.
+        mask: [B, T], 1 on completion tokens.
+        how: truncate limits weights to clip; mask sets those outside [low, clip] to 0.
+        clip: upper bound, 1 or more.
+        low: lower bound of mask, in (0, 1]; None: 1 / clip.
+    """
+    ratio = (keep(old_logprobs.detach(), mask) - keep(sampler_logprobs, mask)).exp()
+    if how == "truncate":
+        return ratio.clamp(max=clip)
+    return torch.where((ratio >= (1 / clip if low is None else low)) & (ratio <= clip), ratio, 0.0)

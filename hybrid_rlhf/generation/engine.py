@@ -6,7 +6,6 @@ alone (`GenerationEngine.from_pretrained`) and on the actor of a training run (e
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -21,8 +20,7 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation.backends.backend import BackendName, GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.generation.batching.request_maker import RequestMaker
-from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request, TokenLimit
+from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request, RequestMaker, TokenLimit
 from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.generation.ops.quantisation import Quantization
 from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams
@@ -33,10 +31,7 @@ from hybrid_rlhf.models.pretrained.adapters import LowRank, read_adapter
 from hybrid_rlhf.models.pretrained.loading import load_model
 from hybrid_rlhf.models.pretrained.sources import resolve_model
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.runtime.world import World, solo_world
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class GenerationEngine:
@@ -104,7 +99,7 @@ class GenerationEngine:
             stop_token_ids: tokens that end every completion; none: the EOS tokens of the model's generation config.
             tokenizer: for stop strings.
             backend: see BackendName.
-            quantization: int8 or fp8 matmuls in the layers (model/quantised.py); none: the model's dtype. Native
+            quantization: int8 or fp8 matmuls in the layers (model/layers.py); none: the model's dtype. Native
                 backend only.
             max_batch_rows: maximum number of completions decoded together; none: limited by memory, module: 256.
             kv_cache_gib: memory for keys and values; none: the free device memory. Native backend only.

@@ -13,7 +13,6 @@ ends.
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,14 +25,12 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
-from hybrid_rlhf.generation.batching.request_maker import RequestMaker
-from hybrid_rlhf.generation.batching.requests import NewTokens, Request
+from hybrid_rlhf.generation.batching.requests import NewTokens, Request, RequestMaker
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.sampling import FinishReason, SamplingParams, per_request
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.openmp import release_workers
 
-logger = logging.getLogger(LOGGER_NAME)
 ResultT = TypeVar("ResultT")
 _TRIAL_TOKENS = 3
 """Number of tokens after which a trial has succeeded; more than one, since on a GPU steps run ahead of their

@@ -7,7 +7,6 @@ stop.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -23,10 +22,8 @@ from hybrid_rlhf.engines.saved.training_state import state_of
 from hybrid_rlhf.runtime.command_line import read_config
 from hybrid_rlhf.runtime.files.checkpoint_folder import checkpoint_name, read_manifest
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, SignalRequests
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import Run
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class CheckpointManager:

@@ -7,19 +7,17 @@ because such a run does not recover.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import Run
 
 FOLDER = "nonfinite"
 Row = TypeVar("Row")
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class NonFiniteError(Exception):

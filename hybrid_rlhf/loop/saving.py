@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -20,11 +19,10 @@ from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.disk import disk_errors_translated
 from hybrid_rlhf.runtime.observability.formatting import format_duration
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Run
 
 ADAPTER_FOLDER = "adapter"
-logger = logging.getLogger(LOGGER_NAME)
 
 
 def save_engine(run: Run, name: str, engine: ModelEngine | AbsentEngine, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
@@ -32,10 +31,8 @@ from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
 from hybrid_rlhf.planning.phase_memory import AnyStep
 from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.files.atomic import write_whole
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import CONFIG_FILE, DATA_FILE, Callback, Run, start_run
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ Subclasses define the computation of a step, the evaluation, and the state in ch
 from __future__ import annotations
 
 import contextlib
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
@@ -15,12 +14,10 @@ from hybrid_rlhf.configs.sections.training import LoopConfig
 from hybrid_rlhf.engines.saved.checkpoints import LoopState
 from hybrid_rlhf.loop.advice.advisor import Advisor
 from hybrid_rlhf.loop.checkpointing import CheckpointManager, due
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.observability.profiling import profiled
 from hybrid_rlhf.runtime.run import Run
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class Trainer(ABC):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.functional.operations import with_gradient
 from hybrid_rlhf.models.weight_split import WeightSplit, note_split, split_of
 from hybrid_rlhf.runtime.world import World
 
@@ -117,9 +118,9 @@ class _Dispatch:
         counts = chosen.bincount(minlength=self._local * self.world.size).view(self.world.size, self._local)
         incoming = self.world.all_to_all(counts)
         sent, received = torch.stack([counts.sum(dim=1), incoming.sum(dim=1)]).tolist()
-        rows = _Exchanged.apply(hidden_states[order // per_token], self.world, sent, received)
+        rows = _exchanged(hidden_states[order // per_token], self.world, sent, received)
         expert = torch.arange(self._local, device=rows.device).repeat(self.world.size)
-        outputs = _Exchanged.apply(
+        outputs = _exchanged(
             self._outputs(rows, expert.repeat_interleave(incoming.flatten())), self.world, received, sent
         )
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -135,16 +136,10 @@ class _Dispatch:
         return self._compute(rows, expert[:, None], rows.new_ones(len(rows), 1))[:count]
 
 
-class _Exchanged(torch.autograd.Function):
+def _exchanged(rows: Tensor, world: World, sent: list[int], received: list[int]) -> Tensor:
     """Rows of all ranks, exchanged; the gradients travel back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, world: World, sent: list[int], received: list[int]) -> Tensor:
-        ctx.world = world
-        ctx.sent = sent
-        ctx.received = received
-        return world.exchange_rows(rows, sent=sent, received=received)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.world.exchange_rows(grad, sent=ctx.received, received=ctx.sent), None, None, None
+    return with_gradient(
+        rows,
+        lambda x: world.exchange_rows(x, sent=sent, received=received),
+        lambda grad: world.exchange_rows(grad, sent=received, received=sent),
+    )

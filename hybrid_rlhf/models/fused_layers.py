@@ -1,4 +1,4 @@
-"""Replaces a model's RMS norms and rotary positions with those of `functional/fused.py`, on a CPU in float32.
+"""Replaces a model's RMS norms and rotary positions with those of `functional/operations.py`, on a CPU in float32.
 
 They need fewer passes over memory and fewer parallel regions than transformers' modules, which saves 2 to 3% of a layer
 (docs/benchmarks/training.md). Other dtypes and devices use transformers' code. A module keeps its weights, names and
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.functional.fused import rms_norm, rotate
+from hybrid_rlhf.functional.operations import rms_norm, rotate
 
 RMS_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Phi3RMSNorm"})
 """Norms of the form x / rms(x) * weight; Gemma's add 1 to the weight."""

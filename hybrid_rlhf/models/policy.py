@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.functional.logprobs import logprobs_from_hidden
 from hybrid_rlhf.functional.masking import last_index, position_ids
-from hybrid_rlhf.functional.products import wide_linear
+from hybrid_rlhf.functional.operations import wide_linear
 from hybrid_rlhf.models.families import has_float32_logits, head_convention
 from hybrid_rlhf.models.packing import SequenceShard, pack, packs, shard_rows, tensor_world, with_summed_gradient
 from hybrid_rlhf.models.routers.losses import RouterLoss, RouterLosses

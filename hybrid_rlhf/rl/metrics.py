@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.functional.groups import differs_in_group, group_size
+from hybrid_rlhf.functional.advantages import differs_in_group, group_size
 from hybrid_rlhf.functional.masking import masked_sum, masked_var, spread
 from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.rl.batch import Batch, Rollout, SampledTokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,11 +22,10 @@ from hybrid_rlhf.rl.parts import RLSession
 from hybrid_rlhf.rl.rollouts.advantages import KLController, NothingToLearn
 from hybrid_rlhf.rl.rollouts.samples import SampleTexts, token_arrays, token_rows
 from hybrid_rlhf.rl.updates.updater import LastLogprobs, Progress, UpdateReport
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.observability.samples import SampleLog
 from hybrid_rlhf.runtime.observability.token_log import TokenLog
 
-logger = logging.getLogger(LOGGER_NAME)
 _PARTIAL_STEP = "partial_step."
 _LAST_LOGPROBS = "last_logprobs."
 _SHOWN_METRICS = (

@@ -1,6 +1,6 @@
 """Selects the library for matrix products on a CPU: the faster of oneDNN and torch's own, measured at the start.
 
-Which one is faster depends on the processor (`functional/products.py`). Their results differ in the last bits, so a run
+Which one is faster depends on the processor (functional/operations.py). Their results differ in the last bits, so a run
 keeps its initial choice: the run folder records it, and a run that resumes on the same kind of machine reads it from
 there. A new run takes the choice from ~/.cache/hybrid_rlhf, or measures and writes it there. Rank 0 chooses for all
 ranks.
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.functional.products import BACKENDS, Backend, backend, linear, use_backend
+from hybrid_rlhf.functional.operations import BACKENDS, Backend, backend, linear, use_backend
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.reading import cache_folder, stored_object
 from hybrid_rlhf.runtime.observability.logs import logger

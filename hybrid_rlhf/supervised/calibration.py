@@ -10,7 +10,6 @@ Source: temperature scaling, Guo et al. 2017 (arXiv 1706.04599).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -23,12 +22,10 @@ from hybrid_rlhf.data.row_views import RowSequence
 from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.functional.calibration import TEMPERATURES, calibration_error, fit_temperature
 from hybrid_rlhf.loop.batch_plan import BatchPlan
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.supervised.objectives.reward_pairs import CalibrationData, ScoreObjective
 from hybrid_rlhf.supervised.trainer import one_pass
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 def require_held_out(rows: RowSequence, heads: Sequence[str]) -> None:

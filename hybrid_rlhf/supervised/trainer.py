@@ -6,11 +6,10 @@ and ranks.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -26,14 +25,13 @@ from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
 from hybrid_rlhf.loop.non_finite import SkippedUpdates, rows_with_non_finite_loss
 from hybrid_rlhf.loop.trainer import Trainer
 from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.observability.profiling import model_flops_utilisation
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World
 
-logger = logging.getLogger(LOGGER_NAME)
 BatchT = TypeVar("BatchT")
 
 
@@ -44,10 +42,17 @@ class Objective(ABC, Generic[BatchT]):
     """Prefix of the training metrics."""
     packs = True
     """True if other models that it uses, such as a teacher, take rows without padding."""
+    collator: ClassVar[staticmethod[[Sequence[Mapping[str, Any] | None], int], Any]]
+    """Collates rows on the host, padded with the token of the second argument."""
 
-    @abstractmethod
+    def __init__(self, *, pad_token_id: int, device: torch.device) -> None:
+        self._pad_token_id = pad_token_id
+        self._device = device
+
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> BatchT:
         """Collate rows of the data as tensors on the device; None is an empty row."""
+        batch: BatchT = self.collator(rows, self._pad_token_id).to(self._device)
+        return batch
 
     def prepare(self, engine: ModelEngine, batches: Sequence[BatchT]) -> Sequence[BatchT]:
         """Add values that are computed from all micro-batches of an update, before its losses. Every rank calls."""
@@ -61,9 +66,9 @@ class Objective(ABC, Generic[BatchT]):
     def count(self, batch: BatchT) -> int:
         """The denominator of the loss of a batch: its number of tokens, pairs or labels."""
 
-    @abstractmethod
-    def tokens(self, batch: BatchT) -> int:
+    def tokens(self, batch: Any) -> int:
         """Number of tokens of a batch, without padding."""
+        return int(batch.attention_mask.sum())
 
     @abstractmethod
     def loss(self, engine: ModelEngine, batch: BatchT) -> LossSum:

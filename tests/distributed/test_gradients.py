@@ -25,7 +25,7 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import MicroBatches, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine
 from hybrid_rlhf.engines.partition import full_tensors
-from hybrid_rlhf.functional import products
+from hybrid_rlhf.functional import operations
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner
 from hybrid_rlhf.rl.roles import Roles
@@ -114,7 +114,7 @@ def gradients(
     optimizer = OptimizerConfig(lr=1e6, eps=1e6, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.0)
     found = {}
     for number, (name, seed, (stage, attention, micro)) in enumerate(tasks):
-        products._LEAST_PRODUCTS = 1 if attention == PACKED else 2**62  # oneDNN against torch's own
+        operations._LEAST_PRODUCTS = 1 if attention == PACKED else 2**62  # oneDNN against torch's own
         model = ModelConfig(attention=attention, **{together: micro.ranks})  # type: ignore[arg-type]
         spec = EngineSpec("actor", path, model, ZeroConfig(stage=stage), 0, optimizer)  # type: ignore[arg-type]
         actor, algorithm = build_actor(spec, world), ALGORITHMS[name](settings_of(name))

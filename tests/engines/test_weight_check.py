@@ -14,12 +14,11 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.engines import hybrid
+from hybrid_rlhf.engines import hybrid, weight_check
 from hybrid_rlhf.engines.builder import build_actor
-from hybrid_rlhf.engines.checks import weight_check
-from hybrid_rlhf.engines.checks.weight_check import Rerouted, TrainingProbe, WeightCheck
 from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.generation.model import quantised
+from hybrid_rlhf.engines.weight_check import Rerouted, TrainingProbe, WeightCheck
+from hybrid_rlhf.generation.model import layers
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.models.head_check import PROBE_TOKENS
@@ -251,7 +250,7 @@ def test_a_wrong_quantisation_scale_is_caught_and_placed(
     actor = actor_of("llama", world, tmp_path, rollout=RolloutConfig(quantization="int8"))
     sync(actor)
     train_step(actor, world)
-    right, calls = quantised.quantise, list[int]()
+    right, calls = layers.quantise, list[int]()
     wrong_call = 4 + ["qkv", "o", "up", "down"].index(part)  # of layer 1
 
     def wrong(rows: Tensor, kind: Any) -> tuple[Tensor, Tensor]:
@@ -259,7 +258,7 @@ def test_a_wrong_quantisation_scale_is_caught_and_placed(
         calls.append(1)
         return codes, scale * 1.25 if len(calls) == wrong_call + 1 else scale
 
-    monkeypatch.setattr(quantised, "quantise", wrong)
+    monkeypatch.setattr(layers, "quantise", wrong)
     with pytest.raises(UserError, match=f"after the weight sync of update 1, .* in {part} of layer 1: report"):
         sync(actor)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_rlhf.functional.advantages import gae, shaped_rewards
-from hybrid_rlhf.functional.divergences import kl_k1, kl_k2, kl_k3, kl_loss
+from hybrid_rlhf.functional.losses import kl_k1, kl_k2, kl_k3, kl_loss
 from tests.support.strategies import masked_batch, poisoned
 
 fast = settings(max_examples=60, deadline=None)

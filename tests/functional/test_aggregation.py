@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from hybrid_rlhf.functional.aggregation import correction_weights, length_weights
+from hybrid_rlhf.functional.losses import correction_weights, length_weights
 from tests.support.strategies import masked_batch, poisoned
 
 fast = settings(max_examples=50, deadline=None)

@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from hybrid_rlhf.functional.advantages import gae, shaped_rewards
-from hybrid_rlhf.functional.divergences import kl_k1, kl_k2, kl_k3
-from hybrid_rlhf.functional.losses import LossSum, bounded_ratio, ppo_policy_loss, ppo_value_loss, sft_loss
+from hybrid_rlhf.functional.losses import (
+    LossSum,
+    bounded_ratio,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    ppo_policy_loss,
+    ppo_value_loss,
+    sft_loss,
+)
 from hybrid_rlhf.functional.masking import masked_mean, masked_sum, masked_var, masked_whiten
 from tests.support.strategies import masked_batch, poisoned
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hybrid_rlhf.functional.fused import rms_norm, rotate
+from hybrid_rlhf.functional.operations import rms_norm, rotate
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.functional import products
-from hybrid_rlhf.functional.products import linear
+from hybrid_rlhf.functional import operations
+from hybrid_rlhf.functional.operations import linear
 
 EVERY = {"x": True, "weight": True, "bias": True}
 
@@ -39,13 +39,13 @@ def passed(function: object, shape: tuple[int, ...], outputs: int, **how: object
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Notes each product that goes to oneDNN."""
     seen: list[int] = []
-    own = products.onednn_linear
+    own = operations.onednn_linear
 
     def note(*arguments: Tensor) -> Tensor:
         seen.append(len(arguments))
         return own(*arguments)
 
-    monkeypatch.setattr(products, "onednn_linear", note)
+    monkeypatch.setattr(operations, "onednn_linear", note)
     return seen
 
 
@@ -93,11 +93,11 @@ def test_what_onednn_is_no_help_with_stays_torchs_own(counted: list[int]) -> Non
     assert torch.equal(linear(large[:8], weight), alike(large[:8], weight)), "too small"
     assert torch.equal(linear(large.double(), weight.double()), alike(large.double(), weight.double()))
     assert torch.equal(linear(large.bfloat16(), weight.bfloat16()), alike(large.bfloat16(), weight.bfloat16()))
-    products.use_backend("torch")
+    operations.use_backend("torch")
     try:
         assert torch.equal(linear(large, weight), alike(large, weight)), "switched off"
     finally:
-        products.use_backend("onednn")
+        operations.use_backend("onednn")
     with torch.backends.mkldnn.flags(enabled=False):
         assert torch.equal(linear(large, weight), alike(large, weight))
     with torch.autocast("cpu", dtype=torch.bfloat16):

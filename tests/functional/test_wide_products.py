@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_rlhf.functional import products
+from hybrid_rlhf.functional import operations
 from hybrid_rlhf.functional.distillation import OutputHead
 from hybrid_rlhf.functional.logprobs import logprobs_from_hidden, token_logprobs
-from hybrid_rlhf.functional.products import add_wide_product, wide_linear
+from hybrid_rlhf.functional.operations import add_wide_product, wide_linear
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 LOW = [torch.bfloat16, torch.float16]
@@ -24,7 +24,7 @@ def factors(dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, torc
 def test_products_of_low_precision_are_not_rounded(
     dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "CONVERTED_ROWS", 16)
+    monkeypatch.setattr(operations, "CONVERTED_ROWS", 16)
     hidden, weight, bias = factors(dtype, device)
     exact = hidden.double() @ weight.double().t()
     for given in (None, bias):

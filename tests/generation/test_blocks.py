@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.generation.architecture.hugging_face import describe
-from hybrid_rlhf.generation.architecture.split import Split
+from hybrid_rlhf.generation.architecture.model_description import Split
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable, Match
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, CacheLayout, blocks_of
 from tests.support.families import variant

@@ -14,7 +14,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.functional.logprobs import token_logprobs
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.backend import BackendName
-from hybrid_rlhf.generation.batching.request_maker import _warn_of_untrained_positions
+from hybrid_rlhf.generation.batching.requests import _warn_of_untrained_positions
 from hybrid_rlhf.generation.sampling import per_request
 from hybrid_rlhf.models.policy import Policy
 from tests.generation.references import hugging_face_greedy

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.architecture.hugging_face import NotDescribed, describe
-from hybrid_rlhf.generation.architecture.split import Split
+from hybrid_rlhf.generation.architecture.model_description import Split
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.model.cache import CacheLayout, bytes_per_token
 from hybrid_rlhf.generation.model.decoder import Decoder

@@ -15,7 +15,7 @@ import torch
 
 from hybrid_rlhf.generation import ops
 from hybrid_rlhf.generation.architecture.hugging_face import describe
-from hybrid_rlhf.generation.architecture.split import Split
+from hybrid_rlhf.generation.architecture.model_description import Split
 from hybrid_rlhf.generation.batching import workspace
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, CacheLayout, KVCache

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hybrid_rlhf.generation import Completion
 from hybrid_rlhf.generation.architecture.hugging_face import describe
-from hybrid_rlhf.generation.architecture.model_description import Latent
-from hybrid_rlhf.generation.architecture.split import Split
+from hybrid_rlhf.generation.architecture.model_description import Latent, Split
 from hybrid_rlhf.generation.model import attention as attention_module
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache, blocks_of

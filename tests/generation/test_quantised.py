@@ -11,9 +11,8 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, ops
-from hybrid_rlhf.generation.model import quantised
-from hybrid_rlhf.generation.model.layers import InferenceLinear
-from hybrid_rlhf.generation.model.quantised import QuantisedLinear
+from hybrid_rlhf.generation.model import layers
+from hybrid_rlhf.generation.model.layers import InferenceLinear, QuantisedLinear
 from hybrid_rlhf.generation.ops import cpu_kernels
 from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.generation.ops.quantisation import quantise
@@ -223,4 +222,4 @@ def test_gpus_without_support_are_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with pytest.raises(UserError, match=said):
-        quantised._require_support(kind, torch.device("cuda"), dtype, experts=experts)
+        layers._require_support(kind, torch.device("cuda"), dtype, experts=experts)

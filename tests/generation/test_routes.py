@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.architecture.hugging_face import describe
-from hybrid_rlhf.generation.architecture.split import Split
+from hybrid_rlhf.generation.architecture.model_description import Split
 from hybrid_rlhf.generation.model.cache import CacheLayout, page_bytes
 from tests.support.families import EXPERT_VARIANTS, variant
 from tests.support.generation import PROMPTS, SAMPLED, STOP_TOKEN_IDS, engine_of, random_tokens

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_rlhf.generation.architecture.split import share
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
+from hybrid_rlhf.generation.architecture.model_description import share
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.batching.sampler import SampledTokens, Sampler
+from hybrid_rlhf.generation.batching.sampler import DecodeBatch, SampledTokens, Sampler, sampling_mode
 from hybrid_rlhf.generation.ops import choice, cpu_kernels
 from hybrid_rlhf.generation.ops.sampling import running_sums
 from hybrid_rlhf.generation.sampling import SamplingParams

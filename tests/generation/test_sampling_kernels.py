@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation import SamplingParams, ops
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.batching.sampler import SampledTokens, Sampler
+from hybrid_rlhf.generation.batching.sampler import DecodeBatch, SampledTokens, Sampler, sampling_mode
 from hybrid_rlhf.generation.ops import choice, cpu_kernels
 from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.runtime.world import default_device, solo_world

@@ -12,13 +12,13 @@ from torch import Tensor
 from hybrid_rlhf.functional.masking import position_ids
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams, ops
 from hybrid_rlhf.generation.batching.capacity import free_bytes
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
-from hybrid_rlhf.generation.batching.sampler import Sampler
-from hybrid_rlhf.generation.model.quantised import QuantisedLinear
+from hybrid_rlhf.generation.batching.sampler import DecodeBatch, Sampler, sampling_mode
+from hybrid_rlhf.generation.model.layers import QuantisedLinear
 from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.generation.ops.quantisation import Quantization, quantise
 from hybrid_rlhf.models.packing import pack, use_packing
-from hybrid_rlhf.models.packing.varlen import boundaries, varlen_attention
+from hybrid_rlhf.models.packing.attention import varlen_attention
+from hybrid_rlhf.models.packing.rows import boundaries
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.runtime.world import solo_world
 from tests.generation.references import exact_attention

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybrid_rlhf.functional import fused
+from hybrid_rlhf.functional import operations
 from hybrid_rlhf.models import fused_layers
 from hybrid_rlhf.models.fused_layers import ROTARY_ATTENTIONS, fuse_layers
 from tests.support.families import variant
@@ -33,7 +33,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Notes each fused call."""
     seen: list[str] = []
     for name in ("rms_norm", "rotate"):
-        own = getattr(fused, name)
+        own = getattr(operations, name)
 
         def note(*arguments: object, own: object = own, name: str = name, **named: object) -> torch.Tensor:
             seen.append(name)

@@ -22,7 +22,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.engines.partition import full_tensors
-from hybrid_rlhf.functional import products
+from hybrid_rlhf.functional import operations
 from hybrid_rlhf.models.lora import adapters_off, add_lora, choose_trained, lora_merged
 from hybrid_rlhf.models.pretrained.loading import load_model, position_limit, training_dtype
 from hybrid_rlhf.models.pretrained.saving import save_model
@@ -230,14 +230,14 @@ def test_a_cpus_products_are_those_of_transformers(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
 ) -> None:
     calls: list[int] = []
-    own = products.onednn_linear
+    own = operations.onednn_linear
 
     def note(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         calls.append(len(weight))
         return own(x, weight, bias)
 
-    monkeypatch.setattr(products, "_LEAST_PRODUCTS", 1)
-    monkeypatch.setattr(products, "onednn_linear", note)
+    monkeypatch.setattr(operations, "_LEAST_PRODUCTS", 1)
+    monkeypatch.setattr(operations, "onednn_linear", note)
     model, _ = load(model_folder)
     if lora:
         add_lora(model, LoraConfig(rank=2), "causal_lm", seed=0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.models.packing import use_packing, varlen
+from hybrid_rlhf.models.packing import attention, use_packing
 from hybrid_rlhf.models.policy import Policy
 from hybrid_rlhf.runtime import world
 from tests.support.model_types import tiny_of_type
@@ -41,26 +41,26 @@ def test_the_kernel_is_for_half_precision_on_newer_gpus(monkeypatch: pytest.Monk
     gpu, capability = torch.device("cuda", 0), [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(varlen, "_torch_has_varlen", lambda: True)
-    assert varlen.varlen_attention(gpu, torch.bfloat16, 128) is varlen._torch_varlen
+    monkeypatch.setattr(attention, "_torch_has_varlen", lambda: True)
+    assert attention.varlen_attention(gpu, torch.bfloat16, 128) is attention._torch_varlen
     for device, dtype, size in (
         (torch.device("cpu"), torch.bfloat16, 128),
         (gpu, torch.float32, 128),
         (gpu, torch.float16, 60),
         (gpu, torch.float16, 512),
     ):
-        assert varlen.varlen_attention(device, dtype, size) is None
-    monkeypatch.setattr(varlen, "_torch_has_varlen", lambda: False)
-    monkeypatch.setattr(varlen.importlib.util, "find_spec", lambda name: object())
-    assert varlen.varlen_attention(gpu, torch.float16, 64) is varlen._flash_attn_varlen
+        assert attention.varlen_attention(device, dtype, size) is None
+    monkeypatch.setattr(attention, "_torch_has_varlen", lambda: False)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
+    assert attention.varlen_attention(gpu, torch.float16, 64) is attention._flash_attn_varlen
     capability[0] = (7, 5)
-    assert varlen.varlen_attention(gpu, torch.float16, 64) is None
+    assert attention.varlen_attention(gpu, torch.float16, 64) is None
 
 
 def test_the_call_of_torch_names_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel needs a GPU; its signature does not."""
     module = pytest.importorskip("torch.nn.attention.varlen")
-    if not varlen._torch_has_varlen():
+    if not attention._torch_has_varlen():
         pytest.skip("this torch has an older one")
     calls: list[tuple[Any, ...]] = []
 
@@ -71,7 +71,7 @@ def test_the_call_of_torch_names_its_arguments(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module.torch.ops.torch_attn, "_varlen_attn", kernel)
     q, k, ends = torch.zeros(5, 4, 8), torch.zeros(7, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
     for window, expected in ((None, [-1, 0]), (3, [2, 0])):
-        varlen._torch_varlen(q, k, k, (ends, ends), (5, 7), scale=0.5, window=window)
+        attention._torch_varlen(q, k, k, (ends, ends), (5, 7), scale=0.5, window=window)
         *_, max_q, max_k, causal, scale, given, gqa = calls[-1][:11]
         assert (max_q, max_k, scale, given, gqa) == (5, 7, 0.5, expected, True)
         assert causal == (window is None)

@@ -15,7 +15,7 @@ from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.partition import copy_weights
-from hybrid_rlhf.functional.divergences import kl_k2, kl_k3
+from hybrid_rlhf.functional.losses import kl_k2, kl_k3
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.batch import Batch

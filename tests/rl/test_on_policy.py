@@ -14,8 +14,7 @@ from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig
-from hybrid_rlhf.functional.advantages import shaped_rewards
-from hybrid_rlhf.functional.groups import differs_in_group, group_mean, group_std, leave_one_out
+from hybrid_rlhf.functional.advantages import differs_in_group, group_mean, group_std, leave_one_out, shaped_rewards
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.functional.masking import masked_whiten, row_sums
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm

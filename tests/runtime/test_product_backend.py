@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.functional import products
-from hybrid_rlhf.functional.products import Backend
+from hybrid_rlhf.functional import operations
+from hybrid_rlhf.functional.operations import Backend
 from hybrid_rlhf.runtime import product_backend
 from hybrid_rlhf.runtime.product_backend import RECORD, VARIABLE, choose_product_backend, machine_key, measure
 from hybrid_rlhf.runtime.world import World, solo_world
@@ -26,7 +26,7 @@ WORLD = solo_world(torch.device("cpu"))
 def unforced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(VARIABLE, raising=False)
     yield
-    products.use_backend("onednn")
+    operations.use_backend("onednn")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def measured_as(monkeypatch: pytest.MonkeyPatch, faster: Backend) -> list[int]:
 
     def measure() -> dict[Backend, float]:
         calls.append(1)
-        return {name: 0.1 if name == faster else 0.2 for name in products.BACKENDS}
+        return {name: 0.1 if name == faster else 0.2 for name in operations.BACKENDS}
 
     monkeypatch.setattr(product_backend, "measure", measure)
     return calls
@@ -51,11 +51,11 @@ def measured_as(monkeypatch: pytest.MonkeyPatch, faster: Backend) -> list[int]:
 def chosen(places: tuple[Path, Path], *, checkpoint: Path | None = None, deterministic: bool = False) -> Backend:
     run, cache = places
     choice = choose_product_backend(WORLD, run, checkpoint=checkpoint, deterministic=deterministic, cache=cache)
-    assert products.backend() == choice
+    assert operations.backend() == choice
     return choice
 
 
-@pytest.mark.parametrize("faster", products.BACKENDS)
+@pytest.mark.parametrize("faster", operations.BACKENDS)
 def test_the_faster_one_is_measured_once_per_machine(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, faster: Backend, log_lines: list[str]
 ) -> None:
@@ -116,22 +116,22 @@ def test_a_cache_that_cannot_be_written_stops_nothing(
 
 
 def test_the_measurement_times_both_and_leaves_everything_as_it_was() -> None:
-    state, before = torch.get_rng_state(), products.backend()
+    state, before = torch.get_rng_state(), operations.backend()
     start = time.process_time()
     seconds = measure()
     assert time.process_time() - start < 10, "under a second on a machine of its own; this one may be shared"
-    assert set(seconds) == set(products.BACKENDS) and min(seconds.values()) > 0
-    assert torch.equal(torch.get_rng_state(), state) and products.backend() == before
+    assert set(seconds) == set(operations.BACKENDS) and min(seconds.values()) > 0
+    assert torch.equal(torch.get_rng_state(), state) and operations.backend() == before
 
 
 def both_ranks(world: World, folder: str) -> tuple[Backend, Backend]:
     """What a rank is given, where each would have measured another one."""
     os.environ.pop(VARIABLE, None)  # of the process that this one is forked from
     own: Backend = BOTH[world.rank]
-    product_backend.measure = lambda: {name: 0.1 if name == own else 0.2 for name in products.BACKENDS}
+    product_backend.measure = lambda: {name: 0.1 if name == own else 0.2 for name in operations.BACKENDS}
     run, cache = Path(folder) / "run", Path(folder) / "cache"
     run.mkdir(exist_ok=True)
-    return choose_product_backend(world, run, checkpoint=None, deterministic=False, cache=cache), products.backend()
+    return choose_product_backend(world, run, checkpoint=None, deterministic=False, cache=cache), operations.backend()
 
 
 BOTH: tuple[Backend, Backend] = ("torch", "onednn")

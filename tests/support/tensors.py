@@ -55,7 +55,7 @@ def slow_varlen(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """The contract of varlen.VarlenAttention, a sequence at a time."""
+    """The contract of VarlenAttention, a sequence at a time."""
     assert all(end.dtype == torch.int32 and end[0] == 0 and end.dim() == 1 for end in ends)
     assert ends[0][-1] == len(query) and ends[1][-1] == len(key) == len(value) and len(ends[0]) == len(ends[1])
     assert query.shape[-1] == key.shape[-1] == value.shape[-1]

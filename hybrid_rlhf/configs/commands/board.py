@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from hybrid_rlhf.configs.credentials import is_own_host
 from hybrid_rlhf.configs.sections.rules import Port, Settings, require
 
 
-@dataclass(frozen=True, kw_only=True)
 class BoardConfig(Settings):
     """Show training runs in a browser: curves, rollouts, preferences, chat, start and stop."""
 

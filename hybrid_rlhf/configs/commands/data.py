@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from hybrid_rlhf.configs.errors import UserError
@@ -27,7 +27,6 @@ _PARTS_EXAMPLE = "train=0.9,test=0.1"
 _SOURCE = "a data source must be named, got none: give a file, a folder or a hub name"
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckConfig(Settings):
     """Read all rows of a source as a training step does, and report columns, lengths, problems and duplicates; exit
     code 1 if there is a problem, a duplicate, or a held-out row with a prompt of the source."""
@@ -58,8 +57,7 @@ class CheckConfig(Settings):
         require_template_variables(self.chat_template_kwargs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvertConfig:
+class ConvertConfig(Settings):
     """Convert a data set in a published format into rows that every step reads (docs/conversations.md)."""
 
     path: str = ""
@@ -77,13 +75,12 @@ class ConvertConfig:
     overwrite: bool = False
     """Replace the output if it exists."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(bool(self.path), _SOURCE)
         require(bool(self.output), "--output must name a file, got none: give for example --output rows.jsonl")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitConfig:
+class SplitConfig(Settings):
     """Split the rows of a source into files without prompts in common."""
 
     path: str = ""
@@ -102,7 +99,7 @@ class SplitConfig:
     overwrite: bool = False
     """Replace files that exist."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(bool(self.path), _SOURCE)
         names = [name for name, _ in self.shares]
         require(len(names) >= 2, f"parts must name two parts or more, got {self.parts!r}: for example {_PARTS_EXAMPLE}")
@@ -120,7 +117,6 @@ class SplitConfig:
         return read_shares(words, f"parts must be NAME=SHARE, comma-separated, for example {_PARTS_EXAMPLE}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class BlendConfig(Settings):
     """Mix rows of several sources into one file in given fractions, without repeating rows."""
 

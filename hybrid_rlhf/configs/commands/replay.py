@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from hybrid_rlhf.configs.sections.rules import Count, Settings, require, setting
 
 
-@dataclass(frozen=True, kw_only=True)
 class BranchConfig(Settings):
     """Other continuations of a sample, with the weights of its step, and their scores."""
 
@@ -25,16 +24,14 @@ class BranchConfig(Settings):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RescoreConfig:
+class RescoreConfig(Settings):
     """The score of another completion of the sample's prompt, with the run's reward components."""
 
     completion: str = ""
     """Text to score, as a completion that ended normally."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplayConfig:
+class ReplayConfig(Settings):
     """Regenerate samples of an RL run bit for bit, and compare them with the recorded ones."""
 
     path: str = ""
@@ -48,7 +45,7 @@ class ReplayConfig:
     scratch: str | None = setting(None, advanced=True)
     """Internal: temporary folder shared by the ranks of a replay, which the command creates and removes."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(
             bool(self.path),
             "a run must be named, got none: give its folder, for example hybrid-rlhf replay output/step3_ppo",

@@ -7,7 +7,7 @@ The algorithms themselves are in configs/algorithms.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
 from hybrid_rlhf.configs.sections.rules import (
@@ -22,7 +22,6 @@ from hybrid_rlhf.configs.sections.rules import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class KLConfig(Settings):
     """KL penalty of the actor against the reference."""
 
@@ -54,7 +53,6 @@ class KLConfig(Settings):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class PenaltiesConfig(Settings):
     """Penalties that are subtracted from scores."""
 
@@ -81,7 +79,6 @@ class PenaltiesConfig(Settings):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig(Settings):
     """Replaces prompts whose completions all have the same score, and therefore no gradient (DAPO, arXiv 2503.14476,
     eq. 11).
@@ -91,7 +88,6 @@ class DynamicSamplingConfig(Settings):
     """Maximum number of rounds of additional prompts per step; the step then trains on the accepted prompts."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class CorrectionConfig(Settings):
     """Importance weights p(training) / p(sampler) per token, for samples from older or lower-precision weights."""
 
@@ -114,7 +110,6 @@ class CorrectionConfig(Settings):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Settings):
     """Settings of all RL algorithms."""
 
@@ -188,7 +183,6 @@ class AlgorithmConfig(Settings):
         return self.learns_pairs
 
 
-@dataclass(frozen=True, kw_only=True)
 class PolicyGradientConfig(AlgorithmConfig):
     """Settings of algorithms with a loss per token."""
 
@@ -210,7 +204,6 @@ class PolicyGradientConfig(AlgorithmConfig):
         return self.correction is not None
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClippedConfig(PolicyGradientConfig):
     """Settings of algorithms that clip the policy ratio."""
 
@@ -248,7 +241,6 @@ class ClippedConfig(PolicyGradientConfig):
         return self.whiten_advantages
 
 
-@dataclass(frozen=True, kw_only=True)
 class SurrogateConfig(ClippedConfig):
     """Settings of algorithms with PPO's clipped surrogate."""
 
@@ -256,7 +248,6 @@ class SurrogateConfig(ClippedConfig):
     """Bound of the loss for negative advantages, as a multiple of the advantage (arXiv 1912.09729: 3); null: none."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class GroupConfig(AlgorithmConfig):
     """Settings of algorithms with advantages relative to a prompt's completions.
 
@@ -271,7 +262,6 @@ class GroupConfig(AlgorithmConfig):
     """Advantages are divided by the standard deviation of a prompt's scores (GRPO), or not (Dr. GRPO)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SingleUpdateConfig(AlgorithmConfig):
     """Settings of algorithms whose paper makes one update per rollout."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from hybrid_rlhf.configs.sections.rules import Count, RowTokens, Settings, require, require_template_variables, setting
@@ -16,8 +16,7 @@ def require_shares(split: list[float]) -> None:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataSource:
+class DataSource(Settings):
     """One source of a blend."""
 
     path: str
@@ -30,12 +29,11 @@ class DataSource:
     columns: dict[str, str] = field(default_factory=dict)
     """Names of the source's columns, by the name that steps read: {prompt: question, completion: answer}."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(self.weight > 0, f"weight of {self.path} must be above 0, got {self.weight}: leave the source out")
         require(self.weight <= 1000, f"weight of {self.path} must be at most 1000 passes, got {self.weight}: lower it")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DataConfig(Settings):
     """Where rows come from and how they become tokens."""
 
@@ -72,7 +70,6 @@ class DataConfig(Settings):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class RowDataConfig(DataConfig):
     """Sources of prompt and completion rows, and their tokenization."""
 

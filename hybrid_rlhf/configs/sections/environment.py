@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from hybrid_rlhf.configs.sections.rules import Count, Positive, Settings, is_plain, require, setting
 
 
-@dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig(Settings):
     """Environment of multi-turn rollouts (docs/environments.md)."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from hybrid_rlhf.configs.sections.rules import Count, Positive, Settings, require, setting
@@ -11,7 +11,6 @@ from hybrid_rlhf.configs.sections.rules import Count, Positive, Settings, requir
 ROUTER_KEYS = ("router_aux_loss_coef", "router_z_loss_coef")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig(Settings):
     """The model, its dtypes and kernels."""
 
@@ -119,7 +118,6 @@ def require_adapters(model: ModelConfig, lora: LoraConfig | None, *, section: st
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoraConfig(Settings):
     """Low-rank adapters (LoRA, arXiv 2106.09685) through peft. A saved model contains them merged; its folder adapter
     contains them alone.
@@ -145,7 +143,6 @@ class LoraConfig(Settings):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class CriticLoraConfig(LoraConfig):
     """Adapters of the critic; rank 0 trains all its weights even if the actor has adapters."""
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
 from hybrid_rlhf.configs.credentials import check_url, host_of
-from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.rules import Settings, require
 
 OnFailure = Literal["stop", "drop", "zero"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardComponentConfig:
+class RewardComponentConfig(Settings):
     """One component of the reward; exactly one of model, function and urls is given."""
 
     name: str | None = None
@@ -50,7 +49,7 @@ class RewardComponentConfig:
     """Action if a completion has no usable score. stop: the run ends; drop: the completion is removed from training and
     metrics; zero: its score is 0. Dropped and zeroed completions are counted in the metrics."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         kinds = [kind for kind in ("model", "function", "urls") if getattr(self, kind)]
         require(
             len(kinds) == 1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from hybrid_rlhf.configs.credentials import expanded, is_placeholder
@@ -19,7 +18,6 @@ _COMPARED_COMPLETIONS = 16
 """Minimum number of completions per rollout whose experts are compared with those of training."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class AsyncSamplingConfig(Settings):
     """Sampling runs in parallel with training, on a copy of older weights (docs/async.md)."""
 
@@ -27,7 +25,6 @@ class AsyncSamplingConfig(Settings):
     """Policy lag, in steps: the number of steps by which the sampling weights are behind the training weights."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PartialRolloutConfig(Settings):
     """A rollout ends when prompts_per_step prompts are finished; the completions of the others continue in the next
     rollout, with its weights (docs/async.md#partial-rollouts).
@@ -39,7 +36,6 @@ class PartialRolloutConfig(Settings):
     """Maximum number of steps that a prompt may be carried; a rollout waits for prompts that reach it."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class EndpointConfig(Settings):
     """Address at which programs query the actor during a rollout, with OpenAI's API (docs/environments.md#programs)."""
 
@@ -67,7 +63,6 @@ class EndpointConfig(Settings):
         return None if self.api_key is None else expanded(self.api_key, key="rollout.endpoint.api_key")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Settings):
     """How completions are sampled."""
 

@@ -64,9 +64,16 @@ def marks_of(declared: Field[Any]) -> Marks:
     return marks
 
 
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Settings:
-    """Base class of sections with bounds: a text in the field's annotation, such as "above 0", "2 tokens or more" or
-    "in [0, 1)", which errors quote as the rule. Text after a colon is the fix, by default the field's default."""
+    """Base class of sections: makes them frozen dataclasses with keyword arguments, and checks bounds.
+
+    A bound is a text in the field's annotation, such as "above 0", "2 tokens or more" or "in [0, 1)", which errors
+    quote as the rule. Text after a colon is the fix, by default the field's default.
+    """
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
         for name, (bound, default) in _bounds(type(self)).items():  # type: ignore[arg-type]  # a type is hashable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from hybrid_rlhf.configs.credentials import check_url
@@ -14,7 +14,6 @@ from hybrid_rlhf.configs.sections.rules import Count, Settings, require, setting
 SinkName = Literal["tensorboard", "csv", "wandb", "mlflow", "trackio"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Settings):
     """What is logged."""
 
@@ -50,7 +49,6 @@ class LoggingConfig(Settings):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class FaultsConfig(Settings):
     """Which faults end a run."""
 
@@ -74,8 +72,7 @@ class FaultsConfig(Settings):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepConfig:
+class StepConfig(Settings):
     """Settings of every training step; the step itself adds `data`."""
 
     output_dir: str = setting("output", mutable=True)

@@ -5,16 +5,14 @@ OpenAI.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from hybrid_rlhf.configs.sections.rules import require, setting
+from hybrid_rlhf.configs.sections.rules import Settings, require, setting
 
 _LEAST_TEMPERATURE = 1e-5
 """Dividing logits by less can overflow float32."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Settings):
     """How completions of a prompt are sampled."""
 
     n: int = 1
@@ -42,7 +40,7 @@ class SamplingParams:
     seed: int | None = None
     """Seed of the sampling; null: a new one for each call."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         rules = {
             "n must be 1 or more": self.n >= 1,
             "max_new_tokens must be 1 or more": self.max_new_tokens >= 1,

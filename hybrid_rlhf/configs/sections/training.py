@@ -10,7 +10,6 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rules import Count, Natural, NonNegative, Positive, Settings, Share, require, setting
 
 
-@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Settings):
     """The optimizer, AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) or Muon, and its schedule."""
 
@@ -68,8 +67,7 @@ class OptimizerConfig(Settings):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ZeroConfig:
+class ZeroConfig(Settings):
     """ZeRO sharding over the ranks (Rajbhandari et al. 2019, arXiv 1910.02054) and offloading to the host."""
 
     stage: Literal[0, 1, 2, 3] = 0
@@ -79,7 +77,7 @@ class ZeroConfig:
     offload_parameters: bool = False
     """Keep parameters in host memory between uses (stage 3)."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         require(
             not self.offload_optimizer or self.stage >= 1,
             f"zero.offload_optimizer needs zero.stage 1 or more, got {self.stage}: set zero.stage to 2",
@@ -97,7 +95,6 @@ def frozen_zero(sibling: ZeroConfig) -> ZeroConfig:
     return ZeroConfig(stage=3, offload_parameters=sibling.offload_parameters)
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Settings):
     """When checkpoints are written, and which are kept; SIGTERM and SIGUSR1 request one too."""
 
@@ -143,7 +140,6 @@ class MicroBatches:
     """Number of ranks that compute a micro-batch together."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoopConfig(CheckpointConfig):
     """Length and micro-batches of a step."""
 
@@ -166,7 +162,6 @@ class LoopConfig(CheckpointConfig):
         return MicroBatches(self.micro_batch_size, tokens, ranks=model.ranks_together)
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
     """Length and batch sizes of a supervised step."""
 

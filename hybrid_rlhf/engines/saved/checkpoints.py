@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,14 +39,13 @@ from hybrid_rlhf.runtime.files.checkpoint_folder import (
 )
 from hybrid_rlhf.runtime.files.disk import disk_errors_translated
 from hybrid_rlhf.runtime.files.durable import checksum, flush
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.random_states import random_states, restore_random_states
 from hybrid_rlhf.runtime.world import World
 
 T = TypeVar("T")
 AnyState = TrainingState | AbsentState
 _LIBRARIES = ("hybrid_rlhf", "torch", "deepspeed", "transformers", "peft")
-logger = logging.getLogger(LOGGER_NAME)
 _WRITERS = 2
 """Number of writer threads per rank."""
 

@@ -1,5 +1,5 @@
 """Description of a model by numbers, without weights or computation.
 
-Read `model_description.py` (the numbers), `recurrence.py` (those of recurrent layers), `hugging_face.py` (from a model
-to its description) and `split.py` (the part of a model on a tensor-parallel rank).
+Read `model_description.py` (the numbers, and the part of a model on a tensor-parallel rank), `recurrence.py` (those of
+recurrent layers) and `hugging_face.py` (from a model to its description).
 """

@@ -12,7 +12,6 @@ memory is used.
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,18 +21,17 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch
 from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.batching.sampler import DecodeBatch
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.attention import Chunks
 from hybrid_rlhf.generation.model.cache import CacheLayout, blocks_of
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.ops.attention import splits_of
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.observability.timers import peak_bytes
 from hybrid_rlhf.runtime.world import World
 
-logger = logging.getLogger(LOGGER_NAME)
 AllocatedT = TypeVar("AllocatedT")
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.9}
 """Largest share of free memory that generation takes by default."""

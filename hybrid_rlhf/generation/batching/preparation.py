@@ -6,18 +6,16 @@ Both happen when first needed, so the first steps of a run are slow, and without
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from hybrid_rlhf.generation.ops.triton_language import triton
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 
 LINE_SECONDS = 5.0
 """Minimum time between two log lines."""
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class PreparationLog:

@@ -1,4 +1,8 @@
-"""Token sampling: one token per row, from logits that may be sharded by vocabulary over tensor-parallel ranks.
+"""Token sampling: the state and sampling parameters of all rows as tensors, and one token per row from the logits.
+
+Row i of the tables belongs to the i-th live completion. Why tables: a step then needs no data from the host, so it can
+be captured in a CUDA graph, and the host can process its result while the next step runs. Most numbers of a row are in
+two tables, so a row moves with few copies.
 
 A token is drawn by inverting the cumulative distribution at one uniform number, in two levels: first the block of the
 vocabulary, then the token in the block. This costs one exponential per logit and no sort. With a sharded vocabulary,
@@ -12,22 +16,141 @@ Cumulative sums are taken over integers: a float `cumsum` has no deterministic k
 torch refuses it under `deterministic: true`. Integer sums do not depend on their order, so a row draws the same token
 on every device and in every batch.
 
-Shapes: B rows, V vocabulary, R ranks; logits are [B, V / R] float32.
+Shapes: B or S rows, V vocabulary, R ranks; logits are [B, V / R] float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.architecture.split import share
+from hybrid_rlhf.generation.architecture.model_description import share
+from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.ops import choice
-from hybrid_rlhf.generation.ops.sampling import draw, gather_vocabulary, truncated
-from hybrid_rlhf.generation.ops.sampling_rows import SamplingMode, SamplingRows
+from hybrid_rlhf.generation.ops.sampling import (
+    FLOATS,
+    INTEGERS,
+    SamplingMode,
+    SamplingRows,
+    draw,
+    gather_vocabulary,
+    truncated,
+)
 from hybrid_rlhf.generation.sampling import MOST_TOP_LOGPROBS
+from hybrid_rlhf.generation.transfers import to_device
 from hybrid_rlhf.runtime.world import World, solo_world
+
+
+def sampling_mode(requests: Sequence[Request]) -> SamplingMode:
+    """Return the sampling features that at least one of the requests needs."""
+    distinct = {id(request.params): request.params for request in requests}.values()
+    return SamplingMode(
+        greedy=any(p.greedy for p in distinct),
+        temperature=any(p.divisor != 1 for p in distinct),
+        top_k_top_p=any(p.top_p < 1 or p.top_k > 0 for p in distinct),
+        min_p=any(p.min_p > 0 for p in distinct),
+        repetition_penalty=any(p.repetition_penalty != 1 for p in distinct),
+        min_new_tokens=any(p.min_new_tokens > 0 for p in distinct),
+        top_logprobs=any(request.top_logprobs for request in requests),
+    )
+
+
+@dataclass
+class DecodeBatch(SamplingRows):
+    """Tables of S rows, filled from requests."""
+
+    adapter: Tensor
+    """[S] int64, the number of each row's adapter. Not in the tables, whose columns the sampling kernels read by
+    index."""
+
+    @classmethod
+    def empty(cls, rows: int, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
+        """Allocate tables that are wide enough for any of the requests."""
+        stops = max(len(request.stop) for request in requests)
+        longest = max(len(request.uniforms) for request in requests)
+        seen = None
+        if sampling_mode(requests).repetition_penalty:
+            seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
+        integers = torch.zeros(rows, len(INTEGERS) + stops, dtype=torch.long, device=device)
+        floats = torch.ones(rows, len(FLOATS) + longest, dtype=torch.float64, device=device)
+        return cls(integers, floats, seen, torch.zeros(rows, dtype=torch.long, device=device))
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
+        """Return tables filled with requests, one per row."""
+        rows = cls.empty(len(requests), requests, vocab_size=vocab_size, device=device)
+        rows.fill(0, requests)
+        return rows
+
+    def has_room_for(self, requests: Sequence[Request]) -> bool:
+        """True if the tables are wide enough for each of the requests."""
+        stops = self.integers.shape[1] - len(INTEGERS)
+        longest = self.floats.shape[1] - len(FLOATS)
+        fits = all(len(request.stop) <= stops and len(request.uniforms) <= longest for request in requests)
+        return fits and (self.seen is not None or not sampling_mode(requests).repetition_penalty)
+
+    @property
+    def nbytes(self) -> int:
+        """Total bytes of the tables."""
+        return sum(table.nbytes for table in self._tables())
+
+    def __len__(self) -> int:
+        """Number of rows S."""
+        return len(self.integers)
+
+    def fill(self, first: int, requests: Sequence[Request]) -> None:
+        """Write requests into the rows from `first` on, with the tokens that they have so far."""
+        integers = np.zeros((len(requests), self.integers.shape[1]), dtype=np.int64)
+        floats = np.zeros((len(requests), self.floats.shape[1]))
+        for row, request in enumerate(requests):
+            stop = sorted(request.stop)
+            params = request.params
+            least = params.min_new_tokens if stop else 0
+            drawn = len(request.token_ids)
+            integers[row, :6] = [0, request.tokens - 1, drawn, params.top_k, int(params.greedy), least]
+            # Rows with fewer stop tokens repeat their first one.
+            integers[row, 6:] = (stop + stop[:1] * integers.shape[1])[: integers.shape[1] - 6] if stop else 0
+            floats[row, :4] = [getattr(params, name) for name in FLOATS]
+            floats[row, 4 : 4 + len(request.uniforms)] = request.uniforms
+        part = slice(first, first + len(requests))
+        self.integers[part] = to_device(torch.from_numpy(integers), self.integers.device)
+        self.floats[part] = to_device(torch.from_numpy(floats), self.floats.device)
+        self.adapter[part] = to_device([request.adapter for request in requests], self.adapter.device, torch.long)
+        if self.seen is not None:
+            self.seen[part] = False
+            for row, request in enumerate(requests, start=first):
+                self.seen[row, to_device(sorted(set(request.all_token_ids)), self.seen.device)] = True
+
+    def move(self, source: int, target: int) -> None:
+        """Copy row `source` to row `target`."""
+        for table in self._tables():
+            table[target] = table[source]
+
+    def view(self, start: int, stop: int) -> DecodeBatch:
+        """Return views of rows start to stop - 1."""
+        seen = None if self.seen is None else self.seen[start:stop]
+        return DecodeBatch(self.integers[start:stop], self.floats[start:stop], seen, self.adapter[start:stop])
+
+    def select(self, rows: Tensor) -> DecodeBatch:
+        """Return copies of rows [n]."""
+        seen = None if self.seen is None else self.seen[rows]
+        return DecodeBatch(self.integers[rows], self.floats[rows], seen, self.adapter[rows])
+
+    def save(self) -> list[Tensor]:
+        """Return copies of the tables, for `restore`."""
+        return [table.clone() for table in self._tables()]
+
+    def restore(self, saved: Sequence[Tensor]) -> None:
+        """Write back the result of `save`."""
+        for table, values in zip(self._tables(), saved, strict=True):
+            table.copy_(values)
+
+    def _tables(self) -> list[Tensor]:
+        return [self.integers, self.floats, self.adapter, *([] if self.seen is None else [self.seen])]
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.batching.decode_batch import DecodeBatch, sampling_mode
 from hybrid_rlhf.generation.batching.preparation import PreparationLog
 from hybrid_rlhf.generation.batching.requests import Request
-from hybrid_rlhf.generation.batching.sampler import Sampler
+from hybrid_rlhf.generation.batching.sampler import DecodeBatch, Sampler, sampling_mode
 from hybrid_rlhf.generation.model.attention import Attention, Chunks, DecodeRows
 from hybrid_rlhf.generation.model.cache import KVCache, blocks_of
 from hybrid_rlhf.generation.model.decoder import Decoder

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.model.quantised import Linear
+from hybrid_rlhf.generation.model.layers import Linear
 
 
 @dataclass

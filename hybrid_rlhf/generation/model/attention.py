@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.architecture.model_description import Latent, ModelDescription
-from hybrid_rlhf.generation.architecture.split import Split
+from hybrid_rlhf.generation.architecture.model_description import Latent, ModelDescription, Split
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, KVCache, blocks_of
 from hybrid_rlhf.generation.model.latent import AbsorbedTokens, ExpandedChunks, PagedLatents, Table
 from hybrid_rlhf.generation.ops import cpu_kernels

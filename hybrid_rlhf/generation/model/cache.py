@@ -23,8 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hybrid_rlhf.generation.architecture.model_description import ModelDescription
-from hybrid_rlhf.generation.architecture.split import Split
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription, Split
 from hybrid_rlhf.generation.transfers import to_device
 
 BLOCK_TOKENS = 16

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.architecture.model_description import ModelDescription
-from hybrid_rlhf.generation.architecture.split import Split
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription, Split
 from hybrid_rlhf.generation.model.adapters import AdaptedLinear, ChosenAdapters, LowRankChange
 from hybrid_rlhf.generation.model.attention import StepAttention
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.model.decoder_weights import DecoderWeights, LayerWeights
 from hybrid_rlhf.generation.model.latent import Table
-from hybrid_rlhf.generation.model.layers import Norm, norm_heads
-from hybrid_rlhf.generation.model.quantised import QuantisedLinear
+from hybrid_rlhf.generation.model.layers import Norm, QuantisedLinear, norm_heads
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
 from hybrid_rlhf.generation.ops import choice, cpu_kernels
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS

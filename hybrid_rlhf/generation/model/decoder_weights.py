@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.model.latent import LatentAttention
-from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm
-from hybrid_rlhf.generation.model.quantised import Linear, weight_bytes
+from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Linear, Norm, SplitNorm, weight_bytes
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer
 
 LAYER_NORMS = (

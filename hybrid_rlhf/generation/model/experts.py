@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hybrid_rlhf.generation.architecture.model_description import Activation, Experts
-from hybrid_rlhf.generation.model.quantised import Linear, MakeLinear, weight_bytes
+from hybrid_rlhf.generation.model.layers import Linear, MakeLinear, weight_bytes
 from hybrid_rlhf.generation.ops.routing import route
 
 MOST_KERNEL_TOKENS = 256

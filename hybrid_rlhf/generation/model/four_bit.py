@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.functional import products
+from hybrid_rlhf.functional import operations
 from hybrid_rlhf.generation.ops import choice, cpu_kernels
 from hybrid_rlhf.models.four_bit import FourBitWeight
 
@@ -110,7 +110,7 @@ class FourBitLinear:
             weight = x.new_empty(self.outputs, self.inputs)
             for part, rows in zip(self._parts, weight.split([part.shape[0] for part in self._parts]), strict=True):
                 cpu_kernels.dequantise(part.weight.codes, part.weight.state, rows)
-            return products.linear(x, weight)
+            return operations.linear(x, weight)
         outputs = [part(x) for part in self._parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

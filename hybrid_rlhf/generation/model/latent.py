@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.architecture.model_description import Latent
-from hybrid_rlhf.generation.model.layers import Norm
-from hybrid_rlhf.generation.model.quantised import Linear
+from hybrid_rlhf.generation.model.layers import Linear, Norm
 from hybrid_rlhf.generation.ops.rows import rotated
 
 Table = tuple[Tensor, Tensor] | None

@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import platform
 import shlex
@@ -28,14 +27,13 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.runtime.files.reading import cache_folder
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fno-exceptions", "-fno-rtti")
 _FOR_THIS_MACHINE = (("-march=native",), ("-mcpu=native",), ())
 """Flags for the machine's instruction set, tried in this order; compilers support them on some processors only."""
 _TIMEOUT_SECONDS = 120
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class CannotCompile(Exception):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import struct
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from torch.nn import functional
 from hybrid_rlhf.generation.architecture.model_description import Activation
 from hybrid_rlhf.generation.ops.compiled import CannotCompile, load, openmp_parallel
 from hybrid_rlhf.generation.ops.rows import ACTIVATION_NUMBERS
-from hybrid_rlhf.generation.ops.sampling_rows import SamplingMode, SamplingRows
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.generation.ops.sampling import SamplingMode, SamplingRows
+from hybrid_rlhf.runtime.observability.logs import logger
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Supported dtypes of weights, KV cache and activations."""
@@ -58,7 +57,6 @@ _STRUCTS = {
     )
 }
 """Argument structs of the library: address of GOMP_parallel, threads, dtype, then addresses and numbers."""
-logger = logging.getLogger(LOGGER_NAME)
 
 
 class _Library:
@@ -291,7 +289,7 @@ def pack_int8(codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_linear(x: Tensor, weight: Tensor, offset: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b [T, N], where each row of x is quantised to int8 (quantised.py) and sums are int32.
+    """Return x W^T + b [T, N], where each row of x is quantised to int8 (layers.py) and sums are int32.
 
     Args:
         x: [T, K].

@@ -18,19 +18,126 @@ The torch code is the reference, and is used for sharded vocabularies. Masses ar
 float sums have a fixed order, so a row draws the same token in every batch. Nothing synchronises with the host, and
 shapes depend only on the batch size.
 
-Shapes: B rows, V vocabulary, C blocks of a row. Columns of the tables are those of sampling_rows.py.
+Shapes: B rows, V vocabulary, C blocks of a row. S rows of the tables, with all integers of a row in one
+and all floats in another, so a kernel needs only two addresses.
 """
 
 from __future__ import annotations
+
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.architecture.split import share
-from hybrid_rlhf.generation.ops.sampling_rows import SamplingMode, SamplingRows
+from hybrid_rlhf.generation.architecture.model_description import share
 from hybrid_rlhf.generation.ops.triton_language import tl, triton
 from hybrid_rlhf.runtime.world import World
+
+INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens")
+FLOATS = ("divisor", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class SamplingMode:
+    """Sampling features that some of the requests need. The other features are skipped for all rows."""
+
+    greedy: bool
+    temperature: bool
+    top_k_top_p: bool
+    min_p: bool
+    repetition_penalty: bool
+    min_new_tokens: bool
+    top_logprobs: bool
+
+    def covers(self, other: SamplingMode) -> bool:
+        """True if requests that need the mode `other` can be sampled in this one."""
+        return all(has or not needs for has, needs in zip(astuple(self), astuple(other), strict=True))
+
+    @property
+    def draws_from_all(self) -> bool:
+        """True if tokens are drawn from the whole distribution, without truncation or penalty."""
+        return not (self.top_k_top_p or self.min_p or self.repetition_penalty or self.min_new_tokens)
+
+
+@dataclass
+class SamplingRows:
+    """Tables of S rows."""
+
+    integers: Tensor
+    """[S, 6 + stop tokens] int64, columns INTEGERS, then stop tokens."""
+    floats: Tensor
+    """[S, 4 + longest completion] float64, columns FLOATS, then uniform numbers."""
+    seen: Tensor | None
+    """[S, V] bool, true for tokens of prompt and completion; none without a repetition penalty."""
+
+    def append(self, tokens: Tensor) -> None:
+        """Append one sampled token [S] to each row."""
+        self.token.copy_(tokens)
+        self.advance(1)
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+
+    def advance(self, tokens: Tensor | int) -> None:
+        """Advance position and number of drawn tokens by `tokens`, an int or [S]."""
+        self.integers[:, 1:3] += tokens if isinstance(tokens, int) else tokens[:, None]
+
+    @property
+    def token(self) -> Tensor:
+        """[S] int64, last token of each row."""
+        return self.integers[:, 0]
+
+    @property
+    def position(self) -> Tensor:
+        """[S] int64, position of the last token."""
+        return self.integers[:, 1]
+
+    @property
+    def drawn(self) -> Tensor:
+        """[S] int64, number of tokens of the completion so far."""
+        return self.integers[:, 2]
+
+    @property
+    def top_k(self) -> Tensor:
+        """[S, 1] int64; 0: no top_k."""
+        return self.integers[:, 3:4]
+
+    @property
+    def greedy(self) -> Tensor:
+        """[S] bool, true for rows that take the most likely token."""
+        return self.integers[:, 4].bool()
+
+    @property
+    def early_stops(self) -> tuple[Tensor, Tensor]:
+        """Stop tokens [S, n] int64; and [S, 1] bool, true where they are not allowed yet."""
+        return self.integers[:, 6:], (self.drawn < self.integers[:, 5])[:, None]
+
+    @property
+    def temperature(self) -> Tensor:
+        """[S, 1] float32, divisor of the logits."""
+        return self.floats[:, 0:1].float()
+
+    @property
+    def top_p(self) -> Tensor:
+        """[S, 1] float32; 1: no top_p."""
+        return self.floats[:, 1:2].float()
+
+    @property
+    def min_p(self) -> Tensor:
+        """[S, 1] float32; 0: no min_p."""
+        return self.floats[:, 2:3].float()
+
+    @property
+    def repetition_penalty(self) -> Tensor:
+        """[S, 1] float32; 1: no penalty."""
+        return self.floats[:, 3:4].float()
+
+    @property
+    def uniform(self) -> Tensor:
+        """[S] float64, uniform number for the next token. A finished row repeats its last one."""
+        place = (self.drawn + len(FLOATS)).clamp(max=self.floats.shape[1] - 1)
+        return self.floats.gather(1, place[:, None]).squeeze(1)
+
 
 _SUMMED_TOKENS = 128
 """Number of tokens per block in the reference."""

@@ -11,7 +11,6 @@ Shapes: N outputs, K inputs of a product; H hidden.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +22,8 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.architecture.hugging_face import SCORE_HEAD, NotDescribed, describe
-from hybrid_rlhf.generation.architecture.model_description import Experts, Latent, ModelDescription
+from hybrid_rlhf.generation.architecture.model_description import Experts, Latent, ModelDescription, Split, share
 from hybrid_rlhf.generation.architecture.recurrence import Recurrence
-from hybrid_rlhf.generation.architecture.split import Split, share
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.decoder_weights import (
     LAYER_NORMS,
@@ -37,8 +35,7 @@ from hybrid_rlhf.generation.model.decoder_weights import (
 from hybrid_rlhf.generation.model.experts import RoutedExperts
 from hybrid_rlhf.generation.model.four_bit import FourBitLinear, FourBitPart
 from hybrid_rlhf.generation.model.latent import LatentAttention
-from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Norm, SplitNorm
-from hybrid_rlhf.generation.model.quantised import Linear, product_maker
+from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Linear, Norm, SplitNorm, product_maker
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.quantisation import Quantization
@@ -61,10 +58,9 @@ from hybrid_rlhf.generation.weights.picks import (
 from hybrid_rlhf.models.families import has_float32_logits, unread_weights
 from hybrid_rlhf.models.four_bit import FourBitWeight
 from hybrid_rlhf.models.pretrained.adapters import LowRank
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World
 
-logger = logging.getLogger(LOGGER_NAME)
 PRODUCTS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.architecture.model_description import ModelDescription
-from hybrid_rlhf.generation.architecture.split import Split
+from hybrid_rlhf.generation.architecture.model_description import ModelDescription, Split
 
 Pick = Callable[[Tensor], Tensor]
 """Selects this rank's part of a full weight or bias, as a view where possible."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -12,10 +11,8 @@ from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.models.pretrained.folders import first_line
 from hybrid_rlhf.planning.phase_memory import AnyStep, PhaseMemory, own_device
 from hybrid_rlhf.planning.step_memory import Planner
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import Run
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 def memory_by_phase(run: Run) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ escapes every text of a run.
 from __future__ import annotations
 
 import json
-import logging
 from importlib.resources import files
 from typing import Any
 
@@ -19,12 +18,11 @@ from hybrid_rlhf.loop.report.content import collect
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.observability.alerts import Ending
 from hybrid_rlhf.runtime.observability.formatting import format_duration, format_value
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import Run
 
 HTML_FILE = "report.html"
 JSON_FILE = "report.json"
-logger = logging.getLogger(LOGGER_NAME)
 
 
 def write_report(run: Run, ending: Ending) -> None:

@@ -4,8 +4,8 @@ Completions end early, so a padded batch is half padding, and everything except 
 for text.
 
 Read `batches.py` (which models pack, a batch as a packed row), `rows.py` (the boundaries of rows as a mask, and padding
-for the layers that mix tokens), `attention.py` and `mixers.py` (these layers), `varlen.py` (the kernels), `sequence.py`
-and `exchange.py` (rows that several ranks compute together).
+for the layers that mix tokens), `attention.py` and `mixers.py` (these layers), `sequence.py` and `exchange.py` (rows
+that several ranks compute together).
 """
 
 from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION

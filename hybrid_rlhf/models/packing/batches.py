@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 
 from hybrid_rlhf.functional.masking import position_ids
 from hybrid_rlhf.models.families import PACKING_FAMILIES, has_mixers
-from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
+from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION, head_size, varlen_attention
 from hybrid_rlhf.models.packing.mixers import separate_rows
 from hybrid_rlhf.models.packing.rows import ends, places
-from hybrid_rlhf.models.packing.varlen import head_size, varlen_attention
 
 _MIN_LENGTH_RATIO = 0.75
 """Smallest ratio of a group's shortest row to its longest."""

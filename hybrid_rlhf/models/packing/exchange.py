@@ -7,11 +7,11 @@ Shapes: S ranks, N tokens of the group, C = N / S tokens of a rank, A heads, D h
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.functional.operations import with_gradient
 from hybrid_rlhf.runtime.world import World
 
 _ATTRIBUTE = "sequence_world"
@@ -46,13 +46,22 @@ def tensor_world(lm: nn.Module) -> World | None:
 
 def with_summed_gradient(weight: Tensor, world: World | None) -> Tensor:
     """A weight of which each rank computes a part of the gradient; None: it is returned."""
-    return weight if world is None else _Replicated.apply(weight, world)
+    if world is None:
+        return weight
+    return with_gradient(
+        weight,
+        lambda x: x.view_as(x),
+        lambda grad: world.all_reduce(grad.clone(memory_format=torch.contiguous_format)),
+    )
 
 
 def part_of_tokens(x: Tensor, world: World) -> Tensor:
     """This rank's part [N / S, ...] of values [N, ...] that all ranks have computed."""
-    part: Tensor = _Part.apply(x, world)
-    return part
+    return with_gradient(
+        x,
+        lambda x: x.chunk(world.size)[world.rank].clone(),
+        lambda grad: world.all_gather(grad).flatten(0, 1),
+    )
 
 
 def heads_of_all_tokens(x: Tensor, world: World) -> Tensor:
@@ -62,50 +71,15 @@ def heads_of_all_tokens(x: Tensor, world: World) -> Tensor:
     """
     heads = x.shape[1]
     x = x.repeat_interleave(math.lcm(heads, world.size) // heads, dim=1) if heads % world.size else x
-    parts = _Exchanged.apply(x[0].unflatten(0, (world.size, -1)), world)  # [S, A / S, C, D]
-    return parts.transpose(0, 1).flatten(1, 2)[None]  # type: ignore[no-any-return]
+    return _exchanged(x, world)
 
 
 def tokens_of_all_heads(x: Tensor, world: World) -> Tensor:
     """The inverse: [1, C, A, D] from [1, N, A / S, D]."""
-    parts = _Exchanged.apply(x[0].unflatten(0, (world.size, -1)), world)  # [S, C, A / S, D]
-    return parts.transpose(0, 1).flatten(1, 2)[None]  # type: ignore[no-any-return]
+    return _exchanged(x, world)
 
 
-class _Replicated(torch.autograd.Function):
-    """The same weight on all ranks, whose gradient is the sum of those of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, world: World) -> Tensor:
-        ctx.world = world
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.world.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None
-
-
-class _Part(torch.autograd.Function):
-    """A part of the same values on each rank; every rank gets the gradient of all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
-        ctx.world = world
-        return x.chunk(world.size)[world.rank].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.world.all_gather(grad).flatten(0, 1), None
-
-
-class _Exchanged(torch.autograd.Function):
-    """`World.all_to_all`, whose gradient is the same exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
-        ctx.world = world
-        return world.all_to_all(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.world.all_to_all(grad), None
+def _exchanged(x: Tensor, world: World) -> Tensor:
+    """[1, A / S, N, D] from [1, A, C, D], or [1, C, A, D] from [1, N, A / S, D]; the gradient is the same exchange."""
+    parts = with_gradient(x[0].unflatten(0, (world.size, -1)), world.all_to_all, world.all_to_all)
+    return parts.transpose(0, 1).flatten(1, 2)[None]

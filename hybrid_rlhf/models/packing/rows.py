@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.models.packing.varlen import boundaries
+from hybrid_rlhf.functional.operations import with_gradient
 
 _GROUP = 2**32
 """Multiplier of the group in the values of a mask; the remainder is the row."""
@@ -57,13 +57,23 @@ class PaddedRows:
 
     def pad(self, x: Tensor) -> Tensor:
         """Pad tokens [n, ...] to rows [rows, longest, ...]."""
-        padded = _Pad.apply(x, self) if len(self.padding) else x
-        return padded.unflatten(0, (len(self.lengths), self.longest))  # type: ignore[no-any-return]
+        if len(self.padding):
+            # the gradient of padding is 0, see unpad
+            x = with_gradient(
+                x, lambda x: x.index_select(0, self.tokens), lambda grad: grad.index_select(0, self.places)
+            )
+        return x.unflatten(0, (len(self.lengths), self.longest))
 
     def unpad(self, x: Tensor) -> Tensor:
         """The inverse of `pad`."""
         flat = x.flatten(0, 1)
-        return _Unpad.apply(flat, self) if len(self.padding) else flat  # type: ignore[no-any-return]
+        if not len(self.padding):
+            return flat
+        return with_gradient(
+            flat,
+            lambda x: x.index_select(0, self.places),
+            lambda grad: grad.index_select(0, self.tokens).index_fill_(0, self.padding, 0.0),
+        )
 
 
 def places(lengths: Sequence[int], sizes: Sequence[int], *, device: torch.device) -> Tensor:
@@ -85,6 +95,11 @@ def places(lengths: Sequence[int], sizes: Sequence[int], *, device: torch.device
     mask: Any = (group_of_row[rows] * _GROUP + rows).to(device)[None, None, None]
     mask.groups = groups
     return mask  # type: ignore[no-any-return]
+
+
+def boundaries(lengths: Tensor) -> Tensor:
+    """Boundaries int32 [B + 1] of rows with lengths [B]."""
+    return torch.nn.functional.pad(lengths.cumsum(dim=0), (1, 0)).to(torch.int32)
 
 
 def ends(lengths: Tensor) -> Tensor:
@@ -124,29 +139,3 @@ def _decoded(codes: tuple[int, ...], device: torch.device) -> list[PaddedRows]:
     rows = Counter(codes)
     by_group = itertools.groupby(rows, key=lambda code: code // _GROUP)
     return [PaddedRows.of([rows[code] for code in codes_of_group], device=device) for _, codes_of_group in by_group]
-
-
-class _Pad(torch.autograd.Function):
-    """[N, ...] to [B * L, ...]; padding repeats the last token of its row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: PaddedRows) -> Tensor:
-        ctx.rows = rows
-        return x.index_select(0, rows.tokens)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.rows.places), None  # the gradient of padding is 0, see _Unpad
-
-
-class _Unpad(torch.autograd.Function):
-    """[B * L, ...] to [N, ...]; the gradient of padding is 0."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: PaddedRows) -> Tensor:
-        ctx.rows = rows
-        return x.index_select(0, rows.places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.rows.tokens).index_fill_(0, ctx.rows.padding, 0.0), None

@@ -16,13 +16,13 @@ S), C = N / S tokens of this rank's part, n real tokens of this rank's rows, A h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.functional.operations import with_gradient
 from hybrid_rlhf.models.families import has_mixers
 from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
 from hybrid_rlhf.models.packing.batches import has_varlen_kernel, like_lengths
@@ -134,7 +134,12 @@ class SequenceShard:
 
     def own(self, values: Tensor) -> Tensor:
         """Values [n, ...] of this rank's rows from those [C, ...] of the parts of all ranks; every rank calls."""
-        whole: Tensor = _Gathered.apply(values, self.world)
+        world = self.world
+        whole = with_gradient(
+            values,
+            lambda x: world.all_gather(x).flatten(0, 1),
+            lambda grad: world.all_to_all(grad.unflatten(0, (world.size, -1))).sum(dim=0),
+        )
         return whole[self.order[self.mine]]
 
     def of_all(self, flags: Tensor) -> Tensor:
@@ -187,17 +192,3 @@ def _gathered_lists(values: Tensor, world: World) -> list[Tensor]:
     sizes = world.all_gather(torch.tensor([len(values)], device=values.device)).flatten().tolist()
     padded = torch.nn.functional.pad(values.long(), (0, max(sizes) - len(values)))
     return [row[:size] for row, size in zip(world.all_gather(padded), sizes, strict=True)]
-
-
-class _Gathered(torch.autograd.Function):
-    """[C, ...] of each rank as [N, ...] on all; the gradient of a part is the sum of those of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
-        ctx.world = world
-        return world.all_gather(x).flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        received = ctx.world.all_to_all(grad.unflatten(0, (ctx.world.size, -1)))
-        return received.sum(dim=0), None

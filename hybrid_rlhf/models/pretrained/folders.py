@@ -19,14 +19,13 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.reading import read_json_object
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World
 
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.h5", "*.msgpack", "*.onnx")
 _INDEX = "model.safetensors.index.json"
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_LAYERS = 10_000
-logger = logging.getLogger(LOGGER_NAME)
 
 
 def check_folder(folder: Path, shown: str) -> None:

@@ -30,7 +30,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.functional.products import linear
+from hybrid_rlhf.functional.operations import linear
 from hybrid_rlhf.models.families import keep_float32_logits
 from hybrid_rlhf.models.fused_layers import fuse_layers
 from hybrid_rlhf.models.packing import use_packing
@@ -135,7 +135,7 @@ def load_model(
 
 
 class BackendLinear(nn.Linear):
-    """torch's linear layer, computed by functional/products.py."""
+    """torch's linear layer, computed by functional/operations.py."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
         """Return input @ weight.T + bias."""

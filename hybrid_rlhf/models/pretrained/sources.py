@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import importlib.util
 import io
-import logging
 import os
 import re
 import shutil
@@ -27,10 +26,8 @@ from hybrid_rlhf.models.pretrained.embedded import embedded_gguf
 from hybrid_rlhf.models.pretrained.folders import check_folder, first_line
 from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf
 from hybrid_rlhf.runtime.files.reading import cache_folder, regular_file, user_path
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World, run_once_per_host
-
-logger = logging.getLogger(LOGGER_NAME)
 
 EMBEDDED_MODEL = "embedded"
 _READER = 3

@@ -27,7 +27,7 @@ from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor
 from hybrid_rlhf.engines.hybrid import HybridEngine
-from hybrid_rlhf.functional.products import linear
+from hybrid_rlhf.functional.operations import linear
 from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.ops.choice import can_pack
 from hybrid_rlhf.models.pretrained.sources import quiet_transformers

@@ -20,7 +20,7 @@ from hybrid_rlhf.configs.sections.algorithm import (
     PolicyGradientConfig,
     SurrogateConfig,
 )
-from hybrid_rlhf.functional.groups import differs_in_group
+from hybrid_rlhf.functional.advantages import differs_in_group
 from hybrid_rlhf.functional.losses import LossSum, ppo_policy_loss
 from hybrid_rlhf.functional.masking import keep
 from hybrid_rlhf.rl.batch import Batch, Rollout

@@ -22,7 +22,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybrid_rlhf.configs.sections.algorithm import GroupConfig
-from hybrid_rlhf.functional.groups import group_mean, group_std
+from hybrid_rlhf.functional.advantages import group_mean, group_std
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
 from hybrid_rlhf.rl.batch import Rollout

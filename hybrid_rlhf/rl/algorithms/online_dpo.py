@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hybrid_rlhf.configs.algorithms import OnlineDPOConfig
-from hybrid_rlhf.functional.groups import differs_in_group, group_mean, group_size
+from hybrid_rlhf.functional.advantages import differs_in_group, group_mean, group_size
 from hybrid_rlhf.functional.losses import LossSum, policy_sum
 from hybrid_rlhf.functional.masking import keep, row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import RAFTConfig
-from hybrid_rlhf.functional.groups import differs_in_group, rank_in_group
+from hybrid_rlhf.functional.advantages import differs_in_group, rank_in_group
 from hybrid_rlhf.functional.losses import LossSum, policy_sum
 from hybrid_rlhf.functional.masking import keep
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, per_token

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import ReinforcePPConfig
-from hybrid_rlhf.functional.advantages import gae, shaped_rewards
-from hybrid_rlhf.functional.groups import group_mean
+from hybrid_rlhf.functional.advantages import gae, group_mean, shaped_rewards
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of
 from hybrid_rlhf.rl.batch import Rollout

@@ -9,7 +9,6 @@ reports its reward over HTTP (serving/episodes.py).
 from __future__ import annotations
 
 import inspect
-import logging
 import secrets
 import sys
 import threading
@@ -30,14 +29,13 @@ from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import CallFailure
 from hybrid_rlhf.rl.environments.episodes import EpisodeJob, EpisodeRunner, environment_row, is_finite_number
 from hybrid_rlhf.rl.environments.recording import EpisodeService
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME, shortened
+from hybrid_rlhf.runtime.observability.logs import logger, shortened
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.episodes import EpisodeQueue
 from hybrid_rlhf.serving.service import Service, UnknownEpisode
 from hybrid_rlhf.serving.web import bound_socket, served_in_background, url_of
 
-logger = logging.getLogger(LOGGER_NAME)
 MODEL = "actor"
 """Name of the model in a program's requests."""
 Program = Callable[..., Any]

@@ -9,7 +9,6 @@ episode are numbered in the order of their arrival; the number is the key of the
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,11 +24,10 @@ from hybrid_rlhf.generation.open_batch import StreamedToken
 from hybrid_rlhf.generation.sampling import Completion, derive_seed
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.observations import PLACEHOLDER, ids_after_turn
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
 from hybrid_rlhf.serving.service import Job, Service
 
-logger = logging.getLogger(LOGGER_NAME)
 _FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters that training needs to know: a request does not change them."""
 

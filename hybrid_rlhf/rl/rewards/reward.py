@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,10 +20,9 @@ from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, 
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.rl.rewards.models import AbsentReward, ModelReward, RetokenizingModelReward, tokenizes_alike
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
-logger = logging.getLogger(LOGGER_NAME)
 COUNTS = ("/failures", "/dropped")
 """Suffixes of the metrics that are counts; the others are means."""
 MicroBatchesOn = Callable[[World, int], list[list[int | None]]]

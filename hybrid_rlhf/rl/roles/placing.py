@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.engines.residency.rules import ResidencyRules, RoleResidency, residency_table
 from hybrid_rlhf.loop.setup import resolve
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, READS_ACTOR, Placement, placed_roles, resolve_placement
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World, create_groups
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 def place_roles(config: RLConfig, run: Run, actor_path: str) -> Placement:

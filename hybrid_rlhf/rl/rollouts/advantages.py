@@ -20,7 +20,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.algorithms import OnlineDPOConfig, PPOConfig
 from hybrid_rlhf.configs.sections.algorithm import ClippedConfig, KLConfig, PolicyGradientConfig
 from hybrid_rlhf.functional.advantages import shaped_rewards
-from hybrid_rlhf.functional.divergences import KL_ESTIMATORS
+from hybrid_rlhf.functional.losses import KL_ESTIMATORS
 from hybrid_rlhf.functional.masking import masked_mean, masked_whiten, spread
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
-from hybrid_rlhf.functional.aggregation import correction_weights, length_weights
-from hybrid_rlhf.functional.divergences import kl_loss
-from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.functional.losses import LossSum, correction_weights, kl_loss, length_weights
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Batch, Rollout

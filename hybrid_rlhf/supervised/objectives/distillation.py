@@ -63,13 +63,12 @@ class DistillObjective(Objective[DistillBatch]):
         max_length: int,
     ) -> None:
         """Take the teacher's engine, the tokenizer of both models, the run's seed and the longest row in tokens."""
+        super().__init__(pad_token_id=pad_token(tokenizer), device=teacher.device)
         self._teacher = teacher
         self._tokenizer = tokenizer
-        self._device = teacher.device
         self._config = config
         self._seed = seed
         self._max_length = max_length
-        self._pad_token_id = pad_token(tokenizer)
         self.packs = teacher.packs
 
     def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> DistillBatch:

@@ -7,8 +7,7 @@ positive, negative and neutral.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -22,9 +21,7 @@ from hybrid_rlhf.supervised.objectives.reward_pairs import CalibrationData, Scor
 class RewardLabelObjective(ScoreObjective[RewardLabelBatch]):
     """Trains scores whose sigmoid is the probability that a completion, or a step, is good."""
 
-    def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> RewardLabelBatch:
-        """Collate the rows as completions with labels, on the device."""
-        return collate_reward_labels(rows, self._pad_token_id).to(self._device)
+    collator = staticmethod(collate_reward_labels)
 
     def count(self, batch: RewardLabelBatch) -> int:
         """Number of labels."""

@@ -7,9 +7,9 @@ With several heads a row trains one of them. Training from labels is in reward_l
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -45,17 +45,12 @@ class ScoreObjective(Objective[ScoredT]):
     name = "reward"
 
     def __init__(self, config: RewardObjectiveConfig, *, pad_token_id: int, device: torch.device) -> None:
+        super().__init__(pad_token_id=pad_token_id, device=device)
         self._config = config
-        self._pad_token_id = pad_token_id
-        self._device = device
 
     @abstractmethod
     def calibration_data(self, engine: ModelEngine, batch: ScoredT) -> CalibrationData:
         """Scores and margins of a batch."""
-
-    def tokens(self, batch: ScoredT) -> int:
-        """Number of tokens, without padding."""
-        return int(batch.attention_mask.sum())
 
     def outputs(self, engine: ModelEngine, batch: ScoredT) -> Tensor:
         """[N, T] scores after each token, of the head that each completion trains."""
@@ -87,9 +82,7 @@ class ScoreObjective(Objective[ScoredT]):
 class RewardPairObjective(ScoreObjective[PreferenceBatch]):
     """Ranks the chosen completion above the rejected one, by Bradley-Terry (with margins) or Plackett-Luce."""
 
-    def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> PreferenceBatch:
-        """Collate the rows as preferences, on the device."""
-        return collate_preferences(rows, self._pad_token_id).to(self._device)
+    collator = staticmethod(collate_preferences)
 
     def count(self, batch: PreferenceBatch) -> int:
         """Number of pairs, or of ranked lists with the listwise loss."""

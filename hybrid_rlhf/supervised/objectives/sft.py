@@ -6,10 +6,7 @@ Source: Ouyang et al. 2022 (arXiv 2203.02155), section 3.5.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
+from collections.abc import Mapping
 
 from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
 from hybrid_rlhf.engines.engine import ModelEngine
@@ -22,22 +19,11 @@ class SFTObjective(Objective[TokenBatch]):
     """Negative log-likelihood of the assistant's tokens."""
 
     name = "sft"
-
-    def __init__(self, *, pad_token_id: int, device: torch.device) -> None:
-        self._pad_token_id = pad_token_id
-        self._device = device
-
-    def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> TokenBatch:
-        """Collate the rows as tokens on the device."""
-        return collate_tokens(rows, self._pad_token_id).to(self._device)
+    collator = staticmethod(collate_tokens)
 
     def count(self, batch: TokenBatch) -> int:
         """Number of tokens with loss."""
         return int(batch.loss_mask.sum())
-
-    def tokens(self, batch: TokenBatch) -> int:
-        """Number of tokens, without padding."""
-        return int(batch.attention_mask.sum())
 
     def loss(self, engine: ModelEngine, batch: TokenBatch) -> LossSum:
         """Return the negative log-likelihood, summed over the tokens with loss."""

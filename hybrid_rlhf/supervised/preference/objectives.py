@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,26 +39,19 @@ class PreferenceObjective(Objective[BatchT], Generic[BatchT, LossT]):
     ) -> None:
         """Take the loss, and a reference to run at each update; None if rows have its log-probs, or the loss needs
         none."""
+        super().__init__(pad_token_id=pad_token_id, device=device)
         self._loss: LossT = loss
         self._reference = reference
-        self._pad_token_id = pad_token_id
-        self._device = device
 
     def prepare(self, engine: ModelEngine, batches: Sequence[BatchT]) -> Sequence[BatchT]:
         """Add the reference's log-probs, if the reference runs at each update."""
         return batches if self._reference is None else with_live_logprobs(batches, self._reference)
 
-    def tokens(self, batch: BatchT) -> int:
-        """Number of tokens, without padding."""
-        return int(batch.attention_mask.sum())
-
 
 class PreferencePairObjective(PreferenceObjective[PreferenceBatch, PairLoss]):
     """A loss on pairs. All completions of a prompt are in one micro-batch, each once."""
 
-    def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> PreferenceBatch:
-        """Collate the rows as preferences, on the device."""
-        return collate_preferences(rows, self._pad_token_id).to(self._device)
+    collator = staticmethod(collate_preferences)
 
     def count(self, batch: PreferenceBatch) -> int:
         """Number of pairs."""
@@ -85,12 +78,9 @@ class PreferencePairObjective(PreferenceObjective[PreferenceBatch, PairLoss]):
 class PreferenceLabelObjective(PreferenceObjective[PreferenceLabelBatch, KTO]):
     """The loss of KTO on completions with labels."""
 
+    collator = staticmethod(collate_preference_labels)
     _reference_point: Tensor
     """Computed by `prepare`, for the batches of an update."""
-
-    def collate(self, rows: Sequence[Mapping[str, Any] | None]) -> PreferenceLabelBatch:
-        """Collate the rows as completions with labels, on the device."""
-        return collate_preference_labels(rows, self._pad_token_id).to(self._device)
 
     @torch.no_grad()
     def prepare(self, engine: ModelEngine, batches: Sequence[PreferenceLabelBatch]) -> Sequence[PreferenceLabelBatch]:

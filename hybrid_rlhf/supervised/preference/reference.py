@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -27,13 +26,12 @@ from hybrid_rlhf.engines.engine import ModelEngine
 from hybrid_rlhf.loop.batch_plan import BatchPlan
 from hybrid_rlhf.loop.setup import build_frozen_engine, require_same_tokens, resolve
 from hybrid_rlhf.runtime.files.atomic import write_whole
-from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.supervised.trainer import one_pass
 
 LOGPROBS_FILE = "reference_logprobs.json"
-logger = logging.getLogger(LOGGER_NAME)
 
 BatchT = TypeVar("BatchT", PreferenceBatch, PreferenceLabelBatch)
 EngineContext = Callable[[], AbstractContextManager[ModelEngine]]

@@ -29,7 +29,7 @@ from hybrid_rlhf.generation.architecture.recurrence import (
     Recurrence,
     ShortConvolution,
 )
-from hybrid_rlhf.generation.model.quantised import Linear
+from hybrid_rlhf.generation.model.layers import Linear
 from hybrid_rlhf.generation.model.recurrent.states import StepStates
 from hybrid_rlhf.generation.ops.recurrence import DECAYING_SCAN, selective_rule
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
@@ -58,27 +58,30 @@ class Mixer(Generic[KindT]):
 
     def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
         """Map [T, H] to this rank's part of the sum over units [T, H]; updates the states of the layer."""
+        return self.weights.out(self._mixed(layer, self.weights.project(x), states).to(x.dtype))
+
+    def _mixed(self, layer: int, projected: Tensor, states: StepStates) -> Tensor:
+        """Return the inputs of the last projection from the outputs of the first; updates the states of the layer."""
         raise NotImplementedError
 
 
 class GatedDeltaMixer(Mixer[GatedDelta]):
     """A gated delta net."""
 
-    def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
-        """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
+    def _mixed(self, layer: int, projected: Tensor, states: StepStates) -> Tensor:
         kind = self._kind
         w = self.weights.others
         kernels = states.kernels
         heads = len(w["decay"])
         values, keys = heads * kind.value_dim, heads // kind.shared * kind.key_dim
-        mixed, z, b, a = self.weights.project(x).split([2 * keys + values, values, heads, heads], dim=-1)
+        mixed, z, b, a = projected.split([2 * keys + values, values, heads, heads], dim=-1)
         mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
         kernel = None if kernels is None else partial(kernels.delta_step, w["decay"], w["dt"])
         rule = replace(DECAYING_SCAN, inputs=self._inputs, kernel=kernel)
-        out = states.scan(layer, rule, mixed, b, a).reshape(len(x), heads, kind.value_dim)
+        out = states.scan(layer, rule, mixed, b, a).reshape(len(projected), heads, kind.value_dim)
         normed = functional.rms_norm(out, out.shape[-1:], w["norm"].float(), self._eps)
         gated = normed * functional.silu(z.float()).view_as(normed)
-        return self.weights.out(gated.flatten(1).to(x.dtype))
+        return gated.flatten(1)
 
     def _inputs(self, mixed: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys, values, decays and betas of the scan."""
@@ -97,22 +100,21 @@ class GatedDeltaMixer(Mixer[GatedDelta]):
 class Mamba2Mixer(Mixer[Mamba2]):
     """A Mamba-2 mixer: values are inputs times step sizes, keys and queries are B and C."""
 
-    def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
-        """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
+    def _mixed(self, layer: int, projected: Tensor, states: StepStates) -> Tensor:
         kind = self._kind
         w = self.weights.others
         kernels = states.kernels
         heads = len(w["decay"])
         inner = heads * kind.head_dim
         shared = heads // kind.shared * kind.state_dim
-        z, mixed, dt = self.weights.project(x).split([inner, inner + 2 * shared, heads], dim=-1)
+        z, mixed, dt = projected.split([inner, inner + 2 * shared, heads], dim=-1)
         mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
         kernel = None
         if kernels is not None:
             kernel = partial(kernels.mamba2_step, w["decay"], w["dt"], w["skip"], least_step=kind.least_step)
         rule = replace(DECAYING_SCAN, inputs=self._inputs, skip=self._skip, kernel=kernel)
         out = states.scan(layer, rule, mixed, dt).flatten(2)
-        return self.weights.out(self._gated(out, z.float()).to(x.dtype))
+        return self._gated(out, z.float())
 
     def _inputs(self, mixed: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys, values and decays of the scan."""
@@ -147,11 +149,10 @@ class Mamba2Mixer(Mixer[Mamba2]):
 class MambaMixer(Mixer[Mamba]):
     """A Mamba mixer."""
 
-    def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
-        """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
+    def _mixed(self, layer: int, projected: Tensor, states: StepStates) -> Tensor:
         kind = self._kind
         w = self.weights.others
-        mixed, z = self.weights.project(x).chunk(2, dim=-1)
+        mixed, z = projected.chunk(2, dim=-1)
         mixed = states.convolve(layer, mixed, w["conv"], w.get("conv.bias"), self._activation)
         selected = functional.linear(mixed, w["select"])
         parts = selected.split([kind.rank, kind.state_dim, kind.state_dim], dim=-1)
@@ -163,18 +164,17 @@ class MambaMixer(Mixer[Mamba]):
         rule = selective_rule(-w["decay"].float().exp())
         mixed = mixed.float()
         out = states.scan(layer, rule, mixed * dt, dt, b.float(), c.float()) + mixed * w["skip"].float()
-        return self.weights.out((out * functional.silu(z.float())).to(x.dtype))
+        return out * functional.silu(z.float())
 
 
 class ShortConvolutionMixer(Mixer[ShortConvolution]):
     """A convolution between two gates."""
 
-    def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
-        """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
+    def _mixed(self, layer: int, projected: Tensor, states: StepStates) -> Tensor:
         w = self.weights.others
-        before, after, mixed = self.weights.project(x).chunk(3, dim=-1)
+        before, after, mixed = projected.chunk(3, dim=-1)
         mixed = states.convolve(layer, before * mixed, w["conv"], w.get("conv.bias"))
-        return self.weights.out(after * mixed)
+        return after * mixed
 
 
 class LightningMixer(Mixer[Lightning]):
@@ -184,15 +184,14 @@ class LightningMixer(Mixer[Lightning]):
         super().__init__(kind, weights, activation, eps)
         self._rates = kind.rates.to(weights.others["norm"].device)
 
-    def __call__(self, layer: int, x: Tensor, states: StepStates) -> Tensor:
-        """Map [T, H] to this rank's part of the output [T, H]; updates the states of the layer."""
+    def _mixed(self, layer: int, projected: Tensor, states: StepStates) -> Tensor:
         width = self._kind.heads * self._kind.head_dim
         norm = self.weights.others["norm"]
-        qkv, gate = self.weights.project(x).split([3 * width, width], dim=-1)
+        qkv, gate = projected.split([3 * width, width], dim=-1)
         rule = replace(DECAYING_SCAN, inputs=partial(self._inputs, layer))
         out = states.scan(layer, rule, qkv).flatten(1)
         normed = functional.rms_norm(out, out.shape[-1:], norm.float(), self._kind.norm_eps)
-        return self.weights.out((normed * gate.float().sigmoid()).to(x.dtype))
+        return normed * gate.float().sigmoid()
 
     def _inputs(self, layer: int, qkv: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys, values and decays of the scan."""
