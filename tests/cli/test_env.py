@@ -16,6 +16,7 @@ import torch
 from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.runtime import installation
 from hybrid_rlhf.runtime.installation import Fault, PackageState, required_packages
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import _log_device
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.commands import refusal
@@ -130,15 +131,16 @@ def test_a_run_says_what_it_computes_on(
     devices_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A driver that was too old let a run go on on the CPU without a word."""
-    log, world = logging.getLogger("test of the device"), solo_world(torch.device("cpu"))
-    with caplog.at_level(logging.INFO):
-        _log_device(log, world)
+    world = solo_world(torch.device("cpu"))
+    monkeypatch.setattr(logger, "propagate", True)  # a run in the same process has set it
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        _log_device(world)
         assert [record.levelname for record in caplog.records] == ["INFO"]
         assert caplog.text.count("device: CPU, ") == 1 and "this machine has no NVIDIA device" in caplog.text
         caplog.clear()
         (devices_folder / "nvidia0").touch()
         monkeypatch.setattr(torch.version, "cuda", None)
-        _log_device(log, world)
+        _log_device(world)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert "this machine has an NVIDIA device" in caplog.records[0].message
     assert "built without CUDA: install the build for CUDA" in caplog.records[1].message
