@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from benchmarks.placement.prediction import Case, medians, predict, prepare, summary
 from hybrid_rlhf.configs.errors import UserError
@@ -36,12 +35,6 @@ CASES = (
     Case(128, 4, 32, 32, ranks=4, hosts=2, zero=3),
 )
 CABLES: dict[str, dict[str, float] | None] = {"bridge": None, "1 Gbit/s, 20 ms": {"delay_ms": 20, "mbit": 1000}}
-_MEASURE = """
-import sys
-from pathlib import Path
-from hybrid_rlhf.cli.machine.link import measure_link
-measure_link(sys.argv[1], Path(sys.argv[2]))
-"""
 
 
 def main() -> None:
@@ -60,7 +53,7 @@ def main() -> None:
         for cable, settings in CABLES.items():
             reports = []
             with hosts.long_cable("node2", **settings) if settings else contextlib.nullcontext():
-                links = {per_host: link_times(hosts, Path(name), per_host) for per_host in (1, 2)}
+                links = {slots: hosts.link_times(Path(name), slots=slots) for slots in (1, 2)}
                 for number, case in enumerate(CASES):
                     folder = Path(name) / f"{cable}_{number}"
                     folder.mkdir()
@@ -74,16 +67,6 @@ def main() -> None:
             print(f"{cable}, step ({len(reports)} runs):", summary(reports), flush=True)
     if options.json:
         options.json.write_text(json.dumps(records, indent=1))
-
-
-def link_times(hosts: Network, folder: Path, ranks_per_host: int) -> dict[str, Any]:
-    """Times of collectives over the hosts."""
-    output = folder / f"link_{ranks_per_host}"
-    output.mkdir(exist_ok=True)
-    hostfile = str(hosts.hostfile(slots=ranks_per_host))
-    must(hosts["node1"].run([sys.executable, "-c", _MEASURE, hostfile, str(output)], timeout=600))
-    times: dict[str, Any] = json.loads((output / "link.json").read_text())
-    return times
 
 
 def run_on_hosts(hosts: Network, folder: Path, line: Sequence[str], case: Case, *, steps: int) -> dict[str, float]:
@@ -100,12 +83,6 @@ def run_on_hosts(hosts: Network, folder: Path, line: Sequence[str], case: Case, 
         if process.returncode:
             raise RuntimeError(output[-2000:])
     return medians(folder)
-
-
-def must(done: Any) -> None:
-    """Require that a process has ended without a fault."""
-    if done.returncode:
-        raise RuntimeError(done.stdout[-2000:])
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
-from hybrid_rlhf.configs.sections.model import LoraConfig, require_adapters
+from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, require, setting
 from hybrid_rlhf.configs.sections.run import StepConfig
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig, require_trainable
 
 
 class PreferenceLossConfig(Settings):
@@ -129,8 +129,7 @@ class PreferenceStepConfig(StepConfig):
             self.algorithm.needs_reference or self.reference is None,
             f"algorithm {self.algorithm.name} has no reference, got the section reference: leave it out",
         )
-        require_adapters(self.model, self.lora, section="lora", stage=self.zero.stage)
-        self.optimizer.require_whole_matrices(self.lora, section="lora", tensor_parallel=self.model.tensor_parallel)
+        require_trainable(self.model, self.optimizer, self.lora, section="lora", stage=self.zero.stage)
 
     @property
     def holds_reference(self) -> bool:

@@ -7,10 +7,10 @@ from dataclasses import field
 from typing import Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
-from hybrid_rlhf.configs.sections.model import SCORER_KEYS, LoraConfig, ModelConfig, require_adapters
+from hybrid_rlhf.configs.sections.model import SCORER_KEYS, LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rules import NonNegative, Settings, require, setting
 from hybrid_rlhf.configs.sections.run import StepConfig
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig, require_trainable
 
 
 class RewardObjectiveConfig(Settings):
@@ -58,8 +58,7 @@ class RewardConfig(StepConfig):
     objective: RewardObjectiveConfig = field(default_factory=RewardObjectiveConfig)
 
     def _check(self) -> None:
-        require_adapters(self.model, self.lora, section="lora", stage=self.zero.stage)
-        self.optimizer.require_whole_matrices(self.lora, section="lora", tensor_parallel=self.model.tensor_parallel)
+        require_trainable(self.model, self.optimizer, self.lora, section="lora", stage=self.zero.stage)
         require(
             not self.objective.calibrate or self.data.eval_fraction > 0 or bool(self.data.eval_sources),
             "objective.calibrate needs held-out rows, got data.eval_fraction 0: give for example 0.05",

@@ -12,7 +12,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, PolicyGradientConfig
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
-from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig, require_adapters
+from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
 from hybrid_rlhf.configs.sections.placement import PlacementConfig, has_separate_sampler, is_automatic, read_placement
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
@@ -28,7 +28,7 @@ from hybrid_rlhf.configs.sections.rules import (
     whole_number,
 )
 from hybrid_rlhf.configs.sections.run import FaultsConfig, StepConfig
-from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig, require_trainable
 
 _FEWEST_PROMPTS = 64
 """Smallest default of prompts per rollout, with several completions per prompt."""
@@ -236,17 +236,16 @@ class RLConfig(StepConfig):
             f"model.expert_parallel {self.model.expert_parallel} needs all roles on all ranks, got placement "
             f"{self.placement and self.placement.as_given()}: leave one out",
         )
-        require_adapters(self.model, self.actor.lora, section="actor.lora", stage=self.actor.zero.stage)
-        size = self.model.tensor_parallel
-        self.actor.optimizer.require_whole_matrices(self.actor.lora, section="actor.lora", tensor_parallel=size)
+        actor = self.actor
+        require_trainable(self.model, actor.optimizer, actor.lora, section="actor.lora", stage=actor.zero.stage)
         critic = self.critic
         if critic is not None:
-            require_adapters(self.model, self.critic_lora, section="critic.lora", stage=self.critic_zero.stage)
-            critic.optimizer.require_whole_matrices(self.critic_lora, section="critic.lora", tensor_parallel=size)
+            stage = self.critic_zero.stage
+            require_trainable(self.model, critic.optimizer, self.critic_lora, section="critic.lora", stage=stage)
         if self.model.quantization is not None:
             self._check_quantised_base(self.model.quantization)
-        if size > 1:
-            self._check_split_weights(size)
+        if self.model.tensor_parallel > 1:
+            self._check_split_weights(self.model.tensor_parallel)
         if critic is not None and critic.share_base:
             require(
                 self.actor.lora is not None and self.critic_lora is not None,

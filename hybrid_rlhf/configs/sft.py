@@ -6,11 +6,11 @@ from dataclasses import field
 from typing import Annotated, Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
-from hybrid_rlhf.configs.sections.model import LoraConfig, require_adapters
+from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, Share, require, setting
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig
+from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig, require_trainable
 
 _SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
 
@@ -85,5 +85,4 @@ class SFTConfig(StepConfig):
     zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
 
     def _check(self) -> None:
-        require_adapters(self.model, self.lora, section="lora", stage=self.zero.stage)
-        self.optimizer.require_whole_matrices(self.lora, section="lora", tensor_parallel=self.model.tensor_parallel)
+        require_trainable(self.model, self.optimizer, self.lora, section="lora", stage=self.zero.stage)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,20 +13,12 @@ from tests.support.hosts import Network
 pytestmark = [pytest.mark.hosts, pytest.mark.faults]
 DELAY_SECONDS = 0.02
 GIGABIT = 1e9 / 8
-MEASURE = """
-import sys
-from pathlib import Path
-from hybrid_rlhf.cli.machine.link import measure_link
-measure_link(sys.argv[1], Path(sys.argv[2]))
-"""
 
 
 def test_ranks_on_two_hosts_measure_the_cable_between_them(hosts: Network, tmp_path: Path) -> None:
     """Whatever else the machine does, nothing is faster than the cable; a plan took the network of a data sheet."""
     with hosts.long_cable("node2", delay_ms=1e3 * DELAY_SECONDS, mbit=1000):
-        done = hosts["node1"].run([sys.executable, "-c", MEASURE, str(hosts.hostfile()), str(tmp_path)], timeout=500)
-    assert done.returncode == 0, done.stdout
-    times = json.loads((tmp_path / "link.json").read_text())
+        times = hosts.link_times(tmp_path)
     curves = with_measured_link(modelled_curves(DATA_SHEETS["h100"]), times)
     assert curves.link_source == "measured"
     smallest = min(seconds for _, size, seconds in times["transfer"] if size == 256)

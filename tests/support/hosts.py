@@ -9,6 +9,7 @@ pytest.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -51,6 +52,14 @@ def why_no_hosts() -> str | None:
         return f"tests/hosts/install.sh installs {', '.join(missing)}"
     made = subprocess.run(["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True)
     return None if made.returncode == 0 else f"namespaces are refused: {made.stderr.decode().strip()}"
+
+
+_MEASURE_LINK = """
+import sys
+from pathlib import Path
+from hybrid_rlhf.cli.machine.link import measure_link
+measure_link(sys.argv[1], Path(sys.argv[2]))
+"""
 
 
 @dataclass
@@ -182,6 +191,15 @@ class Network:
         for process in [host.process for host in self.hosts] + [self._switch]:
             process.kill()
             process.wait()
+
+    def link_times(self, folder: Path, *, slots: int = 1) -> dict[str, Any]:
+        """Times of collectives over the hosts, measured as `calibrate --hostfile` does with so many ranks per host."""
+        done = self.hosts[0].run(
+            [sys.executable, "-c", _MEASURE_LINK, str(self.hostfile(slots)), str(folder)], timeout=600
+        )
+        assert done.returncode == 0, done.stdout
+        times: dict[str, Any] = json.loads((folder / "link.json").read_text())
+        return times
 
     def hostfile(self, slots: int = 1, names: Sequence[str] = NAMES[:2]) -> Path:
         """A hostfile of these hosts."""

@@ -91,33 +91,6 @@ SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if key.name not in R
 """Keys of a model that is trained only as a scorer."""
 
 
-def require_adapters(model: ModelConfig, lora: LoraConfig | None, *, section: str, stage: int) -> None:
-    """Require adapters of a trained model whose base weights are quantised, as these cannot be trained; and none of one
-    whose weights are split.
-
-    Args:
-        model: the model section.
-        lora: adapters of the trained model.
-        section: key of the adapters.
-        stage: its ZeRO stage; under stage 3, bitsandbytes would keep all gathered weights until the backward pass,
-            unless activations are recomputed.
-    """
-    require(
-        model.quantization is None or stage < 3 or model.gradient_checkpointing,
-        f"model.quantization {model.quantization} under zero.stage 3 needs model.gradient_checkpointing, got false: "
-        "leave it out",
-    )
-    require(
-        model.tensor_parallel == 1 or lora is None,
-        f"model.tensor_parallel trains all weights, got {model.tensor_parallel} with {section}: leave one of the two "
-        "out",
-    )
-    require(
-        model.quantization is None or lora is not None,
-        f"model.quantization {model.quantization} trains adapters, got {section} null: give --{section}.rank 16",
-    )
-
-
 class LoraConfig(Settings):
     """Low-rank adapters (LoRA, arXiv 2106.09685) through peft. A saved model contains them merged; its folder adapter
     contains them alone.

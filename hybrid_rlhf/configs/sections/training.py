@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from hybrid_rlhf.configs.sections.model import ModelConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rules import Count, Natural, NonNegative, Positive, Settings, Share, require, setting
 
 
@@ -42,20 +42,6 @@ class OptimizerConfig(Settings):
         """
         return {"max_grad_norm": 0.0} if values["name"] == "muon" and "max_grad_norm" not in settled else {}
 
-    def require_whole_matrices(self, lora: object | None, *, section: str, tensor_parallel: int) -> None:
-        """Require that the optimizer trains whole matrices, neither adapters nor parts, if it is Muon.
-
-        Args:
-            lora: adapters of the trained model.
-            section: key of the adapters.
-            tensor_parallel: number of ranks that have parts of the matrices.
-        """
-        chosen = section if lora is not None else f"model.tensor_parallel {tensor_parallel}"
-        require(
-            self.name != "muon" or (lora is None and tensor_parallel == 1),
-            f"optimizer.name muon orthogonalises updates of whole matrices, got {chosen}: leave one of the two out",
-        )
-
     def _check(self) -> None:
         require(
             self.name != "muon" or self.max_grad_norm == 0,
@@ -65,6 +51,41 @@ class OptimizerConfig(Settings):
             all(0 <= beta < 1 for beta in self.betas),
             f"optimizer.betas must be in [0, 1), got {self.betas}: give for example [0.9, 0.95]",
         )
+
+
+def require_trainable(
+    model: ModelConfig, optimizer: OptimizerConfig, lora: LoraConfig | None, *, section: str, stage: int
+) -> None:
+    """Require that a model can be trained as set: by adapters over quantised base weights, which cannot be trained; by
+    all weights where ranks split them; and by whole matrices, neither adapters nor parts, with Muon.
+
+    Args:
+        model: the model section.
+        optimizer: its optimizer.
+        lora: its adapters.
+        section: key of the adapters.
+        stage: its ZeRO stage; under stage 3, bitsandbytes would keep all gathered weights until the backward pass,
+            unless activations are recomputed.
+    """
+    parts = model.tensor_parallel
+    require(
+        model.quantization is None or stage < 3 or model.gradient_checkpointing,
+        f"model.quantization {model.quantization} under zero.stage 3 needs model.gradient_checkpointing, got false: "
+        "leave it out",
+    )
+    require(
+        parts == 1 or lora is None,
+        f"model.tensor_parallel trains all weights, got {parts} with {section}: leave one of the two out",
+    )
+    require(
+        model.quantization is None or lora is not None,
+        f"model.quantization {model.quantization} trains adapters, got {section} null: give --{section}.rank 16",
+    )
+    require(
+        optimizer.name != "muon" or (lora is None and parts == 1),
+        "optimizer.name muon orthogonalises updates of whole matrices, got "
+        f"{f'model.tensor_parallel {parts}' if lora is None else section}: leave one of the two out",
+    )
 
 
 class ZeroConfig(Settings):

@@ -41,10 +41,13 @@ class FourBitPart:
         self.selects_rows = picked.shape[1] == inputs and not is_scaled
         """True if the part consists of rows of the weight."""
         rows = picked[:, 0].long()
-        is_whole = not self.selects_rows or (len(rows) == outputs and bool((rows == numbers).all()))
-        self._rows = None if is_whole else rows
-        self.is_whole = self.selects_rows and is_whole
+        has_all = not self.selects_rows or (len(rows) == outputs and bool((rows == numbers).all()))
+        self._rows = None if has_all else rows
+
+    @property
+    def is_whole(self) -> bool:
         """True if the part is the weight."""
+        return self.selects_rows and self._rows is None
 
     def dense(self) -> Tensor:
         """Return the part [N, K] with its adapter merged."""

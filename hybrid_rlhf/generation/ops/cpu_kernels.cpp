@@ -795,13 +795,19 @@ struct FourBit {
     bool narrow;  // round to bfloat16 also in float32
 };
 
-// 2 n weights from n bytes, given the value of each code.
+// Weights 2 i to 2 n from bytes i to n, given the value of each code.
 template <class T>
-INLINE void look_up(const T* values, const uint8_t* codes, int64_t n, T* out) {
-    for (int64_t i = 0; i < n; ++i) {
+INLINE void look_up_from(int64_t i, const T* values, const uint8_t* codes, int64_t n, T* out) {
+    for (; i < n; ++i) {
         out[2 * i] = values[codes[i] >> 4];
         out[2 * i + 1] = values[codes[i] & 15];
     }
+}
+
+// 2 n weights from n bytes.
+template <class T>
+INLINE void look_up(const T* values, const uint8_t* codes, int64_t n, T* out) {
+    look_up_from(0, values, codes, n, out);
 }
 #if defined(__AVX512BW__)
 template <>
@@ -813,10 +819,7 @@ INLINE void look_up(const bfloat16* values, const uint8_t* codes, int64_t n, bfl
         __m512i places = _mm512_or_si512(_mm512_srli_epi32(pairs, 4), _mm512_slli_epi32(pairs, 16));
         _mm512_storeu_si512(out + 2 * i, _mm512_permutexvar_epi16(places, table));
     }
-    for (; i < n; ++i) {
-        out[2 * i] = values[codes[i] >> 4];
-        out[2 * i + 1] = values[codes[i] & 15];
-    }
+    look_up_from(i, values, codes, n, out);
 }
 #endif
 
