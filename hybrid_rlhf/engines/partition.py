@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,6 +18,9 @@ from hybrid_rlhf.models.lora import base_weight, four_bit_weight, lora_layers, m
 from hybrid_rlhf.models.structure import backbone_of
 from hybrid_rlhf.models.weight_split import split_of
 from hybrid_rlhf.runtime.world import World
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 
 def has_partitions(module: nn.Module) -> bool:

@@ -2,6 +2,9 @@
 
 Source: Hu et al. 2021 (arXiv 2106.09685). Deviation: the adapters' dropout is 0, like every dropout in this library.
 Merged weights are always new tensors: adding to the training weights and subtracting again would drift in bfloat16.
+
+peft is imported by the functions that need it: it takes seconds (5 of 15 s of processor time of a command on two slow
+cores, with bitsandbytes), which a run without adapters does not wait for.
 """
 
 from __future__ import annotations
@@ -13,13 +16,9 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
-from peft import LoraConfig as PeftLoraConfig
-from peft import TaskType, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import ParamWrapper
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -33,6 +32,10 @@ from hybrid_rlhf.models.pretrained.adapters import LowRank
 from hybrid_rlhf.models.pretrained.folders import reading
 from hybrid_rlhf.models.pretrained.loading import Architecture
 from hybrid_rlhf.runtime.files.durable import flush
+
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftLoraConfig
+    from peft.tuners.lora import LoraLayer
 
 _ADAPTER = "default"
 _SPECIAL_LINEAR = re.compile("Router|Grouped")
@@ -63,6 +66,9 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
     Raises:
         UserError: when lora.target_modules matches no module, the head, or an embedding tied to the head.
     """
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import TaskType, inject_adapter_in_model
+
     if reason := WITHOUT_ADAPTERS.get(model.config.model_type):
         raise UserError(f"{type(model).__name__} has no adapters, {reason}: set lora to null")
     task = TaskType.CAUSAL_LM if architecture == "causal_lm" else TaskType.SEQ_CLS
@@ -84,7 +90,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
                 _ADAPTER,
             )
     head = _head(model, architecture)  # it may be wrapped by now
-    if isinstance(head, BaseTunerLayer):
+    if _is_adapted(head):
         raise UserError(f"lora.target_modules must not match the head, got {config.target_modules}: remove it")
     if any(base_weight(layer) is head.weight for _, layer in lora_layers(model)):
         raise UserError(
@@ -158,7 +164,12 @@ def stacked_experts(model: PreTrainedModel) -> list[str]:
 
 def has_lora(module: nn.Module) -> bool:
     """Return True if a module has adapters."""
-    return any(isinstance(layer, BaseTunerLayer) for layer in module.modules())
+    return any(map(_is_adapted, module.modules()))
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Return True for peft's LoraLayer."""
+    return hasattr(module, "lora_A")
 
 
 @contextlib.contextmanager
@@ -168,7 +179,7 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
     Sets peft's flag directly: its public method also changes requires_grad, which must not change once a ZeRO engine
     has grouped its parameters.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    layers = [layer for _, layer in lora_layers(module)]
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -181,12 +192,14 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 def lora_layers(module: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
     """The layers with adapters, with their names."""
     for name, layer in module.named_modules():
-        if isinstance(layer, LoraLayer):
-            yield name, layer
+        if _is_adapted(layer):
+            yield name, cast("LoraLayer", layer)
 
 
 def base_weight(layer: LoraLayer) -> nn.Parameter:
     """The weight that a layer adapts; in a mixture of experts it contains a projection of all experts."""
+    from peft.tuners.lora.layer import ParamWrapper
+
     weight: nn.Parameter = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
     return weight
 
@@ -245,6 +258,8 @@ class Adapter:
     @classmethod
     def of(cls, layer: LoraLayer) -> Adapter:
         """The adapter of a layer."""
+        from peft.tuners.lora.layer import ParamWrapper
+
         scale = float(layer.scaling[_ADAPTER])
         if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
             return cls(scale, experts=layer.num_experts, inputs_first=not layer._did_swap_in_out_features)

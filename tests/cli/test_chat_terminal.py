@@ -99,6 +99,7 @@ def saved(terminal: pexpect.fdpexpect.fdspawn, file: Path) -> dict[str, list[dic
     return content
 
 
+@pytest.mark.slow
 def test_lines_history_retry_and_scores(start: Start, folders: Path, tmp_path: Path) -> None:
     terminal = start(str(folders / "one"))
     said(terminal, "first\\\rsecond")

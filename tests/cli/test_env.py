@@ -132,7 +132,6 @@ def test_a_run_says_what_it_computes_on(
 ) -> None:
     """A driver that was too old let a run go on on the CPU without a word."""
     world = solo_world(torch.device("cpu"))
-    monkeypatch.setattr(logger, "propagate", True)  # a run in the same process has set it
     with caplog.at_level(logging.INFO, logger=logger.name):
         _log_device(world)
         assert [record.levelname for record in caplog.records] == ["INFO"]

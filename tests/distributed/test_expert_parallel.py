@@ -100,7 +100,7 @@ def planned(path: Path, experts: int) -> int:
     return shapes.local.all
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[FAMILIES[0], *map(slow, FAMILIES[1:])])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random mixture of experts."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -114,10 +114,11 @@ SHARDED: list[Case] = [{"stage": stage, "experts": 2} for stage in range(4)]
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, [*SHARDED, *({**case, "checkpointing": True} for case in SHARDED[2:])]),
+        (2, [SHARDED[2], {**SHARDED[3], "checkpointing": True}]),
+        slow(2, [*SHARDED[:2], SHARDED[3], {**SHARDED[2], "checkpointing": True}]),
         slow(4, SHARDED),
     ],
-    ids=["2 ranks", "4 ranks"],
+    ids=["2 ranks", "2 ranks, other stages", "4 ranks"],
 )
 def test_split_experts_train_as_whole_ones(mixture: Path, tmp_path: Path, ranks: int, cases: list[Case]) -> None:
     """Catches gradients of experts that are averaged, summed, clipped or counted other than those of dense weights."""
@@ -161,8 +162,8 @@ def resumed(world: World, path: Path, folder: Path, case: Case) -> tuple[list[tu
     ("writes", "reads"),
     [
         ((2, {"stage": 3, "experts": 2}), (1, {"stage": 0})),
-        ((2, {"stage": 2, "experts": 2}), (2, {"stage": 3})),
-        ((2, {"stage": 1, "experts": 2, "dtype": "bfloat16"}), (1, {"stage": 1, "dtype": "bfloat16"})),
+        slow((2, {"stage": 2, "experts": 2}), (2, {"stage": 3})),
+        slow((2, {"stage": 1, "experts": 2, "dtype": "bfloat16"}), (1, {"stage": 1, "dtype": "bfloat16"})),
         ((1, {"stage": 0}), (2, {"stage": 0, "experts": 2})),
         slow((2, {"stage": 1}), (4, {"stage": 3, "experts": 2})),
         slow((4, {"stage": 2, "experts": 2}), (4, {"stage": 2, "experts": 4})),
@@ -355,7 +356,7 @@ def stage_of(step: str, stage: int) -> list[str]:
 @pytest.mark.parametrize(
     ("step", "stage"),
     [
-        ("grpo", 2),
+        slow("grpo", 2),
         slow("grpo", 3),
         slow("sft", 2),
         slow("sft", 3),

@@ -64,8 +64,7 @@ def phases_of(workspace: Path, output: Path, ranks: int, placement: str, stage: 
 @pytest.mark.parametrize(
     "name",
     [
-        "separation",
-        pytest.param("tensor parallel", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("separation", "tensor parallel")),
         *(pytest.param(name, marks=pytest.mark.faults) for name in [*CASES][2:]),
     ],
 )

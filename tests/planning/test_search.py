@@ -22,6 +22,7 @@ from hybrid_rlhf.planning.phase_memory import Cluster
 from hybrid_rlhf.planning.plans import SAMPLER, StepPlan
 from hybrid_rlhf.planning.search import Search
 from hybrid_rlhf.runtime.placement import PlacedRoles, resolve_placement
+from tests.support.marks import slow
 from tests.support.placement import FlatMemory, machine, placed_at, small_job
 
 LONG_TAIL = StepLengths(32.0, (*(8,) * 15, 512))
@@ -122,7 +123,7 @@ def test_a_base_in_four_bits_is_sampled_where_it_trains_in_whole_products() -> N
     assert np.isfinite(alone).all() and (together > 0.5 * alone).all()
 
 
-@pytest.mark.parametrize("ranks", [4, 24])
+@pytest.mark.parametrize("ranks", [4, slow(24)])
 def test_no_plan_that_does_not_fit_is_chosen(ranks: int) -> None:
     """With memory for all of it, for some plans, and for none."""
     job = {"roles": THREE}

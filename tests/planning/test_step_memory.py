@@ -64,7 +64,7 @@ SFT: dict[str, dict[str, Any]] = {
     "lora": {"lora": 8},
     "zero 2": {"stage": 2},
 }
-MORE_SFT = ("plain", "checkpointing", "lora", "zero 2")
+MORE_SFT = ("plain", "checkpointing", "lora", "zero 2", "bfloat16, zero 2, muon", "bfloat16, muon", "muon")
 """Which the others, distillation and PPO have in them."""
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}

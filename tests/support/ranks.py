@@ -30,6 +30,7 @@ FORKSERVER.set_forkserver_preload(
         "hybrid_rlhf.rl.build",
         "hybrid_rlhf.supervised.build",
         # Imported late, or by the test modules of functions that ranks run: a quarter of a short rank's processor time.
+        "peft",
         "deepspeed.module_inject.auto_ep_config",
         "deepspeed.runtime.zero.muon.muon_optimizer",  # by ZeRO, with the tables of torch.compile
         "setuptools",

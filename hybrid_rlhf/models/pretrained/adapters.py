@@ -2,16 +2,16 @@
 
 `models/lora.py` has the adapter that trains; here adapters are read from folders. `merge_adapter` serves export;
 `read_adapter` leaves a model unchanged, and generation adds the factors to its outputs (generation/model/adapters.py).
+peft is imported where it is needed, as in `models/lora.py`.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -19,6 +19,10 @@ from transformers.pytorch_utils import Conv1D
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.models.pretrained.folders import reading
 from hybrid_rlhf.runtime.files.reading import user_path
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from peft.tuners.lora import LoraLayer
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -66,6 +70,9 @@ def read_adapter(model: PreTrainedModel, folder: str) -> dict[str, LowRank]:
     Raises:
         UserError: when the folder has no adapter of this model that consists of such factors.
     """
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+
     config = _adapter_config(folder)
     unsupported = [key for key in _BEYOND_FACTORS if getattr(config, key, None)]
     if getattr(config, "bias", "none") != "none":
@@ -86,6 +93,8 @@ def read_adapter(model: PreTrainedModel, folder: str) -> dict[str, LowRank]:
 
 
 def _adapter_config(folder: str) -> PeftConfig:
+    from peft import PeftConfig
+
     path = user_path(folder)
     if not (path / _CONFIG).is_file():
         raise UserError(f"an adapter is a folder with {_CONFIG}, {folder} has none: check the path")
@@ -99,6 +108,8 @@ def _adapter_config(folder: str) -> PeftConfig:
 
 def _wrapped(model: PreTrainedModel, folder: str, config: PeftConfig) -> PeftModel:
     """The model with the adapter beside its weights."""
+    from peft import PeftModel
+
     with reading(f"the adapter {folder} must fit {type(model).__name__}", _FIX), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)  # peft reads an attribute that transformers renamed
         wrapped = PeftModel(model, config, _NAME)
