@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from hybrid_rlhf.configs.sections.algorithm import (
     AlgorithmConfig,
     ClippedConfig,
+    CorrectionConfig,
     DynamicSamplingConfig,
     GroupConfig,
     KLConfig,
@@ -135,7 +136,12 @@ class DAPOConfig(GroupConfig, SurrogateConfig):
 
 
 class GSPOConfig(GroupConfig, SurrogateConfig):
-    """GSPO (Zheng et al. 2025, arXiv 2507.18071): one ratio per sequence; clip bounds of section 5.1, no KL."""
+    """GSPO (Zheng et al. 2025, arXiv 2507.18071): one ratio per sequence; clip bounds of section 5.1, no KL.
+
+    Its loss is of sequences, and so is its correction: masked above 3, as in TRL (sequence_mask).
+    """
+
+    default_correction = CorrectionConfig(ratio="sequence", method="mask", clip=3.0, low=0.0)
 
     name: Literal["gspo"] = field(default="gspo", init=False)
     kl: KLConfig | None = None
@@ -147,7 +153,12 @@ class GSPOConfig(GroupConfig, SurrogateConfig):
 
 
 class CISPOConfig(GroupConfig, ClippedConfig):
-    """CISPO (MiniMax-M1 2025, arXiv 2506.13585, eq. 4 and 5); upper bound of 5 as in arXiv 2510.13786, no KL."""
+    """CISPO (MiniMax-M1 2025, arXiv 2506.13585, eq. 4 and 5); upper bound of 5 as in arXiv 2510.13786, no KL.
+
+    Its correction truncates the weight of a token at the same bound.
+    """
+
+    default_correction = CorrectionConfig(clip=5.0)
 
     name: Literal["cispo"] = field(default="cispo", init=False)
     kl: KLConfig | None = None

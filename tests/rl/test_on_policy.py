@@ -416,8 +416,10 @@ MISTAKES = {
     "out",
     "--algorithm.correction.method truncate --algorithm.correction.count_masked false": "algorithm.correction."
     "count_masked is for method mask, got False with truncate: leave it out",
-    "--algorithm.correction.method mask --algorithm.correction.low 2": "algorithm.correction.low must be above 0 and "
-    "at most 1, got 2.0: give for example 0.5",
+    "--algorithm.correction.method mask --algorithm.correction.low 2": "algorithm.correction.low must be in [0, 1], "
+    "got 2.0: leave it out",
+    "--algorithm.correction.reject.high 0.5": "algorithm.correction.reject.high must be 1 or more, got 0.5: raise it, "
+    "for example to 1.001",
     "--algorithm.penalties.overlong_fraction 2": "algorithm.penalties.overlong_fraction must be in [0, 1], got 2.0: "
     "give for example 0.2",
     "--algorithm gpro": "algorithm must be one of ppo, reinforce, rloo, remax, reinforce_pp, reinforce_pp_baseline, "
