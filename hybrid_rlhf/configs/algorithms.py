@@ -28,6 +28,11 @@ from hybrid_rlhf.configs.sections.algorithm import (
 from hybrid_rlhf.configs.sections.rules import Count, Discount, Positive, require, setting
 
 
+def require_positive_pair(key: str, pair: tuple[float, float]) -> None:
+    """Check a pair of settings for two signs of the advantage."""
+    require(min(pair) > 0, f"algorithm.{key} must be above 0, got {list(pair)}: leave it out")
+
+
 class PPOConfig(SurrogateConfig):
     """PPO (Schulman et al. 2017, arXiv 1707.06347) with a critic, as in InstructGPT (arXiv 2203.02155).
 
@@ -152,6 +157,18 @@ class GSPOConfig(GroupConfig, SurrogateConfig):
     max_new_tokens per sequence (fixed; Dr. GRPO)."""
 
 
+class GMPOConfig(GroupConfig, ClippedConfig):
+    """GMPO (Zhao et al. 2025, arXiv 2507.20673): the geometric mean of clipped ratios, no KL."""
+
+    name: Literal["gmpo"] = field(default="gmpo", init=False)
+    kl: KLConfig | None = None
+    clip: tuple[float, float] = (0.33, 0.49)
+    """The ratio of a token is clipped to [1 - low, 1 + high] ([0.33, 0.49]: exp(-0.4) and exp(0.4), the paper)."""
+    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
+    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
+    max_new_tokens per sequence (fixed; Dr. GRPO)."""
+
+
 class CISPOConfig(GroupConfig, ClippedConfig):
     """CISPO (MiniMax-M1 2025, arXiv 2506.13585, eq. 4 and 5); upper bound of 5 as in arXiv 2510.13786, no KL.
 
@@ -164,6 +181,40 @@ class CISPOConfig(GroupConfig, ClippedConfig):
     kl: KLConfig | None = None
     clip: tuple[float, float] = (1.0, 4.0)
     """The weight of a token is clipped to [1 - low, 1 + high] ([1, 4]: no lower bound, ScaleRL, arXiv 2510.13786)."""
+
+
+class SAPOConfig(GroupConfig, PolicyGradientConfig):
+    """SAPO (Gao et al. 2025, arXiv 2511.20347): a sigmoid of the ratio in place of a clip, no KL."""
+
+    name: Literal["sapo"] = field(default="sapo", init=False)
+    kl: KLConfig | None = None
+    gate_temperatures: tuple[float, float] = (1.0, 1.05)
+    """Steepness of the sigmoid for positive and for other advantages ([1, 1.05]: the paper)."""
+    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
+    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
+    max_new_tokens per sequence (fixed; Dr. GRPO)."""
+
+    def _check(self) -> None:
+        super()._check()
+        require_positive_pair("gate_temperatures", self.gate_temperatures)
+
+
+class VESPOConfig(GroupConfig, PolicyGradientConfig):
+    """VESPO (arXiv 2602.10693): a gate w^k exp(lambda (1 - w)) of the sequence's ratio w in place of a clip, no KL."""
+
+    default_correction = GSPOConfig.default_correction
+
+    name: Literal["vespo"] = field(default="vespo", init=False)
+    kl: KLConfig | None = None
+    gate_power: tuple[float, float] = (2.0, 3.0)
+    """k for advantages of 0 or more, and below 0 ([2, 3]: TRL)."""
+    gate_decay: tuple[float, float] = (3.0, 2.0)
+    """lambda for advantages of 0 or more, and below 0 ([3, 2]: TRL)."""
+
+    def _check(self) -> None:
+        super()._check()
+        require_positive_pair("gate_power", self.gate_power)
+        require_positive_pair("gate_decay", self.gate_decay)
 
 
 class OnlineDPOConfig(SingleUpdateConfig):
@@ -225,7 +276,10 @@ RL_ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
         DrGRPOConfig,
         DAPOConfig,
         GSPOConfig,
+        GMPOConfig,
         CISPOConfig,
+        SAPOConfig,
+        VESPOConfig,
         OnlineDPOConfig,
         RAFTConfig,
     )
