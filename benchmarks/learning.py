@@ -78,6 +78,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"rollout": {"prompts_per_step": 16}},
     "dapo": {"rollout": {"prompts_per_step": 16}, "algorithm": {"penalties": None}},
     "gspo": {"rollout": {"prompts_per_step": 16}, "algorithm": {"clip": [0.02, 0.03]}},
+    "gdpo": {"rollout": {"prompts_per_step": 16}},
     "gmpo": {"rollout": {"prompts_per_step": 16}},
     "cispo": {"rollout": {"prompts_per_step": 16}},
     "sapo": {"rollout": {"prompts_per_step": 16}},

@@ -140,6 +140,32 @@ class DAPOConfig(GroupConfig, SurrogateConfig):
     dynamic_sampling: DynamicSamplingConfig | None = DynamicSamplingConfig()
 
 
+class GDPOConfig(GroupConfig, SurrogateConfig):
+    """GDPO (Liu et al. 2026, arXiv 2601.05242): each component of the reward is standardized in the group; else as
+    GRPO."""
+
+    name: Literal["gdpo"] = field(default="gdpo", init=False)
+    kl: KLConfig | None = KLConfig(coef=0.04, where="loss", estimator="k3")
+    whiten_advantages: bool = True
+    """Advantages of a rollout get mean 0 and variance 1, over all ranks (the paper)."""
+    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
+    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
+    max_new_tokens per sequence (fixed; Dr. GRPO)."""
+
+    def _check(self) -> None:
+        super()._check()
+        for key, given, left_out in (
+            ("divide_by_std", self.divide_by_std, True),
+            ("score_scaling", self.score_scaling, "none"),
+            ("score_clip", self.score_clip, None),
+            ("dynamic_sampling", self.dynamic_sampling, None),
+        ):
+            require(
+                given == left_out,
+                f"algorithm gdpo standardizes each component of the reward, got algorithm.{key} {given}: leave it out",
+            )
+
+
 class GSPOConfig(GroupConfig, SurrogateConfig):
     """GSPO (Zheng et al. 2025, arXiv 2507.18071): one ratio per sequence; clip bounds of section 5.1, no KL.
 
@@ -275,6 +301,7 @@ RL_ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
         GRPOConfig,
         DrGRPOConfig,
         DAPOConfig,
+        GDPOConfig,
         GSPOConfig,
         GMPOConfig,
         CISPOConfig,

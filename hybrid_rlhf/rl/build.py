@@ -141,6 +141,7 @@ def rl_session(
         )
         value_lam = 1.0 if config.critic is None else config.critic.gae_lambda
         algorithm = (algorithm_class or ALGORITHMS[config.algorithm.name])(config.algorithm, value_lam=value_lam)
+        algorithm.component_weights = {part.label: part.weight for part in config.reward.named}
         require(
             config.rollout.partial is None or not algorithm.wants_greedy,
             "rollout.partial carries sampled completions, got the greedy baseline of algorithm "

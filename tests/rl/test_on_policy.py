@@ -89,6 +89,31 @@ def test_advantages_are_the_papers(name: str, seed: int) -> None:
     assert (advantages[~rollout.response_mask] == 0).all()
 
 
+def test_gdpo_standardizes_each_component_of_the_reward() -> None:
+    """With another scale, a component counts the same; and groups of equal sums learn where the components differ."""
+    _, rollout = scored()
+    first = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.0, -1.0, 3.0])
+    second = torch.tensor([10.0, 20.0, 40.0, 0.0, 2.0, 4.0, 5.0, torch.nan])
+    learner = algorithm("gdpo")
+    learner.component_weights = {"a": 1.0, "b": 0.5}
+    penalty = torch.tensor([0.1, 0.0, 0.2, 0.0, 0.0, 0.0, 0.0, 0.0])
+
+    def advantages(scale: float) -> Tensor:
+        sums = first + 0.5 * scale * second.nan_to_num(0.0) - penalty
+        rewards = torch.where(rollout.response_mask, (sums / rollout.response_mask.sum(dim=1))[:, None], 0.0)
+        return learner.advantages(rewards, replace(rollout, components={"a": first, "b": scale * second}))
+
+    found = advantages(1.0)
+    for row, group in enumerate(GROUPS.tolist()):
+        expected = -float(penalty[row] - penalty[group == GROUPS].mean())
+        for weight, scores in ((1.0, first), (0.5, second.nan_to_num(0.0))):
+            members = scores[group == GROUPS]
+            expected += weight * float((scores[row] - members.mean()) / (members.std() + 1e-4))
+        assert (found[row][rollout.response_mask[row]] - expected).abs().max() < 1e-4
+    torch.testing.assert_close(advantages(100.0), found, atol=1e-3, rtol=1e-3)
+    assert float(found[3][rollout.response_mask[3]][0]) > 0, "of three equal sums"
+
+
 @pytest.mark.parametrize(("lam", "value_lam"), [(0.8, 0.8), (1.0, 0.5), (0.0, 1.0)])
 def test_ppo_is_gae_by_a_lambda_of_the_actor_and_one_of_the_critic(lam: float, value_lam: float) -> None:
     rewards, rollout = scored()
@@ -436,7 +461,7 @@ MISTAKES = {
     "--algorithm.penalties.overlong_fraction 2": "algorithm.penalties.overlong_fraction must be in [0, 1], got 2.0: "
     "give for example 0.2",
     "--algorithm gpro": "algorithm must be one of ppo, reinforce, rloo, remax, reinforce_pp, reinforce_pp_baseline, "
-    "grpo, dr_grpo, dapo, gspo, gmpo, cispo, sapo, vespo, online_dpo, raft, got gpro: the nearest is grpo",
+    "grpo, dr_grpo, dapo, gdpo, gspo, gmpo, cispo, sapo, vespo, online_dpo, raft, got gpro: the nearest is grpo",
     "--algorithm sapo --algorithm.gate_temperatures [0,1]": "algorithm.gate_temperatures must be above 0, got "
     "[0.0, 1.0]: leave it out",
 }

@@ -6,6 +6,7 @@ names that `algorithm.name` takes.
 
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm
 from hybrid_rlhf.rl.algorithms.cispo import CISPO
+from hybrid_rlhf.rl.algorithms.gdpo import GDPO
 from hybrid_rlhf.rl.algorithms.gmpo import GMPO
 from hybrid_rlhf.rl.algorithms.grpo import DAPO, GRPO, DrGRPO
 from hybrid_rlhf.rl.algorithms.gspo import GSPO
@@ -29,6 +30,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "grpo": GRPO,
     "dr_grpo": DrGRPO,
     "dapo": DAPO,
+    "gdpo": GDPO,
     "gspo": GSPO,
     "gmpo": GMPO,
     "cispo": CISPO,
