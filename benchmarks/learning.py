@@ -78,7 +78,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"rollout": {"prompts_per_step": 16}},
     "dapo": {"rollout": {"prompts_per_step": 16}, "algorithm": {"penalties": None}},
     "gspo": {"rollout": {"prompts_per_step": 16}, "algorithm": {"clip": [0.02, 0.03]}},
+    "gdpo": {"rollout": {"prompts_per_step": 16}},
+    "gmpo": {"rollout": {"prompts_per_step": 16}},
     "cispo": {"rollout": {"prompts_per_step": 16}},
+    "sapo": {"rollout": {"prompts_per_step": 16}},
+    "vespo": {"rollout": {"prompts_per_step": 16}},
     "online_dpo": {"rollout": {"prompts_per_step": 64}},
     "raft": {"rollout": {"prompts_per_step": 16}},
 }

@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from hybrid_rlhf.configs.sections.algorithm import (
     AlgorithmConfig,
     ClippedConfig,
+    CorrectionConfig,
     DynamicSamplingConfig,
     GroupConfig,
     KLConfig,
@@ -25,6 +26,11 @@ from hybrid_rlhf.configs.sections.algorithm import (
     SurrogateConfig,
 )
 from hybrid_rlhf.configs.sections.rules import Count, Discount, Positive, require, setting
+
+
+def require_positive_pair(key: str, pair: tuple[float, float]) -> None:
+    """Check a pair of settings for two signs of the advantage."""
+    require(min(pair) > 0, f"algorithm.{key} must be above 0, got {list(pair)}: leave it out")
 
 
 class PPOConfig(SurrogateConfig):
@@ -134,8 +140,39 @@ class DAPOConfig(GroupConfig, SurrogateConfig):
     dynamic_sampling: DynamicSamplingConfig | None = DynamicSamplingConfig()
 
 
+class GDPOConfig(GroupConfig, SurrogateConfig):
+    """GDPO (Liu et al. 2026, arXiv 2601.05242): each component of the reward is standardized in the group; else as
+    GRPO."""
+
+    name: Literal["gdpo"] = field(default="gdpo", init=False)
+    kl: KLConfig | None = KLConfig(coef=0.04, where="loss", estimator="k3")
+    whiten_advantages: bool = True
+    """Advantages of a rollout get mean 0 and variance 1, over all ranks (the paper)."""
+    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
+    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
+    max_new_tokens per sequence (fixed; Dr. GRPO)."""
+
+    def _check(self) -> None:
+        super()._check()
+        for key, given, left_out in (
+            ("divide_by_std", self.divide_by_std, True),
+            ("score_scaling", self.score_scaling, "none"),
+            ("score_clip", self.score_clip, None),
+            ("dynamic_sampling", self.dynamic_sampling, None),
+        ):
+            require(
+                given == left_out,
+                f"algorithm gdpo standardizes each component of the reward, got algorithm.{key} {given}: leave it out",
+            )
+
+
 class GSPOConfig(GroupConfig, SurrogateConfig):
-    """GSPO (Zheng et al. 2025, arXiv 2507.18071): one ratio per sequence; clip bounds of section 5.1, no KL."""
+    """GSPO (Zheng et al. 2025, arXiv 2507.18071): one ratio per sequence; clip bounds of section 5.1, no KL.
+
+    Its loss is of sequences, and so is its correction: masked above 3, as in TRL (sequence_mask).
+    """
+
+    default_correction = CorrectionConfig(ratio="sequence", method="mask", clip=3.0, low=0.0)
 
     name: Literal["gspo"] = field(default="gspo", init=False)
     kl: KLConfig | None = None
@@ -146,13 +183,64 @@ class GSPOConfig(GroupConfig, SurrogateConfig):
     max_new_tokens per sequence (fixed; Dr. GRPO)."""
 
 
+class GMPOConfig(GroupConfig, ClippedConfig):
+    """GMPO (Zhao et al. 2025, arXiv 2507.20673): the geometric mean of clipped ratios, no KL."""
+
+    name: Literal["gmpo"] = field(default="gmpo", init=False)
+    kl: KLConfig | None = None
+    clip: tuple[float, float] = (0.33, 0.49)
+    """The ratio of a token is clipped to [1 - low, 1 + high] ([0.33, 0.49]: exp(-0.4) and exp(0.4), the paper)."""
+    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
+    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
+    max_new_tokens per sequence (fixed; Dr. GRPO)."""
+
+
 class CISPOConfig(GroupConfig, ClippedConfig):
-    """CISPO (MiniMax-M1 2025, arXiv 2506.13585, eq. 4 and 5); upper bound of 5 as in arXiv 2510.13786, no KL."""
+    """CISPO (MiniMax-M1 2025, arXiv 2506.13585, eq. 4 and 5); upper bound of 5 as in arXiv 2510.13786, no KL.
+
+    Its correction truncates the weight of a token at the same bound.
+    """
+
+    default_correction = CorrectionConfig(clip=5.0)
 
     name: Literal["cispo"] = field(default="cispo", init=False)
     kl: KLConfig | None = None
     clip: tuple[float, float] = (1.0, 4.0)
     """The weight of a token is clipped to [1 - low, 1 + high] ([1, 4]: no lower bound, ScaleRL, arXiv 2510.13786)."""
+
+
+class SAPOConfig(GroupConfig, PolicyGradientConfig):
+    """SAPO (Gao et al. 2025, arXiv 2511.20347): a sigmoid of the ratio in place of a clip, no KL."""
+
+    name: Literal["sapo"] = field(default="sapo", init=False)
+    kl: KLConfig | None = None
+    gate_temperatures: tuple[float, float] = (1.0, 1.05)
+    """Steepness of the sigmoid for positive and for other advantages ([1, 1.05]: the paper)."""
+    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
+    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
+    max_new_tokens per sequence (fixed; Dr. GRPO)."""
+
+    def _check(self) -> None:
+        super()._check()
+        require_positive_pair("gate_temperatures", self.gate_temperatures)
+
+
+class VESPOConfig(GroupConfig, PolicyGradientConfig):
+    """VESPO (arXiv 2602.10693): a gate w^k exp(lambda (1 - w)) of the sequence's ratio w in place of a clip, no KL."""
+
+    default_correction = GSPOConfig.default_correction
+
+    name: Literal["vespo"] = field(default="vespo", init=False)
+    kl: KLConfig | None = None
+    gate_power: tuple[float, float] = (2.0, 3.0)
+    """k for advantages of 0 or more, and below 0 ([2, 3]: TRL)."""
+    gate_decay: tuple[float, float] = (3.0, 2.0)
+    """lambda for advantages of 0 or more, and below 0 ([3, 2]: TRL)."""
+
+    def _check(self) -> None:
+        super()._check()
+        require_positive_pair("gate_power", self.gate_power)
+        require_positive_pair("gate_decay", self.gate_decay)
 
 
 class OnlineDPOConfig(SingleUpdateConfig):
@@ -213,8 +301,12 @@ RL_ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
         GRPOConfig,
         DrGRPOConfig,
         DAPOConfig,
+        GDPOConfig,
         GSPOConfig,
+        GMPOConfig,
         CISPOConfig,
+        SAPOConfig,
+        VESPOConfig,
         OnlineDPOConfig,
         RAFTConfig,
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOConfig, RAFTConfig
 from hybrid_rlhf.configs.credentials import is_own_host
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, PolicyGradientConfig
+from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
@@ -208,8 +208,8 @@ class RLConfig(StepConfig):
                     f"{name} without: give another, or leave out rollout.async_sampling, rollout.partial and "
                     "rollout.quantization"
                 )
-            # the default correction truncates
-            object.__setattr__(self, "algorithm", replace(self.algorithm, correction=CorrectionConfig()))
+            default = self.algorithm.default_correction
+            object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))
         require(
             not self.rollout.policy_lag or alone or self.rollout.tensor_parallel == 1,
             "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hybrid_rlhf.functional.masking import at_least_float32, keep, masked_sum
+from hybrid_rlhf.functional.masking import at_least_float32, keep, masked_sum, row_sums
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to it: a ratio that overflows gives NaN gradients even where the loss is clipped."""
@@ -298,28 +298,58 @@ def length_weights(
     return tokens / (sequences * divisor)
 
 
-def correction_weights(
+def sampler_ratio(
     old_logprobs: Tensor,
     *,
     sampler_logprobs: Tensor,
     mask: Tensor,
-    how: Literal["truncate", "mask"],
-    clip: float,
-    low: float | None = None,
+    of: Literal["token", "sequence", "geometric"] = "token",
 ) -> Tensor:
-    """Importance weights [B, T] of tokens that were sampled from another distribution; without gradient.
+    """Ratios [B, T] of the training distribution to the one that was sampled from; without gradient.
 
-    Source: truncated importance sampling, fengyao.notion.site/off-policy-rl (2025); masked, IcePop of the same year.
+    The gradient of the expected reward under the training distribution, estimated from samples of another one, needs
+    the ratio of the whole completion, a product whose variance grows with its length. The ratio of a token leaves out
+    those of the tokens before it, and the geometric mean is no importance weight at all; both have bounded variance.
+    Source: Liu et al. 2025, "When Speed Kills Stability" (yingru.notion.site), section 4.2.1.
 
     Args:
         old_logprobs: [B, T], log-probs of the training forward with the weights that sampled.
         sampler_logprobs: [B, T], log-probs under the distribution that was sampled from.
         mask: [B, T], 1 on completion tokens.
+        of: token, each token's ratio; sequence, their product over the completion, or geometric, its geometric mean,
+            which all tokens of the completion have. At most exp(MAX_LOG_RATIO).
+    """
+    log_ratio = keep(old_logprobs.detach(), mask) - keep(sampler_logprobs, mask)
+    if of != "token":
+        of_row = row_sums(log_ratio)
+        if of == "geometric":
+            of_row = of_row / mask.bool().sum(dim=1).clamp(min=1)
+        log_ratio = of_row[:, None].expand(mask.shape)
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def correction_weights(ratio: Tensor, *, how: Literal["truncate", "mask"], clip: float, low: float) -> Tensor:
+    """Importance weights [B, T] from the ratios [B, T] of `sampler_ratio`.
+
+    Source: truncated importance sampling (TIS), fengyao.notion.site/off-policy-rl (2025); masked, of tokens, IcePop
+    (ringtech.notion.site/icepop), and of sequences, MIS, "When Speed Kills Stability"; all of the same year.
+
+    Args:
+        ratio: [B, T].
         how: truncate limits weights to clip; mask sets those outside [low, clip] to 0.
         clip: upper bound, 1 or more.
-        low: lower bound of mask, in (0, 1]; None: 1 / clip.
+        low: lower bound of mask, from 0 to 1.
     """
-    ratio = (keep(old_logprobs.detach(), mask) - keep(sampler_logprobs, mask)).exp()
-    if how == "truncate":
-        return ratio.clamp(max=clip)
-    return torch.where((ratio >= (1 / clip if low is None else low)) & (ratio <= clip), ratio, 0.0)
+    return ratio.clamp(max=clip) if how == "truncate" else torch.where(_within(ratio, low, clip), ratio, 0.0)
+
+
+def accepted_completions(ratio: Tensor, *, mask: Tensor, low: float, high: float) -> Tensor:
+    """Completions [B, 1] bool all of whose ratios [B, T] are within [low, high].
+
+    Source: rejection of sequences by their geometric mean or by any token ("veto"), "When Speed Kills Stability".
+    """
+    return (_within(ratio, low, high) | ~mask.bool()).all(dim=1, keepdim=True)
+
+
+def _within(ratio: Tensor, low: float, high: float) -> Tensor:
+    return (ratio >= low) & (ratio <= high)

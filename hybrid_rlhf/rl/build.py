@@ -141,6 +141,7 @@ def rl_session(
         )
         value_lam = 1.0 if config.critic is None else config.critic.gae_lambda
         algorithm = (algorithm_class or ALGORITHMS[config.algorithm.name])(config.algorithm, value_lam=value_lam)
+        algorithm.component_weights = {part.label: part.weight for part in config.reward.named}
         require(
             config.rollout.partial is None or not algorithm.wants_greedy,
             "rollout.partial carries sampled completions, got the greedy baseline of algorithm "
@@ -267,14 +268,15 @@ def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:
 
 
 def _log_correction(config: RLConfig) -> None:
-    """Log the correction for the sampler, and warn where weights per token are biased (docs/async.md)."""
+    """Log the correction for the sampler, and warn where weights per token are biased (docs/algorithms.md)."""
     algorithm = config.algorithm
     correction = algorithm.correction if isinstance(algorithm, PolicyGradientConfig) else None
     if correction is None:
         return
     if config.rollout.samples_otherwise:
         logger.info(
-            "algorithm.correction.method %s, clip %g: other weights than those that train sample",
+            "algorithm.correction.ratio %s, method %s, clip %g: other weights than those that train sample",
+            correction.ratio,
             correction.method,
             correction.clip,
         )
@@ -283,10 +285,10 @@ def _log_correction(config: RLConfig) -> None:
         "completions of several weight versions (rollout.partial)": config.rollout.partial is not None,
         "8-bit sampling of long completions (rollout.quantization)": config.rollout.quantization is not None,
     }
-    for case in (case for case, is_on in cases.items() if is_on):
+    for case in (case for case, is_on in cases.items() if is_on and correction.ratio == "token"):
         logger.warning(
             "algorithm.correction weighs each token by its ratio, without the ratios of the tokens before it, which is "
-            "biased for %s: watch rollout/correction_mean and rollout/logprob_abs_diff_mean, or leave this out",
+            "biased for %s: watch rollout/correction_mean and rollout/logprob_abs_diff_mean, or set ratio to sequence",
             case,
         )
 

@@ -16,6 +16,8 @@ from hybrid_rlhf.runtime.observability.profiling import decode_roofline, model_f
 from hybrid_rlhf.runtime.observability.timers import peak_memory_gib
 from hybrid_rlhf.runtime.world import World
 
+_RATIO_PERCENTILES = (5, 50, 95)
+
 
 def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
     """Metrics of a rollout under TRL's names; KL and entropy are sums over a completion, in nats. Every rank calls."""
@@ -24,6 +26,7 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
     old_logprobs = rollout.old_logprobs
     assert old_logprobs is not None and rollout.groups is not None
     difference = torch.where(mask, (rollout.sampled_logprobs - old_logprobs).abs(), 0.0)
+    log_ratio = masked_sum(old_logprobs - rollout.drawn_logprobs, mask=mask, dim=1)
     columns = {
         "kl": rollout.kl,
         "clipped": batch.clipped,
@@ -33,6 +36,7 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
         "truncated": ~rollout.stopped,
         "difference": difference.sum(dim=1),
         "largest": difference.amax(dim=1),
+        "log_ratio": log_ratio,
         "groups": rollout.groups,
     }
     index = rollout.numbered(world)
@@ -52,6 +56,10 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
         "completions/clipped_ratio": float(whole["truncated"].mean()),
         "rollout/logprob_abs_diff_mean": float(whole["difference"].sum() / index.responses.sum().clamp(min=1)),
         "rollout/logprob_abs_diff_max": float(whole["largest"].max()),
+        **{
+            f"rollout/log_ratio_p{percent:02}": float(whole["log_ratio"].quantile(percent / 100))
+            for percent in _RATIO_PERCENTILES
+        },
     }
 
 

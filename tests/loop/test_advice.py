@@ -119,6 +119,7 @@ UNHEALTHY: list[tuple[str, dict[str, Sequence[float | None]], int]] = [
     ("saturated scores", {"objective/scores_std": wave(1.0, 10) + [0.001] * 10}, 15),
     ("groups of equal scores", {"rollout/frac_reward_zero_std": [0.5] * 5 + [0.95] * 5}, 10),
     ("sampler and trainer disagree", {"rollout/logprob_abs_diff_mean": [0.001] * 3 + [0.2] * 5}, 8),
+    ("few effective samples", {"rollout/effective_samples": [0.9] * 3 + [0.2] * 3}, 6),
     ("loss not finite", {"sft/loss": [1.0, math.nan, 1.0]}, 2),
     ("skipped steps", {"faults/skipped_steps": [None] * 5 + [1.0, 1.0, 2.0]}, 8),
     ("gradient spikes", {"actor/grad_norm": wave(1.0, 20) + [50.0, 1.0, 80.0, 1.0, 90.0]}, 25),

@@ -421,7 +421,9 @@ def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, 
     assert first["rollout/logprob_abs_diff_max"] < 1e-3
     assert all(step["rollout/logprob_abs_diff_max"] > 1e-2 for step in later)
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "algorithm.correction.method truncate, clip 2: other weights than those that train sample" in log
+    assert (
+        "algorithm.correction.ratio token, method truncate, clip 2: other weights than those that train sample" in log
+    )
     assert re.search(r"rollout.kv_cache_gib 0\.\d+: by the memory plan, for all completions of a rollout", log)
 
 
@@ -433,6 +435,9 @@ def test_samples_of_other_weights_are_corrected_by_default(line: str) -> None:
     given = [*line.split(), "--algorithm.correction.method", "mask"]
     assert parse_config(RLConfig, given).algorithm.correction == CorrectionConfig(method="mask")
     assert not hasattr(parse_config(RLConfig, [*line.split(), "--algorithm", "online_dpo"]).algorithm, "correction")
+    for algorithm in ("gspo", "cispo"):
+        config = parse_config(RLConfig, [*line.split(), "--algorithm", algorithm]).algorithm
+        assert config.correction == type(config).default_correction != CorrectionConfig()
     assert parse_config(RLConfig, []).algorithm.correction is None
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, KLConfig, PenaltiesConfig
+from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, KLConfig, PenaltiesConfig, RejectionConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
@@ -152,6 +152,27 @@ def test_the_loss_may_be_a_mean_over_the_tokens_that_a_correction_keeps(
         )
     kept = 1 - float(dropped.sum()) / float(mask.sum())
     assert 0.3 < kept < 0.9 and found == pytest.approx([-kept, -1.0], abs=1e-4)
+
+
+def test_a_rejected_completion_has_no_gradient(world: World, paths: dict[str, str]) -> None:
+    correction = CorrectionConfig(clip=10.0, reject=RejectionConfig(high=1.05))
+    learned = replace(ALGORITHM, correction=correction, kl=None)
+    parts = build_parts(world, paths, algorithm=learned)
+    batch, plan = collect(parts)
+    rows, mini_batch = plan.mini_batches(world)[0][0], MiniBatch(plan.tokens[0], plan.sequences[0])
+    mask = batch.rollout.response_mask
+    apart = torch.zeros(len(mask), 1)
+    apart[rows[0]] = 0.1  # a geometric mean of exp(0.1)
+    rollout = replace(batch.rollout, drawn_logprobs=batch.rollout.old_logprobs - apart * mask)
+    batch = replace(batch, rollout=rollout, advantages=1.0 * mask)
+    policy_loss = PolicyLoss(parts.roles.actor, PPO(learned), temperature=0.8, max_tokens=10)
+    loss, _ = policy_loss(batch.rows(rows), mini_batch)
+    kept = float(mask[rows[1:]].sum())
+    assert float(loss.total) == pytest.approx(-kept, abs=1e-3)
+    assert float(loss.stats["correction_cut"]) == float(mask[rows[0]].sum())
+    for name in ("correction", "correction_squares"):
+        assert float(loss.stats[name]) == pytest.approx(kept, abs=1e-3)
+    assert torch.equal(policy_loss.kept(batch.rollout).any(dim=1), apart[:, 0] == 0)
 
 
 def test_the_entropy_bonus_is_the_entropy_of_the_whole_distribution(world: World, paths: dict[str, str]) -> None:

@@ -50,6 +50,8 @@ def test_a_clip_that_never_acts_is_reported(
         ("--algorithm gspo --algorithm.correction.method mask", ["algorithm gspo"]),
         ("--rollout.partial.extra_prompts 0.5 --algorithm.correction.method truncate", ["rollout.partial"]),
         ("--rollout.quantization int8 --algorithm.correction.method truncate", ["rollout.quantization"]),
+        ("--rollout.quantization int8 --algorithm.correction.ratio sequence", []),
+        ("--algorithm gspo --rollout.quantization int8", []),
         ("--algorithm grpo --algorithm.correction.method truncate", []),
         ("--algorithm gspo", []),
     ],

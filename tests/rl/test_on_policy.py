@@ -26,7 +26,7 @@ from tests.support.rl import rollout_of
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
 SCORES = torch.tensor([1.0, 0.0, 0.5, 2.0, 2.0, 2.0, -1.0, 3.0])
 CRITIC_FREE = [name for name, kind in RL_ALGORITHMS.items() if not kind.needs_critic]
-BY_OUTCOME = ["rloo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp_baseline"]
+BY_OUTCOME = ["rloo", "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "vespo", "reinforce_pp_baseline"]
 
 
 def algorithm(name: str, **changes: Any) -> Algorithm:
@@ -87,6 +87,31 @@ def test_advantages_are_the_papers(name: str, seed: int) -> None:
     assert learner.returns(rewards, rollout) is None
     torch.testing.assert_close(advantages, slowly(name, rewards, rollout, learner.config), atol=1e-5, rtol=1e-4)
     assert (advantages[~rollout.response_mask] == 0).all()
+
+
+def test_gdpo_standardizes_each_component_of_the_reward() -> None:
+    """With another scale, a component counts the same; and groups of equal sums learn where the components differ."""
+    _, rollout = scored()
+    first = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.0, -1.0, 3.0])
+    second = torch.tensor([10.0, 20.0, 40.0, 0.0, 2.0, 4.0, 5.0, torch.nan])
+    learner = algorithm("gdpo")
+    learner.component_weights = {"a": 1.0, "b": 0.5}
+    penalty = torch.tensor([0.1, 0.0, 0.2, 0.0, 0.0, 0.0, 0.0, 0.0])
+
+    def advantages(scale: float) -> Tensor:
+        sums = first + 0.5 * scale * second.nan_to_num(0.0) - penalty
+        rewards = torch.where(rollout.response_mask, (sums / rollout.response_mask.sum(dim=1))[:, None], 0.0)
+        return learner.advantages(rewards, replace(rollout, components={"a": first, "b": scale * second}))
+
+    found = advantages(1.0)
+    for row, group in enumerate(GROUPS.tolist()):
+        expected = -float(penalty[row] - penalty[group == GROUPS].mean())
+        for weight, scores in ((1.0, first), (0.5, second.nan_to_num(0.0))):
+            members = scores[group == GROUPS]
+            expected += weight * float((scores[row] - members.mean()) / (members.std() + 1e-4))
+        assert (found[row][rollout.response_mask[row]] - expected).abs().max() < 1e-4
+    torch.testing.assert_close(advantages(100.0), found, atol=1e-3, rtol=1e-3)
+    assert float(found[3][rollout.response_mask[3]][0]) > 0, "of three equal sums"
 
 
 @pytest.mark.parametrize(("lam", "value_lam"), [(0.8, 0.8), (1.0, 0.5), (0.0, 1.0)])
@@ -189,13 +214,25 @@ def loss_of_row(name: str, case: LossCase, i: int, config: AlgorithmConfig) -> T
     if name == "gspo":
         mean: Tensor = torch.stack([a - b for a, b in zip(logp, old, strict=True)]).mean()
         ratios = [mean.exp()] * len(places)
+    if name == "vespo":
+        whole = torch.stack(ratios).prod().detach()
     for t, place in enumerate(places):
         advantage, ratio = case.batch.advantages[i, place], ratios[t]
-        low, high = (1 - config.clip[0], 1 + config.clip[1]) if name != "raft" else (0, 0)
+        low, high = (1 - config.clip[0], 1 + config.clip[1]) if hasattr(config, "clip") else (0, 0)
+        sign = int(advantage <= 0)
         if name == "cispo":
             total = total - ratio.detach().clamp(low, high) * advantage * logp[t]
         elif name == "raft":
             total = total - logp[t]
+        elif name == "sapo":
+            tau = config.gate_temperatures[sign]
+            total = total - advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
+        elif name == "vespo":
+            gate = whole ** config.gate_power[sign] * (config.gate_decay[sign] * (1 - whole)).exp()
+            total = total - gate * advantage * logp[t]
+        elif name == "gmpo":
+            clipped = [torch.clamp(r, max=high) if advantage > 0 else torch.clamp(r, min=low) for r in ratios]
+            total = total - advantage * torch.stack(clipped).prod() ** (1 / len(places))
         else:
             surrogate = torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
             total = total - (surrogate if advantage > 0 else surrogate.clamp(min=1.1 * advantage))
@@ -207,7 +244,7 @@ def test_losses_are_the_papers_and_so_are_their_gradients(name: str) -> None:
     learner = algorithm(name)
     if hasattr(learner.config, "dual_clip"):
         learner.config = replace(learner.config, dual_clip=1.1)
-    if name in ("gspo", "cispo"):
+    if name in ("gspo", "gmpo", "cispo"):
         learner.config = replace(learner.config, clip=(0.1, 0.2))
     case = random_case()
     loss = case.loss(learner)
@@ -221,7 +258,8 @@ def test_losses_are_the_papers_and_so_are_their_gradients(name: str) -> None:
         assert case.batch.rollout.old_logprobs is not None
         change = (case.logprobs.detach() - case.batch.rollout.old_logprobs)[case.mask]
         torch.testing.assert_close(loss.stats["approxkl"], 0.5 * change.square().sum())
-    assert name != "raft" or float(loss.stats["clipfrac"]) == 0
+    assert name not in ("raft", "sapo", "vespo") or float(loss.stats["clipfrac"]) == 0
+    assert name != "gmpo" or 0 < float(loss.stats["clipfrac"]) < float(loss.count)
     weighed = replace(case, weights=torch.full_like(case.weights, 3.0)).loss(learner)
     torch.testing.assert_close(weighed.total, 3 * loss.total)
 
@@ -416,12 +454,16 @@ MISTAKES = {
     "out",
     "--algorithm.correction.method truncate --algorithm.correction.count_masked false": "algorithm.correction."
     "count_masked is for method mask, got False with truncate: leave it out",
-    "--algorithm.correction.method mask --algorithm.correction.low 2": "algorithm.correction.low must be above 0 and "
-    "at most 1, got 2.0: give for example 0.5",
+    "--algorithm.correction.method mask --algorithm.correction.low 2": "algorithm.correction.low must be in [0, 1], "
+    "got 2.0: leave it out",
+    "--algorithm.correction.reject.high 0.5": "algorithm.correction.reject.high must be 1 or more, got 0.5: raise it, "
+    "for example to 1.001",
     "--algorithm.penalties.overlong_fraction 2": "algorithm.penalties.overlong_fraction must be in [0, 1], got 2.0: "
     "give for example 0.2",
     "--algorithm gpro": "algorithm must be one of ppo, reinforce, rloo, remax, reinforce_pp, reinforce_pp_baseline, "
-    "grpo, dr_grpo, dapo, gspo, cispo, online_dpo, raft, got gpro: the nearest is grpo",
+    "grpo, dr_grpo, dapo, gdpo, gspo, gmpo, cispo, sapo, vespo, online_dpo, raft, got gpro: the nearest is grpo",
+    "--algorithm sapo --algorithm.gate_temperatures [0,1]": "algorithm.gate_temperatures must be above 0, got "
+    "[0.0, 1.0]: leave it out",
 }
 
 

@@ -41,6 +41,10 @@ MORE_ALGORITHMS = {
     "raft": "--algorithm raft".split(),
     "gspo": "--algorithm gspo".split(),
     "cispo": "--algorithm cispo".split(),
+    "gdpo": "--algorithm gdpo".split(),
+    "gmpo": "--algorithm gmpo".split(),
+    "sapo": "--algorithm sapo".split(),
+    "vespo": "--algorithm vespo".split(),
     "reinforce_pp": "--algorithm reinforce_pp".split(),
 }
 """Which random and fixed trials leave out."""

@@ -17,6 +17,7 @@ from hybrid_rlhf.configs.sections.rules import (
     NonNegative,
     Positive,
     Settings,
+    Share,
     require,
     setting,
 )
@@ -88,26 +89,60 @@ class DynamicSamplingConfig(Settings):
     """Maximum number of rounds of additional prompts per step; the step then trains on the accepted prompts."""
 
 
-class CorrectionConfig(Settings):
-    """Importance weights p(training) / p(sampler) per token, for samples from older or lower-precision weights."""
+SamplerRatio = Literal["token", "sequence", "geometric"]
+"""What a ratio p(training) / p(sampler) is of: a token, a completion (the product), or a completion's geometric
+mean."""
 
+
+class RejectionConfig(Settings):
+    """Completions whose ratio p(training) / p(sampler) is outside [low, high] have weight 0."""
+
+    ratio: SamplerRatio = "geometric"
+    """Ratio of a completion: its geometric mean, its product (sequence), or that of any token."""
+    high: Annotated[float, "1 or more"] = 1.001
+    """Largest ratio (geometric, 1.001: verl's rollout_corr.md)."""
+    low: Share | None = None
+    """Smallest ratio; null: 1 / high."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Smallest and largest ratio."""
+        return 1 / self.high if self.low is None else self.low, self.high
+
+
+class CorrectionConfig(Settings):
+    """Importance weights p(training) / p(sampler), for samples from older or lower-precision weights."""
+
+    ratio: SamplerRatio = "token"
+    """Weight of a token: its own ratio; the product over its completion (sequence), which is unbiased where nothing is
+    cut; or that product's geometric mean. gspo: sequence, if the section is left out."""
     method: Literal["truncate", "mask"] = "truncate"
-    """truncate: weights are truncated at clip (TIS); mask: tokens with weights outside [low, clip] are masked
-    (IcePop)."""
+    """truncate: weights are truncated at clip (TIS); mask: weights outside [low, clip] become 0 (IcePop; of sequences:
+    MIS)."""
     clip: Annotated[float, "1 or more"] = 2.0
     """Largest weight (2: TIS, fengyao.notion.site/off-policy-rl)."""
-    low: Annotated[float, "above 0 and at most 1: give for example 0.5"] | None = setting(None, advanced=True)
+    low: Share | None = setting(None, advanced=True)
     """Smallest weight of method mask; null: 1 / clip."""
+    reject: RejectionConfig | None = setting(None, advanced=True)
+    """Reject whole completions by a ratio, besides their weights."""
     count_masked: bool = setting(True, advanced=True)
     """Masked tokens stay in the denominator of the loss (IcePop), or not (slime, verl)."""
 
     def _check(self) -> None:
-        for name, default in (("low", None), ("count_masked", True)):
+        for name, default, serves in (
+            ("low", None, self.method == "mask"),
+            ("count_masked", True, self.method == "mask" or self.reject is not None),
+        ):
             value = getattr(self, name)
             require(
-                self.method == "mask" or value == default,
+                serves or value == default,
                 f"algorithm.correction.{name} is for method mask, got {value} with {self.method}: leave it out",
             )
+
+    @property
+    def lowest(self) -> float:
+        """Smallest weight of method mask."""
+        return 1 / self.clip if self.low is None else self.low
 
 
 class AlgorithmConfig(Settings):
@@ -192,6 +227,8 @@ class PolicyGradientConfig(AlgorithmConfig):
     """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
     max_new_tokens per sequence (fixed; Dr. GRPO)."""
     correction: CorrectionConfig | None = None
+    default_correction: ClassVar[CorrectionConfig] = CorrectionConfig()
+    """The correction where other weights than those that train sample."""
 
     @property
     def reads_old_logprobs(self) -> bool:

@@ -166,6 +166,11 @@ def sampler_mismatch(curves: Curves) -> str | None:
     return held(curves, "rollout/logprob_abs_diff_mean", lambda value: value > 0.05, 5)
 
 
+def few_effective_samples(curves: Curves) -> str | None:
+    """The importance weights of the correction are so uneven that they count as less than 0.3 of the tokens."""
+    return held(curves, "rollout/effective_samples", lambda value: value < 0.3, 3)
+
+
 def held(curves: Curves, name: str, wrong: Callable[[float], bool], rollouts: int) -> str | None:
     """Evidence that a metric was out of range for some rollouts in a row."""
     values = curves.last(name, rollouts)

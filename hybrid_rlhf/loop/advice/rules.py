@@ -126,6 +126,13 @@ RULES = (
         "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
     ),
     AdviceRule(
+        "few effective samples",
+        rl.few_effective_samples,
+        "few tokens carry the gradient, because sampler and trainer are far apart: lower the policy lag or the "
+        "learning rate, give algorithm.correction.ratio token, or a lower algorithm.correction.clip",
+        "Kong 1992, A Note on Importance Sampling using Standardized Weights; 0.3: verl's rollout_corr.md",
+    ),
+    AdviceRule(
         "loss not finite",
         training.loss_not_finite,
         "lower the learning rate, and use bfloat16 or float32 instead of float16; the rows of skipped updates are in "

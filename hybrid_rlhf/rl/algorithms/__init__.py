@@ -6,6 +6,8 @@ names that `algorithm.name` takes.
 
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm
 from hybrid_rlhf.rl.algorithms.cispo import CISPO
+from hybrid_rlhf.rl.algorithms.gdpo import GDPO
+from hybrid_rlhf.rl.algorithms.gmpo import GMPO
 from hybrid_rlhf.rl.algorithms.grpo import DAPO, GRPO, DrGRPO
 from hybrid_rlhf.rl.algorithms.gspo import GSPO
 from hybrid_rlhf.rl.algorithms.online_dpo import OnlineDPO
@@ -15,6 +17,8 @@ from hybrid_rlhf.rl.algorithms.reinforce import Reinforce
 from hybrid_rlhf.rl.algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from hybrid_rlhf.rl.algorithms.remax import ReMax
 from hybrid_rlhf.rl.algorithms.rloo import RLOO
+from hybrid_rlhf.rl.algorithms.sapo import SAPO
+from hybrid_rlhf.rl.algorithms.vespo import VESPO
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "ppo": PPO,
@@ -26,8 +30,12 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "grpo": GRPO,
     "dr_grpo": DrGRPO,
     "dapo": DAPO,
+    "gdpo": GDPO,
     "gspo": GSPO,
+    "gmpo": GMPO,
     "cispo": CISPO,
+    "sapo": SAPO,
+    "vespo": VESPO,
     "online_dpo": OnlineDPO,
     "raft": RAFT,
 }

@@ -38,6 +38,8 @@ class Algorithm:
         """Take the algorithm's settings, and the lambda of GAE for the critic's targets."""
         self.config = config
         self.value_lam = value_lam
+        self.component_weights: Mapping[str, float] = {}
+        """Weights of the reward's components by name; the run sets them."""
 
     @property
     def correction(self) -> CorrectionConfig | None:

@@ -27,7 +27,7 @@ from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
 from hybrid_rlhf.rl.batch import Rollout
 
-_EPSILON = 1e-4
+EPSILON = 1e-4
 """The value of TRL."""
 
 
@@ -42,7 +42,7 @@ class GRPO(Algorithm):
         groups = groups_of(rollout)
         advantages = outcomes - group_mean(outcomes, groups=groups)
         if self.config.divide_by_std:
-            advantages = advantages / (group_std(outcomes, groups=groups) + _EPSILON)
+            advantages = advantages / (group_std(outcomes, groups=groups) + EPSILON)
         return per_token(advantages, rollout)
 
 

@@ -9,9 +9,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
+from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig, SamplerRatio
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
-from hybrid_rlhf.functional.losses import LossSum, correction_weights, kl_loss, length_weights
+from hybrid_rlhf.functional.losses import (
+    LossSum,
+    accepted_completions,
+    correction_weights,
+    kl_loss,
+    length_weights,
+    sampler_ratio,
+)
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import Batch, Rollout
@@ -32,6 +39,18 @@ class MiniBatch:
     """Weight of the KL in the loss."""
     kept_tokens: float | None = None
     """Response tokens that the correction keeps, where they are the denominator."""
+
+
+@dataclass(frozen=True)
+class _Correction:
+    """Weights of a micro-batch for the difference between sampler and actor."""
+
+    weights: Tensor
+    """[n, t]."""
+    cut: Tensor
+    """[n, t] bool, tokens whose weight is not their ratio."""
+    counts_masked: bool
+    """True if tokens of weight 0 stay in the denominators."""
 
 
 class PolicyLoss:
@@ -62,7 +81,6 @@ class PolicyLoss:
             rollout = replace(rollout, old_logprobs=current)
             batch = replace(batch, rollout=rollout)
         correction = self._correction(rollout)
-        corrected = self._algorithm.correction
         normalization = config.loss_normalization if isinstance(config, PolicyGradientConfig) else "token"
         weights = length_weights(
             mask,
@@ -70,15 +88,17 @@ class PolicyLoss:
             tokens=mini_batch.tokens,
             sequences=mini_batch.sequences,
             max_tokens=self._max_tokens,
-            kept=None if corrected is None or corrected.count_masked else correction,
+            kept=None if correction is None or correction.counts_masked else correction.weights,
             kept_tokens=mini_batch.kept_tokens,
         )
         stats: dict[str, Tensor] = {}
         if (agreement := actor.router_agreement) is not None:
             stats |= dict(zip(ROUTES_USED, agreement, strict=True))
         if correction is not None:
-            weights = weights * correction
-            stats["correction"] = masked_sum(correction, mask=mask)
+            weights = weights * correction.weights
+            stats["correction"] = masked_sum(correction.weights, mask=mask)
+            stats["correction_squares"] = masked_sum(correction.weights.square(), mask=mask)
+            stats["correction_cut"] = masked_sum(correction.cut.float(), mask=mask)
         tokens_per_completion = mini_batch.tokens / max(mini_batch.sequences, 1)
         loss = self._algorithm.loss(logprobs, batch, weights=weights, tokens_per_completion=tokens_per_completion)
         total = loss.total
@@ -101,19 +121,22 @@ class PolicyLoss:
     def kept(self, rollout: Rollout) -> Tensor:
         """[N, T] bool, the response tokens that algorithm.correction does not mask."""
         correction = self._correction(rollout)
-        return rollout.response_mask if correction is None else rollout.response_mask & (correction > 0)
+        return rollout.response_mask if correction is None else rollout.response_mask & (correction.weights > 0)
 
-    def _correction(self, rollout: Rollout) -> Tensor | None:
-        """[n, t] weights of tokens for the difference between sampler and actor; None without a correction."""
+    def _correction(self, rollout: Rollout) -> _Correction | None:
+        """Weights for the difference between sampler and actor; None without a correction."""
         config = self._algorithm.correction
         if config is None:
             return None
-        assert rollout.old_logprobs is not None
-        return correction_weights(
-            rollout.old_logprobs,
-            sampler_logprobs=rollout.drawn_logprobs,
-            mask=rollout.response_mask,
-            how=config.method,
-            clip=config.clip,
-            low=config.low,
-        )
+        mask = rollout.response_mask
+
+        def ratio_of(kind: SamplerRatio) -> Tensor:
+            assert rollout.old_logprobs is not None
+            return sampler_ratio(rollout.old_logprobs, sampler_logprobs=rollout.drawn_logprobs, mask=mask, of=kind)
+
+        ratio = ratio_of(config.ratio)
+        weights = correction_weights(ratio, how=config.method, clip=config.clip, low=config.lowest)
+        if config.reject is not None:
+            low, high = config.reject.bounds
+            weights = weights * accepted_completions(ratio_of(config.reject.ratio), mask=mask, low=low, high=high)
+        return _Correction(weights, weights != ratio, config.count_masked)

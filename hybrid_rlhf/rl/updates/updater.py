@@ -406,6 +406,8 @@ class Updater:
                 role_metrics |= {name: means[key] for name, key in _POLICY_METRICS.items() if key in means}
                 used, recorded = (means.get(name, 0.0) for name in ROUTES_USED)
                 role_metrics |= {ROUTER_AGREEMENT: used / recorded} if recorded else {}
+                if squares := means.get("correction_squares"):
+                    role_metrics["rollout/effective_samples"] = means["correction"] ** 2 / squares
                 if self.ptx is not None:
                     role_metrics["loss/ptx"] = sums["ptx"].means(world)["loss"]
             metrics |= role_metrics if world.is_main else {}
@@ -420,5 +422,6 @@ _POLICY_METRICS = {
     "val/ratio": "ratio",
     "policy/kl": "kl",
     "rollout/correction_mean": "correction",
+    "rollout/correction_cut": "correction_cut",
     **{f"actor/{name}": name for name in ROUTER_METRICS},
 }

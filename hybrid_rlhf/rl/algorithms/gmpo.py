@@ -1,0 +1,44 @@
+"""GMPO: the geometric mean of a completion's ratios, each clipped before the mean.
+
+Source: Zhao et al. 2025 (arXiv 2507.20673), eq. 4 and its pseudo-code.
+
+    loss = -1/G sum_i A_i (prod_t c(r_it))^(1 / |o_i|),  c(r) = min(r, 1 + high) if A_i > 0, else max(r, 1 - low)
+
+Advantages are GRPO's. A token whose ratio is clipped has no gradient; GSPO clips the mean instead. As there (gspo.py),
+each token contributes separately to the gradient, so that a token of weight 0 has none.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.configs.algorithms import GMPOConfig
+from hybrid_rlhf.functional.losses import LossSum, bounded_ratio, policy_sum
+from hybrid_rlhf.functional.masking import keep, masked_mean
+from hybrid_rlhf.rl.algorithms.grpo import GRPO
+from hybrid_rlhf.rl.batch import Batch
+
+
+class GMPO(GRPO):
+    """The geometric mean of clipped ratios, with GRPO's advantages."""
+
+    config: GMPOConfig
+
+    def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
+        """Return -A times the geometric mean of the clipped ratios, summed over the tokens of a micro-batch."""
+        mask = batch.rollout.response_mask
+        old_logprobs = batch.rollout.old_logprobs
+        assert old_logprobs is not None
+        low, high = self.config.clip
+        advantages = keep(batch.advantages, mask)
+        log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)
+        lowest = math.log(1 - low) if low < 1 else -math.inf
+        clipped = torch.where(advantages > 0, log_ratio.clamp(max=math.log(1 + high)), log_ratio.clamp(min=lowest))
+        of_sequence = masked_mean(clipped.detach(), mask=mask, dim=1)[:, None]
+        ratio = bounded_ratio(of_sequence + (clipped - clipped.detach()), mask=mask)
+        return policy_sum(
+            -advantages * ratio, log_ratio=log_ratio, mask=mask, clipped=clipped != log_ratio, weights=weights
+        )
