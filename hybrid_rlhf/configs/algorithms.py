@@ -28,7 +28,7 @@ from hybrid_rlhf.configs.sections.algorithm import (
 from hybrid_rlhf.configs.sections.rules import Count, Discount, Positive, require, setting
 
 
-def require_positive_pair(key: str, pair: tuple[float, float]) -> None:
+def _require_positive(key: str, pair: tuple[float, float]) -> None:
     """Check a pair of settings for two signs of the advantage."""
     require(min(pair) > 0, f"algorithm.{key} must be above 0, got {list(pair)}: leave it out")
 
@@ -222,7 +222,7 @@ class SAPOConfig(GroupConfig, PolicyGradientConfig):
 
     def _check(self) -> None:
         super()._check()
-        require_positive_pair("gate_temperatures", self.gate_temperatures)
+        _require_positive("gate_temperatures", self.gate_temperatures)
 
 
 class VESPOConfig(GroupConfig, PolicyGradientConfig):
@@ -239,8 +239,8 @@ class VESPOConfig(GroupConfig, PolicyGradientConfig):
 
     def _check(self) -> None:
         super()._check()
-        require_positive_pair("gate_power", self.gate_power)
-        require_positive_pair("gate_decay", self.gate_decay)
+        _require_positive("gate_power", self.gate_power)
+        _require_positive("gate_decay", self.gate_decay)
 
 
 class OnlineDPOConfig(SingleUpdateConfig):

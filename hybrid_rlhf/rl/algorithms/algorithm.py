@@ -98,6 +98,12 @@ def groups_of(rollout: Rollout) -> Tensor:
     return rollout.groups
 
 
+def log_ratios(logprobs: Tensor, rollout: Rollout) -> Tensor:
+    """Log-ratio of each response token under the actor to the actor that sampled, [B, T]; 0 elsewhere."""
+    assert rollout.old_logprobs is not None
+    return keep(logprobs, rollout.response_mask) - keep(rollout.old_logprobs, rollout.response_mask)
+
+
 def per_token(advantages: Tensor, rollout: Rollout) -> Tensor:
     """The advantage [N] of a whole completion at each of its response tokens, [N, T]."""
     mask = rollout.response_mask

@@ -14,6 +14,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.algorithms import CISPOConfig
 from hybrid_rlhf.functional.losses import LossSum, bounded_ratio, policy_sum
 from hybrid_rlhf.functional.masking import keep
+from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
 from hybrid_rlhf.rl.batch import Batch
 
@@ -26,10 +27,8 @@ class CISPO(GRPO):
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
         """Return -sg(clip(ratio)) A log p, summed over the tokens of a micro-batch."""
         mask = batch.rollout.response_mask
-        old_logprobs = batch.rollout.old_logprobs
-        assert old_logprobs is not None
         logprobs = keep(logprobs, mask)
-        log_ratio = logprobs.detach() - keep(old_logprobs, mask)
+        log_ratio = log_ratios(logprobs.detach(), batch.rollout)
         ratio = bounded_ratio(log_ratio, mask=mask)
         weight = ratio.clamp(1 - self.config.clip[0], 1 + self.config.clip[1])
         loss = -weight * keep(batch.advantages, mask) * logprobs

@@ -11,7 +11,6 @@ in the reward, rewards of an environment) is added less its mean in the group; a
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import GDPOConfig
@@ -26,10 +25,6 @@ class GDPO(GRPO):
     """Components of the reward standardized within the group, then summed."""
 
     config: GDPOConfig
-
-    def select(self, scores: Tensor, *, penalties: Tensor, groups: Tensor) -> Tensor:
-        """Return all completions: a group whose sums are equal may differ in the components."""
-        return torch.ones_like(scores, dtype=torch.bool)
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """Return the weighted sum of the standardized components, [N, T]."""

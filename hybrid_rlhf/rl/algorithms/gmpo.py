@@ -18,6 +18,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.algorithms import GMPOConfig
 from hybrid_rlhf.functional.losses import LossSum, bounded_ratio, policy_sum
 from hybrid_rlhf.functional.masking import keep, masked_mean
+from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
 from hybrid_rlhf.rl.batch import Batch
 
@@ -30,11 +31,9 @@ class GMPO(GRPO):
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
         """Return -A times the geometric mean of the clipped ratios, summed over the tokens of a micro-batch."""
         mask = batch.rollout.response_mask
-        old_logprobs = batch.rollout.old_logprobs
-        assert old_logprobs is not None
         low, high = self.config.clip
         advantages = keep(batch.advantages, mask)
-        log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)
+        log_ratio = log_ratios(logprobs, batch.rollout)
         lowest = math.log(1 - low) if low < 1 else -math.inf
         clipped = torch.where(advantages > 0, log_ratio.clamp(max=math.log(1 + high)), log_ratio.clamp(min=lowest))
         of_sequence = masked_mean(clipped.detach(), mask=mask, dim=1)[:, None]

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import GSPOConfig
 from hybrid_rlhf.functional.losses import LossSum, clipped_surrogate
-from hybrid_rlhf.functional.masking import keep, masked_mean
+from hybrid_rlhf.functional.masking import masked_mean
+from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
 from hybrid_rlhf.rl.batch import Batch
 
@@ -28,9 +29,7 @@ class GSPO(GRPO):
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
         """Return the clipped surrogate of the sequence ratios, summed over the tokens of a micro-batch."""
         mask = batch.rollout.response_mask
-        old_logprobs = batch.rollout.old_logprobs
-        assert old_logprobs is not None
-        log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)
+        log_ratio = log_ratios(logprobs, batch.rollout)
         of_sequence = masked_mean(log_ratio.detach(), mask=mask, dim=1)[:, None]
         of_tokens = of_sequence + (log_ratio - log_ratio.detach())
         return clipped_surrogate(

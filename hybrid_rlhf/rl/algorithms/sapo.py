@@ -15,6 +15,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.algorithms import SAPOConfig
 from hybrid_rlhf.functional.losses import LossSum, bounded_ratio, policy_sum
 from hybrid_rlhf.functional.masking import keep
+from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
 from hybrid_rlhf.rl.batch import Batch
 
@@ -27,10 +28,8 @@ class SAPO(GRPO):
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
         """Return -A f(ratio), summed over the tokens of a micro-batch."""
         mask = batch.rollout.response_mask
-        old_logprobs = batch.rollout.old_logprobs
-        assert old_logprobs is not None
         advantages = keep(batch.advantages, mask)
-        log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)
+        log_ratio = log_ratios(logprobs, batch.rollout)
         positive, negative = self.config.gate_temperatures
         tau = torch.where(advantages > 0, positive, negative)
         gated = torch.sigmoid(tau * (bounded_ratio(log_ratio, mask=mask) - 1)) * 4 / tau

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import VESPOConfig
-from hybrid_rlhf.functional.losses import LossSum, policy_sum, sampler_ratio
-from hybrid_rlhf.functional.masking import keep
+from hybrid_rlhf.functional.losses import MAX_LOG_RATIO, LossSum, policy_sum
+from hybrid_rlhf.functional.masking import keep, row_sums
+from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.algorithms.grpo import GRPO
 from hybrid_rlhf.rl.batch import Batch
 
@@ -29,15 +30,13 @@ class VESPO(GRPO):
     def loss(self, logprobs: Tensor, batch: Batch, *, weights: Tensor, tokens_per_completion: float) -> LossSum:
         """Return -sg(phi(ratio)) A log p, summed over the tokens of a micro-batch."""
         mask = batch.rollout.response_mask
-        old_logprobs = batch.rollout.old_logprobs
-        assert old_logprobs is not None
         advantages = keep(batch.advantages, mask)
-        ratio = sampler_ratio(logprobs, sampler_logprobs=old_logprobs, mask=mask, of="sequence")
+        log_ratio = log_ratios(logprobs.detach(), batch.rollout)
+        of_sequence = row_sums(log_ratio)[:, None].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         power, decay = (
             torch.where(advantages >= 0, positive, negative)
             for positive, negative in (self.config.gate_power, self.config.gate_decay)
         )
-        gate = (power * ratio.log() + decay * (1 - ratio)).exp()
-        logprobs = keep(logprobs, mask)
-        log_ratio = logprobs.detach() - keep(old_logprobs, mask)
-        return policy_sum(-gate * advantages * logprobs, log_ratio=log_ratio, mask=mask, weights=weights)
+        gate = (power * of_sequence + decay * (1 - of_sequence.exp())).exp()
+        loss = -gate * advantages * keep(logprobs, mask)
+        return policy_sum(loss, log_ratio=log_ratio, mask=mask, weights=weights)
