@@ -10,6 +10,7 @@
     python -m benchmarks.learning --task reasoning --algorithms remax --seeds 0 1    # by one unclipped update a rollout
     python -m benchmarks.learning --task sharp --seeds 0 1     # SmolLM2-135M, defaults, a sharp reward of long answers
     python -m benchmarks.learning --samplers float32 int8 --seeds 0 1 2    # a task with rollouts in 32 and in 8 bits
+    python -m benchmarks.learning --samplers lag_token lag_sequence    # a task with a policy lag, by each correction
 
 Writes benchmarks/results/learning.zip with a CSV a task (a row a step: mean, deviation, lowest and highest over the
 seeds, and each seed), and a PNG to docs/images where matplotlib is installed; both to --out, if given. Prints a table.
@@ -58,8 +59,17 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 SAMPLERS: dict[str, dict[str, Any]] = {
     "float32": {},
     "int8": {"rollout": {"quantization": "int8"}, "algorithm": {"correction": {"method": "truncate"}}},
+    **{
+        f"lag_{name}": {"rollout": {"async_sampling": {"policy_lag": 4}}, "algorithm": {"correction": correction}}
+        for name, correction in {
+            "token": {"ratio": "token"},
+            "sequence": {"ratio": "sequence"},
+            "masked": {"ratio": "sequence", "method": "mask", "clip": 3.0, "low": 0.0},
+            "geometric": {"ratio": "geometric"},
+        }.items()
+    },
 }
-"""Products of the generation engine; int8 requires the correction."""
+"""Products of the generation engine, or weights of four steps before, with the weights that correct the loss."""
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all weights": {},
     "lora": {"actor": {"lora": {"rank": 16}, "optimizer": {"lr": 3e-3}}},
@@ -223,7 +233,7 @@ def main() -> None:
     parser.add_argument(
         "--algorithms", nargs="*", choices=RL_ALGORITHMS, help="the task by each of these; alone: by all but remax"
     )
-    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=[], help="products of the rollouts")
+    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=[], help="how rollouts are sampled")
     parser.add_argument("--adapters", action="store_true", help="the copy task by all weights, LoRA and QLoRA")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
