@@ -346,7 +346,7 @@ def correction_weights(ratio: Tensor, *, how: Literal["truncate", "mask"], clip:
 def accepted_completions(ratio: Tensor, *, mask: Tensor, low: float, high: float) -> Tensor:
     """Completions [B, 1] bool all of whose ratios [B, T] are within [low, high].
 
-    Source: rejection of sequences by their geometric mean or by any token ("veto"), "When Speed Kills Stability".
+    Source: verl's rollout_corr.md (rejection by the geometric mean, and by any token: "veto").
     """
     return (_within(ratio, low, high) | ~mask.bool()).all(dim=1, keepdim=True)
 

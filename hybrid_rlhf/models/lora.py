@@ -3,8 +3,8 @@
 Source: Hu et al. 2021 (arXiv 2106.09685). Deviation: the adapters' dropout is 0, like every dropout in this library.
 Merged weights are always new tensors: adding to the training weights and subtracting again would drift in bfloat16.
 
-peft is imported by the functions that need it: it takes seconds (5 of 15 s of processor time of a command on two slow
-cores, with bitsandbytes), which a run without adapters does not wait for.
+peft is imported by the functions that need it: it takes seconds (3 of 14 s of processor time of a command on a slow
+machine, with bitsandbytes), which a run without adapters does not wait for.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class CorrectionConfig(Settings):
 
     ratio: SamplerRatio = "token"
     """Weight of a token: its own ratio; the product over its completion (sequence), which is unbiased where nothing is
-    cut; or that product's geometric mean. gspo: sequence, if the section is left out."""
+    cut; or that product's geometric mean. gspo and vespo: sequence, if the section is left out."""
     method: Literal["truncate", "mask"] = "truncate"
     """truncate: weights are truncated at clip (TIS); mask: weights outside [low, clip] become 0 (IcePop; of sequences:
     MIS)."""

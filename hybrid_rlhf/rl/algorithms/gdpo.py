@@ -1,6 +1,6 @@
 """GDPO: each component of the reward is standardized within the group before the weighted sum.
 
-Source: Liu et al. 2026 (arXiv 2601.05242), section 3. GRPO standardizes the sum, in which components with a large
+Source: Liu et al. 2026 (arXiv 2601.05242). GRPO standardizes the sum, in which components with a large
 spread hide the others, and groups whose components differ but whose sums are equal teach nothing.
 
     A_i = whitened over the rollout: sum_c w_c (R_ci - mean(R_c)) / (std(R_c) + 1e-4)
@@ -32,9 +32,8 @@ class GDPO(GRPO):
         outcomes = row_sums(rewards)
         if not self.component_weights:
             return per_token(_standardized(outcomes, groups), rollout)
-        components = {
-            name: rollout.components[name].nan_to_num(0.0) for name in self.component_weights
-        }  # as in the sum
+        # a component without a score counts 0, as in the sum
+        components = {name: rollout.components[name].nan_to_num(0.0) for name in self.component_weights}
         rest = outcomes - sum(weight * components[name] for name, weight in self.component_weights.items())
         advantages = rest - group_mean(rest, groups=groups)
         for name, weight in self.component_weights.items():

@@ -1,6 +1,6 @@
 """GMPO: the geometric mean of a completion's ratios, each clipped before the mean.
 
-Source: Zhao et al. 2025 (arXiv 2507.20673), eq. 4 and its pseudo-code.
+Source: Zhao et al. 2025 (arXiv 2507.20673).
 
     loss = -1/G sum_i A_i (prod_t c(r_it))^(1 / |o_i|),  c(r) = min(r, 1 + high) if A_i > 0, else max(r, 1 - low)
 

@@ -1,6 +1,6 @@
 """SAPO: a sigmoid of the ratio in place of a clip, so that the gradient fades instead of ending.
 
-Source: Gao et al. 2025 (arXiv 2511.20347), eq. 5 and 6.
+Source: Gao et al. 2025 (arXiv 2511.20347); TRL's loss_type sapo.
 
     loss_t = -A f(r_t),  f(r) = 4 / tau * sigmoid(tau (r - 1)),  tau larger for A <= 0
 

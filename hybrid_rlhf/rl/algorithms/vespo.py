@@ -1,6 +1,6 @@
 """VESPO: REINFORCE weighted by a smooth function of the ratio of the whole sequence, without a clip.
 
-Source: 2026 (arXiv 2602.10693); TRL's loss_type vespo.
+Source: arXiv 2602.10693 (2026); TRL's loss_type vespo.
 
     loss_t = -sg(phi(w_i)) A_i log p_t,  w_i = p(y_i) / p_old(y_i),  phi(w) = w^k exp(lambda (1 - w))
 
