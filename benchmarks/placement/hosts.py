@@ -52,13 +52,12 @@ def main() -> None:
         for cable, settings in CABLES.items():
             reports = []
             with hosts.long_cable("node2", **settings) if settings else contextlib.nullcontext():
-                link = hosts.link_times(Path(name), slots=1)
+                linked = with_measured_link(curves, hosts.link_times(Path(name)))
                 for case in CASES:
                     folder = Path(name) / f"{len(records)}"
                     folder.mkdir()
                     line = prepare(folder, case)
                     measured = run_on_hosts(hosts, folder, line, case, steps=options.steps)
-                    linked = with_measured_link(curves, link)
                     report = PredictionReport.of(predict(line, linked, case, measured), measured)
                     print(f"\n{cable}: {case}", *report.lines(), sep="\n", flush=True)
                     reports.append(report)

@@ -22,6 +22,7 @@ from hybrid_rlhf.configs.sections.algorithm import (
     KLConfig,
     PenaltiesConfig,
     PolicyGradientConfig,
+    SequenceMeanConfig,
     SingleUpdateConfig,
     SurrogateConfig,
 )
@@ -105,14 +106,11 @@ class ReinforcePPBaselineConfig(ReinforcePPConfig):
     penalties: PenaltiesConfig | None = None
 
 
-class GRPOConfig(GroupConfig, SurrogateConfig):
+class GRPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
     """GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1): KL 0.04 in the loss, a mean over sequences."""
 
     name: Literal["grpo"] = field(default="grpo", init=False)
     kl: KLConfig | None = KLConfig(coef=0.04, where="loss", estimator="k3")
-    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
-    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
-    max_new_tokens per sequence (fixed; Dr. GRPO)."""
 
 
 class DrGRPOConfig(GroupConfig, SurrogateConfig):
@@ -140,7 +138,7 @@ class DAPOConfig(GroupConfig, SurrogateConfig):
     dynamic_sampling: DynamicSamplingConfig | None = DynamicSamplingConfig()
 
 
-class GDPOConfig(GroupConfig, SurrogateConfig):
+class GDPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
     """GDPO (Liu et al. 2026, arXiv 2601.05242): each component of the reward is standardized in the group; else as
     GRPO."""
 
@@ -148,9 +146,6 @@ class GDPOConfig(GroupConfig, SurrogateConfig):
     kl: KLConfig | None = KLConfig(coef=0.04, where="loss", estimator="k3")
     whiten_advantages: bool = True
     """Advantages of a rollout get mean 0 and variance 1, over all ranks (the paper)."""
-    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
-    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
-    max_new_tokens per sequence (fixed; Dr. GRPO)."""
 
     def _check(self) -> None:
         super()._check()
@@ -166,7 +161,7 @@ class GDPOConfig(GroupConfig, SurrogateConfig):
             )
 
 
-class GSPOConfig(GroupConfig, SurrogateConfig):
+class GSPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
     """GSPO (Zheng et al. 2025, arXiv 2507.18071): one ratio per sequence; clip bounds of section 5.1, no KL.
 
     Its loss is of sequences, and so is its correction: masked above 3, as in TRL (sequence_mask).
@@ -178,21 +173,15 @@ class GSPOConfig(GroupConfig, SurrogateConfig):
     kl: KLConfig | None = None
     clip: tuple[float, float] = (3e-4, 4e-4)
     """The ratio of a sequence is clipped to [1 - low, 1 + high] ([3e-4, 4e-4]: the paper)."""
-    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
-    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
-    max_new_tokens per sequence (fixed; Dr. GRPO)."""
 
 
-class GMPOConfig(GroupConfig, ClippedConfig):
+class GMPOConfig(GroupConfig, SequenceMeanConfig, ClippedConfig):
     """GMPO (Zhao et al. 2025, arXiv 2507.20673): the geometric mean of clipped ratios, no KL."""
 
     name: Literal["gmpo"] = field(default="gmpo", init=False)
     kl: KLConfig | None = None
     clip: tuple[float, float] = (0.33, 0.49)
     """The ratio of a token is clipped to [1 - low, 1 + high] ([0.33, 0.49]: exp(-0.4) and exp(0.4), the paper)."""
-    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
-    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
-    max_new_tokens per sequence (fixed; Dr. GRPO)."""
 
 
 class CISPOConfig(GroupConfig, ClippedConfig):
@@ -209,16 +198,13 @@ class CISPOConfig(GroupConfig, ClippedConfig):
     """The weight of a token is clipped to [1 - low, 1 + high] ([1, 4]: no lower bound, ScaleRL, arXiv 2510.13786)."""
 
 
-class SAPOConfig(GroupConfig, PolicyGradientConfig):
+class SAPOConfig(GroupConfig, SequenceMeanConfig):
     """SAPO (Gao et al. 2025, arXiv 2511.20347): a sigmoid of the ratio in place of a clip, no KL."""
 
     name: Literal["sapo"] = field(default="sapo", init=False)
     kl: KLConfig | None = None
     gate_temperatures: tuple[float, float] = (1.0, 1.05)
     """Steepness of the sigmoid for positive and for other advantages ([1, 1.05]: the paper)."""
-    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
-    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
-    max_new_tokens per sequence (fixed; Dr. GRPO)."""
 
     def _check(self) -> None:
         super()._check()

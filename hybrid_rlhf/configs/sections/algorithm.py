@@ -140,9 +140,9 @@ class CorrectionConfig(Settings):
             )
 
     @property
-    def lowest(self) -> float:
-        """Smallest weight of method mask."""
-        return 1 / self.clip if self.low is None else self.low
+    def bounds(self) -> tuple[float, float]:
+        """Smallest weight of method mask, and the largest weight."""
+        return 1 / self.clip if self.low is None else self.low, self.clip
 
 
 class AlgorithmConfig(Settings):
@@ -239,6 +239,14 @@ class PolicyGradientConfig(AlgorithmConfig):
     def allows_other_sampler(self) -> bool:
         """True if the loss is corrected for older or rounded weights that sample."""
         return self.correction is not None
+
+
+class SequenceMeanConfig(PolicyGradientConfig):
+    """Settings of algorithms whose loss is a mean over sequences."""
+
+    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
+    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
+    max_new_tokens per sequence (fixed; Dr. GRPO)."""
 
 
 class ClippedConfig(PolicyGradientConfig):

@@ -11,13 +11,14 @@ in the reward, rewards of an environment) is added less its mean in the group; a
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import GDPOConfig
-from hybrid_rlhf.functional.advantages import group_mean, group_std
+from hybrid_rlhf.functional.advantages import group_mean
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import groups_of, per_token
-from hybrid_rlhf.rl.algorithms.grpo import EPSILON, GRPO
+from hybrid_rlhf.rl.algorithms.grpo import GRPO, standardized
 from hybrid_rlhf.rl.batch import Rollout
 
 
@@ -28,18 +29,13 @@ class GDPO(GRPO):
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """Return the weighted sum of the standardized components, [N, T]."""
-        groups = groups_of(rollout)
-        outcomes = row_sums(rewards)
         if not self.component_weights:
-            return per_token(_standardized(outcomes, groups), rollout)
-        # a component without a score counts 0, as in the sum
-        components = {name: rollout.components[name].nan_to_num(0.0) for name in self.component_weights}
-        rest = outcomes - sum(weight * components[name] for name, weight in self.component_weights.items())
-        advantages = rest - group_mean(rest, groups=groups)
+            return super().advantages(rewards, rollout)
+        groups = groups_of(rollout)
+        rest = row_sums(rewards)
+        advantages = torch.zeros_like(rest)
         for name, weight in self.component_weights.items():
-            advantages = advantages + weight * _standardized(components[name], groups)
-        return per_token(advantages, rollout)
-
-
-def _standardized(scores: Tensor, groups: Tensor) -> Tensor:
-    return (scores - group_mean(scores, groups=groups)) / (group_std(scores, groups=groups) + EPSILON)
+            scores = rollout.components[name].nan_to_num(0.0)  # without a score it counts 0, as in the sum
+            rest = rest - weight * scores
+            advantages = advantages + weight * standardized(scores, groups=groups)
+        return per_token(advantages + rest - group_mean(rest, groups=groups), rollout)

@@ -27,8 +27,13 @@ from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
 from hybrid_rlhf.rl.batch import Rollout
 
-EPSILON = 1e-4
+_EPSILON = 1e-4
 """The value of TRL."""
+
+
+def standardized(values: Tensor, *, groups: Tensor) -> Tensor:
+    """Values [N] less their group's mean, divided by the group's standard deviation."""
+    return (values - group_mean(values, groups=groups)) / (group_std(values, groups=groups) + _EPSILON)
 
 
 class GRPO(Algorithm):
@@ -40,10 +45,9 @@ class GRPO(Algorithm):
         """Return outcomes less their group's mean, divided by the group's standard deviation if configured, [N, T]."""
         outcomes = row_sums(rewards)
         groups = groups_of(rollout)
-        advantages = outcomes - group_mean(outcomes, groups=groups)
         if self.config.divide_by_std:
-            advantages = advantages / (group_std(outcomes, groups=groups) + EPSILON)
-        return per_token(advantages, rollout)
+            return per_token(standardized(outcomes, groups=groups), rollout)
+        return per_token(outcomes - group_mean(outcomes, groups=groups), rollout)
 
 
 class DAPO(GRPO):

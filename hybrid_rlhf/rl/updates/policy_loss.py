@@ -135,7 +135,8 @@ class PolicyLoss:
             return sampler_ratio(rollout.old_logprobs, sampler_logprobs=rollout.drawn_logprobs, mask=mask, of=kind)
 
         ratio = ratio_of(config.ratio)
-        weights = correction_weights(ratio, how=config.method, clip=config.clip, low=config.lowest)
+        low, clip = config.bounds
+        weights = correction_weights(ratio, how=config.method, clip=clip, low=low)
         if config.reject is not None:
             low, high = config.reject.bounds
             weights = weights * accepted_completions(ratio_of(config.reject.ratio), mask=mask, low=low, high=high)
