@@ -14,7 +14,6 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.algorithms import GSPOConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
 from hybrid_rlhf.configs.sections.rules import require
@@ -270,9 +269,9 @@ def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:
 def _log_correction(config: RLConfig) -> None:
     """Log the correction for the sampler, and warn where weights per token are biased (docs/algorithms.md)."""
     algorithm = config.algorithm
-    correction = algorithm.correction if isinstance(algorithm, PolicyGradientConfig) else None
-    if correction is None:
+    if not isinstance(algorithm, PolicyGradientConfig) or algorithm.correction is None:
         return
+    correction = algorithm.correction
     if config.rollout.samples_otherwise:
         logger.info(
             "algorithm.correction.ratio %s, method %s, clip %g: other weights than those that train sample",
@@ -281,7 +280,7 @@ def _log_correction(config: RLConfig) -> None:
             correction.clip,
         )
     cases = {
-        "the ratio of sequences (algorithm gspo)": isinstance(config.algorithm, GSPOConfig),
+        f"the ratio of sequences (algorithm {algorithm.name})": algorithm.default_correction.ratio == "sequence",
         "completions of several weight versions (rollout.partial)": config.rollout.partial is not None,
         "8-bit sampling of long completions (rollout.quantization)": config.rollout.quantization is not None,
     }
