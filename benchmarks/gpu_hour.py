@@ -34,33 +34,40 @@ from benchmarks.gpu_record import ON_GPU, Record
 from benchmarks.results import RESULTS, find
 
 PART_SECONDS = 540
+_WORKERS = min(12, os.cpu_count() or 1)
 ROOT = Path(__file__).parents[1]
 
 
 def gpu_tests(record: Record, *, small: bool) -> None:
-    """Tests marked gpu, and those of the kernels, compiled; in small one of them under the interpreter."""
+    """Tests marked gpu, and those of the kernels, compiled; in small one of them under the interpreter.
+
+    Most of the time compiles kernels, so that several processes share the device; those that measure its memory come
+    after them.
+    """
     parts = ("", "expert_", "latent_", "recurrent_", "sampling_")
     kernels = [f"tests/generation/test_{part}kernels.py" for part in parts]
-    words = ["tests/gpu", *kernels, "-m", "gpu or not gpu"]
+    memory = "tests/gpu/test_memory.py"
+    kernels += [f"tests/functional/test_{name}.py" for name in ("head_kernels", "wide_products")]
+    together = ["tests/gpu", *kernels, "--ignore", memory, "-m", "gpu or not gpu", "-n", str(_WORKERS)]
     if small:
-        words = ["tests/generation/test_kernels.py", "-k", "gate"]
-    record.measure("tests", lambda: _pytest(words))
+        together = ["tests/generation/test_kernels.py", "-k", "gate"]
+    record.measure("tests", lambda: _pytest(together))
+    if not small:
+        record.measure("memory tests", lambda: _pytest([memory, "-m", "gpu"]))
 
 
 def _pytest(words: list[str]) -> dict[str, Any]:
+    """The last line of pytest, and what failed; after seven minutes of what it has run until then."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", *words]
+    command = ["timeout", "--signal=INT", "420", *command]
     # cuBLAS reads it when it starts, which other tests may cause before those of deterministic algorithms
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     counts = [line for line in done.stdout.splitlines() if re.search(r"\d+ (passed|failed|skipped|error)", line)]
     failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
-    if done.returncode not in (0, 1):
+    if not counts:
         raise RuntimeError((done.stdout + done.stderr)[-1500:])
-    return {
-        "summary": counts[-1] if counts else done.stdout[-500:],
-        "failed": failed,
-        "output": done.stdout[-6000:] if failed else "",
-    }
+    return {"summary": counts[-1], "failed": failed, "output": done.stdout[-20_000:] if failed else ""}
 
 
 def _steps(part: str) -> Callable[..., None]:
@@ -79,6 +86,8 @@ PARTS: dict[str, tuple[str, Callable[..., None]]] = {
     "async": ("GRPO, policy lag 1", _steps("async")),
     "offload": ("GRPO, states, frozen models and activations on the host", _steps("offload")),
     "lora": ("GRPO, LoRA of rank 16", _steps("lora")),
+    "nf4": ("GRPO, LoRA of rank 16 on a base in 4 bits", _steps("nf4")),
+    "profile": ("Kernels that take the time of decoding", gpu_steps.profile),
 }
 
 

@@ -9,12 +9,14 @@ import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu_record import DEVICE, ON_GPU, Record, limits, seconds, synchronize
+from hybrid_rlhf.generation import ops
 from hybrid_rlhf.models.packing.attention import varlen_attention
 from hybrid_rlhf.models.packing.rows import boundaries
 
@@ -64,8 +66,7 @@ def _attention(
     pages = torch.randperm(len(keys)).int().view(rows, -1).to(DEVICE)
     queries = torch.randn(rows, group * kv_heads, d).to(DEVICE, DTYPE)
     positions = torch.full((rows,), capacity - 1, device=DEVICE)
-    own, module.attention.splits_of = module.attention.splits_of, lambda programs, capacity: (splits, 16)
-    try:
+    with mock.patch.object(ops.attention, "splits_of", lambda programs, capacity: (splits, 16)):
 
         def run() -> Tensor:
             return module.paged_attention(queries, keys, values, pages, positions, scale=d**-0.5)  # type: ignore[no-any-return]
@@ -77,8 +78,6 @@ def _attention(
         )
         exact = functional.scaled_dot_product_attention(queries[:1, :, None].double(), k, v)[:, :, 0]
         return _figures(run, run()[:1], exact, 2 * keys.numel() * keys.element_size(), copy)
-    finally:
-        module.attention.splits_of = own
 
 
 def _figures(run: Callable[[], Any], found: Tensor, exact: Tensor, moved: int, copy: float) -> dict[str, float]:

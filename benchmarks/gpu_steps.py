@@ -12,16 +12,21 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from benchmarks.generation import SHAPES
-from benchmarks.gpu_record import DEVICE, ON_GPU, Record, limits
+from benchmarks.generation import SHAPES, make_work, ours
+from benchmarks.gpu_record import DEVICE, ON_GPU, Record, limits, synchronize
 from benchmarks.head_dtype import SIZES, HeadSizes, measured
+from hybrid_rlhf.generation.weights.inference_weights import decoder_of
+from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.world import solo_world
 from tests.support.tiny import tiny_tokenizer
 
 TINY = {
@@ -35,6 +40,7 @@ TINY = {
 }
 MODEL = "qwen2.5-0.5b"
 GIB = 2**30
+_STEPS = 3
 GENERATION = {
     "0.5B, ragged": "qwen2.5-0.5b ragged 256 256 512 3 generate",
     "0.5B, 256 rows": "qwen2.5-0.5b uniform 256 256 512 3 generate",
@@ -72,6 +78,7 @@ VARIANTS: dict[str, list[str]] = {
         "true",
     ],
     "lora": ["--algorithm", "grpo", "--actor.lora.rank", "16"],
+    "nf4": ["--algorithm", "grpo", "--actor.lora.rank", "16", "--model.quantization", "nf4"],
 }
 """Words of step 3 for each part."""
 
@@ -105,7 +112,7 @@ def head_dtype(record: Record, *, small: bool) -> None:
     sizes, runs = (HeadSizes(2, 16, 4), 1) if small else (SIZES, 7)
     record.measure(
         "head_dtype float32 against model",
-        lambda: measured(_random_model(torch.bfloat16, small=small).to(DEVICE), sizes, runs=runs),  # type: ignore[arg-type]
+        lambda: measured(_random_model(torch.bfloat16, small=small), sizes, runs=runs),
     )
 
 
@@ -118,16 +125,60 @@ def _random_model(dtype: torch.dtype, *, small: bool) -> PreTrainedModel:
         eos_token_id=2,
         pad_token_id=2,
     )
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.device(DEVICE):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model
 
 
+def profile(record: Record, *, small: bool) -> None:
+    """Device time by kernel of 32 decoding steps of 256 rows. Steps have those of their phases."""
+    record.measure("decoding", lambda: _profiled_decoding(small=small))
+
+
+def _profiled_decoding(*, small: bool) -> dict[str, Any]:
+    model = _random_model(torch.bfloat16 if ON_GPU else torch.float32, small=small)
+    decoder = decoder_of(model, world=solo_world(DEVICE), dtype=model.dtype)
+    requests, prompt = (4, 8) if small else (256, 256)
+    run = ours(
+        decoder,
+        make_work(
+            "uniform",
+            requests=requests,
+            prompt_tokens=prompt,
+            new_tokens=33,
+            n=1,
+            vocabulary=model.config.vocab_size,
+        ),
+    )
+    run()
+    with _profiled() as told:
+        run()
+    return told
+
+
+@contextlib.contextmanager
+def _profiled() -> Iterator[dict[str, Any]]:
+    """Seconds of what runs inside and of its kernels, and the 20 kernels that take most: seconds and calls."""
+    activities = [torch.profiler.ProfilerActivity.CUDA] if ON_GPU else [torch.profiler.ProfilerActivity.CPU]
+    told: dict[str, Any] = {}
+    synchronize()
+    with torch.profiler.profile(activities=activities) as trace:
+        start = time.perf_counter()
+        yield told
+        synchronize()
+        told["seconds"] = time.perf_counter() - start
+    time_of = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
+    kernels = sorted(trace.key_averages(), key=lambda kernel: -getattr(kernel, time_of))
+    told["seconds_in_kernels"] = sum(getattr(kernel, time_of) for kernel in kernels) / 1e6
+    told["kernels"] = {k.key[:120]: f"{getattr(k, time_of) / 1e6:.5f} s, {k.count} calls" for k in kernels[:20]}
+
+
 def steps(record: Record, part: str, *, small: bool) -> None:
-    """Three steps of an algorithm."""
-    record.measure(part, lambda: _three_steps(VARIANTS[part], small=small))
+    """Three steps of an algorithm, and a fourth whose phases are profiled, where they do not overlap."""
+    record.measure(part, lambda: _steps(VARIANTS[part], small=small, profiles=part != "async"))
 
 
-def _three_steps(words: list[str], *, small: bool) -> dict[str, Any]:
+def _steps(words: list[str], *, small: bool, profiles: bool) -> dict[str, Any]:
     from hybrid_rlhf.cli.rl import main
     from hybrid_rlhf.configs.rl import RLConfig
     from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
@@ -141,19 +192,42 @@ def _three_steps(words: list[str], *, small: bool) -> dict[str, Any]:
         total = torch.cuda.get_device_properties(0).total_memory if ON_GPU else 16 * GIB
         machine = Device(DEVICE, 1, total - GPU_RESERVE_GIB * GIB)
         plan = {phase.name: phase.total / GIB for phase in Planner(machine).phases(parse_config(RLConfig, line))}
-        with _watched() as syncs:
+        with _watched() as syncs, _profiled_phases(_STEPS if profiles else _STEPS + 1) as phases:
             try:
                 main(line)
             except SystemExit as stop:
                 if stop.code:
                     raise RuntimeError(f"the step ended with {stop.code}: see its lines above") from stop
-        told = [line for line in read_metrics(folder / "run") if "time/step_seconds" in line]
-    keys = ("time/", "memory/", "rollout/logprob_abs_diff_mean", "rollout/tokens_per_second", "kl")
+        told = [line for line in read_metrics(folder / "run") if "time/step_seconds" in line][:_STEPS]
+    keys = ("time/", "memory/", "perf/", "rollout/logprob_abs_diff_mean", "rollout/tokens_per_second", "kl")
     return {
         "plan_gib": plan,
         "weight_syncs_gib": syncs,
         "steps": [{key: value for key, value in line.items() if key.startswith(keys)} for line in told],
+        "profiled": phases,
     }
+
+
+@contextlib.contextmanager
+def _profiled_phases(steps: int) -> Iterator[dict[str, Any]]:
+    """Kernels of each phase of the step after a number of steps, by phase."""
+    from hybrid_rlhf.rl.trainer import RLTrainer
+
+    phases: dict[str, Any] = {}
+    step, timed = RLTrainer.step, Timers.__call__
+
+    @contextlib.contextmanager
+    def profiled(self: Timers, name: str) -> Iterator[None]:
+        with timed(self, name), _profiled() as told:
+            yield
+        phases[name] = told
+
+    def stepped(self: RLTrainer, index: int) -> dict[str, float]:
+        with mock.patch.object(Timers, "__call__", profiled if index > steps else timed):
+            return step(self, index)
+
+    with mock.patch.object(RLTrainer, "step", stepped):
+        yield phases
 
 
 def _line(folder: Path, *, small: bool) -> list[str]:
@@ -177,7 +251,7 @@ def _line(folder: Path, *, small: bool) -> list[str]:
         "--reward.components",
         json.dumps([{"function": f"{__file__}:favours_short"}]),
         "--train.max_steps",
-        "3",
+        str(_STEPS + 1),
         "--rollout.prompts_per_step",
         str(prompts),
         "--rollout.sampling.n",

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hybrid_rlhf.functional import head_kernels
 from hybrid_rlhf.functional.masking import at_least_float32
 from hybrid_rlhf.functional.operations import add_wide_product, linear, wide_linear
+from hybrid_rlhf.functional.triton_language import HAS_TRITON
 
 
 def token_logprobs(logits: Tensor, *, labels: Tensor) -> Tensor:
@@ -84,17 +86,16 @@ class _ChunkedHead(torch.autograd.Function):
         entropy = torch.empty_like(logprobs)
         normaliser = torch.empty_like(logprobs)
         memory = _ChunkMemory(hidden, weight, chunk_tokens, float32_logits)
+        by_kernels = _suits_kernels(hidden)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits, probs = memory.logits(hidden[part], weight, bias, temperature, softcap)
-            highest = logits.amax(dim=-1)
-            logits.sub_(highest[:, None])
-            total = torch.exp(logits, out=probs).sum(dim=-1)
-            logprobs[part] = logits.gather(1, labels[part, None]).squeeze(1) - total.log()
-            normaliser[part] = highest + total.log()
-            # exp(-inf) * -inf is NaN where a token is masked out
-            mean = probs.mul_(logits.clamp_(min=torch.finfo(dtype).min)).sum(dim=-1) / total
-            entropy[part] = total.log() - mean
+            logits = memory.logits(hidden[part], weight, bias)
+            if by_kernels:
+                found = head_kernels.summary(logits, labels[part], temperature=temperature, softcap=softcap)
+            else:
+                _temper(logits, temperature, softcap)
+                found = _summary(logits, labels[part], memory.buffer(len(logits), dtype))
+            logprobs[part], entropy[part], normaliser[part] = found
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
         ctx.settings = (temperature, chunk_tokens, softcap, float32_logits)
         ctx.set_materialize_grads(False)
@@ -110,31 +111,34 @@ class _ChunkedHead(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if needs_bias else None
         memory = _ChunkMemory(hidden, weight, chunk_tokens, float32_logits)
+        by_kernels = _suits_kernels(hidden)
         for start in range(0, len(labels), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logits, buffer = memory.logits(hidden[part], weight, bias, temperature, softcap)
-            # 1 - tanh^2, before the gradient overwrites the logits
-            slope = None if softcap is None else (logits * (temperature / softcap)).square_().neg_().add_(1)
-            grad = _logits_gradient(
-                logits,
-                labels[part],
-                normaliser[part],
-                entropy[part],
+            logits = memory.logits(hidden[part], weight, bias)
+            known = (labels[part], normaliser[part], entropy[part])
+            grads = (
                 None if grad_logprobs is None else grad_logprobs[part],
                 None if grad_entropy is None else grad_entropy[part],
-                buffer,
             )
-            if slope is not None:
-                grad.mul_(slope)
-            if temperature != 1.0:
-                grad.div_(temperature)
-            low = grad.to(hidden.dtype)
+            if by_kernels:
+                out = memory.buffer(len(logits), hidden.dtype)
+                grad = low = head_kernels.logits_gradient(
+                    logits, *known, *grads, temperature=temperature, softcap=softcap, out=out
+                )
+            else:
+                slope = _temper(logits, temperature, softcap, wants_slope=True)
+                grad = _logits_gradient(logits, *known, *grads, memory.buffer(len(logits), logits.dtype))
+                if slope is not None:
+                    grad.mul_(slope)
+                if temperature != 1.0:
+                    grad.div_(temperature)
+                low = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = linear(low, weight.t())
             if grad_weight is not None:
                 add_wide_product(grad_weight, low.t(), hidden[part])
             if grad_bias is not None:
-                grad_bias += grad.sum(dim=0)
+                grad_bias += grad.sum(dim=0, dtype=grad_bias.dtype)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -152,27 +156,24 @@ class _ChunkMemory:
 
     def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int, float32_logits: bool) -> None:
         self._wide = float32_logits
+        self._shape = (min(chunk_tokens, len(hidden)), len(weight))
+        self._device = hidden.device
+        self._buffer: Tensor | None = None
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self._other = torch.empty(min(chunk_tokens, len(hidden)), len(weight), dtype=dtype, device=hidden.device)
         is_new = dtype == hidden.dtype and hidden.device.type == "cpu"  # oneDNN's products allocate their output
-        self._logits = None if is_new else torch.empty_like(self._other)
+        self._logits = None if is_new else torch.empty(self._shape, dtype=dtype, device=hidden.device)
 
-    def logits(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
-        """Logits [n, V] of a chunk, soft-capped and divided by the temperature, and a buffer of the same shape."""
-        buffer = self._other[: len(hidden)]
+    def buffer(self, tokens: int, dtype: torch.dtype) -> Tensor:
+        """A buffer [tokens, V]; all calls have one dtype."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self._shape, dtype=dtype, device=self._device)
+        return self._buffer[:tokens]
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Logits [n, V] of a chunk, before the soft cap and the temperature."""
         if self._logits is None:
-            out = linear(hidden, weight, bias)
-        else:
-            out = self._product(hidden, weight, bias, self._logits[: len(hidden)])
-        if softcap is not None:
-            out.div_(softcap).tanh_().mul_(softcap)
-        if temperature != 1.0:
-            out.div_(temperature)
-        return out, buffer
-
-    def _product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+            return linear(hidden, weight, bias)
+        out = self._logits[: len(hidden)]
         if self._wide and out.dtype != hidden.dtype:
             wide_linear(hidden, weight, bias, out=out)
         elif out.dtype != hidden.dtype:
@@ -182,6 +183,34 @@ class _ChunkMemory:
         else:
             torch.addmm(bias, hidden, weight.t(), out=out)
         return out
+
+
+def _suits_kernels(hidden: Tensor) -> bool:
+    """True if the kernels of head_kernels.py compute the logits of these states, which are float32 there."""
+    return HAS_TRITON and hidden.is_cuda and hidden.dtype != torch.float64
+
+
+def _temper(logits: Tensor, temperature: float, softcap: float | None, *, wants_slope: bool = False) -> Tensor | None:
+    """Soft-cap logits and divide them by the temperature in place; returns the derivative of the soft cap if wanted."""
+    slope = None
+    if softcap is not None:
+        logits.div_(softcap).tanh_()
+        slope = logits.square().neg_().add_(1) if wants_slope else None
+        logits.mul_(softcap)
+    if temperature != 1.0:
+        logits.div_(temperature)
+    return slope
+
+
+def _summary(logits: Tensor, labels: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies and normalisers [n] of tempered logits [n, V]; overwrites the logits and `buffer`."""
+    highest = logits.amax(dim=-1)
+    logits.sub_(highest[:, None])
+    total = torch.exp(logits, out=buffer).sum(dim=-1)
+    logprobs = logits.gather(1, labels[:, None]).squeeze(1) - total.log()
+    # exp(-inf) * -inf is NaN where a token is masked out
+    mean = buffer.mul_(logits.clamp_(min=torch.finfo(logits.dtype).min)).sum(dim=-1) / total
+    return logprobs, total.log() - mean, highest + total.log()
 
 
 def _check_labels(labels: Tensor, states: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Start a copy of host values, a tensor or nested sequences, to a device; kernels launched later read the copy."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
-    if device.type == "cuda":
+    if device.type == "cuda" and host.device.type == "cpu":  # torch's default device may be a GPU
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
 

@@ -20,9 +20,9 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.configs.sft import SFTConfig
-from hybrid_rlhf.loop.report.environment import versions
 from hybrid_rlhf.models.pretrained.cards import read_card_metadata, render_card
 from hybrid_rlhf.runtime.command_line import read_config
+from hybrid_rlhf.runtime.environment import versions
 from hybrid_rlhf.runtime.observability.formatting import format_value
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.run import Run

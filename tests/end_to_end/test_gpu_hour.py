@@ -15,7 +15,7 @@ import pytest
 from benchmarks import gpu_hour, results
 
 ROOT = Path(__file__).parents[2]
-PARTS = "kernels tests attention generation head grpo ppo deterministic async offload lora".split()
+PARTS = "kernels tests attention generation head grpo ppo deterministic async offload lora nf4 profile".split()
 
 
 def run(output: Path, *more: str) -> subprocess.CompletedProcess[str]:

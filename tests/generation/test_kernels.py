@@ -31,7 +31,7 @@ from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled
 
 pytest.importorskip("triton")
 DEVICE = default_device()
-CLOSE = {torch.float32: {"atol": 1e-6, "rtol": 1e-5}, HALF: {"atol": 2e-2, "rtol": 2e-2}}
+CLOSE = {torch.float32: {"atol": 2e-6, "rtol": 1e-5}, HALF: {"atol": 2e-2, "rtol": 2e-2}}
 
 
 def named(names: str, mark: pytest.MarkDecorator) -> list[Any]:
@@ -279,6 +279,8 @@ def test_a_family_samples_with_kernels_what_it_does_without(
 ) -> None:
     """Rows beside chunks, as one prompt is long; packed products would come before the kernels of experts."""
     monkeypatch.setattr(choice, "can_pack", lambda device, dtype: False)
+    # torch's grouped product in float32 copies to the host, which a CUDA graph cannot
+    monkeypatch.setattr(workspace._Graphs, "__call__", lambda self, step, batch: step(batch).clone())
     model, sampling, found = variant(name).to(DEVICE), replace(SAMPLED, max_new_tokens=3, n=1), []
     for used in (kernels, None):
         monkeypatch.setattr(choice, "kernels_for", lambda device, dtype, used=used: used)

@@ -149,7 +149,7 @@ def test_small_step_sizes_are_exact() -> None:
     slots = torch.tensor([1, 2])
     for cache in both:
         layer(1, torch.ones(2, HIDDEN), step_of(cache, slots, 2, [], []))
-    torch.testing.assert_close(both[1].memory, both[0].memory, atol=0.0, rtol=2e-6)
+    torch.testing.assert_close(both[1].memory, both[0].memory, atol=0.0, rtol=1e-5)
 
 
 _COMPILE_RECURRENT = """

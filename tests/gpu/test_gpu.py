@@ -56,7 +56,9 @@ def test_every_family_computes_on_a_gpu_what_its_module_does(name: str) -> None:
     torch.testing.assert_close(found, exact, atol=1e-3, rtol=0)
     low = model.to(torch.bfloat16)  # type: ignore[arg-type]
     found = probe_logprobs(decoder_of(low, world=world, dtype=torch.bfloat16), tokens)
-    assert (found - module_logprobs(low, tokens)).abs().mean() < 0.05
+    # near ties of a router fall to other experts in bfloat16, in the module too
+    error, of_module = ((logprobs - exact).abs().mean() for logprobs in (found, module_logprobs(low, tokens)))
+    assert error < max(0.05, 2 * of_module)
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "mistral", "gemma2", "bloom", "falcon rw", "gpt2"])

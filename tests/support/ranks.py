@@ -25,21 +25,21 @@ from torch import multiprocessing
 _LIMIT_SECONDS = 300
 _CHANCE = random.SystemRandom()  # seeds of tests do not repeat ports
 FORKSERVER = get_context("forkserver")
-FORKSERVER.set_forkserver_preload(
-    [
-        "hybrid_rlhf.rl.build",
-        "hybrid_rlhf.supervised.build",
-        # Imported late, or by the test modules of functions that ranks run: a quarter of a short rank's processor time.
-        "peft",
-        "deepspeed.module_inject.auto_ep_config",
-        "deepspeed.runtime.zero.muon.muon_optimizer",  # by ZeRO, with the tables of torch.compile
-        "setuptools",
-        "distutils.ccompiler",  # after setuptools, which provides it
-        "hypothesis",
-        "pytest",
-        "tests.support.frozen",
-    ]
-)
+_PRELOADED = [
+    "hybrid_rlhf.rl.build",
+    "hybrid_rlhf.supervised.build",
+    # Imported late, or by the test modules of functions that ranks run: a quarter of a short rank's processor time.
+    "peft",
+    "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # by ZeRO, with the tables of torch.compile
+    "setuptools",
+    "distutils.ccompiler",  # after setuptools, which provides it
+    "hypothesis",
+    "pytest",
+    "tests.support.frozen",
+]
+# A library that asks for a GPU when it is imported, as bitsandbytes does, makes CUDA unusable in forked processes.
+FORKSERVER.set_forkserver_preload([] if torch.cuda.is_available() else _PRELOADED)
 
 
 def run_ranks(

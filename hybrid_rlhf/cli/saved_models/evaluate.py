@@ -69,7 +69,7 @@ def _measure(config: EvaluateConfig) -> tuple[str, Measurement]:
 
 def _document(config: EvaluateConfig, measure: str, results: Measurement) -> dict[str, Any]:
     """The results, with the settings and versions that are needed to repeat them."""
-    from hybrid_rlhf.loop.report.environment import versions
+    from hybrid_rlhf.runtime.environment import versions
 
     values = {
         name: value if isinstance(value, float | int) else asdict(value) for name, value in results.values.items()

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import errno
 import json
-import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +27,7 @@ from hybrid_rlhf.configs.sections.training import CheckpointConfig
 from hybrid_rlhf.engines.saved.fragments import HostCopies
 from hybrid_rlhf.engines.saved.training_state import AbsentState, TrainingState
 from hybrid_rlhf.runtime.background import BackgroundCall
+from hybrid_rlhf.runtime.environment import versions
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
     CHECKPOINTS,
@@ -45,7 +44,6 @@ from hybrid_rlhf.runtime.world import World
 
 T = TypeVar("T")
 AnyState = TrainingState | AbsentState
-_LIBRARIES = ("hybrid_rlhf", "torch", "deepspeed", "transformers", "peft")
 _WRITERS = 2
 """Number of writer threads per rank."""
 
@@ -118,7 +116,7 @@ class CheckpointWriter:
             "loop": dict(loop.content),
             "figures": dict(figures or {}),
             "config": dict(config or {}),
-            "versions": {"python": platform.python_version(), **{name: version(name) for name in _LIBRARIES}},
+            "versions": versions(),
         }
         states = {_random_name(self._world.rank): random_states(self._world.device)}
         write = partial(_outcome_of, partial(_write, beside, named, states), self._run_folder)
@@ -262,7 +260,7 @@ def load_checkpoint(checkpoint: Path, *, states: Mapping[str, AnyState], world: 
     if "loop.safetensors" in manifest["files"]:
         raise UserError(
             f"a checkpoint within a rollout resumes in the version that wrote it, got {checkpoint} of hybrid_rlhf "
-            f"{manifest['versions']['hybrid_rlhf']}: resume from a checkpoint between two steps"
+            f"{manifest['versions'].get('hybrid_rlhf', 'unknown')}: resume from a checkpoint between two steps"
         )
     names = map(_loop_name, range(manifest["world_size"]))
     shards = [_StoredTensors(checkpoint / name) if name in manifest["files"] else {} for name in names]

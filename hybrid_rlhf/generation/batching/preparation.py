@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hybrid_rlhf.generation.ops.triton_language import triton
+from hybrid_rlhf.functional.triton_language import triton
 from hybrid_rlhf.runtime.observability.logs import logger
 
 LINE_SECONDS = 5.0

@@ -124,10 +124,11 @@ class RoutedExperts:
             activate: maps [n, 2 I] to activation(gate) * up, or for experts without a gate [n, I] to activation(up).
             routed: [T, H] input of the router; none: x.
             routes: list to which the expert indices [T, k] are appended, in the smallest dtype; none: not recorded.
-            kernels: Triton kernels, used for few tokens and weights that are not packed or quantised; none: torch.
+            kernels: Triton kernels, used for weights that are not packed or quantised, and for few tokens or a dtype
+                other than bfloat16 on a GPU; none: torch.
             activation: name of the activation in `activate`, for the kernels.
         """
-        by_kernels = kernels is not None and self._of_each is None and len(x) <= MOST_KERNEL_TOKENS
+        by_kernels = kernels is not None and self._of_each is None and self._suit_kernels(x)
         weights, index = self.route(x if routed is None else routed, kernels if by_kernels else None)
         if routes is not None:
             routes.append(index.to(self._kind.index_dtype))
@@ -135,6 +136,12 @@ class RoutedExperts:
             assert kernels is not None
             return self._by_kernels(x, weights, index, kernels, activation)
         return self._by_products(x, weights, index, activate)
+
+    @staticmethod
+    def _suit_kernels(x: Tensor) -> bool:
+        """True for few tokens, and on a GPU for dtypes whose grouped product would copy the sizes of groups to the
+        host, which a CUDA graph cannot."""
+        return len(x) <= MOST_KERNEL_TOKENS or (x.is_cuda and x.dtype != torch.bfloat16)
 
     def _by_kernels(
         self, x: Tensor, weights: Tensor, index: Tensor, kernels: ModuleType, activation: Activation

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.ops.triton_language import tl, triton
+from hybrid_rlhf.functional.triton_language import tl, triton
 
 _MOST_KEYS = 64
 """Maximum number of keys, and of queries, per tile."""

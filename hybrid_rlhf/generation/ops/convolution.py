@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.functional.triton_language import tl, triton
 from hybrid_rlhf.generation.architecture.model_description import Activation
 from hybrid_rlhf.generation.ops.rows import ACTIVATION_NUMBERS, activated
-from hybrid_rlhf.generation.ops.triton_language import tl, triton
 from hybrid_rlhf.generation.transfers import to_device
 
 _CHANNELS = 256

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hybrid_rlhf.functional.triton_language import tl, triton
 from hybrid_rlhf.generation.architecture.model_description import Activation
 from hybrid_rlhf.generation.ops.rows import ACTIVATION_NUMBERS, activated
-from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _OUTPUTS = 64
 """Number of weight rows per tile; if gated, half of them are gates."""

@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.functional.triton_language import tl, triton
 from hybrid_rlhf.generation.ops.attention import combine, part_of_step, splits_of, weigh
 from hybrid_rlhf.generation.ops.norms import normed_at
 from hybrid_rlhf.generation.ops.rows import rotated_head
-from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 _HEADS = 16
 """Number of heads per program: the minimum of tl.dot."""

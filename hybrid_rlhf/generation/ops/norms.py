@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.ops.triton_language import tl, triton
+from hybrid_rlhf.functional.triton_language import tl, triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, in_float32: bool) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.ops.triton_language import tl, triton
+from hybrid_rlhf.functional.triton_language import tl, triton
 
 Quantization = Literal["int8", "fp8"]
 CODES: dict[Quantization, tuple[torch.dtype, float]] = {

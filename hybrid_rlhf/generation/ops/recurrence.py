@@ -30,7 +30,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.generation.ops.triton_language import tl, triton
+from hybrid_rlhf.functional.triton_language import tl, triton
 
 _TILE_SIZE = 4096
 """Number of state elements per program of a decaying scan."""

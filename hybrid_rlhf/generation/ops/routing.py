@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.functional.triton_language import tl, triton
 from hybrid_rlhf.generation.architecture.model_description import Experts
-from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 ROUTER_NUMBERS = {"softmax": 0, "sigmoid": 1, "softmax_of_chosen": 2, "sigmoid_of_chosen": 3, "sparsemixer": 4}
 _TOKENS = 4

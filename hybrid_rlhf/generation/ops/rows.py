@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_rlhf.functional.triton_language import tl, triton
 from hybrid_rlhf.generation.architecture.model_description import Activation
-from hybrid_rlhf.generation.ops.triton_language import tl, triton
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hybrid_rlhf.functional.triton_language import tl, triton
 from hybrid_rlhf.generation.architecture.model_description import share
-from hybrid_rlhf.generation.ops.triton_language import tl, triton
 from hybrid_rlhf.runtime.world import World
 
 INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens")

@@ -13,9 +13,9 @@ from hybrid_rlhf.configs.sections.run import StepConfig
 from hybrid_rlhf.loop.advice.advisor import findings
 from hybrid_rlhf.loop.advice.curves import Curves
 from hybrid_rlhf.loop.report.charts import thinned
-from hybrid_rlhf.loop.report.environment import device_name, git_revision, versions
 from hybrid_rlhf.loop.report.memory import memory_by_phase
 from hybrid_rlhf.loop.report.samples import first_and_last_samples
+from hybrid_rlhf.runtime.environment import device_name, git_revision, versions
 from hybrid_rlhf.runtime.observability.alerts import Ending
 from hybrid_rlhf.runtime.observability.metrics import METRICS_FILE, read_metrics
 from hybrid_rlhf.runtime.observability.samples import SAMPLES_FILE

@@ -9,10 +9,10 @@ that little of it is padding.
 on Hopper torch may pass each new shape to cuDNN, which then builds a plan for it (0.4 to 0.5 s, FunASR issue 3704). A
 varlen kernel takes the boundaries as a tensor: one call, no padding, no plan.
 
-Source of the kernels: torch.nn.attention.varlen (torch 2.13: grouped queries, windows, backward), else the flash-attn
-package (arXiv 2307.08691). Both are FlashAttention-2 kernels: bfloat16 and float16 on CUDA from compute capability 8.0
-on, head sizes that are multiples of 8 up to 256. In a row with more keys than queries, the causal mask is aligned to
-the last key. Queries, keys and values have one head size.
+Source of the kernels: torch.nn.attention.varlen (from torch 2.11 on; keys are repeated where it has no grouped
+queries), else the flash-attn package (arXiv 2307.08691). Both are FlashAttention-2 kernels: bfloat16 and float16 on
+CUDA from compute capability 8.0 on, head sizes that are multiples of 8 up to 256. In a row with more keys than queries,
+the causal mask is aligned to the last key. Queries, keys and values have one head size.
 
 Shapes: N real tokens of all rows, M keys of all, B rows, A heads, K KV heads, D head size, L tokens of the longest row
 of a group.
@@ -88,11 +88,16 @@ def head_size(config: object) -> int:
 
 @cache
 def _torch_has_varlen() -> bool:
-    """Return True if torch's kernel supports scales, windows and grouped queries, which torch 2.10's does not."""
+    """Return True if torch's kernel supports scales and windows, which torch 2.10's does not."""
+    return {"scale", "window_size"} <= _varlen_parameters()
+
+
+@cache
+def _varlen_parameters() -> set[str]:
+    """Names of the parameters of torch's kernel; empty if torch has none."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return False
-    function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    return {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(function).parameters)
+        return set()
+    return set(inspect.signature(importlib.import_module("torch.nn.attention.varlen").varlen_attn).parameters)
 
 
 def _torch_varlen(
@@ -107,16 +112,13 @@ def _torch_varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    mixed = varlen_attn(
-        query,
-        key,
-        value,
-        *ends,
-        *longest,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    grouped: dict[str, Any] = {}
+    if "enable_gqa" in _varlen_parameters():
+        grouped["enable_gqa"] = query.shape[1] != key.shape[1]
+    else:
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    window_size = (-1 if window is None else window - 1, 0)
+    mixed = varlen_attn(query, key, value, *ends, *longest, scale=scale, window_size=window_size, **grouped)
     assert isinstance(mixed, Tensor)  # log-sum-exps are returned only on request
     return mixed
 

@@ -8,7 +8,10 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
+
+    HAS_TRITON = True
 except ModuleNotFoundError:
+    HAS_TRITON = False
 
     def _jit(kernel: Any = None, **_: Any) -> Any:
         return _jit if kernel is None else kernel
@@ -16,4 +19,4 @@ except ModuleNotFoundError:
     triton = SimpleNamespace(jit=_jit)  # type: ignore[assignment]
     tl = SimpleNamespace(constexpr=lambda value: value)  # type: ignore[assignment]
 
-__all__ = ["tl", "triton"]
+__all__ = ["HAS_TRITON", "tl", "triton"]
