@@ -22,9 +22,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.generation import SHAPES, make_work, ours
-from benchmarks.gpu_record import DEVICE, ON_GPU, Record, limits, synchronize
+from benchmarks.gpu_record import DEVICE, ON_GPU, Record, limits, seconds, synchronize
 from benchmarks.head_dtype import SIZES, HeadSizes, measured
+from hybrid_rlhf.functional import logprobs
+from hybrid_rlhf.functional.logprobs import logprobs_from_hidden
 from hybrid_rlhf.generation.weights.inference_weights import decoder_of
+from hybrid_rlhf.models.policy import HEAD_CHUNK_TOKENS
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.tiny import tiny_tokenizer
@@ -53,6 +56,7 @@ SMALL_GENERATION = {"small, 4 rows": "small uniform 4 8 4 1 generate"}
 _OPTIONS = ("--model", "--scenario", "--requests", "--prompt_tokens", "--new_tokens", "--runs")
 VARIANTS: dict[str, list[str]] = {
     "grpo": ["--algorithm", "grpo"],
+    "operations": ["--algorithm", "grpo"],
     "ppo": ["--algorithm", "ppo"],
     "deterministic": ["--algorithm", "grpo", "--deterministic", "true"],
     "async": [
@@ -107,13 +111,34 @@ def _generation(settings: list[str], more: list[str]) -> dict[str, Any]:
     return {"useful_tokens_per_second": speeds, "share_of_products": speeds["this engine"] / speeds["matrix products"]}
 
 
-def head_dtype(record: Record, *, small: bool) -> None:
-    """`benchmarks.head_dtype` on random weights in bfloat16, with 151,936 words."""
+def head(record: Record, *, small: bool) -> None:
+    """Log-probs by kernels and by torch's operations, and `benchmarks.head_dtype` in bfloat16; 151,936 words."""
+    for hidden in (64,) if small else (896, 3584):
+        for by_kernels in (True, False) if ON_GPU else (False,):
+            name = f"hidden size {hidden}, by {'kernels' if by_kernels else 'operations'}"
+            record.measure(name, lambda h=hidden, k=by_kernels: _head_seconds(h, by_kernels=k, small=small))
     sizes, runs = (HeadSizes(2, 16, 4), 1) if small else (SIZES, 7)
     record.measure(
         "head_dtype float32 against model",
         lambda: measured(_random_model(torch.bfloat16, small=small), sizes, runs=runs),
     )
+
+
+def _head_seconds(hidden: int, *, by_kernels: bool, small: bool) -> dict[str, float]:
+    """Milliseconds of 8,192 tokens without and with the backward pass."""
+    tokens, vocabulary, dtype = (64, 512, torch.float32) if small else (8192, 151_936, torch.bfloat16)
+    states = torch.randn(tokens, hidden, device=DEVICE, dtype=dtype).requires_grad_()
+    weight = (0.02 * torch.randn(vocabulary, hidden, device=DEVICE, dtype=dtype)).requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,), device=DEVICE)
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        return logprobs_from_hidden(states, weight=weight, labels=labels, chunk_tokens=HEAD_CHUNK_TOKENS)
+
+    def both() -> None:
+        torch.autograd.grad(torch.stack(forward()).sum(), (states, weight))
+
+    with mock.patch.object(logprobs, "_suits_kernels", lambda hidden: by_kernels):
+        return {"forward_ms": 1e3 * seconds(forward, runs=5), "forward_backward_ms": 1e3 * seconds(both, runs=5)}
 
 
 def _random_model(dtype: torch.dtype, *, small: bool) -> PreTrainedModel:
@@ -175,7 +200,9 @@ def _profiled() -> Iterator[dict[str, Any]]:
 
 def steps(record: Record, part: str, *, small: bool) -> None:
     """Three steps of an algorithm, and a fourth whose phases are profiled, where they do not overlap."""
-    record.measure(part, lambda: _steps(VARIANTS[part], small=small, profiles=part != "async"))
+    by_torch = mock.patch.object(logprobs, "_suits_kernels", lambda hidden: False)
+    with by_torch if part == "operations" else contextlib.nullcontext():
+        record.measure(part, lambda: _steps(VARIANTS[part], small=small, profiles=part != "async"))
 
 
 def _steps(words: list[str], *, small: bool, profiles: bool) -> dict[str, Any]:

@@ -15,7 +15,9 @@ import pytest
 from benchmarks import gpu_hour, results
 
 ROOT = Path(__file__).parents[2]
-PARTS = "kernels tests attention generation head grpo ppo deterministic async offload lora nf4 profile".split()
+PARTS = (
+    "kernels tests attention head operations grpo generation ppo deterministic async offload lora nf4 profile".split()
+)
 
 
 def run(output: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -60,10 +62,11 @@ def test_a_part_without_time_is_left_to_the_next_call(tmp_path: Path) -> None:
 
 def test_the_tests_of_all_triton_kernels_run_and_cublas_may_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of sampling did not, and the deterministic one failed without CUBLAS_WORKSPACE_CONFIG."""
-    started: dict[str, Any] = {}
+    words: set[str] = set()
 
-    def run(command: list[str], **named: Any) -> subprocess.CompletedProcess[str]:
-        started.update(command=command, **named)
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        words.update(command)
+        assert env["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         return subprocess.CompletedProcess(command, 0, stdout="1 passed", stderr="")
 
     class Now:
@@ -73,8 +76,7 @@ def test_the_tests_of_all_triton_kernels_run_and_cublas_may_be_deterministic(mon
     monkeypatch.setattr(subprocess, "run", run)
     gpu_hour.gpu_tests(Now(), small=False)  # type: ignore[arg-type]
     files = {f"tests/generation/{path.name}" for path in ROOT.glob("tests/generation/test_*kernels.py")}
-    assert files - {"tests/generation/test_cpu_kernels.py"} <= {*started["command"]}
-    assert started["env"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert files - {"tests/generation/test_cpu_kernels.py"} | {"tests/gpu/test_memory.py"} <= words
 
 
 def test_without_a_gpu_it_fails_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,7 @@ def test_experts_in_half_precision(on_the_device: None) -> None:
     """Rounded between the launches."""
     torch.manual_seed(0)
     kind = Experts(count=6, per_token=2, normalise=True)
-    compare(routed_experts(kind, HALF, biased=True), torch.randn(20, 56).half(), "gelu")
+    compare(routed_experts(kind, HALF, biased=True), torch.randn(20, 56).to(HALF), "gelu")
 
 
 @pytest.mark.parametrize("tokens", [3, 150])

@@ -105,6 +105,11 @@ def step_of(cache: StateCache, slots: Tensor, rows: int, starts: list[int], leng
     )
 
 
+def assert_near(found: Tensor, expected: Tensor, close: float) -> None:
+    """Equal but for rounding, which grows with the largest of the sums."""
+    torch.testing.assert_close(found, expected, atol=close * max([1.0, *expected.abs().flatten().tolist()]), rtol=close)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", KINDS)
@@ -114,16 +119,16 @@ def test_a_layer_computes_with_kernels_what_it_does_without(name: str, step: str
     kind, (rows, starts, lengths) = KINDS[name], STEPS[step]
     layer, slots = random_mixer(kind, dtype), 1 + torch.randperm(rows + len(lengths) + 1)[:-1]
     both = caches(kind, dtype, len(slots) + 2)
-    close = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
+    close = 1e-4 if dtype == torch.float32 else 3e-2
     untouched = sorted({*range(len(slots) + 2)} - {*slots.tolist()})
     before = [store[:, untouched].clone() for store in (both[0].conv, both[0].memory)]
     for _ in range(2):
         x = torch.randn(rows + sum(lengths), HIDDEN).to(dtype)
         expected, found = (layer(1, x, step_of(cache, slots, rows, starts, lengths)) for cache in both)
         assert found.dtype == dtype
-        torch.testing.assert_close(found, expected, **close)
+        assert_near(found, expected, close)
         torch.testing.assert_close(both[1].conv, both[0].conv)
-        torch.testing.assert_close(both[1].memory, both[0].memory, **close)
+        assert_near(both[1].memory, both[0].memory, close)
     for store, kept in zip((both[1].conv, both[1].memory), before, strict=True):
         assert torch.equal(store[:, untouched], kept)
 

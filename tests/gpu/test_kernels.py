@@ -121,7 +121,7 @@ def test_sampling_from_large_vocabularies(vocabulary: int, cut: dict[str, float]
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("group", "d"), SHAPES)
+@pytest.mark.parametrize(("group", "d"), [(group, d) for group, d in SHAPES if d % 8 == 0 and d <= 256])
 def test_varlen_attention_forward_and_backward(group: int, d: int, window: int | None) -> None:
     kernel = varlen_attention(GPU, torch.bfloat16, d)
     assert kernel is not None
@@ -139,7 +139,8 @@ def test_varlen_attention_forward_and_backward(group: int, d: int, window: int |
             kept.append(mixed.detach())
             kept += torch.autograd.grad(mixed, leaves, torch.linspace(-1, 1, mixed.numel()).view_as(mixed).to(dtype))
     for one, exact in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), exact, atol=4e-2, rtol=4e-2)
+        # gradients of keys and values are sums over the queries of a group
+        torch.testing.assert_close(one.double(), exact, atol=max(4e-2, 1e-2 * float(exact.abs().max())), rtol=4e-2)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gemma2"])
