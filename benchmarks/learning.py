@@ -89,6 +89,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dapo": {"rollout": {"prompts_per_step": 16}, "algorithm": {"penalties": None}},
     "gspo": {"rollout": {"prompts_per_step": 16}, "algorithm": {"clip": [0.02, 0.03]}},
     "gdpo": {"rollout": {"prompts_per_step": 16}},
+    "pass_at_k": {"rollout": {"prompts_per_step": 16}},
+    "vapo": {"rollout": {"prompts_per_step": 16, "sampling": {"n": 8}}, "critic": {"warmup_steps": 0}},
     "gmpo": {"rollout": {"prompts_per_step": 16}},
     "cispo": {"rollout": {"prompts_per_step": 16}},
     "sapo": {"rollout": {"prompts_per_step": 16}},

@@ -26,7 +26,7 @@ from hybrid_rlhf.configs.sections.algorithm import (
     SingleUpdateConfig,
     SurrogateConfig,
 )
-from hybrid_rlhf.configs.sections.rules import Count, Discount, Positive, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Discount, NonNegative, Positive, require, setting
 
 
 def _require_positive(key: str, pair: tuple[float, float]) -> None:
@@ -34,19 +34,14 @@ def _require_positive(key: str, pair: tuple[float, float]) -> None:
     require(min(pair) > 0, f"algorithm.{key} must be above 0, got {list(pair)}: leave it out")
 
 
-class PPOConfig(SurrogateConfig):
-    """PPO (Schulman et al. 2017, arXiv 1707.06347) with a critic, as in InstructGPT (arXiv 2203.02155).
-
-    Discount and lambda of 1 follow verl, OpenRLHF and arXiv 2503.01491; whitened advantages N details, no. 18.
-    """
+class ActorCriticConfig(SurrogateConfig):
+    """Settings of algorithms with a critic: a discount of 1, as InstructGPT (arXiv 2203.02155), and whitened
+    advantages."""
 
     needs_critic = True
 
-    name: Literal["ppo"] = field(default="ppo", init=False)
     gamma: Discount = 1.0
     """Discount per token (1: InstructGPT)."""
-    gae_lambda: Discount = 1.0
-    """Lambda of the actor's advantages (GAE, arXiv 1506.02438; 1: verl, OpenRLHF, arXiv 2503.01491)."""
     value_clip: Annotated[float, "0 (none) or more"] = 0.0
     """Largest change of values per rollout (verl, OpenRLHF: 0.5); 0: not clipped."""
     whiten_advantages: bool = True
@@ -58,6 +53,34 @@ class PPOConfig(SurrogateConfig):
     def whitens(self) -> bool:
         """True if advantages or rewards are whitened."""
         return self.whiten_advantages or self.whiten_rewards
+
+
+class PPOConfig(ActorCriticConfig):
+    """PPO (Schulman et al. 2017, arXiv 1707.06347) with a critic, as in InstructGPT (arXiv 2203.02155).
+
+    Discount and lambda of 1 follow verl, OpenRLHF and arXiv 2503.01491; whitened advantages N details, no. 18.
+    """
+
+    name: Literal["ppo"] = field(default="ppo", init=False)
+    gae_lambda: Discount = 1.0
+    """Lambda of the actor's advantages (GAE, arXiv 1506.02438; 1: verl, OpenRLHF, arXiv 2503.01491)."""
+
+
+class VAPOConfig(ActorCriticConfig):
+    """VAPO (Yue et al. 2025, arXiv 2504.05118): PPO whose lambda grows with the completion, a pretrained critic, a
+    likelihood term for completions with a positive score, a higher upper clip, no KL."""
+
+    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 16, "critic.warmup_steps": 50}
+
+    name: Literal["vapo"] = field(default="vapo", init=False)
+    kl: KLConfig | None = None
+    penalties: PenaltiesConfig | None = None
+    clip: tuple[float, float] = (0.2, 0.28)
+    """The policy ratio is clipped to [1 - low, 1 + high] ([0.2, 0.28]: the paper)."""
+    length_alpha: Positive = 0.05
+    """The actor's lambda is 1 - 1 / (length_alpha * tokens of the completion), at least 0 (0.05: the paper)."""
+    positive_coef: NonNegative = 0.1
+    """Weight of the negative log-likelihood of completions with a score above 0 (0.1: the paper); 0: none."""
 
 
 class ReinforceConfig(SingleUpdateConfig, SurrogateConfig):
@@ -159,6 +182,15 @@ class GDPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
                 given == left_out,
                 f"algorithm gdpo standardizes each component of the reward, got algorithm.{key} {given}: leave it out",
             )
+
+
+class PassAtKConfig(GroupConfig, SurrogateConfig):
+    """Pass@k training (Chen et al. 2025, arXiv 2508.10751): the reward is that of the best of k completions, no KL."""
+
+    name: Literal["pass_at_k"] = field(default="pass_at_k", init=False)
+    kl: KLConfig | None = None
+    k: Count = 4
+    """Number of completions of which the best counts; below rollout.sampling.n."""
 
 
 class GSPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
@@ -288,11 +320,13 @@ RL_ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
         DrGRPOConfig,
         DAPOConfig,
         GDPOConfig,
+        PassAtKConfig,
         GSPOConfig,
         GMPOConfig,
         CISPOConfig,
         SAPOConfig,
         VESPOConfig,
+        VAPOConfig,
         OnlineDPOConfig,
         RAFTConfig,
     )

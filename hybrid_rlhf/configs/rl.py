@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import field, replace
 from typing import Annotated, Any
 
-from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOConfig, RAFTConfig
+from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PassAtKConfig, PPOConfig, RAFTConfig
 from hybrid_rlhf.configs.credentials import is_own_host
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
@@ -185,6 +185,11 @@ class RLConfig(StepConfig):
                 self.algorithm.selected_per_prompt < n,
                 f"algorithm.selected_per_prompt must be below rollout.sampling.n {n}, got "
                 f"{self.algorithm.selected_per_prompt}: lower it",
+            )
+        if isinstance(self.algorithm, PassAtKConfig):
+            require(
+                self.algorithm.k < n,
+                f"algorithm.k must be below rollout.sampling.n {n}, got {self.algorithm.k}: lower it",
             )
         alone = has_separate_sampler(self.placement)
         require(

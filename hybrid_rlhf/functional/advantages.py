@@ -62,7 +62,7 @@ def shaped_rewards(
     return rewards + keep(parts, mask)
 
 
-def gae(rewards: Tensor, *, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, *, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: advantages, not whitened, and returns.
 
     Args:
@@ -70,7 +70,7 @@ def gae(rewards: Tensor, *, values: Tensor, mask: Tensor, gamma: float, lam: flo
         values: [B, T], V of the state in which token t is chosen.
         mask: [B, T]; tokens outside it are skipped, as if the row were compacted.
         gamma: discount per token.
-        lam: GAE lambda.
+        lam: GAE lambda, of all rows or of each, [B].
 
     Returns:
         advantages and returns = advantages + values, [B, T] in float32 or better, 0 outside the mask.

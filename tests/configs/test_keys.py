@@ -27,15 +27,16 @@ from hybrid_rlhf.runtime.command_line import parse_config, read_config, save_con
 NO_CRITIC = "algorithm grpo has no critic, got"
 NOT_READ = {
     "--algorithm grpo --algorithm.gae_lambda 0.9": "algorithm grpo has no key algorithm.gae_lambda (ppo has), got 0.9",
-    "--algorithm grpo --algorithm.value_clip 0.5": "algorithm grpo has no key algorithm.value_clip (ppo has), got 0.5",
+    "--algorithm grpo --algorithm.value_clip 0.5": "algorithm grpo has no key algorithm.value_clip (ppo, vapo "
+    "have), got 0.5",
     "--algorithm grpo --critic.warmup_steps 0": f"{NO_CRITIC} critic.warmup_steps 0",
     "--algorithm grpo --critic.optimizer.lr 1e-5": f"{NO_CRITIC} critic.optimizer.lr 1e-05",
     "--algorithm grpo --critic.share_base true": f"{NO_CRITIC} critic.share_base True",
     "--algorithm grpo --critic.gae_lambda 1": f"{NO_CRITIC} critic.gae_lambda 1",
     "--algorithm rloo --algorithm.gamma 1": "algorithm rloo has no key algorithm.gamma (ppo, reinforce_pp, "
-    "reinforce_pp_baseline have), got 1",
-    "--algorithm rloo --algorithm.whiten_rewards false": "algorithm rloo has no key algorithm.whiten_rewards (ppo "
-    "has), got False",
+    "reinforce_pp_baseline and others have), got 1",
+    "--algorithm rloo --algorithm.whiten_rewards false": "algorithm rloo has no key algorithm.whiten_rewards (ppo, "
+    "vapo have), got False",
     "--algorithm.divide_by_std true": "algorithm ppo has no key algorithm.divide_by_std (grpo, dr_grpo, dapo and "
     "others have), got True",
     "--algorithm.beta 0.1": "algorithm ppo has no key algorithm.beta (online_dpo has), got 0.1",
@@ -161,8 +162,9 @@ def test_a_saved_config_has_what_is_read_alone(name: str, tmp_path: Path) -> Non
     save_config(config, tmp_path / "c.yaml")
     assert parse_config(RLConfig, ["--config", str(tmp_path / "c.yaml")]) == config
     saved = read_config(tmp_path / "c.yaml")
-    assert ("algorithm.gae_lambda" in saved) == ("critic.optimizer.lr" in saved) == (name == "ppo")
-    assert (config.critic is not None) == (name == "ppo")
+    has_critic = name in ("ppo", "vapo")
+    assert ("critic.optimizer.lr" in saved) == (config.critic is not None) == has_critic
+    assert ("algorithm.gae_lambda" in saved) == (name == "ppo")
     assert ("algorithm.beta" in saved) == (name == "online_dpo") and saved["environment"] is None
     assert "environment.max_turns" not in saved and "data.max_length" not in saved and "ptx.max_length" not in saved
     assert "rollout.sampling.seed" not in saved and saved["rollout.sampling.temperature"] == 1.0

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_rlhf.configs.algorithms import VAPOConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig, KLConfig, PenaltiesConfig, RejectionConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
@@ -18,6 +19,7 @@ from hybrid_rlhf.engines.partition import copy_weights
 from hybrid_rlhf.functional.losses import kl_k2, kl_k3
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms.ppo import PPO
+from hybrid_rlhf.rl.algorithms.vapo import VAPO
 from hybrid_rlhf.rl.batch import Batch
 from hybrid_rlhf.rl.metrics import rollout_metrics
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
@@ -191,6 +193,30 @@ def test_the_entropy_bonus_is_the_entropy_of_the_whole_distribution(world: World
     expected = 0.25 * masked_sum(entropy.detach(), mask=rows.response_mask[:, 1:])
     assert float(expected) > 1
     torch.testing.assert_close((totals[0] - totals[1]).detach(), expected, atol=1e-3, rtol=1e-4)
+
+
+def test_tokens_of_positive_scores_are_made_likelier_by_their_mean(world: World, paths: dict[str, str]) -> None:
+    """VAPO's term: a mean over the positive tokens of the mini-batch, not of the micro-batch or of all tokens."""
+    learned = VAPOConfig(positive_coef=0.3)
+    parts = build_parts(world, paths, algorithm=ALGORITHM)
+    batch, plan = collect(parts)
+    mask = batch.rollout.response_mask
+    scores = torch.linspace(-1, 1, len(mask))
+    batch = replace(batch, rollout=replace(batch.rollout, scores=scores), advantages=torch.zeros_like(batch.advantages))
+    updater = Updater(parts.roles, VAPO(learned), rollout=SAMPLING)
+    total, expected = 0.0, 0.0
+    for mini_batch in updater._mini_batches(batch, [plan], 0.0):
+        rows = [row for row in mini_batch.rows if scores[row] > 0]
+        positive = int(mask[rows].sum())
+        assert mini_batch.inputs.positive_tokens == positive > 0
+        for indices in mini_batch.micro_batches[parts.roles.actor.world]:
+            local = mini_batch.local(indices)
+            loss, current = updater.policy_loss(local, mini_batch.inputs)
+            total += float(loss.total.detach()) / mini_batch.inputs.tokens
+            assert local.rollout.scores is not None
+            wanted = local.rollout.response_mask & (local.rollout.scores > 0)[:, None]
+            expected -= 0.3 * float(current[wanted].sum()) / positive
+    assert total == pytest.approx(expected, rel=1e-4) and expected > 1
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.01])

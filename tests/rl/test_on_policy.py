@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,11 +27,14 @@ from tests.support.rl import rollout_of
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
 SCORES = torch.tensor([1.0, 0.0, 0.5, 2.0, 2.0, 2.0, -1.0, 3.0])
 CRITIC_FREE = [name for name, kind in RL_ALGORITHMS.items() if not kind.needs_critic]
-BY_OUTCOME = ["rloo", "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "vespo", "reinforce_pp_baseline"]
+BY_OUTCOME = ["rloo", "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "vespo", "pass_at_k"]
+BY_OUTCOME += ["reinforce_pp_baseline"]
 
 
 def algorithm(name: str, **changes: Any) -> Algorithm:
     config = parse_config(RLConfig, ["--algorithm", name]).algorithm
+    if name == "pass_at_k":
+        changes = {"k": 2, **changes}  # groups have two or three completions
     return ALGORITHMS[name](replace(config, **changes))
 
 
@@ -46,6 +50,16 @@ def scored(scores: Tensor = SCORES, *, seed: int = 0, kl: float = 0.1) -> tuple[
         rewards[row, int(mask[row].nonzero().max())] += scores[row]
     values = torch.randn(mask.shape, generator=chance)
     return rewards, rollout_of(mask, mask, groups=GROUPS, old_values=values, greedy_scores=SCORES[GROUPS * 3 % 8])
+
+
+def best_of_two(group: list[float], i: int) -> float:
+    """The advantage of a completion of pass@2."""
+    pairs = [*itertools.combinations(range(len(group)), 2)]
+    best = [max(group[a], group[b]) for a, b in pairs]
+    mean = sum(best) / len(best)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in best) / len(best))
+    mine = [x for x, pair in zip(best, pairs, strict=True) if i in pair]
+    return (sum(mine) / len(mine) - mean) / (deviation + 1e-4)
 
 
 def slowly(name: str, rewards: Tensor, rollout: Rollout, config: AlgorithmConfig) -> Tensor:
@@ -73,6 +87,7 @@ def slowly(name: str, rewards: Tensor, rollout: Rollout, config: AlgorithmConfig
                 "dr_grpo": outcomes[i] - mean,
                 "online_dpo": math.copysign(1.0, outcomes[i] - mean),
                 "raft": 1.0,
+                "pass_at_k": best_of_two(group, groups[:i].count(groups[i])),
             }
             found[i, t] = named.get(name, (outcomes[i] - mean) / (deviation + 1e-4))
     return found
@@ -112,6 +127,35 @@ def test_gdpo_standardizes_each_component_of_the_reward() -> None:
         assert (found[row][rollout.response_mask[row]] - expected).abs().max() < 1e-4
     torch.testing.assert_close(advantages(100.0), found, atol=1e-3, rtol=1e-3)
     assert float(found[3][rollout.response_mask[3]][0]) > 0, "of three equal sums"
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_pass_at_k_of_right_and_wrong_answers_is_the_papers_formula(k: int) -> None:
+    """arXiv 2508.10751: with all answers right or wrong, or groups of k, nothing is learned."""
+    groups = torch.tensor([0] * 7 + [1] * 6 + [2] * k)
+    rights = torch.tensor([1, 0, 0, 1, 0, 0, 0] + [1] * 6 + [0, *[1] * (k - 1)], dtype=torch.float32)
+    mask = torch.ones(len(groups), 1, dtype=torch.bool)
+    found = algorithm("pass_at_k", k=k).advantages(rights[:, None], rollout_of(mask, mask, groups=groups))[:, 0]
+    n, wrong = 7, 5
+    mean = 1 - math.comb(wrong, k) / math.comb(n, k)
+    deviation = math.sqrt(mean * (1 - mean)) + 1e-4
+    of_right = (1 - mean) / deviation
+    of_wrong = (1 - mean - math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)) / deviation
+    expected = torch.where(rights[:7] == 1, of_right, of_wrong)
+    torch.testing.assert_close(found[:7], expected, atol=1e-6, rtol=1e-5)
+    assert (found[7:13] == 0).all() and (k == 1 or (found[13:] == 0).all())
+
+
+def test_vapo_is_ppo_with_the_lambda_of_each_length() -> None:
+    rewards, rollout = scored()
+    vapo = ALGORITHMS["vapo"](replace(algorithm("vapo").config, gamma=0.9, length_alpha=0.4), value_lam=0.7)
+    found = vapo.advantages(rewards, rollout)
+    for row, tokens in enumerate(rollout.response_mask.sum(dim=1).tolist()):
+        lam = max(0.0, 1 - 1 / (0.4 * tokens))
+        ppo = ALGORITHMS["ppo"](replace(algorithm("ppo").config, gamma=0.9, gae_lambda=lam), value_lam=0.7)
+        torch.testing.assert_close(found[row], ppo.advantages(rewards, rollout)[row])
+        torch.testing.assert_close(vapo.returns(rewards, rollout), ppo.returns(rewards, rollout))
+    assert {*rollout.response_mask.sum(dim=1).tolist()} > {2, 3}, "lambdas of 0 and above"
 
 
 @pytest.mark.parametrize(("lam", "value_lam"), [(0.8, 0.8), (1.0, 0.5), (0.0, 1.0)])
@@ -460,10 +504,12 @@ MISTAKES = {
     "for example to 1.001",
     "--algorithm.penalties.overlong_fraction 2": "algorithm.penalties.overlong_fraction must be in [0, 1], got 2.0: "
     "give for example 0.2",
-    "--algorithm gpro": "algorithm must be one of ppo, reinforce, rloo, remax, reinforce_pp, reinforce_pp_baseline, "
-    "grpo, dr_grpo, dapo, gdpo, gspo, gmpo, cispo, sapo, vespo, online_dpo, raft, got gpro: the nearest is grpo",
+    "--algorithm gpro": "algorithm must be one of ppo, reinforce, rloo, remax, reinforce_pp, "
+    "reinforce_pp_baseline, grpo, dr_grpo, dapo, gdpo, pass_at_k, gspo, gmpo, cispo, sapo, vespo, "
+    "vapo, online_dpo, raft, got gpro: the nearest is grpo",
     "--algorithm sapo --algorithm.gate_temperatures [0,1]": "algorithm.gate_temperatures must be above 0, got "
     "[0.0, 1.0]: leave it out",
+    "--algorithm pass_at_k --algorithm.k 8": "algorithm.k must be below rollout.sampling.n 8, got 8: lower it",
 }
 
 

@@ -45,6 +45,8 @@ MORE_ALGORITHMS = {
     "gmpo": "--algorithm gmpo".split(),
     "sapo": "--algorithm sapo".split(),
     "vespo": "--algorithm vespo".split(),
+    "pass_at_k": "--algorithm pass_at_k --algorithm.k 2".split(),
+    "vapo": "--algorithm vapo --critic.warmup_steps 0".split(),
     "reinforce_pp": "--algorithm reinforce_pp".split(),
 }
 """Which random and fixed trials leave out."""

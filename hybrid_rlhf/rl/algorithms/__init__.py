@@ -11,6 +11,7 @@ from hybrid_rlhf.rl.algorithms.gmpo import GMPO
 from hybrid_rlhf.rl.algorithms.grpo import DAPO, GRPO, DrGRPO
 from hybrid_rlhf.rl.algorithms.gspo import GSPO
 from hybrid_rlhf.rl.algorithms.online_dpo import OnlineDPO
+from hybrid_rlhf.rl.algorithms.pass_at_k import PassAtK
 from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.algorithms.raft import RAFT
 from hybrid_rlhf.rl.algorithms.reinforce import Reinforce
@@ -18,6 +19,7 @@ from hybrid_rlhf.rl.algorithms.reinforce_pp import ReinforcePP, ReinforcePPBasel
 from hybrid_rlhf.rl.algorithms.remax import ReMax
 from hybrid_rlhf.rl.algorithms.rloo import RLOO
 from hybrid_rlhf.rl.algorithms.sapo import SAPO
+from hybrid_rlhf.rl.algorithms.vapo import VAPO
 from hybrid_rlhf.rl.algorithms.vespo import VESPO
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
@@ -31,11 +33,13 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "dr_grpo": DrGRPO,
     "dapo": DAPO,
     "gdpo": GDPO,
+    "pass_at_k": PassAtK,
     "gspo": GSPO,
     "gmpo": GMPO,
     "cispo": CISPO,
     "sapo": SAPO,
     "vespo": VESPO,
+    "vapo": VAPO,
     "online_dpo": OnlineDPO,
     "raft": RAFT,
 }

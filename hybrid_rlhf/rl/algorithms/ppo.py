@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybrid_rlhf.configs.algorithms import PPOConfig
+from hybrid_rlhf.configs.algorithms import ActorCriticConfig, PPOConfig
 from hybrid_rlhf.functional.advantages import gae
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm
 from hybrid_rlhf.rl.batch import Rollout
@@ -24,16 +24,21 @@ from hybrid_rlhf.rl.batch import Rollout
 class PPO(Algorithm):
     """Generalized advantage estimation with a critic, and the clipped surrogate."""
 
-    config: PPOConfig
+    config: ActorCriticConfig
+
+    def actor_lambda(self, rollout: Rollout) -> float | Tensor:
+        """Return the lambda of the actor's advantages, for all completions or [N]."""
+        assert isinstance(self.config, PPOConfig)
+        return self.config.gae_lambda
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """Return the GAE advantages with gae_lambda, [N, T]."""
-        return self._gae(rewards, rollout, lam=self.config.gae_lambda)[0]
+        """Return the GAE advantages with the actor's lambda, [N, T]."""
+        return self._gae(rewards, rollout, lam=self.actor_lambda(rollout))[0]
 
     def returns(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """Return the critic's targets, by GAE with critic.gae_lambda, [N, T]."""
         return self._gae(rewards, rollout, lam=self.value_lam)[1]
 
-    def _gae(self, rewards: Tensor, rollout: Rollout, *, lam: float) -> tuple[Tensor, Tensor]:
+    def _gae(self, rewards: Tensor, rollout: Rollout, *, lam: float | Tensor) -> tuple[Tensor, Tensor]:
         assert rollout.old_values is not None
         return gae(rewards, values=rollout.old_values, mask=rollout.response_mask, gamma=self.config.gamma, lam=lam)

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.configs.algorithms import OnlineDPOConfig, PPOConfig
+from hybrid_rlhf.configs.algorithms import ActorCriticConfig, OnlineDPOConfig
 from hybrid_rlhf.configs.sections.algorithm import ClippedConfig, KLConfig, PolicyGradientConfig
 from hybrid_rlhf.functional.advantages import shaped_rewards
 from hybrid_rlhf.functional.losses import KL_ESTIMATORS
@@ -140,7 +140,7 @@ def estimate_advantages(
         score_clip=score_clip,
         earned=None if turn_rewards is None else scaling.scale_rewards(turn_rewards),
     )
-    if isinstance(config, PPOConfig) and config.whiten_rewards:
+    if isinstance(config, ActorCriticConfig) and config.whiten_rewards:
         rewards = masked_whiten(
             rewards, mask=mask, shift_mean=False, unbiased=config.whiten_unbiased, total=world.total
         )

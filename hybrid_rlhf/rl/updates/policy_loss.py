@@ -1,4 +1,5 @@
-"""The actor's loss on a micro-batch: the algorithm's loss, an entropy bonus, and the KL where it is a term of the loss.
+"""The actor's loss on a micro-batch: the algorithm's loss, an entropy bonus, the KL where it is a term of the loss, and
+VAPO's likelihood of completions with a positive score.
 
 All terms are sums over response tokens with the same weights, divided once by the caller.
 """
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from hybrid_rlhf.configs.algorithms import VAPOConfig
 from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig, SamplerRatio
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.functional.losses import (
@@ -39,6 +41,8 @@ class MiniBatch:
     """Weight of the KL in the loss."""
     kept_tokens: float | None = None
     """Response tokens that the correction keeps, where they are the denominator."""
+    positive_tokens: float = 0.0
+    """Tokens of `positive_tokens` over all ranks; 0 without a term for them."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,12 @@ class _Correction:
     """[n, t] bool, tokens whose weight is not their ratio."""
     counts_masked: bool
     """True if tokens of weight 0 stay in the denominators."""
+
+
+def positive_tokens(rollout: Rollout) -> Tensor:
+    """[N, T] bool, response tokens of completions with a score above 0 (VAPO, arXiv 2504.05118)."""
+    assert rollout.scores is not None
+    return rollout.response_mask & (rollout.scores > 0)[:, None]
 
 
 class PolicyLoss:
@@ -114,6 +124,9 @@ class PolicyLoss:
             )
             total = total + mini_batch.kl_coef * masked_sum(weights * kl, mask=mask)
             stats["kl"] = masked_sum(kl.detach(), mask=mask)
+        if isinstance(config, VAPOConfig) and mini_batch.positive_tokens:
+            likelihood = masked_sum(logprobs, mask=positive_tokens(rollout))
+            total = total - config.positive_coef * mini_batch.tokens / mini_batch.positive_tokens * likelihood
         stats["entropy"] = masked_sum(entropy.detach(), mask=mask)
         loss = LossSum(total, loss.count, {**loss.stats, **stats})
         return actor.with_router_losses(loss, mask.sum(dim=1)), current

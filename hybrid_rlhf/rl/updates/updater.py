@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.configs.algorithms import PPOConfig
+from hybrid_rlhf.configs.algorithms import ActorCriticConfig, VAPOConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import ModelEngine, UpdateStats
@@ -29,7 +29,7 @@ from hybrid_rlhf.models.routers.losses import ROUTER_METRICS
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.batch import ROUTER_AGREEMENT, Batch, LocalRows, MiniBatchPlan, Rollout, RowIndex, row_values
 from hybrid_rlhf.rl.roles import Roles
-from hybrid_rlhf.rl.updates.policy_loss import ROUTES_USED, MiniBatch, PolicyLoss
+from hybrid_rlhf.rl.updates.policy_loss import ROUTES_USED, MiniBatch, PolicyLoss, positive_tokens
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.world import World
 
@@ -289,7 +289,7 @@ class Updater:
             old_values=rollout.old_values,
             returns=returns,
             mask=rollout.response_mask,
-            clip=self._config.value_clip if isinstance(self._config, PPOConfig) else 0.0,
+            clip=self._config.value_clip if isinstance(self._config, ActorCriticConfig) else 0.0,
         )
 
     def _mini_batches(self, batch: Batch, plans: Sequence[MiniBatchPlan], kl_coef: float) -> Iterator[_MiniBatchRows]:
@@ -298,6 +298,9 @@ class Updater:
         kept_per_row = None
         if not counted:
             kept_per_row = plans[0].index.gather(self.policy_loss.kept(batch.rollout).sum(dim=1))
+        positive_per_row = None
+        if isinstance(self._config, VAPOConfig) and self._config.positive_coef:
+            positive_per_row = plans[0].index.gather(positive_tokens(batch.rollout).sum(dim=1))
         learners = {role.world for role in self._roles.learners.values() if role.world.is_member}
         for plan in plans:
             parts = {world: plan.mini_batches(world) for world in learners}
@@ -305,7 +308,8 @@ class Updater:
             for number, (tokens, sequences) in enumerate(zip(plan.tokens, plan.sequences, strict=True)):
                 rows = plan.rows_of(number)
                 kept_tokens = None if kept_per_row is None else float(kept_per_row[rows].sum())
-                inputs = MiniBatch(tokens, sequences, kl_coef, kept_tokens)
+                positive = 0.0 if positive_per_row is None else float(positive_per_row[rows].sum())
+                inputs = MiniBatch(tokens, sequences, kl_coef, kept_tokens, positive)
                 micro_batches = {world: of_world[number] for world, of_world in parts.items()}
                 yield _MiniBatchRows(rows, micro_batches, local, plan.index.lengths, inputs)
 

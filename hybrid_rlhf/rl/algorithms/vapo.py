@@ -1,0 +1,29 @@
+"""VAPO: PPO for long reasoning, with a lambda of the actor that grows with the length of a completion.
+
+Source: Yue et al. 2025 (arXiv 2504.05118), section 4.
+
+    lambda_i = 1 - 1 / (alpha |o_i|),  loss = PPO's, a mean over tokens + mu * mean over positive tokens of -log p
+
+The critic learns from what was earned (critic.gae_lambda 1) and alone at first (critic.warmup_steps): the paper's value
+pretraining. Positive are the tokens of completions whose score is above 0; their term is in rl/updates/policy_loss.py,
+since its mean is over the mini-batch. Deviation: a lambda below 0, of fewer than 1 / alpha tokens, is 0.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hybrid_rlhf.configs.algorithms import VAPOConfig
+from hybrid_rlhf.rl.algorithms.ppo import PPO
+from hybrid_rlhf.rl.batch import Rollout
+
+
+class VAPO(PPO):
+    """PPO with length-adaptive generalized advantage estimation."""
+
+    config: VAPOConfig
+
+    def actor_lambda(self, rollout: Rollout) -> Tensor:
+        """Return the lambda of each completion, [N]."""
+        lengths = rollout.response_mask.sum(dim=1).clamp(min=1)
+        return (1 - 1 / (self.config.length_alpha * lengths)).clamp(min=0)
