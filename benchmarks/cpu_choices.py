@@ -36,7 +36,6 @@ from hybrid_rlhf.generation.batching import sampler
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.model import attention, layers
 from hybrid_rlhf.generation.ops import cpu_kernels
-from hybrid_rlhf.generation.ops.rows import ACTIVATIONS, rotated
 from hybrid_rlhf.models import fused_layers
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.runtime.world import solo_world
@@ -53,22 +52,6 @@ def torch_add_norm(x: Tensor, delta: Tensor, *rest: Any, **how: Any) -> tuple[Te
     """The same after a sum."""
     x = x + delta
     return x, torch_norm(x, *rest, **how)
-
-
-def torch_gated(both: Tensor, activation: Any) -> Tensor:
-    """As the decoder without kernels."""
-    gate, up = both.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate) * up
-
-
-def torch_rotate_and_write(qkv: Tensor, table: Any, places: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """As attention without kernels."""
-    qk, new_values = qkv.tensor_split([qkv.shape[1] - keys.shape[2]], dim=1)
-    if table is not None:
-        qk = rotated(qk, *table)
-    for store, new in ((keys, qk[:, -keys.shape[2] :]), (values, new_values)):
-        store.view(-1, *new.shape[1:]).index_copy_(0, places, new)
-    return qk[:, : -keys.shape[2]]
 
 
 class TorchSampler(sampler.Sampler):
@@ -115,21 +98,17 @@ def patched(*patches: tuple[Any, str, Any]) -> Callable[[], contextlib.AbstractC
 
 
 ROWS = (attention, "PagedKernel", attention.RowAttention)
-ROTATE = (cpu_kernels, "rotate_and_write", torch_rotate_and_write)
 NORMS = ((cpu_kernels, "norm", torch_norm), (cpu_kernels, "add_norm", torch_add_norm))
-GATE = (cpu_kernels, "gated", torch_gated)
 SAMPLE = (sampler.Sampler, "__call__", TorchSampler.__call__)
 ONEDNN = (cpu_kernels, "multiplies_float32", lambda: False)
 OFF: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "nothing": contextlib.nullcontext,
     "attention of rows": patched(ROWS),
-    "rotary and cache write": patched(ROTATE),
     "norms": patched(*NORMS),
-    "gate": patched(GATE),
     "sampling": patched(SAMPLE),
     "compiled products (oneDNN's instead)": patched(ONEDNN),
     "packed weights (torch's products)": patched((layers.InferenceLinear, "__init__", plain_linear)),
-    "all compiled kernels": patched(ROWS, ROTATE, *NORMS, GATE, SAMPLE, ONEDNN),
+    "all compiled kernels": patched(ROWS, *NORMS, SAMPLE, ONEDNN),
 }
 TRAINING: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "oneDNN in training (torch's instead)": torch_products,

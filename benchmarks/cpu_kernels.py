@@ -27,7 +27,6 @@ from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.sampler import DecodeBatch, Sampler, sampling_mode
 from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.ops import cpu_kernels
-from hybrid_rlhf.generation.ops.rows import rotated
 from hybrid_rlhf.runtime.world import solo_world
 
 ROWS, LAYERS, ROUNDS, BLOCK_TOKENS = 32, 30, 21, 16
@@ -45,27 +44,16 @@ Operation = Callable[[int], object]
 
 
 def attention_operations(lengths: Tensor) -> dict[str, tuple[Operation, Operation]]:
-    """By torch and by kernels: rotary positions with the writing of the cache, and attention."""
+    """By torch and by kernels: attention."""
     capacity = (int(lengths.max()) + BLOCK_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     of_row = capacity // BLOCK_TOKENS
     slots = [torch.randn(LAYERS, ROWS, KV_HEADS, capacity, D) for _ in "kv"]
     paged = [torch.randn(LAYERS, ROWS * of_row, BLOCK_TOKENS, KV_HEADS, D) for _ in "kv"]
     blocks, positions = torch.randperm(ROWS * of_row).view(ROWS, of_row).int(), lengths - 1
-    rows = torch.arange(ROWS)
-    places = blocks[rows, positions // BLOCK_TOKENS].long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
-    slot_rows = rows[:, None] * KV_HEADS + torch.arange(KV_HEADS)
-    slot_places = (slot_rows * capacity + positions[:, None]).flatten()
     longest = int(lengths.max())
     masked = torch.arange(longest) >= lengths[:, None, None]
     mask = torch.zeros(ROWS, 1, longest).masked_fill(masked, -torch.inf).repeat_interleave(KV_HEADS, dim=0)
-    qkv, queries = torch.randn(ROWS, HEADS + 2 * KV_HEADS, D), torch.randn(ROWS, HEADS, D)
-    angles = torch.rand(ROWS, 1, D)
-    table = (angles.cos(), angles.sin())
-
-    def torch_write(layer: int) -> None:
-        turned = rotated(qkv[:, : HEADS + KV_HEADS], *table)
-        for cache, new in zip(slots, (turned[:, HEADS:], qkv[:, HEADS + KV_HEADS :]), strict=True):
-            cache[layer].flatten(0, 2).index_copy_(0, slot_places, new.flatten(0, 1))
+    queries = torch.randn(ROWS, HEADS, D)
 
     def torch_attend(layer: int) -> Tensor:
         k, v = (cache[layer].flatten(0, 1)[:, :longest] for cache in slots)
@@ -73,32 +61,22 @@ def attention_operations(lengths: Tensor) -> dict[str, tuple[Operation, Operatio
         scores += mask
         return torch.bmm(scores.softmax(dim=-1), v)
 
-    def kernel_write(layer: int) -> Tensor:
-        return cpu_kernels.rotate_and_write(qkv, table, places, paged[0][layer], paged[1][layer])
-
     def kernel_attend(layer: int) -> Tensor:
         return cpu_kernels.paged_attention(queries, paged[0][layer], paged[1][layer], blocks, positions, scale=SCALE)
 
-    return {"rotate and write": (torch_write, kernel_write), "attention": (torch_attend, kernel_attend)}
+    return {"attention": (torch_attend, kernel_attend)}
 
 
 def row_operations() -> dict[str, tuple[Operation, Operation]]:
     """By torch and by kernels: what does not depend on lengths."""
-    x, delta, weight, both = (
-        torch.randn(shape) for shape in ((ROWS, HIDDEN), (ROWS, HIDDEN), (HIDDEN,), (ROWS, 2 * MLP))
-    )
+    x, delta, weight = (torch.randn(shape) for shape in ((ROWS, HIDDEN), (ROWS, HIDDEN), (HIDDEN,)))
 
     def torch_norm(layer: int) -> object:
         added = x + delta
         return added, functional.rms_norm(added, (HIDDEN,), weight, EPS)
 
-    def torch_gate(layer: int) -> Tensor:
-        gate, up = both.chunk(2, dim=-1)
-        return functional.silu(gate) * up
-
     return {
         "add and norm": (torch_norm, lambda _: cpu_kernels.add_norm(x, delta, weight, EPS, in_float32=False)),
-        "silu and product": (torch_gate, lambda _: cpu_kernels.gated(both, "silu")),
     }
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.ops import compiled, cpu_kernels
-from hybrid_rlhf.generation.ops.rows import ACTIVATIONS, rotated
 from tests.generation.references import exact_attention
 
 needs_compiler = pytest.mark.usefixtures("compiled_kernels")
@@ -131,32 +130,6 @@ def test_attention_with_masked_keys_large_scores_and_nan() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("d", "width"), [(64, 64), (80, 32), (96, 96), (40, 20), (128, 0)])
-def test_rotation_and_writing(d: int, width: int, dtype: torch.dtype) -> None:
-    tokens, heads, kv_heads = 37, 6, 2
-    qkv = torch.randn(tokens, heads + 2 * kv_heads, d).to(dtype)
-    keys, values = (torch.randn(10, BLOCK_TOKENS, kv_heads, d).to(dtype) for _ in "kv")
-    angles = torch.rand(tokens, 1, width // 2) * 100
-    table = None
-    if width:
-        table = (angles.cos().repeat(1, 1, 2).to(dtype), torch.cat([-angles.sin(), angles.sin()], dim=-1).to(dtype))
-    places = torch.randperm(10 * BLOCK_TOKENS)[:tokens]
-    qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-    if table is not None:
-        qk = rotated(qk.float(), table[0].float(), table[1].float()).to(dtype)
-    expected_keys, expected_values = keys.clone(), values.clone()
-    expected_keys.view(-1, kv_heads, d)[places] = qk[:, heads:]
-    expected_values.view(-1, kv_heads, d)[places] = v
-    queries = cpu_kernels.rotate_and_write(qkv, table, places, keys, values)
-    for got, expected in ((queries, qk[:, :heads]), (keys, expected_keys), (values, expected_values)):
-        torch.testing.assert_close(got, expected.contiguous(), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-5)
-    places[3] = 10 * BLOCK_TOKENS
-    with pytest.raises(IndexError, match="place"):
-        cpu_kernels.rotate_and_write(qkv, table, places, keys, values)
-
-
-@needs_compiler
 @pytest.mark.parametrize("in_float32", [False, True])
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("width", [64, 576, 100])
@@ -179,25 +152,6 @@ def test_norms(width: int, dtypes: tuple[torch.dtype, torch.dtype], in_float32: 
     heads = torch.randn(5, 6, width).to(dtype)[:, 1:4]
     of_heads = cpu_kernels.norm(heads, weight, 1e-5, in_float32=in_float32)
     torch.testing.assert_close(of_heads, expected(heads), **tolerance(dtype))
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_gates(activation: Any, dtype: torch.dtype) -> None:
-    function = ACTIVATIONS[activation]
-    both = (torch.randn(33, 2 * 1500) * 4).to(dtype)
-    gate, up = both.double().chunk(2, dim=-1)
-    expected = (function(gate) * up).to(dtype)
-    close = {"rtol": 3e-6, "atol": 1e-12} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-12}
-    # The normal distribution's tail, where 1 + erf loses all digits in float32.
-    inside = torch.where((gate > -6) | (expected == 0), 1, 0).bool()
-    got = cpu_kernels.gated(both, activation)
-    torch.testing.assert_close(got[inside], expected[inside], **close)
-    torch.testing.assert_close(got, expected, rtol=1e-4 if dtype == torch.float32 else 8e-3, atol=1e-12)
-    special = torch.tensor([[torch.nan, 90.0, -90.0, 1e20, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]], dtype=dtype)
-    out = cpu_kernels.gated(special, activation)[0].float()
-    assert out[0].isnan() and out[1:].isfinite().logical_or(out[1:] > 1e38).all() and abs(out[2]) < 1e-30
 
 
 @needs_compiler
@@ -245,7 +199,7 @@ def test_packed_products_by_kernel_and_by_onednn(by_kernel: bool, monkeypatch: p
 @needs_compiler
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(TypeError, match="float16"):
-        cpu_kernels.gated(torch.zeros(2, 4, dtype=torch.float16), "silu")
+        cpu_kernels.norm(torch.zeros(2, 4, dtype=torch.float16), torch.ones(4), 1e-5, in_float32=False)
 
 
 @needs_compiler
@@ -284,7 +238,7 @@ def test_without_a_compiler_the_log_says_what_to_do(
     assert not cpu_kernels.available() and not cpu_kernels.available()
     assert len(log_lines) == 1 and "no C++ compiler (no-such-compiler): install g++" in log_lines[0]
     with pytest.raises(RuntimeError, match="available"):
-        cpu_kernels.gated(torch.zeros(1, 2), "silu")
+        cpu_kernels.norm(torch.zeros(1, 2), torch.ones(2), 1e-5, in_float32=False)
 
 
 @needs_compiler

@@ -87,6 +87,8 @@ class Attention:
         self.architecture = architecture
         self.cache = cache
         self.kernels = kernels
+        self.fused = None if kernels is cpu_kernels else kernels
+        """Kernels of a GPU, which fuse more than attention, or none."""
         self.kv_heads = [len(kv_heads) for kv_heads in split.kv_heads_of]
         """Number of KV heads of this rank, for each kind of attention."""
         self.groups = [len(split.heads) // count for count in self.kv_heads]
@@ -148,7 +150,7 @@ class StepAttention:
         if attention.architecture.latent is not None and chunks is not None:
             self._expanded, self._absorbed, chunks = _by_form(attention, attention.architecture.latent, batch, chunks)
         self._paged: PagedKernel | None = None
-        if attention.kernels not in (None, cpu_kernels):
+        if attention.fused is not None:
             if rows is not None or chunks is not None:
                 self._paged = PagedKernel(attention, rows, chunks)
                 self._parts.append((slice(None), self._paged))
@@ -175,8 +177,8 @@ class StepAttention:
         places = self.places[tables]
         if layer in attention.architecture.kv_sources:
             queries = qkv if table is None else rotated(qkv, *table)
-        elif attention.kernels is not None:
-            queries = attention.kernels.rotate_and_write(qkv, table, places, keys, values)
+        elif attention.fused is not None:
+            queries = attention.fused.rotate_and_write(qkv, table, places, keys, values)
         else:
             kv_heads = keys.shape[2]
             qk, new_values = qkv.tensor_split([-kv_heads], dim=1)
@@ -204,7 +206,7 @@ class StepAttention:
             read = None if self._paged is None else self._paged.read(kind, table)
             absorbed = AbsorbedTokens(self._absorbed, attend, read)
         return PagedLatents(
-            None if attention.kernels is cpu_kernels else attention.kernels,
+            attention.fused,
             a.kinds[kind].scale,
             keys,
             self.places[table],
@@ -369,7 +371,7 @@ class _ExpandedChunks:
         numbers = to_device(firsts[None, :, None] + torch.arange(max(counts)), device, torch.int32)
         expanded = Chunks(numbers, chunks.starts, chunks.lengths)
         self._part: _Part
-        if attention.kernels in (None, cpu_kernels):
+        if attention.fused is None:
             self._part = ChunkAttention(attention, expanded)
         else:
             self._part = PagedKernel(attention, None, expanded, expanded=True)

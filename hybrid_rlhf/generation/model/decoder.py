@@ -313,8 +313,8 @@ class Decoder:
 
     def _gate(self, both: Tensor) -> Tensor:
         """Return activation(gate) * up for gate and up [T, 2 I]."""
-        if self.kernels is not None:
-            result: Tensor = self.kernels.gated(both, self.architecture.activation)
+        if self._fused is not None:
+            result: Tensor = self._fused.gated(both, self.architecture.activation)
             return result
         gate, up = both.chunk(2, dim=-1)
         return self._activation(gate) * up

@@ -159,8 +159,6 @@ INLINE vf exp(vf x) {
     return x < -87.33f ? vf{} : result;
 }
 
-INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
-
 // Cephes' tanhf, 1e-7 relative.
 INLINE vf tanh(vf x) {
     vf size = x < 0.0f ? -x : x, z = x * x;
@@ -173,35 +171,6 @@ INLINE vf tanh(vf x) {
     vf large = 1.0f - 2.0f / (exp(size + size) + 1.0f);
     large = x < 0.0f ? -large : large;
     return size < 0.625f ? small : large;
-}
-
-// x Phi(x); the complementary error function is that of Numerical Recipes (erfcc), 2e-7 relative.
-INLINE vf gelu(vf x) {
-    vf z = (x < 0.0f ? -x : x) * 0.7071067811865476f;
-    vf t = 1.0f / (1.0f + 0.5f * z);
-    vf p = all(0.17087277f);
-    p = p * t - 0.82215223f;
-    p = p * t + 1.48851587f;
-    p = p * t - 1.13520398f;
-    p = p * t + 0.27886807f;
-    p = p * t - 0.18628806f;
-    p = p * t + 0.09678418f;
-    p = p * t + 0.37409196f;
-    p = p * t + 1.00002368f;
-    p = p * t - 1.26551223f;
-    vf half = 0.5f * t * exp(p - z * z);
-    return x * (x < 0.0f ? half : 1.0f - half);
-}
-
-enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2 };
-
-template <int ACTIVATION>
-INLINE vf activated(vf x) {
-    if (ACTIVATION == SILU) return x * sigmoid(x);
-    if (ACTIVATION == GELU) return gelu(x);
-    if (ACTIVATION == GELU_TANH) return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
-    vf positive = x < 0.0f ? vf{} : x;
-    return ACTIVATION == RELU ? positive : positive * positive;
 }
 
 // -- threads
@@ -238,46 +207,6 @@ void deal(Threads threads, bool many, int64_t total, int64_t grain, const F& bod
 int64_t grain_of(Threads threads, int64_t total) {
     int64_t grain = total / (4 * int64_t{threads.count});
     return grain > 0 ? grain : 1;
-}
-
-// -- rotary positions and the cache
-
-template <class T>
-struct Rotation {
-    const T *qkv, *cos, *sin;
-    const int64_t* places;
-    T *queries, *keys, *values;
-    int64_t tokens, heads, kv_heads, d, stride, width, slots;  // stride: from a token of the cache to the next
-};
-
-template <class T>
-void rotate_head(const T* from, const T* cos, const T* sin, T* to, int64_t half, int64_t d) {
-    for (int64_t i = 0; i < half; i += L) {
-        int64_t n = half - i;
-        vf a = load(from + i, n), b = load(from + half + i, n);
-        store(to + i, a * load(cos + i, n) + b * load(sin + i, n), n);
-        store(to + half + i, b * load(cos + half + i, n) + a * load(sin + half + i, n), n);
-    }
-    memcpy(to + 2 * half, from + 2 * half, (d - 2 * half) * sizeof(T));
-}
-
-template <class T>
-int rotate_and_write(const Rotation<T>& r, Threads threads) {
-    for (int64_t t = 0; t < r.tokens; ++t)
-        if (r.places[t] < 0 || r.places[t] >= r.slots) return OUTSIDE;
-    int64_t all_heads = r.heads + 2 * r.kv_heads;
-    deal(threads, r.tokens * all_heads * r.d >= MANY, r.tokens, grain_of(threads, r.tokens),
-         [&](int64_t t, int64_t end) {
-             for (; t < end; ++t) {
-                 const T *from = r.qkv + t * all_heads * r.d, *cos = r.cos + t * r.width, *sin = r.sin + t * r.width;
-                 T *queries = r.queries + t * r.heads * r.d, *keys = r.keys + r.places[t] * r.stride;
-                 for (int64_t h = 0; h < r.heads + r.kv_heads; ++h, from += r.d)
-                     rotate_head(from, cos, sin, h < r.heads ? queries + h * r.d : keys + (h - r.heads) * r.d,
-                                 r.width / 2, r.d);
-                 memcpy(r.values + r.places[t] * r.stride, from, r.kv_heads * r.d * sizeof(T));
-             }
-         });
-    return OK;
 }
 
 // -- attention
@@ -619,7 +548,7 @@ int attention(const Attention<T>& a, Threads threads) {
     return failed.load() ? OUTSIDE : OK;
 }
 
-// -- norms and activations
+// -- norms
 
 template <class T, class W>
 struct Norm {
@@ -660,38 +589,6 @@ int norm(const Norm<T, W>& a, Threads threads) {
         for (; row < end; ++row) norm_row(a, row);
     });
     return OK;
-}
-
-template <class T, int ACTIVATION>
-int gated(const T* both, T* out, int64_t rows, int64_t width, Threads threads) {
-    int64_t block = 1024, blocks = (width + block - 1) / block;
-    deal(threads, 2 * rows * width >= MANY, rows * blocks, grain_of(threads, rows * blocks),
-         [&](int64_t i, int64_t last) {
-             for (; i < last; ++i) {
-                 int64_t row = i / blocks, c = i % blocks * block, end = c + block < width ? c + block : width;
-                 const T *gate = both + row * 2 * width, *up = gate + width;
-                 for (; c < end; c += L)
-                     store(out + row * width + c,
-                           activated<ACTIVATION>(load(gate + c, end - c)) * load(up + c, end - c), end - c);
-             }
-         });
-    return OK;
-}
-
-template <class T>
-int gated(int64_t activation, const T* both, T* out, int64_t rows, int64_t width, Threads threads) {
-    switch (activation) {
-        case SILU:
-            return gated<T, SILU>(both, out, rows, width, threads);
-        case GELU:
-            return gated<T, GELU>(both, out, rows, width, threads);
-        case GELU_TANH:
-            return gated<T, GELU_TANH>(both, out, rows, width, threads);
-        case RELU:
-            return gated<T, RELU>(both, out, rows, width, threads);
-        default:
-            return gated<T, RELU2>(both, out, rows, width, threads);
-    }
 }
 
 // -- products: a tile is some rows of x and TILE_OUTPUTS outputs, whose sums are in registers
@@ -1209,25 +1106,6 @@ struct Context {
     Threads team() const { return Threads{parallel, (int)threads}; }
 };
 
-struct RotateAndWrite {
-    Context context;
-    const void *qkv, *cos, *sin;
-    const int64_t* places;
-    void *queries, *keys, *values;
-    int64_t tokens, heads, kv_heads, d, stride, width, slots;
-};
-
-int hybrid_rotate_and_write(const RotateAndWrite* a) {
-    auto call = [&](auto kind) {
-        using T = decltype(kind);
-        return rotate_and_write(
-            Rotation<T>{(const T*)a->qkv, (const T*)a->cos, (const T*)a->sin, a->places, (T*)a->queries, (T*)a->keys,
-                        (T*)a->values, a->tokens, a->heads, a->kv_heads, a->d, a->stride, a->width, a->slots},
-            a->context.team());
-    };
-    return a->context.half ? call(bfloat16{}) : call(float{});
-}
-
 struct PagedAttention {
     Context context;
     const void *queries, *keys, *values;
@@ -1271,21 +1149,6 @@ int hybrid_norm(const NormRows* a) {
     };
     if (!a->context.half) return call(float{}, float{});
     return a->half_weight ? call(bfloat16{}, bfloat16{}) : call(bfloat16{}, float{});
-}
-
-struct Gated {
-    Context context;
-    const void* both;
-    void* out;
-    int64_t activation, rows, width;
-};
-
-int hybrid_gated(const Gated* a) {
-    auto call = [&](auto kind) {
-        using T = decltype(kind);
-        return gated(a->activation, (const T*)a->both, (T*)a->out, a->rows, a->width, a->context.team());
-    };
-    return a->context.half ? call(bfloat16{}) : call(float{});
 }
 
 struct PackWeight {

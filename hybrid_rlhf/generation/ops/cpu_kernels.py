@@ -24,9 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybrid_rlhf.generation.architecture.model_description import Activation
 from hybrid_rlhf.generation.ops.compiled import CannotCompile, load, openmp_parallel
-from hybrid_rlhf.generation.ops.rows import ACTIVATION_NUMBERS
 from hybrid_rlhf.generation.ops.sampling import SamplingMode, SamplingRows
 from hybrid_rlhf.runtime.observability.logs import logger
 
@@ -45,10 +43,8 @@ _OUTSIDE = 2
 _STRUCTS = {
     name: struct.Struct(f"@{fields}")
     for name, fields in (
-        ("hybrid_rotate_and_write", "3q7q7q"),
         ("hybrid_paged_attention", "3q8q11q2d"),
         ("hybrid_norm", "3q5q7qd"),
-        ("hybrid_gated", "3q2q3q"),
         ("hybrid_pack", "3q2q2q"),
         ("hybrid_linear", "3q4q3q"),
         ("hybrid_dequantise", "3q6q4qd"),
@@ -105,34 +101,6 @@ def _library() -> _Library:
     if library is None:
         raise RuntimeError("the compiled CPU kernels are not available: ask available() before")
     return library
-
-
-def rotate_and_write(
-    qkv: Tensor, table: tuple[Tensor, Tensor] | None, places: Tensor, keys: Tensor, values: Tensor
-) -> Tensor:
-    """Rotate queries and keys, write keys and values to the cache.
-
-    Args:
-        qkv: [T, A + 2 K, D].
-        table: cosines and signed sines [T, 1, R] of the first R dimensions; none: no rotation.
-        places: [T] int64, index of each token in the cache: block * BS + offset in the block.
-        keys: [N, BS, K, D] of a layer; those of a token are contiguous.
-        values: as keys.
-
-    Returns:
-        queries [T, A, D].
-    """
-    tokens, all_heads, d = qkv.shape
-    blocks, block_tokens, kv_heads, _ = keys.shape
-    heads = all_heads - 2 * kv_heads
-    cos, sin = table or (None, None)
-    width = 0 if cos is None else cos.shape[-1]
-    queries = qkv.new_empty(tokens, heads, d)
-    sizes = (tokens, heads, kv_heads, d, keys.stride(1), width, blocks * block_tokens)
-    _library().call(
-        "hybrid_rotate_and_write", qkv.dtype, qkv.contiguous(), cos, sin, places, queries, keys, values, *sizes
-    )
-    return queries
 
 
 def paged_attention(
@@ -229,16 +197,6 @@ def _norm(
     sizes = (x.shape[0] * inner, inner, outer_stride, inner_stride, x.shape[-1])
     narrow = weight.dtype != torch.float32
     _library().call("hybrid_norm", x.dtype, x, delta, weight, added, normed, narrow, *sizes, in_float32, eps)
-
-
-def gated(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Return activation(gate) * up [T, M] for gate and up [T, 2 M]."""
-    tokens = gate_up.shape[0]
-    width = gate_up.shape[1] // 2
-    out = gate_up.new_empty(tokens, width)
-    number = ACTIVATION_NUMBERS[activation]
-    _library().call("hybrid_gated", gate_up.dtype, gate_up.contiguous(), out, number, tokens, width)
-    return out
 
 
 def multiplies_float32() -> bool:
