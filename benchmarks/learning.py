@@ -90,7 +90,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo": {"rollout": {"prompts_per_step": 16}, "algorithm": {"clip": [0.02, 0.03]}},
     "gdpo": {"rollout": {"prompts_per_step": 16}},
     "pass_at_k": {"rollout": {"prompts_per_step": 16}},
-    "vapo": {"rollout": {"prompts_per_step": 16, "sampling": {"n": 8}}, "critic": {"warmup_steps": 0}},
+    "vapo": {
+        "rollout": {"prompts_per_step": 16, "sampling": {"n": 8}},
+        "critic": {"warmup_steps": 0},
+        "algorithm": {"length_alpha": 2.5},
+    },
     "gmpo": {"rollout": {"prompts_per_step": 16}},
     "cispo": {"rollout": {"prompts_per_step": 16}},
     "sapo": {"rollout": {"prompts_per_step": 16}},
@@ -100,7 +104,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 """128 completions a rollout for all, with four epochs of two mini-batches. ReMax is left out: its algorithm 1 makes one
 unclipped update, measured on the reasoning task. All answers of the task are as long as may be, so none is overlong;
-sequences of eight tokens need a wider clip than the thousands of GSPO's paper."""
+sequences of eight tokens need a wider clip than the thousands of GSPO's paper, and a larger length_alpha
+than VAPO's."""
 ONE_UPDATE: dict[str, Any] = {"algorithm": {"epochs": 1, "mini_batches": 1}}
 BIGGEST_GROUP = 4
 """Completions of a prompt, at most, in tasks whose rollouts are small."""

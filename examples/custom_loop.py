@@ -58,7 +58,7 @@ def main() -> None:
             prompts = session.take_prompts()
             rollout = parts.scorer.score(prompts, parts.sampler.sample(prompts, step=step))
             plan = parts.plan(rollout, step=step)
-            batch = parts.estimate(parts.scorer.compute_logprobs(rollout, plan), kl_coef=0.0)
+            batch = parts.estimate(parts.scorer.compute_logprobs(rollout, plan), kl_coef=0.0, step=step)
             report = parts.updater.update(batch, [plan])
             held_out = list(session.held_out)
             evaluated = parts.scorer.score(held_out, parts.sampler.sample(held_out, step=0))

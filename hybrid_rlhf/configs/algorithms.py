@@ -305,6 +305,11 @@ class RAFTConfig(SingleUpdateConfig, PolicyGradientConfig):
             "algorithm raft selects by scores, got algorithm.kl.where reward: give --algorithm.kl.where loss and "
             "--algorithm.kl.estimator k3",
         )
+        require(
+            self.entropy is None or self.entropy.method == "adaptive",
+            "algorithm raft has equal advantages, which covary with nothing, got algorithm.entropy.method "
+            f"{self.entropy and self.entropy.method}: give adaptive, or leave it out",
+        )
 
 
 RL_ALGORITHMS: dict[str, type[AlgorithmConfig]] = {

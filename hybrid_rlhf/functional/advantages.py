@@ -1,4 +1,5 @@
-"""Rewards per token, advantages by GAE, and statistics over the completions of each prompt.
+"""Rewards per token, advantages by GAE, their covariance with log-probs, and statistics over the completions of each
+prompt.
 
 Source: GAE, Schulman et al. 2015 (arXiv 1506.02438), eq. 16; KL-shaped rewards, Ouyang et al. 2022 (arXiv 2203.02155),
 eq. 2, and N details, no. 17. Deviation: the mask of a row may have gaps (turns of a user or a tool), which count as no
@@ -13,6 +14,7 @@ Shapes: B batch, T time; N completions, whose prompts groups [N] identifies by a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -87,6 +89,31 @@ def gae(rewards: Tensor, *, values: Tensor, mask: Tensor, gamma: float, lam: flo
         next_advantage = torch.where(counts[:, t], advantage, next_advantage)
         next_value = torch.where(counts[:, t], values[:, t], next_value)
     return advantages, keep(advantages + values, mask)
+
+
+def covariance_terms(
+    logprobs: Tensor,
+    *,
+    advantages: Tensor,
+    mask: Tensor,
+    total: Callable[[Tensor], Tensor] = lambda partial: partial,
+) -> Tensor:
+    """Contribution of each token to the covariance of log-probs and advantages: the product of their deviations from
+    their means (arXiv 2505.22617, section 4).
+
+    Args:
+        logprobs: [B, T].
+        advantages: [B, T].
+        mask: [B, T], 1 on completion tokens.
+        total: sums numbers over the ranks, as in `masked_whiten`.
+
+    Returns:
+        [B, T] in float64, 0 outside the mask.
+    """
+    pair = torch.stack([keep(logprobs, mask), keep(advantages, mask)]).double()
+    *sums, count = total(torch.stack([*pair.sum(dim=(1, 2)), mask.bool().sum().double()]))
+    logprobs, advantages = pair - torch.stack(sums)[:, None, None] / count.clamp(min=1)
+    return keep(logprobs * advantages, mask)
 
 
 def group_sum(values: Tensor, *, groups: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ rollout = parts.sampler.sample(prompts, step=step)
 rollout = parts.scorer.score(prompts, rollout)
 plan = parts.plan(rollout, step=step)
 rollout = parts.scorer.compute_logprobs(rollout, plan)
-batch = parts.estimate(rollout, kl_coef=kl_coef)
+batch = parts.estimate(rollout, kl_coef=kl_coef, step=step)
 report = parts.updater.update(batch, [plan], kl_coef=kl_coef)
 """
 
@@ -18,6 +18,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.loop.saving import finish, save_engine
@@ -28,6 +29,7 @@ from hybrid_rlhf.rl.batch import Batch, MiniBatchPlan, MiniBatchPlanner, Rollout
 from hybrid_rlhf.rl.roles import Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
 from hybrid_rlhf.rl.rollouts.collector import Collector
+from hybrid_rlhf.rl.rollouts.entropy import select_tokens
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.scoring import RolloutScorer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
@@ -96,11 +98,14 @@ class RLParts:
             together=self.algorithm.together,
         )
 
-    def estimate(self, rollout: Rollout, *, kl_coef: float) -> Batch:
-        """Estimate advantages of a scored rollout; see estimate_advantages."""
-        return estimate_advantages(
-            rollout, self.algorithm, scaling=self.scaling, kl_coef=kl_coef, world=self.roles.world
-        )
+    def estimate(self, rollout: Rollout, *, kl_coef: float, step: int = 0) -> Batch:
+        """Estimate advantages of a scored rollout, and select the tokens on which algorithm.entropy acts; see
+        estimate_advantages and select_tokens. Every rank calls."""
+        config = self.algorithm.config
+        world = self.roles.world
+        batch = estimate_advantages(rollout, self.algorithm, scaling=self.scaling, kl_coef=kl_coef, world=world)
+        entropy = config.entropy if isinstance(config, PolicyGradientConfig) else None
+        return select_tokens(batch, entropy, seed=self.sampler.seed, step=step, world=world)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from hybrid_rlhf.rl.batch import Batch, Rollout, restored_rows, with_prefix, wit
 from hybrid_rlhf.rl.metrics import evaluation_metrics, rollout_metrics, speed_metrics
 from hybrid_rlhf.rl.parts import RLSession
 from hybrid_rlhf.rl.rollouts.advantages import KLController, NothingToLearn
+from hybrid_rlhf.rl.rollouts.entropy import EntropyController
 from hybrid_rlhf.rl.rollouts.samples import SampleTexts, token_arrays, token_rows
 from hybrid_rlhf.rl.updates.updater import LastLogprobs, Progress, UpdateReport
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -73,6 +74,7 @@ class RLTrainer(Trainer):
         self._ahead = session.collector.ahead
         self._max_logprob_diff = run.world.broadcast_object(sampler.max_logprob_diff, source=sampler.world.members[0])
         self._kl = KLController(config.algorithm.kl)
+        self._entropy = EntropyController(config.algorithm)
         self._texts = SampleTexts(session.prompts, session.tokenizer)
         self._skipped = SkippedUpdates(run, limit=config.faults.max_skipped_steps)
         self._samples = SampleLog(run.folder, every=config.logging.samples_every, enabled=run.world.is_main)
@@ -108,12 +110,16 @@ class RLTrainer(Trainer):
             self._run.timers.take()
             return self._skipped.record(step, error.what)
         plans = [self._parts.plan(batch.rollout, step=step, epoch=epoch) for epoch in range(config.algorithm.epochs)]
+        entropy = self._entropy.measured(batch.rollout, self._world)
+        entropy_coef = self._entropy.coef(entropy)
+        train_actor = config.critic is None or step > config.critic.warmup_steps
         with self._run.timers("training"):
             report = self._updater.update(
                 batch,
                 plans,
                 kl_coef=kl_coef,
-                train_actor=config.critic is None or step > config.critic.warmup_steps,
+                entropy_coef=entropy_coef,
+                train_actor=train_actor,
                 progress=progress,
                 keeps_ratios=self._tokens.records(step),
                 between=lambda progress: self._checkpoints.within_step(
@@ -125,6 +131,9 @@ class RLTrainer(Trainer):
         self._require_own_samples(step, metrics)
         if "objective/kl" in metrics:
             self._kl.update(metrics["objective/kl"], completions=len(plans[0].index))
+        if entropy is not None and train_actor:
+            metrics["policy/entropy_coef"] = entropy_coef
+            self._entropy.update(entropy)
         if due(step, config.reference.refresh_every):
             self._roles.refresh_reference()
         self._write_samples(step, report)
@@ -142,7 +151,7 @@ class RLTrainer(Trainer):
         rollout = self._collector.collect(step)
         rollout = self._scorer.compute_logprobs(rollout, self._parts.plan(rollout, step=step))
         self._require_finite(step, rollout)
-        return self._parts.estimate(rollout, kl_coef=self._kl.kl_coef)
+        return self._parts.estimate(rollout, kl_coef=self._kl.kl_coef, step=step)
 
     def _require_finite(self, step: int, rollout: Rollout) -> None:
         """Write out the rows with a value that is not finite, and raise NonFiniteError; on every rank."""
@@ -236,6 +245,7 @@ class RLTrainer(Trainer):
             "prompts": self._ahead.stream.state_dict(),
             "algorithm": {"name": self._rl.algorithm.name, **self._parts.algorithm.state_dict()},
             "kl": self._kl.state_dict(),
+            "entropy": self._entropy.state_dict(),
             "scaling": self._parts.scaling.state_dict(),
             "skipped": self._skipped.state_dict(),
             "ahead": self._ahead.state_dict(),
@@ -291,6 +301,8 @@ class RLTrainer(Trainer):
         self._ahead.stream.load_state_dict(content["prompts"])
         self._parts.algorithm.load_state_dict(content["algorithm"])
         self._kl.load_state_dict(content["kl"])
+        if "entropy" in content:
+            self._entropy.load_state_dict(content["entropy"])
         self._parts.scaling.load_state_dict(content["scaling"])
         self._skipped.load_state_dict(content["skipped"])
         self._ahead.load_state_dict(content.get("ahead", ()), state.shards, self._world, content.get("carried"))

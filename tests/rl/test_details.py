@@ -205,7 +205,7 @@ def test_tokens_of_positive_scores_are_made_likelier_by_their_mean(world: World,
     batch = replace(batch, rollout=replace(batch.rollout, scores=scores), advantages=torch.zeros_like(batch.advantages))
     updater = Updater(parts.roles, VAPO(learned), rollout=SAMPLING)
     total, expected = 0.0, 0.0
-    for mini_batch in updater._mini_batches(batch, [plan], 0.0):
+    for mini_batch in updater._mini_batches(batch, [plan], 0.0, None):
         rows = [row for row in mini_batch.rows if scores[row] > 0]
         positive = int(mask[rows].sum())
         assert mini_batch.inputs.positive_tokens == positive > 0

@@ -504,6 +504,12 @@ MISTAKES = {
     "for example to 1.001",
     "--algorithm.penalties.overlong_fraction 2": "algorithm.penalties.overlong_fraction must be in [0, 1], got 2.0: "
     "give for example 0.2",
+    "--algorithm.entropy.bounds [2,1]": "algorithm.entropy.bounds is [low, high], got [2.0, 1.0]: exchange them",
+    "--algorithm rloo --algorithm.entropy.method kl_cov": "algorithm.entropy.method kl_cov penalizes changes since the "
+    "first update of a rollout, got one update: give algorithm.mini_batches or algorithm.epochs 2 or more, or method "
+    "clip_cov",
+    "--algorithm raft --algorithm.entropy.share 0.1": "algorithm raft has equal advantages, which covary with nothing, "
+    "got algorithm.entropy.method clip_cov: give adaptive, or leave it out",
     "--algorithm gpro": "algorithm must be one of ppo, reinforce, rloo, remax, reinforce_pp, "
     "reinforce_pp_baseline, grpo, dr_grpo, dapo, gdpo, pass_at_k, gspo, gmpo, cispo, sapo, vespo, "
     "vapo, online_dpo, raft, got gpro: the nearest is grpo",

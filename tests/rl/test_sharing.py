@@ -45,7 +45,7 @@ def batch_of(prompts: list[int]) -> Batch:
     groups = torch.tensor(prompts, dtype=torch.long).repeat_interleave(SAMPLES)
     rollout = replace(rollout, groups=groups, components={"a/b": groups / 3}, scores=groups / 7)
     values = rollout.sampled_logprobs - rollout.drawn_logprobs
-    return Batch(rollout, values, values * 2, clipped=groups > 2)
+    return Batch(rollout, values, values * 2, clipped=groups > 2, selected=values > 0)
 
 
 def held_batch(world: World) -> Batch:

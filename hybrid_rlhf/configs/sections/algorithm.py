@@ -1,5 +1,5 @@
 """Shared settings of RL algorithms: optional parts (KL penalty, score penalties, dynamic sampling, correction for the
-difference between sampler and trainer), and base classes with keys that several algorithms read.
+difference between sampler and trainer, entropy control), and base classes with keys that several algorithms read.
 
 The algorithms themselves are in configs/algorithms.py.
 """
@@ -145,6 +145,53 @@ class CorrectionConfig(Settings):
         return 1 / self.clip if self.low is None else self.low, self.clip
 
 
+class EntropyConfig(Settings):
+    """Control of the actor's entropy."""
+
+    method: Literal["clip_cov", "kl_cov", "adaptive"] = "clip_cov"
+    """Some tokens whose log-prob and advantage covary most have no policy gradient (clip_cov), or a penalty of their
+    change (kl_cov; both: arXiv 2505.22617, section 4); adaptive: the entropy bonus follows a target (Skywork-OR1,
+    arXiv 2505.22312)."""
+    share: Annotated[float, "in (0, 1]"] | None = None
+    """Share of a rollout's response tokens that clip_cov (null: 2e-4) or kl_cov (null: 2e-3) selects (the paper)."""
+    bounds: tuple[float, float] = (1.0, 5.0)
+    """Covariances of the tokens from which clip_cov selects at random ([1, 5]: the paper); kl_cov selects the highest
+    ones."""
+    coef: Positive = 1.0
+    """Weight of the penalty |log p / p_old| of kl_cov (1: the paper)."""
+    target: Nats = 0.2
+    """Entropy per token, in nats, below which adaptive raises the coefficient of the entropy bonus, and above which it
+    lowers it and adds no bonus (0.2: Skywork-OR1)."""
+    step: Positive = 0.0001
+    """Change of the coefficient per rollout (1e-4: the scripts of Skywork-OR1)."""
+
+    def _check(self) -> None:
+        for name, default, methods in (
+            ("share", None, ("clip_cov", "kl_cov")),
+            ("bounds", (1.0, 5.0), ("clip_cov",)),
+            ("coef", 1.0, ("kl_cov",)),
+            ("target", 0.2, ("adaptive",)),
+            ("step", 0.0001, ("adaptive",)),
+        ):
+            value = getattr(self, name)
+            given = list(value) if isinstance(value, tuple) else value
+            require(
+                self.method in methods or value == default,
+                f"algorithm.entropy.{name} is for method {' or '.join(methods)}, got {given} with {self.method}: leave "
+                "it out",
+            )
+        require(
+            self.bounds[0] <= self.bounds[1],
+            f"algorithm.entropy.bounds is [low, high], got {list(self.bounds)}: exchange them",
+        )
+
+    @property
+    def selected_share(self) -> float | None:
+        """Share of the tokens that are selected; None if the method selects none."""
+        default = {"clip_cov": 2e-4, "kl_cov": 2e-3}.get(self.method)
+        return default if self.share is None else self.share
+
+
 class AlgorithmConfig(Settings):
     """Settings of all RL algorithms."""
 
@@ -183,7 +230,7 @@ class AlgorithmConfig(Settings):
     """Scale scores to mean 0 and standard deviation 1: running, with statistics of all scores so far (OpenRLHF);
     initial, with statistics of the initial actor's scores (InstructGPT)."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with algorithm.entropy.method adaptive its first value."""
 
     @property
     def updates_once(self) -> bool:
@@ -229,11 +276,22 @@ class PolicyGradientConfig(AlgorithmConfig):
     correction: CorrectionConfig | None = None
     default_correction: ClassVar[CorrectionConfig] = CorrectionConfig()
     """The correction where other weights than those that train sample."""
+    entropy: EntropyConfig | None = setting(None, advanced=True)
+
+    def _check(self) -> None:
+        super()._check()
+        require(
+            self.entropy is None or self.entropy.method != "kl_cov" or not self.updates_once,
+            "algorithm.entropy.method kl_cov penalizes changes since the first update of a rollout, got one update: "
+            "give algorithm.mini_batches or algorithm.epochs 2 or more, or method clip_cov",
+        )
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """True if the actor must score a rollout before training: for several updates, or to count kept tokens."""
-        return not self.updates_once or not (self.correction is None or self.correction.count_masked)
+        """True if the actor must score a rollout before training: for several updates, to count kept tokens, or to
+        control the entropy."""
+        counts_kept = self.correction is not None and not self.correction.count_masked
+        return not self.updates_once or counts_kept or self.entropy is not None
 
     @property
     def allows_other_sampler(self) -> bool:

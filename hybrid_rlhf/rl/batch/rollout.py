@@ -375,6 +375,8 @@ class Batch:
     """[N, T] float32, targets of the critic; None without a critic."""
     clipped: Tensor | None = None
     """[N] bool, true if the score was clipped; None where scores are not clipped."""
+    selected: Tensor | None = None
+    """[N, T] bool, the tokens on which algorithm.entropy acts; None if it selects none."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of sampling, scoring and estimation."""
 

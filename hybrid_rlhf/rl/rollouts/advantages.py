@@ -159,7 +159,7 @@ def estimate_advantages(
     if rollout.ref_logprobs is not None:
         metrics["objective/kl_coef"] = kl_coef
     clipped = None if score_clip is None else scores.abs() > score_clip
-    batch = Batch(rollout, rewards, advantages, returns, clipped, metrics)
+    batch = Batch(rollout, rewards, advantages, returns, clipped, metrics=metrics)
     masks = isinstance(config, PolicyGradientConfig) and config.mask_truncated
     return _without_truncated(batch, world) if masks else batch
 

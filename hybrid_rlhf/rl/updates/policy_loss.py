@@ -1,5 +1,6 @@
-"""The actor's loss on a micro-batch: the algorithm's loss, an entropy bonus, the KL where it is a term of the loss, and
-VAPO's likelihood of completions with a positive score.
+"""The actor's loss on a micro-batch: the algorithm's loss, an entropy bonus, the KL where it is a term of the loss,
+VAPO's likelihood of completions with a positive score, and the effect of entropy control on the tokens that it has
+selected (rl/rollouts/entropy.py).
 
 All terms are sums over response tokens with the same weights, divided once by the caller.
 """
@@ -23,6 +24,7 @@ from hybrid_rlhf.functional.losses import (
 )
 from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms import Algorithm
+from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.batch import Batch, Rollout
 
 ROUTES_USED = ("routes_used", "routes_recorded")
@@ -43,6 +45,8 @@ class MiniBatch:
     """Response tokens that the correction keeps, where they are the denominator."""
     positive_tokens: float = 0.0
     """Tokens of `positive_tokens` over all ranks; 0 without a term for them."""
+    entropy_coef: float | None = None
+    """Weight of the entropy bonus; None: that of the settings."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ class PolicyLoss:
         self._actor = actor
         self._algorithm = algorithm
         self._config = algorithm.config
+        entropy = self._config.entropy if isinstance(self._config, PolicyGradientConfig) else None
+        self._change_coef = entropy.coef if entropy is not None and entropy.method == "kl_cov" else None
+        """Weight of the log-ratios of selected tokens; None: selected tokens have no policy gradient."""
         self._temperature = temperature
         self._max_tokens = max_tokens
 
@@ -110,10 +117,16 @@ class PolicyLoss:
             stats["correction_squares"] = masked_sum(correction.weights.square(), mask=mask)
             stats["correction_cut"] = masked_sum(correction.cut.float(), mask=mask)
         tokens_per_completion = mini_batch.tokens / max(mini_batch.sequences, 1)
-        loss = self._algorithm.loss(logprobs, batch, weights=weights, tokens_per_completion=tokens_per_completion)
+        selected = batch.selected
+        learned = weights if selected is None or self._change_coef else weights * ~selected
+        loss = self._algorithm.loss(logprobs, batch, weights=learned, tokens_per_completion=tokens_per_completion)
         total = loss.total
-        if config.entropy_coef:
-            total = total - config.entropy_coef * masked_sum(weights * entropy, mask=mask)
+        if selected is not None and self._change_coef:
+            change = log_ratios(logprobs, rollout).abs() * selected
+            total = total + self._change_coef * masked_sum(weights * change, mask=mask)
+        entropy_coef = config.entropy_coef if mini_batch.entropy_coef is None else mini_batch.entropy_coef
+        if entropy_coef:
+            total = total - entropy_coef * masked_sum(weights * entropy, mask=mask)
         if config.kl is not None and config.kl.where == "loss" and rollout.ref_logprobs is not None:
             assert config.kl.estimator != "k1" and rollout.old_logprobs is not None
             kl = kl_loss(

@@ -225,6 +225,7 @@ class Updater:
         plans: Sequence[MiniBatchPlan],
         *,
         kl_coef: float = 0.0,
+        entropy_coef: float | None = None,
         train_actor: bool = True,
         progress: Progress | None = None,
         keeps_ratios: bool = False,
@@ -237,6 +238,7 @@ class Updater:
             batch: the batch to learn from, of which each rank gives the rows that it holds.
             plans: mini-batches of each epoch.
             kl_coef: coefficient of the KL, where it is a term of the loss.
+            entropy_coef: coefficient of the entropy bonus; None: that of the settings.
             train_actor: true to train actor and critic, false to train the critic alone.
             progress: updates made from this batch before the run was interrupted.
             keeps_ratios: true to report the ratio of each token.
@@ -256,7 +258,7 @@ class Updater:
         last = progress.last
         index = plans[0].index
         final = sum(len(plan.tokens) for plan in plans) - 1
-        for number, mini_batch in enumerate(self._mini_batches(batch, plans, kl_coef)):
+        for number, mini_batch in enumerate(self._mini_batches(batch, plans, kl_coef, entropy_coef)):
             if number < progress.updates:
                 continue
             between(progress)
@@ -292,7 +294,9 @@ class Updater:
             clip=self._config.value_clip if isinstance(self._config, ActorCriticConfig) else 0.0,
         )
 
-    def _mini_batches(self, batch: Batch, plans: Sequence[MiniBatchPlan], kl_coef: float) -> Iterator[_MiniBatchRows]:
+    def _mini_batches(
+        self, batch: Batch, plans: Sequence[MiniBatchPlan], kl_coef: float, entropy_coef: float | None
+    ) -> Iterator[_MiniBatchRows]:
         """The mini-batches of all epochs; the rows of an epoch come to the ranks that compute them at its beginning."""
         counted = self._correction is None or self._correction.count_masked
         kept_per_row = None
@@ -309,7 +313,7 @@ class Updater:
                 rows = plan.rows_of(number)
                 kept_tokens = None if kept_per_row is None else float(kept_per_row[rows].sum())
                 positive = 0.0 if positive_per_row is None else float(positive_per_row[rows].sum())
-                inputs = MiniBatch(tokens, sequences, kl_coef, kept_tokens, positive)
+                inputs = MiniBatch(tokens, sequences, kl_coef, kept_tokens, positive, entropy_coef)
                 micro_batches = {world: of_world[number] for world, of_world in parts.items()}
                 yield _MiniBatchRows(rows, micro_batches, local, plan.index.lengths, inputs)
 
