@@ -20,12 +20,15 @@ from hybrid_rlhf.generation.architecture.recurrence import (
     Recurrence,
     ShortConvolution,
 )
+from hybrid_rlhf.generation.batching import capacity
 from hybrid_rlhf.generation.model.attention import Chunks, DecodeRows
 from hybrid_rlhf.generation.model.layers import InferenceLinear
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates
 from hybrid_rlhf.generation.ops import gpu as kernels
 from hybrid_rlhf.runtime.world import default_device
+from tests.support.families import variant
+from tests.support.generation import SHORT_SAMPLED, engine_of
 from tests.support.triton_kernels import HALF, LEAST_SHARED_BYTES, compiled
 
 pytest.importorskip("triton")
@@ -155,6 +158,20 @@ def test_small_step_sizes_are_exact() -> None:
     for cache in both:
         layer(1, torch.ones(2, HIDDEN), step_of(cache, slots, 2, [], []))
     torch.testing.assert_close(both[1].memory, both[0].memory, atol=0.0, rtol=1e-5)
+
+
+def test_the_memory_of_a_prefill_of_several_prompts_is_measured(
+    everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompts share one slot, of which the kernels were given a view that they read beyond its end."""
+    generation = engine_of(variant("qwen3_5").to(DEVICE), range(3, 30))
+    decoder = generation.backend.decoder
+    assert decoder is not None
+    requests = generation.maker.requests([[5, 6, 7]] * 3, SHORT_SAMPLED)
+    measured: list[int] = []
+    monkeypatch.setattr(capacity, "peak_bytes", lambda device, run: (run(), measured.append(1), 1000)[-1])
+    capacity.measured_memory(decoder, requests, rows=3, prefill_tokens=100, cuda_graphs=False)
+    assert len(measured) == 3
 
 
 _COMPILE_RECURRENT = """

@@ -52,9 +52,12 @@ class StepSequences:
     """Sequences of a step as read by kernels: decoding rows of one token each, then chunks."""
 
     slots: Tensor
-    """[B + n] slots of the states."""
+    """[B + n] slots of the states; contiguous, as kernels read them."""
     rows: int
     chunks: ChunkTokens | None
+
+    def __post_init__(self) -> None:
+        assert self.slots.is_contiguous(), self.slots.stride()
 
 
 @triton.jit
