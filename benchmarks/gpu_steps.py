@@ -209,6 +209,7 @@ def _steps(words: list[str], *, small: bool, profiles: bool) -> dict[str, Any]:
     from hybrid_rlhf.cli.rl import main
     from hybrid_rlhf.configs.rl import RLConfig
     from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device
+    from hybrid_rlhf.planning.room import resolve_keep_weights
     from hybrid_rlhf.planning.step_memory import Planner
     from hybrid_rlhf.runtime.command_line import parse_config
     from hybrid_rlhf.runtime.observability.metrics import read_metrics
@@ -218,7 +219,8 @@ def _steps(words: list[str], *, small: bool, profiles: bool) -> dict[str, Any]:
         line = _line(folder, small=small) + words
         total = torch.cuda.get_device_properties(0).total_memory if ON_GPU else 16 * GIB
         machine = Device(DEVICE, 1, total - GPU_RESERVE_GIB * GIB)
-        plan = {phase.name: phase.total / GIB for phase in Planner(machine).phases(parse_config(RLConfig, line))}
+        config = resolve_keep_weights(parse_config(RLConfig, line), solo_world(DEVICE))
+        plan = {phase.name: phase.total / GIB for phase in Planner(machine).phases(config)}
         with _watched() as syncs, _profiled_phases(_STEPS if profiles else _STEPS + 1) as phases:
             try:
                 main(line)
