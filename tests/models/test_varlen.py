@@ -77,6 +77,28 @@ def test_the_call_of_torch_names_its_arguments(monkeypatch: pytest.MonkeyPatch) 
         assert causal == (window is None)
 
 
+def test_keys_are_repeated_for_a_kernel_without_grouped_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 and 2.12."""
+    module = pytest.importorskip("torch.nn.attention.varlen")
+
+    def older(
+        query: Tensor, key: Tensor, value: Tensor, *lengths: Any, scale: float, window_size: tuple[int, int]
+    ) -> Tensor:
+        assert query.shape == key.shape == value.shape
+        return key
+
+    monkeypatch.setattr(module, "varlen_attn", older)
+    attention._varlen_parameters.cache_clear()
+    try:
+        keys, ends = torch.randn(5, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
+        queries = torch.zeros(5, 6, 8)
+        found = attention._torch_varlen(queries, keys, keys, (ends, ends), (5, 5), scale=0.5, window=None)
+        assert torch.equal(found.view(5, 2, 3, 8), keys[:, :, None].expand(5, 2, 3, 8))
+    finally:
+        monkeypatch.undo()
+        attention._varlen_parameters.cache_clear()
+
+
 def test_cudnn_attention_is_off_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", told.append)
