@@ -319,6 +319,8 @@ def by_algorithm(task: Task, name: str) -> dict[str, Any]:
         | ({"kl": {"where": "loss", "estimator": "k2"}} if kind.selects else {}),
         "rollout": {"prompts_per_step": prompts, "sampling": {"n": group}},
     }
+    if name == "pass_at_k":
+        changes["algorithm"] |= {"k": group // 2}
     if kind.single_update and name not in SEVERAL_UPDATES:
         changes["algorithm"] |= ONE_UPDATE["algorithm"]
     if name == "online_dpo" and task.config["actor"]["optimizer"]["lr"] > HIGHEST_DPO_LR:

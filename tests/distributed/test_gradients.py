@@ -103,7 +103,8 @@ def random_batch(seed: int) -> Batch:
         ref_logprobs=reference,
         old_values=values,
     )
-    return Batch(rollout, rewards=normal(1.0), advantages=normal(1.0), returns=values + normal(1.0))
+    batch = Batch(rollout, rewards=normal(1.0), advantages=normal(1.0), returns=values + normal(1.0))
+    return replace(batch, rollout=replace(rollout, scores=normal(1.0)[:, 0]))
 
 
 def gradients(
@@ -118,7 +119,11 @@ def gradients(
         model = ModelConfig(attention=attention, **{together: micro.ranks})  # type: ignore[arg-type]
         spec = EngineSpec("actor", path, model, ZeroConfig(stage=stage), 0, optimizer)  # type: ignore[arg-type]
         actor, algorithm = build_actor(spec, world), ALGORITHMS[name](settings_of(name))
-        critic = build_engine(replace(spec, role="critic", path=critic_path), world) if name == "ppo" else None
+        critic = (
+            build_engine(replace(spec, role="critic", path=critic_path), world)
+            if RL_ALGORITHMS[name].needs_critic
+            else None
+        )
         roles: Any = Roles(world, actor, None, critic)  # type: ignore[arg-type]
         batch, micro_batches = random_batch(seed), replace(micro, padded=attention == PADDED)
         planner = MiniBatchPlanner(micro_batches, seed=number, world=solo_world(torch.device("cpu")))

@@ -17,7 +17,7 @@ from hybrid_rlhf.engines.partition import full_tensors
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.model.four_bit import FourBitLinear, FourBitPart
 from hybrid_rlhf.loop.saving import save_adapter
-from hybrid_rlhf.models.four_bit import FourBitWeight, dequantised
+from hybrid_rlhf.models.four_bit import FourBitWeight, dequantised, plain_value, quantise_layers
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
 from hybrid_rlhf.models.pretrained.saving import save_model
 from hybrid_rlhf.runtime.world import World
@@ -156,3 +156,29 @@ def test_a_product_is_that_of_the_dequantised_weight() -> None:
     x = torch.randn(3, 64)
     expected = x @ dequantised(layer.weight, layer.weight.quant_state).t()
     assert torch.allclose(layer(x), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [32, 48, 64, 96, 928])
+def test_rows_of_part_of_a_block_have_their_own_scales(inputs: int, dtype: torch.dtype) -> None:
+    """bitsandbytes' kernel for AVX-512 takes others, so that weights of 1 differ by 2."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(inputs, 40, bias=inputs == 96, dtype=dtype)
+    model: Any = torch.nn.Sequential(linear)
+    model.dtype = dtype
+    weight = linear.weight.detach().float() * inputs**0.5
+    linear.weight.data = weight.to(dtype)
+    quantise_layers(model, ["0"], device=torch.device("cpu"))
+    layer = model[0]
+    value = plain_value(layer.weight)
+    assert (value.float() - weight).abs().max() < 0.25 * weight.abs().max()
+    x = torch.randn(5, inputs, dtype=dtype, requires_grad=True)
+    expected = torch.nn.functional.linear(x, value, layer.bias)
+    upstream = torch.randn_like(expected)
+    close = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}
+    torch.testing.assert_close(layer(x), expected, **close)
+    gradients = [torch.autograd.grad(out, x, upstream)[0] for out in (layer(x), expected)]
+    torch.testing.assert_close(*gradients, **close)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, **close)
+        torch.testing.assert_close(layer(x[:1]), expected[:1], **close)
