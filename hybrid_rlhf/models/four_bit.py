@@ -29,7 +29,7 @@ from hybrid_rlhf.models.pretrained.adapters import LowRank
 
 _BLOCK = 64
 """Elements with a scale."""
-SCALE_BYTES_PER_WEIGHT = 1 / 64 + 4 / (64 * 256)
+SCALE_BYTES_PER_WEIGHT = 1 / _BLOCK + 4 / (_BLOCK * 256)
 """A scale of 8 bits per block, and a float32 scale of these per 256 blocks."""
 BYTES_PER_WEIGHT = 0.5 + SCALE_BYTES_PER_WEIGHT
 """A code of 4 bits, and scales."""

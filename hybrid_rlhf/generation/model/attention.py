@@ -25,7 +25,7 @@ from torch.nn import functional
 from hybrid_rlhf.generation.architecture.model_description import Latent, ModelDescription, Split
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, KVCache, blocks_of
 from hybrid_rlhf.generation.model.latent import AbsorbedTokens, ExpandedChunks, PagedLatents, Table
-from hybrid_rlhf.generation.ops import cpu_kernels
+from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.attention import attend, attend_rows
 from hybrid_rlhf.generation.ops.rows import rotated
 from hybrid_rlhf.generation.transfers import to_device
@@ -87,8 +87,7 @@ class Attention:
         self.architecture = architecture
         self.cache = cache
         self.kernels = kernels
-        self.fused = None if kernels is cpu_kernels else kernels
-        """Kernels of a GPU, which fuse more than attention, or none."""
+        self.fused = choice.fused_kernels(kernels)
         self.kv_heads = [len(kv_heads) for kv_heads in split.kv_heads_of]
         """Number of KV heads of this rank, for each kind of attention."""
         self.groups = [len(split.heads) // count for count in self.kv_heads]

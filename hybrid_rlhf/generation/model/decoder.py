@@ -23,7 +23,7 @@ from hybrid_rlhf.generation.model.decoder_weights import DecoderWeights, LayerWe
 from hybrid_rlhf.generation.model.latent import Table
 from hybrid_rlhf.generation.model.layers import Norm, QuantisedLinear, norm_heads
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
-from hybrid_rlhf.generation.ops import choice, cpu_kernels
+from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
 from hybrid_rlhf.runtime.world import World
 
@@ -45,7 +45,7 @@ class Decoder:
         self.world = world
         self._activation = ACTIVATIONS[architecture.activation]
         self.kernels = choice.kernels_for(world.device, weights.embed.dtype)
-        self._fused = None if self.kernels is cpu_kernels else self.kernels
+        self._fused = choice.fused_kernels(self.kernels)
         self._weights = weights
         self._chosen: ChosenAdapters | None = None
         # as Hugging Face, which multiplies by the scale in the dtype of the weights

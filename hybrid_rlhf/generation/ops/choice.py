@@ -22,6 +22,11 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     return cpu_kernels if dtype in cpu_kernels.DTYPES and cpu_kernels.available() else None
 
 
+def fused_kernels(kernels: ModuleType | None) -> ModuleType | None:
+    """Return kernels that fuse more operations than those of a CPU; None for these."""
+    return None if kernels is cpu_kernels else kernels
+
+
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """True if products with packed weights exist for a device and dtype."""
     if device.type != "cpu" or not torch.backends.mkldnn.enabled:

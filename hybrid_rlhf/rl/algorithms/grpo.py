@@ -27,13 +27,13 @@ from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
 from hybrid_rlhf.rl.batch import Rollout
 
-_EPSILON = 1e-4
+EPSILON = 1e-4
 """The value of TRL."""
 
 
 def standardized(values: Tensor, *, groups: Tensor) -> Tensor:
     """Values [N] less their group's mean, divided by the group's standard deviation."""
-    return (values - group_mean(values, groups=groups)) / (group_std(values, groups=groups) + _EPSILON)
+    return (values - group_mean(values, groups=groups)) / (group_std(values, groups=groups) + EPSILON)
 
 
 class GRPO(Algorithm):

@@ -21,9 +21,8 @@ from torch import Tensor
 from hybrid_rlhf.configs.algorithms import PassAtKConfig
 from hybrid_rlhf.functional.masking import row_sums
 from hybrid_rlhf.rl.algorithms.algorithm import Algorithm, groups_of, per_token
+from hybrid_rlhf.rl.algorithms.grpo import EPSILON
 from hybrid_rlhf.rl.batch import Rollout
-
-_EPSILON = 1e-4
 
 
 class PassAtK(Algorithm):
@@ -58,5 +57,5 @@ class PassAtK(Algorithm):
         mean = (of_all * best).sum()
         advantages = itself * best + at_later.flip(0).cumsum(0).flip(0) - at_later - mean
         if self.config.divide_by_std:
-            advantages = advantages / ((of_all * (best - mean).square()).sum().sqrt() + _EPSILON)
+            advantages = advantages / ((of_all * (best - mean).square()).sum().sqrt() + EPSILON)
         return torch.empty_like(advantages).scatter(0, order, advantages)
