@@ -39,6 +39,7 @@ SMALL = {
     "data.sources": "",
     "data.cache_dir": "",
     "train.save_every": 1,
+    "critic.warmup_steps": 1,
 }
 """Changed where a step has the key; what is empty the test fills in."""
 SMALL_STEP_1 = {"data.split": "null", "distill.sampling.max_new_tokens": 6, "distill.teacher": ""}
@@ -131,7 +132,7 @@ def test_the_commands_run(
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())
-    assert lines[1]["grad_norm" if name in ("preference", "sft") else "actor/grad_norm"] > 0
+    assert lines[-1]["grad_norm" if name in ("preference", "sft") else "actor/grad_norm"] > 0
     if name in ("preference", "sft"):
         assert (folder / "model.safetensors").exists()
         return
