@@ -210,8 +210,8 @@ class RLConfig(StepConfig):
             if not isinstance(self.algorithm, PolicyGradientConfig):
                 raise UserError(
                     "samples of other weights than those that train need algorithm.correction, got algorithm "
-                    f"{name} without: give another, or leave out rollout.async_sampling, rollout.partial and "
-                    "rollout.quantization"
+                    f"{name} without: give another, or leave out rollout.async_sampling, rollout.partial, "
+                    "rollout.streaming and rollout.quantization"
                 )
             default = self.algorithm.default_correction
             object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))
@@ -219,6 +219,15 @@ class RLConfig(StepConfig):
             not self.rollout.policy_lag or alone or self.rollout.tensor_parallel == 1,
             "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
             f"rollout.tensor_parallel {self.rollout.tensor_parallel}: give 1, or --placement separation",
+        )
+        require(
+            self.rollout.streaming is None or self.environment is None or self.environment.path is not None,
+            "rollout.streaming samples for an environment.path, got programs that ask rollout.endpoint: leave one out",
+        )
+        require(
+            self.rollout.streaming is None or not alone or not self.actor.ema_decay,
+            "rollout.streaming on ranks of its own never samples with other weights, got actor.ema_decay "
+            f"{self.actor.ema_decay}: leave one out",
         )
         require(
             self.rollout.partial is None or self.environment is None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Self
 
 import torch
@@ -20,7 +19,15 @@ from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.generation.backends.backend import BackendName, GenerationBackend
 from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.backends.native import NativeBackend
-from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request, RequestMaker, TokenLimit
+from hybrid_rlhf.generation.batching.arrivals import Taken
+from hybrid_rlhf.generation.batching.requests import (
+    DecodeWork,
+    NewTokens,
+    Request,
+    RequestMaker,
+    TokenLimit,
+    continue_requests,
+)
 from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.generation.ops.quantisation import Quantization
 from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams
@@ -259,7 +266,7 @@ class GenerationEngine:
             raise UserError(f"adapters are one per prompt, got {len(adapters)} for {len(prompts)}: give as many")
         for request, adapter in ((entry, adapters[entry.prompt_index]) for entry in requests if adapters):
             request.adapter = self.maker.adapter_number(adapter)
-        _continue(requests, begun)
+        continue_requests(requests, begun)
         if until is not None:
             limit = TokenLimit(until, requests)
             for request in requests:
@@ -281,7 +288,15 @@ class GenerationEngine:
             results[request.prompt_index].append(request.completion(self.weight_version))
         return results
 
-    def open(self, *, rows: int, max_tokens: int, memory_share: float | None = None) -> OpenBatch:
+    def open(
+        self,
+        *,
+        rows: int,
+        max_tokens: int,
+        memory_share: float | None = None,
+        records_routes: bool = False,
+        order: Sequence[Taken] = (),
+    ) -> OpenBatch:
         """Decode requests from other threads as they arrive, until the batch is closed.
 
         The engine cannot be used for anything else until then.
@@ -291,12 +306,24 @@ class GenerationEngine:
             max_tokens: maximum length of prompt and completion; keys and values of one such request must fit in memory.
             memory_share: largest share of the free memory for keys and values, unless one request needs more; none: the
                 default.
+            records_routes: true if requests may record the experts of their tokens.
+            order: result of `OpenBatch.take_order` of an earlier batch, whose labelled submissions and pauses this one
+                takes in the same steps; none: in the order of their arrival.
 
         Raises:
             UserError: when keys and values of one request do not fit in memory.
         """
         self._follow_model()
-        return OpenBatch(self.backend, self.maker, rows=rows, max_tokens=max_tokens, memory_share=memory_share)
+        return OpenBatch(
+            self.backend,
+            self.maker,
+            rows=rows,
+            max_tokens=max_tokens,
+            memory_share=memory_share,
+            weight_version=self.weight_version,
+            records_routes=records_routes,
+            order=order,
+        )
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
         """Complete one prompt; yields each token when it is sampled, including the stop token."""
@@ -322,13 +349,6 @@ class GenerationEngine:
         if decoder is not None:
             assert isinstance(self.backend, NativeBackend)
             self.backend.sync_weights(decoder)
-
-
-def _continue(requests: Sequence[Request], begun: Sequence[Sequence[Completion]]) -> None:
-    """Give requests the tokens of the completions that an earlier call began."""
-    for index, samples in groupby(requests, key=lambda request: request.prompt_index):
-        for request, completion in zip(samples, begun[index] if index < len(begun) else (), strict=False):
-            request.continue_from(completion)
 
 
 def _shared_weights(

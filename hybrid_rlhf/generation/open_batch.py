@@ -12,10 +12,12 @@ ends.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Self, TypeVar
@@ -24,10 +26,11 @@ import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
-from hybrid_rlhf.generation.batching.arrivals import Arrivals
-from hybrid_rlhf.generation.batching.requests import NewTokens, Request, RequestMaker
+from hybrid_rlhf.generation.backends.native import NativeBackend
+from hybrid_rlhf.generation.batching.arrivals import Arrivals, Taken
+from hybrid_rlhf.generation.batching.requests import NewTokens, Request, RequestMaker, continue_requests
 from hybrid_rlhf.generation.batching.rows import BatchLoad
-from hybrid_rlhf.generation.sampling import FinishReason, SamplingParams, per_request
+from hybrid_rlhf.generation.sampling import Completion, FinishReason, SamplingParams, per_request
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.openmp import release_workers
 
@@ -53,6 +56,8 @@ class StreamedToken:
     """Set with the last token of the sample; none before."""
     top: Sequence[tuple[int, float]] = ()
     """The most likely tokens with their log-probs, as many as were requested."""
+    completion: Completion | None = None
+    """The whole sample, with its last token; none before."""
 
 
 Deliver = Callable[[list[StreamedToken]], None]
@@ -81,6 +86,9 @@ class OpenBatch:
         rows: int,
         max_tokens: int,
         memory_share: float | None = None,
+        weight_version: int = 0,
+        records_routes: bool = False,
+        order: Sequence[Taken] = (),
     ) -> None:
         """Start the thread; arguments as in `GenerationEngine.open`."""
         self._backend = backend
@@ -89,7 +97,15 @@ class OpenBatch:
         self.rows = rows
         self.max_tokens = max_tokens if limit is None else min(max_tokens, limit)
         self._memory_share = memory_share
-        self._arrivals = Arrivals(rows=rows, max_tokens=self.max_tokens, memory_share=memory_share)
+        self._weight_version = weight_version
+        self._arrivals = Arrivals(
+            rows=rows,
+            max_tokens=self.max_tokens,
+            memory_share=memory_share,
+            records_routes=records_routes,
+            order=order,
+        )
+        self._paused_seconds = 0.0
         self._lock = threading.Lock()
         self._owners: dict[Request, Submission] = {}
         self._prompts = itertools.count()
@@ -122,6 +138,15 @@ class OpenBatch:
         return self._backend.load
 
     @property
+    def idle_seconds(self) -> float:
+        """Time that the batch has waited for requests, or while it was paused."""
+        return self._arrivals.idle_seconds + self._paused_seconds
+
+    def take_order(self) -> list[Taken]:
+        """Return the steps in which the batch took labelled submissions and pauses, for those since the last call."""
+        return self._arrivals.take_order()
+
+    @property
     def unfinished(self) -> int:
         """Number of unfinished samples."""
         return len(self._owners)
@@ -134,6 +159,9 @@ class OpenBatch:
         *,
         top_logprobs: int = 0,
         adapter: str | None = None,
+        begun: Sequence[Sequence[Completion]] = (),
+        record_routes: Sequence[bool] = (),
+        label: str | None = None,
     ) -> Submission:
         """Complete prompts with the same tokens as `GenerationEngine.generate`.
 
@@ -143,6 +171,9 @@ class OpenBatch:
             deliver: called on the thread of the batch after each step with tokens of these prompts.
             top_logprobs: number of most likely tokens to report with each token, at most MOST_TOP_LOGPROBS.
             adapter: name of an adapter of the engine; none: the model itself.
+            begun: as in `generate`; nothing is delivered for finished samples. Native backend.
+            record_routes: for each prompt, true to record the experts of its tokens; empty: for none.
+            label: name in the order, unique in the batch.
 
         Raises:
             UserError: as in `generate`, and if prompt and completion are longer than `max_tokens`.
@@ -160,18 +191,28 @@ class OpenBatch:
         for request in requests:
             request.top_logprobs = top_logprobs
             request.adapter = number
+        continue_requests(requests, begun)
         samples = params_of_prompts[0].n if params_of_prompts else 1
         places = [(request.prompt_index, place % samples) for place, request in enumerate(requests)]
-        submission = Submission(dict(zip(requests, places, strict=True)), deliver)
+        running = {request: place for request, place in zip(requests, places, strict=True) if not request.ended}
+        for request in running if record_routes else ():
+            request.records_routes = record_routes[request.prompt_index]
+        submission = Submission(dict(running), deliver)
         with self._lock:
             if self._arrivals.closed:
                 raise RuntimeError("an open batch takes requests until it is closed, this one was closed")
             numbers = [next(self._prompts) for _ in prompts]
-            for request in requests:
+            for request in running:
                 request.prompt_index = numbers[request.prompt_index]
+                request.delivered = len(request.token_ids)
                 self._owners[request] = submission
-            self._arrivals.add(requests)
+            self._arrivals.add([*running], label=label)
         return submission
+
+    def completions(self, submission: Submission) -> dict[tuple[int, int], Completion]:
+        """Unfinished samples of a submission as they are, by the indices of their prompts and samples; the batch must
+        be paused."""
+        return {place: request.completion(self._weight_version) for request, place in submission.samples.items()}
 
     @property
     def vocab_size(self) -> int:
@@ -211,16 +252,58 @@ class OpenBatch:
             self._arrivals.call(run)
         return result
 
+    @contextlib.contextmanager
+    def paused(self, *, label: str | None = None) -> Iterator[None]:
+        """Context in which the batch waits between two steps, and the calling thread may use the device.
+
+        The tokens of all earlier steps are delivered before. `label` is the name in the order, unique in the batch.
+        """
+        reached: Future[float] = Future()
+        resumed = threading.Event()
+
+        def hold() -> None:
+            reached.set_result(time.perf_counter())
+            resumed.wait()
+
+        with self._lock:
+            if self._arrivals.closed:
+                raise RuntimeError("an open batch can be paused until it is closed, this one was closed")
+            self._arrivals.call(hold, drains=True, label=label)
+        start = reached.result()
+        try:
+            yield
+        finally:
+            self._paused_seconds += time.perf_counter() - start
+            resumed.set()
+
+    def renew(self, weight_version: int, *, recompute: bool) -> None:
+        """Continue with weights that were written in place while the batch was paused; call it before the pause ends.
+
+        Args:
+            weight_version: version of the weights, recorded for every further token.
+            recompute: compute the keys and values of running requests again; false: keep those of the older weights.
+        """
+        assert isinstance(self._backend, NativeBackend), "a module's weights are its own"
+        with self._lock:
+            for request in self._owners:
+                request.stamp(self._weight_version)
+        self._weight_version = weight_version
+        self._backend.renew(recompute=recompute)
+
     def prompt_logprobs(self, tokens: Sequence[int], *, adapter: str | None = None) -> Future[list[float]]:
         """Return a future with the log-probs of all tokens of a prompt but the first, at temperature 1."""
         number = self._maker.adapter_number(adapter)
         return self.call(lambda: self._backend.prompt_logprobs(tokens, number))
 
-    def close(self) -> None:
-        """End the batch after the present step. Unfinished submissions receive their last, empty delivery."""
+    def close(self, *, wait: bool = True) -> None:
+        """End the batch after the present step. Unfinished submissions receive their last, empty delivery.
+
+        `wait`: return when it has ended; false while the batch is paused.
+        """
         with self._lock:
             self._arrivals.close()
-        self._thread.join()
+        if wait:
+            self._thread.join()
 
     def _run(self, started: Future[None], threads: int, stream: torch.cuda.Stream | None) -> None:
         torch.set_num_threads(threads)  # a setting per thread, like the stream
@@ -268,7 +351,8 @@ class OpenBatch:
                 ended = request.finish_reason
                 logprobs = request.logprobs[-1], request.sampling_logprobs[-1]
                 top = request.top[-1] if request.top else ()
-                steps.setdefault(owner, []).append(StreamedToken(*place, token, *logprobs, ended, top))
+                whole = None if ended is None else request.completion(self._weight_version)
+                steps.setdefault(owner, []).append(StreamedToken(*place, token, *logprobs, ended, top, whole))
                 if ended is not None:
                     del self._owners[request], owner.samples[request]
         for owner, tokens in steps.items():

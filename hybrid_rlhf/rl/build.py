@@ -41,6 +41,7 @@ from hybrid_rlhf.rl.roles import build_roles, log_placement, place_roles
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.rl.rollouts.streaming import StreamingSampler
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -184,16 +185,29 @@ def rl_session(
         partial = None
         if config.rollout.partial is not None:
             partial = PartialRollouts(config.rollout, roles.sampler, total_steps=steps)
-        ahead = AsyncSampler(
-            sampler,
-            prompts=prompts.train,
-            stream=stream,
-            per_step=config.rollout.prompts_per_step,
-            total_steps=steps,
-            policy_lag=config.rollout.policy_lag,
-            greedy=algorithm.wants_greedy,
-            partial=partial,
-        )
+        ahead: AsyncSampler
+        if config.rollout.streaming is not None:
+            ahead = StreamingSampler(
+                sampler,
+                config.rollout.streaming,
+                prompts=prompts.train,
+                stream=stream,
+                per_step=config.rollout.prompts_per_step,
+                total_steps=steps,
+                folder=run.folder,
+                greedy=algorithm.wants_greedy,
+            )
+        else:
+            ahead = AsyncSampler(
+                sampler,
+                prompts=prompts.train,
+                stream=stream,
+                per_step=config.rollout.prompts_per_step,
+                total_steps=steps,
+                policy_lag=config.rollout.policy_lag,
+                greedy=algorithm.wants_greedy,
+                partial=partial,
+            )
         collector = Collector(ahead, parts.scorer, algorithm)
         yield RLSession(config, run, tokenizer, parts, prompts.train, prompts.held_out, collector, watch)
 

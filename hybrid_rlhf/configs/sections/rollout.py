@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from hybrid_rlhf.configs.credentials import expanded, is_placeholder
-from hybrid_rlhf.configs.sections.rules import Count, Port, Positive, Settings, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Natural, Port, Positive, Settings, require, setting
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
 
 ROLLOUT_SAMPLING_KEYS = ("n", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")
@@ -34,6 +34,22 @@ class PartialRolloutConfig(Settings):
     """Prompts in flight beyond prompts_per_step, as a fraction of it."""
     max_lag: Annotated[int, "1 step or more"] = 4
     """Maximum number of steps that a prompt may be carried; a rollout waits for prompts that reach it."""
+
+
+class StreamingConfig(Settings):
+    """Sampling without a barrier between steps: new weights reach running completions, and a step trains when its
+    completions are finished (docs/streaming.md).
+    """
+
+    max_lag: Natural = 4
+    """Largest policy lag, in steps: this many steps of prompts are sampled beyond those that the present step trains
+    on. 0: none, as in the synchronous loop."""
+    recompute_kv: bool = setting(False, advanced=True)
+    """Compute the keys and values of running completions again after each weight sync; false: keep those of older
+    weights. On the actor's ranks they are always computed again."""
+    replay_order: str | None = setting(None, advanced=True)
+    """order.jsonl of an earlier run, which this run repeats bit for bit; null: each step of decoding takes what has
+    arrived."""
 
 
 class EndpointConfig(Settings):
@@ -107,6 +123,7 @@ class RolloutConfig(Settings):
     endpoint: EndpointConfig | None = setting(None, advanced=True)
     async_sampling: AsyncSamplingConfig | None = None
     partial: PartialRolloutConfig | None = setting(None, advanced=True)
+    streaming: StreamingConfig | None = None
 
     def _check(self) -> None:
         require_default(self.sampling, ROLLOUT_SAMPLING_KEYS, section="rollout.sampling")
@@ -130,6 +147,8 @@ class RolloutConfig(Settings):
         )
         if self.async_sampling is not None:
             self._check_async()
+        if self.streaming is not None:
+            self._check_streaming()
 
     def require_prompts(self, prompts: int) -> None:
         """Raise UserError unless the prompts of all epochs are enough for a step."""
@@ -153,17 +172,34 @@ class RolloutConfig(Settings):
     @property
     def extra_prompts(self) -> int:
         """Number of prompts in flight beyond those of a step."""
+        if self.streaming is not None:
+            return self.streaming.max_lag * self.prompts_per_step
         return 0 if self.partial is None else max(1, round(self.partial.extra_prompts * self.prompts_per_step))
 
     @property
     def samples_older(self) -> bool:
         """True if weights of earlier steps sample some of the tokens that a step trains on."""
-        return self.policy_lag > 0 or self.partial is not None
+        streams = self.streaming is not None and self.streaming.max_lag > 0
+        return self.policy_lag > 0 or self.partial is not None or streams
 
     @property
     def samples_otherwise(self) -> bool:
         """True if the sampling policy differs from the trained one: older weights, or 8-bit products."""
         return self.samples_older or self.quantization is not None
+
+    def _check_streaming(self) -> None:
+        for name, barred, needed in (
+            ("async_sampling", self.async_sampling is not None, "null"),
+            ("partial", self.partial is not None, "null"),
+            ("backend", self.backend != "auto", "auto"),
+            ("quantization", self.quantization is not None, "null"),
+            ("tensor_parallel", self.tensor_parallel > 1, 1),
+        ):
+            require(
+                not barred,
+                "rollout.streaming writes new weights under running completions, each on one rank, got "
+                f"rollout.{name} {getattr(self, name)}: give {needed}",
+            )
 
     def _check_async(self) -> None:
         for name, barred, needed in (

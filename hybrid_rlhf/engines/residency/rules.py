@@ -73,6 +73,8 @@ class ResidencyRules:
     keep_weights: bool | Literal["auto"] = "auto"
     """auto: false on the actor's ranks, true on separate ranks of the sampler."""
     policy_lag: int = 0
+    streams: bool = False
+    """True with `rollout.streaming`: a sampler on separate ranks samples in all phases."""
     optimizers_on_host: Collection[str] = ()
     """Roles with `zero.offload_optimizer`."""
     parameters_on_host: Collection[str] = ()
@@ -106,6 +108,7 @@ class ResidencyRules:
             rollout.offload_states,
             rollout.keep_weights,
             rollout.policy_lag,
+            rollout.streaming is not None,
             optimizers_on_host,
             parameters_on_host,
             cuda and rollout.cuda_graphs and rollout.policy_lag <= 1,
@@ -139,7 +142,7 @@ class ResidencyRules:
         """Return the residency of a sampler on separate ranks; `shares_ranks`: frozen roles or the critic also compute
         there, and need the memory of the KV cache."""
         keeps = self.keep_weights is not False
-        keeps_cache = self.keep_weights is True or (keeps and not shares_ranks)
+        keeps_cache = self.keep_weights is True or self.streams or (keeps and not shares_ranks)
         return RoleResidency(self._sampling(keeps=keeps, keeps_cache=keeps_cache))
 
     def frozen(

@@ -76,8 +76,9 @@ class SeparateSampler:
         self._union = union
         self._actor = actor
         self._rollout = rollout or RolloutConfig()
-        # with a policy lag it samples while frozen roles compute, possibly in groups of the same ranks
-        self.generation_world = world.split(self._rollout.tensor_parallel, own=self._rollout.policy_lag > 0)
+        # it may sample while frozen roles compute, possibly in groups of the same ranks
+        overlaps = self._rollout.policy_lag > 0 or self._rollout.streaming is not None
+        self.generation_world = world.split(self._rollout.tensor_parallel, own=overlaps)
         self.groups = groups_of(world, self.generation_world)
         """Number of `generation_world`s, and the index of this rank's; None: it does not sample."""
         self.work = DecodeWork()
@@ -110,7 +111,9 @@ class SeparateSampler:
             check_weights=check_weights,
         )
         group = self.generation_world if self.world.is_member else None
-        plane = WeightPlane(self._actor, settings, union=union, group=group, release=self._release_cache)
+        # running completions of a stream keep their cache when packed weights are built anew
+        release = (lambda: None) if rollout.streaming is not None else self._release_cache
+        plane = WeightPlane(self._actor, settings, union=union, group=group, release=release)
         quantised = rollout.quantization is not None
         model = plane.model
         self.max_logprob_diff = logprob_limit(max_logprob_diff, model.dtype, plane.dtype, quantised=quantised)
@@ -220,7 +223,8 @@ class SeparateSampler:
         It is entered after the actor's last update before a rollout, by every rank of actor and sampler. The context
         does nothing, and is of None, if the weights have no memory before the rollout, or older ones still sample.
         """
-        if self.plane is None or self._rollout.policy_lag or not self._keeps:
+        streams = self._rollout.streaming is not None
+        if self.plane is None or self._rollout.policy_lag or streams or not self._keeps:
             return contextlib.nullcontext()
         return self.plane.ahead()
 
@@ -240,7 +244,10 @@ class SeparateSampler:
         actor = self._actor
         assert plane is not None
         if self._backend is not None and decoder is not None:
-            self._backend.sync_weights(decoder)
+            if self._rollout.streaming is None:
+                self._backend.sync_weights(decoder)
+            else:
+                self._backend.exchange(decoder)
         start = time.perf_counter()
         vocab_size = plane.model.described.architecture.vocab_size
         probe = _SentProbe(plane, None if actor is None else TrainingProbe(actor, vocab_size))

@@ -202,14 +202,13 @@ class NativeBackend:
         present batch. The next batch continues its requests in wider tables: they are computed again, except for cached
         prefixes.
         """
-        decoder = self.decoder
-        shapes = _shapes(arrivals.max_tokens)
+        shapes = _shapes(arrivals.max_tokens, records_routes=arrivals.records_routes)
         prefill = self._open_prefill_tokens
         requests: list[Request] = []
         while not arrivals.closed:
             shapes += [request for request in requests if not self._accepts(request)]
             workspace, held_cache = self._prepared(
-                decoder,
+                self.decoder,
                 shapes,
                 rows=arrivals.rows,
                 prefill_tokens=prefill,
@@ -229,6 +228,8 @@ class NativeBackend:
             live = set(requests)
             for new in steps:
                 yield new
+                if arrivals.choose():
+                    yield batch.drain()
                 arrived = arrivals.take()
                 batch.add(arrived)
                 batch.cancel(arrivals.take_cancelled())
@@ -240,6 +241,28 @@ class NativeBackend:
             self.preemptions = self.preemptions + batch.preemptions
             self.work += batch.work
             requests = sorted(live, key=lambda request: request.prompt_index)
+
+    def exchange(self, decoder: Decoder) -> None:
+        """Generate with newer weights from now on, also in a `run_open` whose thread waits; call `renew` then.
+
+        Args:
+            decoder: the current decoder, if its weights were updated in place, or on a CPU another one of the same
+                model: KV cache and tables are kept.
+        """
+        if self.workspace is not None:
+            self.workspace.decoder = decoder
+        self._decoder = decoder
+
+    def renew(self, *, recompute: bool) -> None:
+        """Continue `run_open` with weights that have changed; while its thread waits.
+
+        Args:
+            recompute: compute the keys and values of running requests again; false: keep those of the older weights.
+        """
+        if self._open is not None:
+            self._open.renew(recompute=recompute)
+        if self.held is not None:
+            self.held.pool.forget_prefixes()
 
     def _accepts(self, request: Request) -> bool:
         return self.workspace is not None and self.workspace.accepts(request)
@@ -419,9 +442,9 @@ def _no_room(sequences: Sequences, budget_bytes: float) -> UserError:
     )
 
 
-def _shapes(max_tokens: int) -> list[Request]:
+def _shapes(max_tokens: int, *, records_routes: bool) -> list[Request]:
     """Return one greedy and one sampled request of at most `max_tokens` tokens, for the first tables of an open
     batch."""
     uniforms = np.zeros(max_tokens - 1)
     kinds = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.5))
-    return [Request([0], 0, params, frozenset({0}), uniforms) for params in kinds]
+    return [Request([0], 0, params, frozenset({0}), uniforms, records_routes=records_routes) for params in kinds]

@@ -6,10 +6,34 @@ calls here. The batch takes them between two steps, or while it waits for someth
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hybrid_rlhf.generation.batching.requests import Request
+
+
+class Taken(NamedTuple):
+    """An entry with a label that a batch took."""
+
+    step: int
+    """Number of calls of `take` before."""
+    label: str
+    drains: bool
+    """True if launched steps were delivered before."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    """Requests to add, or a call to make."""
+
+    requests: list[Request] = field(default_factory=list)
+    call: Callable[[], object] = lambda: None
+    drains: bool = False
+    label: str | None = None
 
 
 class Arrivals:
@@ -18,49 +42,74 @@ class Arrivals:
     That thread calls `take` and `take_cancelled`; other threads call the other methods.
     """
 
-    def __init__(self, *, rows: int, max_tokens: int, memory_share: float | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        rows: int,
+        max_tokens: int,
+        memory_share: float | None = None,
+        records_routes: bool = False,
+        order: Sequence[Taken] = (),
+    ) -> None:
         """Begin empty.
 
         Args:
             rows: maximum number of requests decoded together.
             max_tokens: maximum length of prompt and completion of a request.
             memory_share: largest share of the free memory for the KV cache; none: as in other calls.
+            records_routes: requests may record the experts of their tokens.
+            order: result of `take_order` of an earlier batch: entries with a label are taken in the same steps again,
+                for which the batch waits; then, as they arrive.
         """
         self.rows = rows
         self.max_tokens = max_tokens
         self.memory_share = memory_share
+        self.records_routes = records_routes
         self._changed = threading.Condition()
-        self._requests: list[Request] = []
+        self._entries: list[_Entry] = []
         self._cancelled: list[Request] = []
-        self._calls: list[Callable[[], object]] = []
+        self._chosen: list[_Entry] | None = None
+        """Entries that this step takes; none: not decided yet."""
+        self._recorded = {step: list(taken) for step, taken in itertools.groupby(order, lambda taken: taken.step)}
+        self._left = len(order)
+        """Number of entries of the recorded order that were not taken yet."""
+        self._steps = 0
+        self._order: list[Taken] = []
+        self._taken_now = 0
+        """Number of entries with a label that the present step has taken."""
+        self.idle_seconds = 0.0
+        """Time that the batch has waited in `take`."""
         self.closed = False
         """True if the batch ends after the present step."""
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def add(self, requests: Sequence[Request], *, label: str | None = None) -> None:
         """Add requests; samples of one prompt are adjacent and have a prompt index that no other prompt has."""
-        with self._changed:
-            self._requests += requests
-            self._changed.notify()
+        self._append(_Entry(list(requests), label=label))
 
     def has(self, request: Request) -> bool:
         """True if a request has not been taken yet."""
         with self._changed:
-            return request in self._requests
+            return any(request in entry.requests for entry in self._entries)
 
     def cancel(self, requests: Collection[Request]) -> None:
         """End requests that have not finished."""
         with self._changed:
-            for request in self._requests:
-                if request in requests:
-                    request.finish_reason = "cancelled"
-            self._requests = [request for request in self._requests if request.finish_reason is None]
+            for entry in self._entries:
+                for request in entry.requests:
+                    if request in requests:
+                        request.finish_reason = "cancelled"
+                entry.requests = [request for request in entry.requests if request.finish_reason is None]
             self._cancelled += requests
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Call a function on the thread of the batch; it must not raise."""
-        with self._changed:
-            self._calls.append(function)
-            self._changed.notify()
+    def call(self, function: Callable[[], object], *, drains: bool = False, label: str | None = None) -> None:
+        """Call a function on the thread of the batch; it must not raise.
+
+        Args:
+            function: called between two steps.
+            drains: the tokens of all launched steps are delivered before.
+            label: name in the order, unique in the batch.
+        """
+        self._append(_Entry(call=function, drains=drains, label=label))
 
     def close(self) -> None:
         """End the batch after the present step; unfinished requests are abandoned."""
@@ -68,23 +117,38 @@ class Arrivals:
             self.closed = True
             self._changed.notify()
 
+    def choose(self, *, wait: bool = False) -> bool:
+        """Decide what the batch takes in this step; returns True if launched steps are to be delivered before.
+
+        Args:
+            wait: block until there are entries, or the batch is closed.
+        """
+        if self._chosen is None:
+            awaited = self._awaited()
+            start = time.perf_counter()
+            self._chosen = self._chosen_entries(wait=wait)
+            self.idle_seconds += time.perf_counter() - start
+            return any(entry.drains for entry in self._chosen) or any(taken.drains for taken in awaited)
+        return any(entry.drains for entry in self._chosen)
+
     def take(self, *, wait: bool = False) -> list[Request]:
         """Make the calls that other threads requested, and return the new requests in order of arrival.
 
         Args:
             wait: block until there is a request; the result is then empty only if the batch was closed.
         """
+        requests: list[Request] = []
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: not wait or self._requests or self._calls or self.closed)
-                calls = self._calls
-                self._calls = []
-                if not calls:
-                    requests = self._requests
-                    self._requests = []
-                    return [] if self.closed else requests
-            for call in calls:
-                call()
+            self.choose(wait=wait)
+            chosen = self._chosen or []
+            self._chosen = None
+            for entry in chosen:
+                entry.call()
+                requests += entry.requests
+            if self.closed or not (self._awaited() or (wait and not requests)):
+                self._steps += 1
+                self._taken_now = 0
+                return [] if self.closed else requests
 
     def take_cancelled(self) -> list[Request]:
         """Return the requests that were cancelled since the last call; some may have finished."""
@@ -92,3 +156,40 @@ class Arrivals:
             cancelled = self._cancelled
             self._cancelled = []
             return cancelled
+
+    def _append(self, entry: _Entry) -> None:
+        with self._changed:
+            self._entries.append(entry)
+            self._changed.notify()
+
+    def take_order(self) -> list[Taken]:
+        """Return the entries with labels that the batch has taken since the last call."""
+        with self._changed:
+            order = self._order
+            self._order = []
+            return order
+
+    def _chosen_entries(self, *, wait: bool) -> list[_Entry]:
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or (bool(self._due()) if wait or self._awaited() else True))
+            due = self._due()
+            self._entries = [entry for entry in self._entries if entry not in due]
+            taken = [Taken(self._steps, entry.label, entry.drains) for entry in due if entry.label is not None]
+            self._taken_now += len(taken)
+            self._left -= len(taken)
+            self._order += taken
+            return due
+
+    def _awaited(self) -> list[Taken]:
+        """What the recorded batch took in this step, and this one has not taken yet."""
+        return self._recorded.get(self._steps, [])[self._taken_now :]
+
+    def _due(self) -> list[_Entry]:
+        """Entries that may be taken now. Until the end of a recorded order, these are the next ones of the step, which
+        may be the condition for others to arrive, and those without a label."""
+        if self._left <= 0:
+            return list(self._entries)
+        by_label = {entry.label: entry for entry in self._entries}
+        arrived = itertools.takewhile(lambda taken: taken.label in by_label, self._awaited())
+        unlabelled = [entry for entry in self._entries if entry.label is None]
+        return unlabelled + [by_label[taken.label] for taken in arrived]

@@ -346,6 +346,8 @@ class BlockTable:
         self._adapter = adapter
         self.blocks: list[list[Block | None]] = []
         """[i][group]: the block that begins with token i * BLOCK_TOKENS; none if no later token attends to it."""
+        self.outdated = False
+        """True if older weights computed some of the blocks: later sequences do not share them."""
         self._first = [0] * len(pool.layout.windows)
 
     def begin(self, match: Match) -> tuple[int, list[tuple[int, int]]]:
@@ -383,6 +385,7 @@ class BlockTable:
             [None if block is None else share(block) for block in at_place] for at_place in source.blocks[:whole]
         ]
         self._first = list(source._first)
+        self.outdated = source.outdated
         if tokens % BLOCK_TOKENS == 0:
             return []
         return self._copies([block for block in source.blocks[whole] if block is not None])
@@ -419,8 +422,10 @@ class BlockTable:
             self._first[group] = max(self._first[group], min(end, len(self.blocks)))
 
     def index(self, tokens: Sequence[int]) -> None:
-        """Add the blocks of these tokens, the first ones of the sequence, to the prefix tree."""
-        self._pool.index(tokens, self.blocks[: blocks_of(len(tokens))], self._adapter)
+        """Add the blocks of these tokens, the first ones of the sequence, to the prefix tree, unless they are
+        outdated."""
+        if not self.outdated:
+            self._pool.index(tokens, self.blocks[: blocks_of(len(tokens))], self._adapter)
 
     def set_ready(self, start: int, end: int, *, of: int) -> None:
         """Mark the blocks of tokens start to end - 1 as computed by a launched step; `of` is the length of the prompt.

@@ -103,6 +103,29 @@ class ContinuousBatch:
         self._entering = [row for row in self._entering if row.request not in gone]
         self._preempted = False
 
+    def drain(self) -> NewTokens:
+        """Wait for all launched steps while `steps` is suspended; returns their tokens."""
+        new = NewTokens()
+        while self._in_flight:
+            new += self._collect()
+        return new
+
+    def renew(self, *, recompute: bool) -> None:
+        """Continue with other weights, while `steps` is suspended and no step is in flight.
+
+        Args:
+            recompute: compute the keys and values of running requests again, by preemption; false: keep them, and
+                share them with no later request.
+        """
+        if not recompute:
+            for row in self._live:
+                row.table.outdated = True
+            return
+        for row in sorted(self._live, key=lambda row: row.age, reverse=True):
+            self._preempt(row)
+            self.preemptions -= 1
+        self._preempted = False
+
     @property
     def load(self) -> BatchLoad:
         """Numbers of running and waiting requests, and of pages."""

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from torch import Tensor
@@ -40,6 +41,8 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    """Versions of the weights that sampled the first tokens; the present weights sampled the others."""
     finish_reason: FinishReason | None = None
     top_logprobs: int = 0
     """Number of most likely tokens reported with each token, at most MOST_TOP_LOGPROBS."""
@@ -65,10 +68,15 @@ class Request:
         self.token_ids = list(completion.token_ids)
         self.logprobs = list(completion.logprobs)
         self.sampling_logprobs = list(completion.sampling_logprobs)
+        self.weight_versions = list(completion.weight_versions)
+
+    def stamp(self, weight_version: int) -> None:
+        """Record the version of the weights that sampled the tokens so far, before newer weights continue."""
+        self.weight_versions += [weight_version] * (len(self.token_ids) - len(self.weight_versions))
 
     def rewind(self, tokens: int) -> None:
         """Drop all but the first `tokens` tokens of the completion, and its finish reason."""
-        for values in (self.token_ids, self.logprobs, self.sampling_logprobs, self.top):
+        for values in (self.token_ids, self.logprobs, self.sampling_logprobs, self.weight_versions, self.top):
             del values[tokens:]
         self.finish_reason = None
 
@@ -147,11 +155,18 @@ class Request:
         routes = None
         if fetch_routes is not None:
             routes = np.pad(fetch_routes().numpy(), ((0, 1), (0, 0), (0, 0)), constant_values=-1)
-        versions = [] if self.begun is None else self.begun.weight_versions
-        versions = versions + [weight_version] * (count - len(versions))
+        versions = self.weight_versions[:count]
+        versions += [weight_version] * (count - len(versions))
         return Completion(
             self.token_ids[:count], self.logprobs[:count], reason, self.sampling_logprobs[:count], versions, routes
         )
+
+
+def continue_requests(requests: Sequence[Request], begun: Sequence[Sequence[Completion]]) -> None:
+    """Give requests the tokens of the completions that an earlier call began."""
+    for index, samples in groupby(requests, key=lambda request: request.prompt_index):
+        for request, completion in zip(samples, begun[index] if index < len(begun) else (), strict=False):
+            request.continue_from(completion)
 
 
 class TokenLimit:

@@ -73,7 +73,8 @@ class RowStates:
     def save(self, row: LiveRow) -> None:
         """Save the states of a row for later sequences with the same prefix. The blocks of its tokens must be
         indexed."""
-        if self._saved is None or row.computed > row.request.tokens:  # the states include a discarded token
+        discarded = row.computed > row.request.tokens  # the states include a token that was dropped
+        if self._saved is None or discarded or row.table.outdated:
             return
         slot = self._pool.save_state(row.request.all_token_ids[: row.computed], row.request.adapter)
         if slot is not None:

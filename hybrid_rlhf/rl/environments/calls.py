@@ -35,7 +35,7 @@ class CallFailure:
 
 
 class EnvironmentCalls:
-    """Makes calls and waits for their results."""
+    """Makes calls and waits for their results; may be used by several threads."""
 
     def __init__(self, *, timeout_seconds: float, device: torch.device, threads: int) -> None:
         """Take the time limit of a call, this rank's device, and how many functions run concurrently."""
@@ -44,6 +44,7 @@ class EnvironmentCalls:
         self._threads = threads
         self._hanging: list[BackgroundCall[Any]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
 
     def __call__(self, calls: Sequence[Callable[[], Any]], *, on_ended: Callable[[], None] = lambda: None) -> list[Any]:
         """Results of calls, all coroutine functions or all plain functions; CallFailure for each that failed.
@@ -101,10 +102,11 @@ class EnvironmentCalls:
         return CallFailure(f"it took longer than {self._timeout_seconds:g} s")
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        return self._loop
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True).start()
+            return self._loop
 
 
 def _report(call: Callable[[], Any], on_ended: Callable[[], None], ended: queue.SimpleQueue[int], place: int) -> Any:

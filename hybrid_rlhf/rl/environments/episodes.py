@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.generation.engine import GenerationEngine
-from hybrid_rlhf.generation.sampling import SamplingParams
+from hybrid_rlhf.generation.sampling import Completion, SamplingParams
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import EnvironmentCalls
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -47,6 +47,30 @@ class EpisodeJob:
     """Called during the run with the number of episodes that have ended since the last call."""
 
 
+class Turns(Protocol):
+    """Answers the turns of one episode, while other episodes go on."""
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Tokens that end every completion."""
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence that the model has positions for; none: no limit."""
+
+    def ask(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        turn: int,
+        record_routes: bool,
+        on_finished: Callable[[Completion], None],
+    ) -> None:
+        """Complete all tokens of the episode so far; `on_finished` receives the turn in any thread, and must not
+        wait."""
+
+
 class EpisodeRunner(ABC):
     """Runs the episodes of a rollout."""
 
@@ -62,6 +86,30 @@ class EpisodeRunner(ABC):
 
         With on_failure stop, the others are incomplete once one has failed.
         """
+
+    def play(
+        self,
+        prompt: Mapping[str, Any],
+        params: SamplingParams,
+        sample: int,
+        turns: Turns,
+        *,
+        record_routes: bool,
+        on_ended: Callable[[Episode], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        """Start an episode that takes its turns whenever its environment has answered; returns at once.
+
+        Args:
+            prompt: row of `load_prompt_data`.
+            params: sampling parameters of the prompt, with a seed.
+            sample: index among the samples of the prompt.
+            turns: answers its turns.
+            record_routes: record the experts of its tokens.
+            on_ended: receives the episode, in any thread.
+            on_error: receives an exception of the library, in any thread.
+        """
+        raise UserError("rollout.streaming samples for environment.path, got a program: leave rollout.streaming out")
 
     def checked(self, episodes: Sequence[tuple[int, Episode]], world: World) -> list[tuple[int, Episode]]:
         """This rank's episodes with the places of their prompts, without the sequences that have no tokens. Logs the

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -26,9 +26,12 @@ from hybrid_rlhf.loop.user_code import describe_error
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import CallFailure
 from hybrid_rlhf.rl.environments.environment import Environment, EnvironmentFactory, StepResult
-from hybrid_rlhf.rl.environments.episodes import EpisodeJob, EpisodeRunner, environment_row, is_finite_number
+from hybrid_rlhf.rl.environments.episodes import EpisodeJob, EpisodeRunner, Turns, environment_row, is_finite_number
 from hybrid_rlhf.rl.environments.observations import ObservationEncoder
+from hybrid_rlhf.runtime.background import BackgroundWorkers
 from hybrid_rlhf.runtime.observability.logs import shortened
+from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.world import World, solo_world
 
 
 @dataclass
@@ -45,6 +48,14 @@ class _RunningEpisode:
     running: bool = True
     observation: str | None = None
     """Observation that is not yet appended to the episode."""
+
+
+class _Calling(NamedTuple):
+    """Who calls environments."""
+
+    together: World
+    """The ranks that wait for the results; the first one calls."""
+    timers: Timers
 
 
 class EnvironmentRunner(EpisodeRunner):
@@ -68,6 +79,8 @@ class EnvironmentRunner(EpisodeRunner):
         self._make = make
         self._tokenizer = tokenizer
         self._turns = ObservationEncoder(tokenizer, max_observation_tokens=config.max_observation_tokens)
+        self._alone = _Calling(solo_world(device), Timers(torch.device("cpu")))
+        self._workers: BackgroundWorkers | None = None
 
     def run(self, job: EpisodeJob) -> list[list[Episode]]:
         """Run the episodes; all unfinished ones take a turn together."""
@@ -77,7 +90,8 @@ class EnvironmentRunner(EpisodeRunner):
             for prompt, params, records in zip(job.prompts, job.requests, job.record_routes, strict=True)
             for sample in range(params.n)
         ]
-        self._begin(entries, job)
+        calling = _Calling(job.together, job.timers)
+        self._begin(entries, calling)
         ended = 0
         for turn in range(self._config.max_turns):
             running = [entry for entry in entries if entry.running and (turn == 0 or self._observe(entry, generation))]
@@ -91,14 +105,61 @@ class EnvironmentRunner(EpisodeRunner):
                     record_routes=[entry.records_routes for entry in running],
                     on_completed=lambda _: job.on_completed(0),
                 )
-            self._step(running, [completion for (completion,) in completions], job)
+            self._step(running, [completion for (completion,) in completions], calling)
             before = ended
             ended = sum(not entry.running for entry in entries)
             job.on_completed(ended - before)
         episodes = iter([entry.episode for entry in entries])
         return [[next(episodes) for _ in range(params.n)] for params in job.requests]
 
-    def _begin(self, entries: Sequence[_RunningEpisode], job: EpisodeJob) -> None:
+    def play(
+        self,
+        prompt: Mapping[str, Any],
+        params: SamplingParams,
+        sample: int,
+        turns: Turns,
+        *,
+        record_routes: bool,
+        on_ended: Callable[[Episode], None],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        """Start an episode; its environment is called by a fixed number of threads, as many as environment.threads for
+        functions."""
+        episode = Episode(list(prompt["input_ids"]))
+        entry = _RunningEpisode(environment_row(prompt), episode, params, sample, record_routes)
+        if self._workers is None:
+            self._workers = BackgroundWorkers(self._config.threads, name="environments")
+        workers = self._workers
+
+        def begin() -> None:
+            self._begin([entry], self._alone)
+            ask(0)
+
+        def ask(turn: int) -> None:
+            if not entry.running or turn == self._config.max_turns or (turn and not self._observe(entry, turns)):
+                on_ended(entry.episode)
+                return
+            turns.ask(
+                entry.episode.ids,
+                self._turn_params(entry, turn, turns),
+                turn=turn,
+                record_routes=entry.records_routes,
+                on_finished=lambda completion: workers.call(partial(reported, partial(step, turn, completion))),
+            )
+
+        def step(turn: int, completion: Completion) -> None:
+            self._step([entry], [completion], self._alone)
+            ask(turn + 1)
+
+        def reported(call: Callable[[], None]) -> None:
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 - raised again in the main thread
+                on_error(error)
+
+        workers.call(partial(reported, begin))
+
+    def _begin(self, entries: Sequence[_RunningEpisode], job: _Calling) -> None:
         """Create the environments, and reset them to obtain the prompts."""
         openings = self._call(
             lambda: [self._opening(entry) for entry in entries],
@@ -119,7 +180,7 @@ class EnvironmentRunner(EpisodeRunner):
             return lambda: failed
         return partial(entry.environment.reset, entry.row)
 
-    def _step(self, entries: Sequence[_RunningEpisode], completions: Sequence[Completion], job: EpisodeJob) -> None:
+    def _step(self, entries: Sequence[_RunningEpisode], completions: Sequence[Completion], job: _Calling) -> None:
         """Add a turn of the actor to each episode, and step its environment."""
         for entry, completion in zip(entries, completions, strict=True):
             entry.episode.add_turn(completion)
@@ -142,7 +203,7 @@ class EnvironmentRunner(EpisodeRunner):
         return partial(entry.environment.step, completion_text(completion.token_ids, self._tokenizer))
 
     def _call(
-        self, calls: Callable[[], list[Callable[[], Any]]], read: Callable[[int, Any], Any], job: EpisodeJob
+        self, calls: Callable[[], list[Callable[[], Any]]], read: Callable[[int, Any], Any], job: _Calling
     ) -> list[Any]:
         """Results of calls, as `read(index, result)` converts them, or CallFailure; called on the group's main rank."""
         results = []
@@ -169,7 +230,7 @@ class EnvironmentRunner(EpisodeRunner):
             return CallFailure(f"reset returned {len(ids)} tokens, rollout.max_prompt_tokens is {limit}")
         return ids
 
-    def _observe(self, entry: _RunningEpisode, generation: GenerationEngine) -> bool:
+    def _observe(self, entry: _RunningEpisode, generation: GenerationEngine | Turns) -> bool:
         """Append the observation to the episode; false if it leaves no tokens for a turn of the actor."""
         last = entry.episode.ids[-1]
         end = last if last in generation.stop_token_ids else None
@@ -184,13 +245,13 @@ class EnvironmentRunner(EpisodeRunner):
             entry.episode.add_observation(ids)
         return entry.running
 
-    def _turn_params(self, entry: _RunningEpisode, turn: int, generation: GenerationEngine) -> SamplingParams:
+    def _turn_params(self, entry: _RunningEpisode, turn: int, generation: GenerationEngine | Turns) -> SamplingParams:
         left = self._tokens_left(entry.episode, generation)
         limit = min(left, self._config.max_turn_tokens or left)
         seed = derive_seed(entry.params.seed or 0, entry.sample, turn)
         return replace(entry.params, n=1, max_new_tokens=limit, seed=seed, stop=self._make.stop_strings)
 
-    def _tokens_left(self, episode: Episode, generation: GenerationEngine) -> int:
+    def _tokens_left(self, episode: Episode, generation: GenerationEngine | Turns) -> int:
         """Number of tokens that the episode may still have."""
         left = self._rollout.sampling.max_new_tokens - len(episode.token_ids)
         positions = generation.max_positions

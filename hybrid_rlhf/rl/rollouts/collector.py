@@ -57,6 +57,9 @@ class _SampledStep:
 class AsyncSampler:
     """Takes prompts from a stream and samples their completions, for the steps of a run in order."""
 
+    mixes_versions = False
+    """True if the tokens of a step may be of several weight versions."""
+
     def __init__(
         self,
         sampler: RolloutSampler,
@@ -91,9 +94,12 @@ class AsyncSampler:
         self.greedy = greedy
         self.extra_prompts = 0 if partial is None else partial.extra
         """Prompts in flight beyond those of a step."""
+        self.mixes_versions = self.mixes_versions or partial is not None
         self._ahead: dict[int, _SampledStep] = {}
         self.hidden_seconds = 0.0
         """Seconds of sampling for the last step that overlapped with training."""
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last step's sampling, the same on every rank."""
 
     @property
     def has_next(self) -> bool:
@@ -143,6 +149,9 @@ class AsyncSampler:
         first = self.stream.taken
         rows = self.stream.take(self._partial.wanted(step))
         return _SampledStep(rows, None, part=self._partial.begin(step, rows, first=first))
+
+    def resume(self, done: int) -> None:
+        """Continue a run after a number of steps; `load_state_dict` was called before if a checkpoint exists."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -288,7 +297,7 @@ class Collector:
         columns = torch.stack([mask, whole.penalized_scores, whole.groups], dim=1)
         chosen, scores, groups, *stale = index.gather(torch.cat([columns, ages], dim=1)).T.contiguous()
         chosen = chosen.bool()
-        metrics = {**whole.metrics, **self._metrics(scores.float(), chosen, groups)}
+        metrics = {**whole.metrics, **self.ahead.metrics, **self._metrics(scores.float(), chosen, groups)}
         if not bool(chosen.any()):
             config = self._algorithm.config
             least = config.select_above if isinstance(config, RAFTConfig) else None
@@ -300,7 +309,7 @@ class Collector:
         rows = torch.tensor(taken, dtype=torch.long, device=whole.groups.device)
         selected = replace(whole, prompt_rows=rows[whole.groups]).select(mask)
         staleness = staleness_metrics(torch.stack(stale, dim=1)[chosen], index.responses[chosen])
-        if self.ahead.extra_prompts:
+        if self.ahead.mixes_versions:
             metrics |= staleness
         elif staleness["rollout/stale_updates"] or self.ahead.policy_lag:
             metrics["rollout/stale_updates"] = staleness["rollout/stale_updates"]

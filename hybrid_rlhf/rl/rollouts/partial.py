@@ -16,6 +16,7 @@ Deviations: a rollout ends after a number of tokens, not of seconds; a prompt is
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
-from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams
+from hybrid_rlhf.generation.sampling import Completion, FinishedShare, FinishReason, SamplingParams
 from hybrid_rlhf.rl.batch import Episode, Rollout, with_prefix, without_prefix
 from hybrid_rlhf.runtime.world import World
 
@@ -173,16 +174,11 @@ class PartialRollouts:
             world: all ranks.
             sends: true if this rank is the first of a group that samples.
         """
-        mine = [(prompt, completion) for prompt in self._carried * sends for completion in prompt.begun]
-        episodes = [Episode.of(list(prompt.row["input_ids"]), completion) for prompt, completion in mine]
-        places = torch.tensor([prompt.place for prompt, _ in mine], dtype=torch.long)
-        rollout = replace(Rollout.of(episodes), groups=places)
-        self._tensors = with_prefix(_CARRIED, rollout.tensors()) if mine else {}
-        reasons = world.all_gather_objects([completion.finish_reason for _, completion in mine])
+        self._tensors, reasons = begun_state(self._carried * sends, world)
         return {
             "groups": self._groups,
             "prompts": [{"number": place, **asdict(prompt)} for place, prompt in self._in_flight.items()],
-            "finish_reasons": [of_rank for of_rank in reasons if of_rank],
+            "finish_reasons": reasons,
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -208,17 +204,44 @@ class PartialRollouts:
                 prompt = replace(prompt, group=index % self._groups)
             self._in_flight[entry["number"]] = prompt
             self._loads[prompt.group] += 1
-        begun: dict[int, list[Completion]] = {place: [] for place in self._in_flight}
-        carried = [named for of_rank in tensors if (named := without_prefix(_CARRIED, of_rank))]
-        for named, reasons in zip(carried, state["finish_reasons"], strict=True):
-            rollout = Rollout.from_tensors(named)
-            for row, reason in enumerate(reasons):
-                begun[int(named["groups"][row])].append(replace(_completion(rollout, row), finish_reason=reason))
+        begun = restored_completions(tensors, state["finish_reasons"])
         self._carried[:] = [
-            replace(assigned(place, prompt), begun=begun[place])
+            replace(assigned(place, prompt), begun=begun.get(place, []))
             for place, prompt in self._in_flight.items()
             if prompt.group == self._group
         ]
+
+
+def begun_state(
+    prompts: Sequence[AssignedPrompt], world: World
+) -> tuple[dict[str, Tensor], list[list[FinishReason | None]]]:
+    """Tensors of this rank's completions so far by name, and the finish reasons of each rank that has any, for a
+    checkpoint. Every rank calls.
+
+    Args:
+        prompts: with places that are unique over all ranks.
+        world: all ranks.
+    """
+    mine = [(prompt, completion) for prompt in prompts for completion in prompt.begun]
+    episodes = [Episode.of(list(prompt.row["input_ids"]), completion) for prompt, completion in mine]
+    places = torch.tensor([prompt.place for prompt, _ in mine], dtype=torch.long)
+    rollout = replace(Rollout.of(episodes), groups=places)
+    tensors = with_prefix(_CARRIED, rollout.tensors()) if mine else {}
+    reasons = world.all_gather_objects([completion.finish_reason for _, completion in mine])
+    return tensors, [of_rank for of_rank in reasons if of_rank]
+
+
+def restored_completions(
+    tensors: Sequence[Mapping[str, Tensor]], finish_reasons: Sequence[Sequence[FinishReason | None]]
+) -> dict[int, list[Completion]]:
+    """The completions so far of all ranks, by the places of their prompts, from the results of `begun_state`."""
+    begun: dict[int, list[Completion]] = defaultdict(list)
+    carried = [named for of_rank in tensors if (named := without_prefix(_CARRIED, of_rank))]
+    for named, reasons in zip(carried, finish_reasons, strict=True):
+        rollout = Rollout.from_tensors(named)
+        for row, reason in enumerate(reasons):
+            begun[int(named["groups"][row])].append(replace(_completion(rollout, row), finish_reason=reason))
+    return begun
 
 
 def _added_tokens(prompt: AssignedPrompt, completions: Sequence[Completion]) -> int:

@@ -27,6 +27,7 @@ from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
 from hybrid_rlhf.rl.batch import Episode, Rollout, with_columns_of_all_ranks
 from hybrid_rlhf.rl.environments.episodes import EpisodeJob, EpisodeRunner
+from hybrid_rlhf.rl.rollouts.live import LiveBatch, Order
 from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt, RolloutPart
 from hybrid_rlhf.runtime.background import BackgroundCall, SideStream
 from hybrid_rlhf.runtime.observability.progress import STEP_SECONDS, ProgressLog
@@ -107,6 +108,8 @@ class RolloutSampler:
         self._last_ended = threading.Event()
         """Set when the last call has sampled."""
         self._last_ended.set()
+        self.live: LiveBatch | None = None
+        """The batch of streaming rollouts; none: each rollout is sampled by a call."""
 
     def sample(
         self,
@@ -130,8 +133,14 @@ class RolloutSampler:
             part: this group's share of a partial rollout, which returns the prompts in flight that it finishes.
         """
         mine = self._assigned(prompts, step, first, greedy, part)
+        if self.live is not None and self.live.lasts:
+            with self.live.current(step):
+                ticket = self.live.add(mine, self.progress(mine, step, shown_as))
+                with self.timers("generation"), shared_user_errors(self.world):
+                    samples = self.live.wait(ticket)
+            return self.held(mine, samples)
         with self._in_turn(), self.engine.inference(**self._stop) as generation, self._in_sampling_stream():
-            sampled = self._sample(generation, mine, self.timers, self._progress(mine, step, shown_as), part)
+            sampled = self._sample(generation, mine, self.timers, self.progress(mine, step, shown_as), part)
         engine = self.engine
         cost = SamplingCost(0.0, engine.work, engine.weight_sync_seconds, engine.weight_check_seconds)
         with contextlib.nullcontext() if engine.world.is_member else self.timers("generation"):
@@ -167,7 +176,7 @@ class RolloutSampler:
                 with contextlib.closing(generation), self._stream.after(copied):
                     start = time.perf_counter()
                     timers = Timers(torch.device("cpu"))  # without synchronization with training
-                    sampled = self._sample(generation, mine, timers, self._progress(mine, step), part)
+                    sampled = self._sample(generation, mine, timers, self.progress(mine, step), part)
                     return sampled, SamplingCost(time.perf_counter() - start, generation.work)
 
         return Pending(generation, BackgroundCall(in_thread, device=self.engine.device))
@@ -198,6 +207,29 @@ class RolloutSampler:
             place: value in `Rollout.groups`.
         """
         return AssignedPrompt(place, row, self._params(step, index), self._records(index))
+
+    def assigned(self, prompts: Sequence[Mapping[str, Any]], *, step: int, greedy: bool) -> list[AssignedPrompt]:
+        """The prompts of a step that this rank samples; arguments as in `sample`."""
+        return self._assigned(prompts, step, 0, greedy, None)
+
+    def open_live(self, *, rows: int, recorded: Mapping[int, Order]) -> LiveBatch:
+        """Sample in a batch that outlives a step from now on; arguments as in LiveBatch. Every rank calls."""
+        self.live = LiveBatch(
+            self.engine,
+            self.config,
+            stop=self._stop,
+            rows=rows,
+            environments=self._environments,
+            recorded=recorded,
+        )
+        return self.live
+
+    def held(self, mine: Sequence[AssignedPrompt], samples: Samples) -> Rollout:
+        """The rollout of this rank's prompts and samples, after the batch of streaming rollouts has finished them.
+        Every rank calls."""
+        engine = self.engine
+        cost = SamplingCost(0.0, engine.work, engine.weight_sync_seconds, engine.weight_check_seconds)
+        return self._held((mine, samples), cost)
 
     def _in_turn(self) -> contextlib.AbstractContextManager[None]:
         """Reserve the next place in the order of calls; called in the main thread. The returned context waits, in any
@@ -247,7 +279,7 @@ class RolloutSampler:
             mine += [replace(prompt, params=replace(prompt.params, n=1, temperature=0.0)) for prompt in mine]
         return mine
 
-    def _progress(self, mine: Sequence[AssignedPrompt], step: int, shown_as: str | None = None) -> ProgressLog:
+    def progress(self, mine: Sequence[AssignedPrompt], step: int, shown_as: str | None = None) -> ProgressLog:
         """A log that counts the completions of this rank's prompts."""
         return ProgressLog(
             shown_as or f"rollout of step {step}",

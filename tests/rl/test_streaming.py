@@ -1,0 +1,257 @@
+"""Streaming rollouts: equal to the synchronous loop without a lag, exact versions, repeatable, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig, StreamingConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.data.loaders import RowStream
+from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.rl.rollouts.streaming import StreamingSampler, recorded_order
+from hybrid_rlhf.runtime.command_line import parse_config
+from hybrid_rlhf.runtime.files.json_lines import read_lines
+from hybrid_rlhf.runtime.observability.timers import Timers
+from hybrid_rlhf.runtime.world import World
+from tests.support.ahead import (
+    PROMPTS,
+    STOP_TOKEN_IDS,
+    build_sampling_actor,
+    change_weights,
+    metrics_without_times,
+    rollout_line,
+    save_stopping_model,
+    trained_logprobs,
+)
+from tests.support.ranks import run_main, run_mains
+from tests.support.steps import write_rows
+
+STREAMED = ("rollout/stale", "rollout/carried_ratio", "rollout/sampler_idle_ratio")
+"""Metrics of streaming alone."""
+SEPARATE = ("--placement", "separation")
+GROUPS = ("--algorithm", "rloo", "--rollout.sampling.n", "2")
+
+
+def same_metrics(first: Path, second: Path) -> None:
+    found = [
+        [{key: value for key, value in line.items() if not key.startswith(STREAMED)} for line in of]
+        for of in (metrics_without_times(first), metrics_without_times(second))
+    ]
+    assert found[0] == found[1]
+
+
+def same_weights(first: Path, second: Path) -> bool:
+    weights = [(folder / "actor" / "model.safetensors").read_bytes() for folder in (first, second)]
+    return weights[0] == weights[1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_stopping_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_a_lag_it_is_the_synchronous_loop_and_an_order_repeats_a_run(
+    ranks: int, model: Path, tmp_path: Path
+) -> None:
+    """Bit for bit, with the sampler on the actor's rank and on its own; nothing else compares whole runs."""
+    rows = write_rows(tmp_path / "rows.jsonl")
+    order = tmp_path / "streams" / "order.jsonl"
+    settings = {
+        "synchronous": [],
+        "no_lag": ["--rollout.streaming.max_lag", "0"],
+        "streams": ["--rollout.streaming.max_lag", "2"],
+        "repeats": ["--rollout.streaming.max_lag", "2", "--rollout.streaming.replay_order", str(order)],
+    }
+    placement = SEPARATE if ranks > 1 else ()
+    lines = [rollout_line(tmp_path / name, model, rows, *GROUPS, *placement, *more) for name, more in settings.items()]
+    run_mains("hybrid_rlhf.cli.rl", ranks, lines)
+    same_metrics(tmp_path / "synchronous", tmp_path / "no_lag")
+    assert same_weights(tmp_path / "synchronous", tmp_path / "no_lag")
+    same_metrics(tmp_path / "streams", tmp_path / "repeats")
+    assert same_weights(tmp_path / "streams", tmp_path / "repeats")
+    assert order.read_text() == (tmp_path / "repeats" / "order.jsonl").read_text()
+    lags = [line["rollout/stale_updates_max"] for line in metrics_without_times(tmp_path / "streams")[1:]]
+    assert 0 < max(lags) <= 2, "no token is older than the largest lag"
+    assert not same_weights(tmp_path / "synchronous", tmp_path / "streams")
+
+
+def streaming_of(world: World, path: Path, folder: Path, *, lag: int, steps: int, longest: int = 24) -> Any:
+    actor, stream = build_sampling_actor(world, str(path), streaming=StreamingConfig(max_lag=lag))
+    config = RolloutConfig(
+        prompts_per_step=2,
+        sampling=SamplingParams(n=2, max_new_tokens=longest),
+        kv_cache_gib=0.1,
+        streaming=StreamingConfig(max_lag=lag),
+    )
+    sampler = RolloutSampler(
+        actor, config, world=world, stop_token_ids=STOP_TOKEN_IDS, seed=0, timers=Timers(actor.device)
+    )
+    prompts = Dataset.from_list([{"input_ids": [5 + row, 7, 9]} for row in range(PROMPTS)])
+    ahead = StreamingSampler(
+        sampler,
+        StreamingConfig(max_lag=lag),
+        prompts=prompts,
+        stream=stream,
+        per_step=2,
+        total_steps=steps,
+        folder=folder,
+    )
+    return actor, ahead
+
+
+def test_each_token_is_of_the_version_that_it_says(world: World, model: Path, tmp_path: Path) -> None:
+    """Completions that three versions of the weights continue, against the training forward of each version."""
+    steps = 5
+    actor, ahead = streaming_of(world, model, tmp_path, lag=2, steps=steps)
+    rollouts: list[Rollout] = []
+    rows: list[int] = []
+    with ahead.running():
+        for step in range(1, steps + 1):
+            taken, rollout = ahead.take(step)
+            rows += taken
+            rollouts.append(rollout)
+            change_weights(actor, step)
+    assert rows == RowStream(PROMPTS, epochs=1, seed=0).take(2 * steps), "each prompt once, in the order of the data"
+    fresh, _ = build_sampling_actor(world, str(model))
+    errors = []
+    for version in range(steps):
+        for rollout in rollouts:
+            of_version = rollout.response_mask & (rollout.weight_versions == version)
+            off = (trained_logprobs(fresh, rollout) - rollout.sampled_logprobs).abs()
+            errors += off[of_version].tolist()
+        change_weights(fresh, version + 1)
+    assert len(errors) == sum(int(rollout.response_mask.sum()) for rollout in rollouts)
+    assert max(errors) < 1e-4
+    carried = sum(float(rollout.staleness(steps)[:, 3].sum()) for rollout in rollouts)
+    assert carried > 0, "some completion has tokens of several versions"
+
+
+def test_lengths_that_are_trained_on_are_those_that_were_started(world: World, model: Path, tmp_path: Path) -> None:
+    """With lengths from 1 to 100 tokens, at every step: a sampler that trained on what finishes first would train on
+    short completions first."""
+    steps = 8
+    _, ahead = streaming_of(world, model, tmp_path, lag=3, steps=steps, longest=100)
+    trained: list[int] = []
+    with ahead.running():
+        for step in range(1, steps + 1):
+            _, rollout = ahead.take(step)
+            trained += rollout.response_mask.sum(dim=1).tolist()
+            assert all(number - step <= 3 for number in ahead._steps), "admission bounds the lag"
+    _, synchronous = streaming_of(world, model, tmp_path / "alone", lag=0, steps=steps, longest=100)
+    expected: list[int] = []
+    with synchronous.running():
+        for step in range(1, steps + 1):
+            expected += synchronous.take(step)[1].response_mask.sum(dim=1).tolist()
+    assert max(expected) > 20 * min(expected) and trained == expected, "the same weights: the same lengths in each step"
+
+
+def test_a_checkpoint_keeps_prompts_and_tokens(model: Path, tmp_path: Path) -> None:
+    """Resumed after its second step, a run trains on the same prompts in each step, and on the tokens that older
+    weights had sampled by then."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"say {row}"}) + "\n" for row in range(40)))
+    run = tmp_path / "run"
+    line = rollout_line(run, model, rows, *GROUPS, "--rollout.streaming.max_lag", "2", "--logging.samples_every", "1")
+    line += ["--rollout.sampling.max_new_tokens", "40", "--rollout.prompts_per_step", "4"]
+    run_main("hybrid_rlhf.cli.rl", 1, line)
+    whole = sampled(run)
+    for step in (3, 4):
+        shutil.rmtree(run / "checkpoints" / f"step_{step}")
+    (run / "finished.json").unlink()
+    run_main("hybrid_rlhf.cli.rl", 1, [*line, "--resume", "auto"])
+    resumed = sampled(run)
+    prompts = [(line["step"], line["prompt"][-1]["content"]) for line in resumed]
+    assert prompts == [(line["step"], line["prompt"][-1]["content"]) for line in whole]
+    counted = Counter(prompt for _, prompt in prompts)
+    assert len(counted) == 16 and {*counted.values()} == {2}, "each of four prompts of four steps, with two samples"
+    versions = {version for line in resumed if line["step"] == 3 for version, _ in line["weight_versions"]}
+    assert min(versions) < 2, "tokens of the checkpoint"
+    assert [line["step"] for line in read_lines(run / "order.jsonl")] == [1, 2, 3, 4]
+    opened = [line["opened"] for line in read_lines(run / "order.jsonl")]
+    assert opened == [1, 1, 3, 3]
+
+
+def sampled(run: Path) -> list[dict[str, Any]]:
+    return read_lines(run / "samples.jsonl")
+
+
+class SlowTool:
+    """An environment of three turns; its tool takes longer for some prompts, and counts the turns of a prompt."""
+
+    def reset(self, row: dict[str, Any]) -> None:
+        """Begin."""
+        self._seconds = 0.05 if row["prompt"][-1]["content"].endswith("3") else 0.002
+        self._turn = 0
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        """Sleep."""
+        time.sleep(self._seconds)
+        self._turn += 1
+        return "go on", float(self._turn), self._turn == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_episodes_stream_and_equal_those_of_the_synchronous_loop(ranks: int, model: Path, tmp_path: Path) -> None:
+    """Turns in any order, on the actor's rank and beside it; without a lag with the tokens of the lock step."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"say {row}"}) + "\n" for row in range(40)))
+    placement = SEPARATE if ranks > 1 else ()
+    episodes = ["--environment.path", f"{__file__}:SlowTool", "--rollout.sampling.max_new_tokens", "60"]
+    episodes += ["--environment.max_turn_tokens", "6", "--reward.components", "[]", "--logging.samples_every", "1"]
+    settings = {"synchronous": [], "no_lag": ["0"], "streams": ["2"]}
+    lines = [
+        rollout_line(tmp_path / name, model, rows, *GROUPS, *placement, *episodes)
+        + [word for lag in of for word in ("--rollout.streaming.max_lag", lag)]
+        for name, of in settings.items()
+    ]
+    run_mains("hybrid_rlhf.cli.rl", ranks, lines)
+    told = {name: sampled(tmp_path / name) for name in settings}
+    first = {name: [line["completion"] for line in lines if line["step"] == 1] for name, lines in told.items()}
+    assert first["synchronous"] == first["no_lag"] == first["streams"], "the same weights: the same tokens"
+    assert [line["completion"] for line in told["no_lag"]] == [line["completion"] for line in told["synchronous"]]
+    lags = [line["rollout/stale_updates_max"] for line in metrics_without_times(tmp_path / "streams")[1:]]
+    assert 0 < max(lags) <= 2
+
+
+def test_an_order_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "order.jsonl"
+    file.write_text(json.dumps({"step": 3, "opened": 3, "groups": [[[0, "begin 1", False]]]}) + "\n")
+    assert recorded_order(str(file), group=0, groups=1, first=3) == {3: [(0, "begin 1", False)]}
+    for message, changed in (
+        ("which started at steps", {"first": 1, "groups": 1}),
+        ("is for 2 sampling ranks", {"first": 3, "groups": 2}),
+    ):
+        with pytest.raises(UserError, match=message):
+            recorded_order(str(file), group=0, **changed)
+    with pytest.raises(UserError, match="must have a line for step 1"):
+        recorded_order(str(tmp_path / "none"), group=0, groups=1, first=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("--rollout.quantization int8", "got rollout.quantization int8: give null"),
+        ("--rollout.partial.extra_prompts 0.5", "rollout.partial"),
+        ("--rollout.async_sampling.policy_lag 1", "rollout.async_sampling"),
+        ("--rollout.tensor_parallel 2", "rollout.tensor_parallel 2: give 1"),
+        ("--rollout.backend module", "rollout.backend module: give auto"),
+        ("--placement separation --actor.ema_decay 0.9", "actor.ema_decay 0.9: leave one out"),
+        ("--environment.program a:b", "got programs"),
+    ],
+)
+def test_what_does_not_stream_is_refused(words: str, rule: str) -> None:
+    line = "--model.path x --data.sources y --reward.components z --rollout.streaming.max_lag 2".split()
+    with pytest.raises(UserError, match=rule):
+        parse_config(RLConfig, [*line, *words.split()])
