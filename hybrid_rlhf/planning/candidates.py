@@ -88,7 +88,7 @@ def layouts(job: RLJob, cluster: Cluster) -> Iterator[Layout]:
         return
     unit = unit_of(cluster)
     # a thread that samples ahead needs ranks on which nothing trains
-    apart = {"actor", "critic"} if job.config.rollout.policy_lag else {"actor"}
+    apart = {"actor", "critic"} if job.config.rollout.overlap_steps else {"actor"}
     for names in (free, *([[*free, SAMPLER]] if job.config.model.quantization is None else [])):
         for count in range(len(names) - 1):
             for everywhere in itertools.combinations(names, count):
@@ -138,8 +138,9 @@ def samplings(job: RLJob, layout: Layout, cluster: Cluster) -> list[tuple[int, b
     the actor's ranks sample too: beside a sampler, without a lag, in groups of as many ranks."""
     places = layout.places
     environment = job.config.environment
-    lag = job.config.rollout.policy_lag
-    if lag and SAMPLER not in places:
+    rollout = job.config.rollout
+    lag = rollout.overlap_steps
+    if rollout.streaming is not None or (rollout.policy_lag and SAMPLER not in places):
         return [(1, False)]  # beside training on the same ranks, sampling runs no collectives
     sizes = _group_sizes(places.get(SAMPLER, places["actor"]), cluster, job.actor.sizes.heads)
     if environment is not None and environment.path is None:
@@ -150,7 +151,7 @@ def samplings(job: RLJob, layout: Layout, cluster: Cluster) -> list[tuple[int, b
 
 def lag_of(job: RLJob, layout: Layout) -> int:
     """The policy lag: the configured one where a separate sampler allows it."""
-    return job.config.rollout.policy_lag if SAMPLER in layout.places else 0
+    return job.config.rollout.overlap_steps if SAMPLER in layout.places else 0
 
 
 def offloads(job: RLJob, layout: Layout) -> list[Offload]:

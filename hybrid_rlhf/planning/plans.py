@@ -40,7 +40,8 @@ class StepPlan:
         rollout = config.rollout
         zero = config.actor.zero
         on_host = zero.offload_optimizer and (config.critic is None or config.critic_zero.offload_optimizer)
-        return cls(placement, rollout.policy_lag, rollout.offload_frozen, rollout.offload_states, on_host)
+        lag = rollout.overlap_steps if rollout.streaming is None or placement.separate_sampler else 0
+        return cls(placement, lag, rollout.offload_frozen, rollout.offload_states, on_host)
 
     @property
     def roles(self) -> Mapping[str, RolePlacement]:
@@ -108,7 +109,7 @@ class StepPlan:
         """What a config must have besides the placement so that it runs as planned: keys whose values differ."""
         found: dict[str, Any] = {"rollout.tensor_parallel": 1 if self.separate else self.sampling.tensor_parallel}
         found |= {f"rollout.{key}": getattr(self, key) for key in ("offload_frozen", "offload_states")}
-        if self.policy_lag:
+        if self.policy_lag and config.rollout.streaming is None:
             found["rollout.async_sampling.policy_lag"] = self.policy_lag
         if self.micro_batch_tokens is not None:
             found["train.micro_batch_tokens"] = self.micro_batch_tokens

@@ -14,6 +14,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.placement import has_separate_sampler, in_words
 from hybrid_rlhf.planning.phase_memory import GPU_RESERVE_GIB, Device, PhaseMemory, own_device
+from hybrid_rlhf.planning.plans import StepPlan
 from hybrid_rlhf.planning.remedies import remedies
 from hybrid_rlhf.planning.step_memory import Planner
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -76,7 +77,8 @@ def resolve_kv_cache(config: RLConfig, placement: Placement, world: World) -> RL
     Raises:
         UserError: on every rank, when a model's config cannot be read.
     """
-    if not config.rollout.policy_lag or config.rollout.kv_cache_gib is not None:
+    overlaps = StepPlan.of(config, placement).policy_lag > 0
+    if not overlaps or config.rollout.kv_cache_gib is not None:
         return config
     with shared_user_errors(world):
         if world.is_main:

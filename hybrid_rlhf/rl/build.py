@@ -296,6 +296,7 @@ def _log_correction(config: RLConfig) -> None:
     cases = {
         f"the ratio of sequences (algorithm {algorithm.name})": algorithm.default_correction.ratio == "sequence",
         "completions of several weight versions (rollout.partial)": config.rollout.partial is not None,
+        "completions of several weight versions (rollout.streaming)": config.rollout.streaming is not None,
         "8-bit sampling of long completions (rollout.quantization)": config.rollout.quantization is not None,
     }
     for case in (case for case, is_on in cases.items() if is_on and correction.ratio == "token"):

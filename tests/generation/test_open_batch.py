@@ -22,6 +22,7 @@ from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
+from hybrid_rlhf.generation.sampling import Completion
 from tests.support.families import variant
 from tests.support.generation import (
     PROMPTS,
@@ -29,6 +30,7 @@ from tests.support.generation import (
     STOP_TOKEN_IDS,
     completions_alone,
     engine_of,
+    keep_in_flight,
     random_tokens,
     wait_until,
 )
@@ -351,3 +353,75 @@ def test_an_open_batch_computes_few_prompt_tokens_at_once(monkeypatch: pytest.Mo
     with engine.open(rows=1, max_tokens=3000) as batch:
         completed(batch, [[5] * 2500], short)
     assert read[:2] == [2048, 452]
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_new_weights_reach_running_requests(
+    name: str, recompute: bool, in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens say which weights sampled them; recomputed keys and values are those of the newer weights, and a later
+    prompt never reads those of the older ones, in attention or in recurrent layers."""
+    keep_in_flight(monkeypatch, in_flight)
+    older, newer = (engine_of(variant(name, seed=seed)) for seed in (0, 1))
+    prompt = random_tokens(40)
+    sampling = SamplingParams(max_new_tokens=60, seed=3)
+    steps = Steps()
+    with older.open(rows=4, max_tokens=160) as batch:
+        batch.submit([prompt], [sampling], steps.put)
+        before = [token for _ in range(9) for token in steps.get(timeout=60)]
+        with batch.paused(label="weights"):
+            older.backend.exchange(newer.backend.decoder)  # type: ignore[union-attr]
+            batch.renew(7, recompute=recompute)
+            before += [token for _ in range(steps.qsize()) for token in steps.get_nowait()]
+        tokens = before[:]
+        while tokens[-1].completion is None:
+            tokens += steps.get(timeout=60)
+        later = completed(batch, [prompt], replace(sampling, seed=4))
+        order = batch.take_order()
+    completion = tokens[-1].completion
+    assert completion is not None and completion.token_ids == [token.token_id for token in tokens]
+    count = len(before)
+    assert completion.weight_versions == [0] * count + [7] * (len(tokens) - count)
+    assert [(taken.label, taken.drains) for taken in order] == [("weights", True)]
+    (alone,) = newer.generate([prompt], replace(sampling, seed=4))
+    (fresh,) = later[0]
+    assert alone[0].token_ids == [token.token_id for token in fresh]
+    assert alone[0].logprobs == pytest.approx([token.logprob for token in fresh], abs=1e-4)
+    begun = Completion(completion.token_ids[:count], completion.logprobs[:count], None, completion.logprobs[:count])
+    continued = newer.generate([prompt], [sampling], begun=[[begun]])[0][0]
+    equal = continued.logprobs[count:] == pytest.approx(completion.logprobs[count:], abs=1e-4)
+    assert equal == recompute, "kept keys and values are of the older weights"
+
+
+def test_an_order_is_repeated_whatever_the_time_of_arrival() -> None:
+    """Submissions and pauses take effect in the steps of the recorded batch, though they arrive in another order."""
+    engine = tiny_engine()
+    sampling = SamplingParams(max_new_tokens=40, min_new_tokens=40, seed=1)
+
+    def submit(batch: OpenBatch, label: str, steps: Steps) -> None:
+        batch.submit([random_tokens(5)], [sampling], steps.put, label=label)
+
+    first = Steps()
+    with engine.open(rows=4, max_tokens=64) as batch:
+        submit(batch, "one", first)
+        for _ in range(5):
+            first.get(timeout=60)
+        with batch.paused(label="pause"):
+            pass
+        submit(batch, "two", first)
+        while batch.unfinished:
+            first.get(timeout=60)
+        order = batch.take_order()
+    assert [taken.label for taken in order] == ["one", "pause", "two"] and order[0].step < order[1].step
+    second = Steps()
+    with engine.open(rows=4, max_tokens=64, order=order) as batch:
+        submit(batch, "two", second)
+        submit(batch, "one", second)
+        with batch.paused(label="pause"):
+            reached = sum(len(second.get(timeout=60)) for _ in range(second.qsize()))
+        while batch.unfinished:
+            second.get(timeout=60)
+        assert batch.take_order() == order
+    assert reached == order[1].step - order[0].step, "the pause waits for its step"

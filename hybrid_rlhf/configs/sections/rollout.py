@@ -164,6 +164,12 @@ class RolloutConfig(Settings):
         """Number of steps by which the sampling weights are behind; 0 if sampling and training alternate."""
         return 0 if self.async_sampling is None else self.async_sampling.policy_lag
 
+    @property
+    def overlap_steps(self) -> int:
+        """Number of steps by which a sampler on ranks of its own works ahead of training, in the plans of memory and
+        time; 0 if they alternate."""
+        return self.policy_lag if self.streaming is None else min(1, self.streaming.max_lag)
+
     def recorded_prompts(self, prompts: int) -> int:
         """Number of prompts, out of `prompts`, whose completions have their experts recorded: all of them if training
         replays the experts, else those that are compared (`rollout/router_agreement`)."""

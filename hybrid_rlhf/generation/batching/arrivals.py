@@ -77,10 +77,17 @@ class Arrivals:
         self._order: list[Taken] = []
         self._taken_now = 0
         """Number of entries with a label that the present step has taken."""
-        self.idle_seconds = 0.0
-        """Time that the batch has waited in `take`."""
+        self._idle_seconds = 0.0
+        self._idle_since: float | None = None
+        """Time when the present wait began; none: the batch does not wait."""
         self.closed = False
         """True if the batch ends after the present step."""
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time that the batch has waited for entries, up to now."""
+        since = self._idle_since
+        return self._idle_seconds + (0.0 if since is None else time.perf_counter() - since)
 
     def add(self, requests: Sequence[Request], *, label: str | None = None) -> None:
         """Add requests; samples of one prompt are adjacent and have a prompt index that no other prompt has."""
@@ -125,9 +132,10 @@ class Arrivals:
         """
         if self._chosen is None:
             awaited = self._awaited()
-            start = time.perf_counter()
+            start = self._idle_since = time.perf_counter()
             self._chosen = self._chosen_entries(wait=wait)
-            self.idle_seconds += time.perf_counter() - start
+            self._idle_since = None
+            self._idle_seconds += time.perf_counter() - start
             return any(entry.drains for entry in self._chosen) or any(taken.drains for taken in awaited)
         return any(entry.drains for entry in self._chosen)
 

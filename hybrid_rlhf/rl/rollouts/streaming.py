@@ -97,7 +97,8 @@ class StreamingSampler(AsyncSampler):
         """The first step of this process."""
         self._left: float | None = None
         """Time when the last rollout was complete."""
-        self._idle_before = 0.0
+        self._measured = (time.perf_counter(), 0.0)
+        """Time of the last step's idle time, and idle time by then."""
         self._tensors: dict[str, Tensor] = {}
 
     @property
@@ -120,7 +121,7 @@ class StreamingSampler(AsyncSampler):
                     samples = live.wait(ticket)
                 sampler.world.barrier()
         rollout = sampler.held(ticket.prompts, samples)
-        self.metrics = self._log_order(live, step, since=start if self._left is None else self._left)
+        self.metrics = self._log_order(live, step)
         self.hidden_seconds = start - self._left if live.lasts and self._left is not None else 0.0
         self._left = time.perf_counter()
         return streamed.rows, rollout
@@ -143,6 +144,7 @@ class StreamingSampler(AsyncSampler):
             if path is not None:
                 recorded = recorded_order(path, group=group, groups=groups, first=step)
         self._first = step
+        self._measured = (time.perf_counter(), 0.0)
         prompts = -(-self.per_step // groups) * (1 + self._config.max_lag)
         return sampler.open_live(rows=prompts * (sampler.config.sampling.n + self.greedy), recorded=recorded)
 
@@ -159,7 +161,7 @@ class StreamingSampler(AsyncSampler):
 
     def _assigned(self, number: int, rows: Sequence[int]) -> Any:
         mine = self.sampler.assigned(self.prompts(rows), step=number, greedy=self.greedy)
-        begun = [self._begun.pop(self._number(number, prompt.place), []) for prompt in mine if prompt.params.n > 0]
+        begun = [self._begun.pop(self._number(number, prompt.place), []) for prompt in mine]
         mine = [replace(prompt, begun=so_far) for prompt, so_far in zip(mine, begun, strict=True)]
         return mine, self.sampler.progress(mine, number)
 
@@ -169,13 +171,14 @@ class StreamingSampler(AsyncSampler):
 
     # -- the recorded order
 
-    def _log_order(self, live: LiveBatch, step: int, *, since: float) -> dict[str, float]:
+    def _log_order(self, live: LiveBatch, step: int) -> dict[str, float]:
         """Write what the batches of all ranks took since the last step, and return the metrics of their idle time."""
-        idle = live.idle_seconds - self._idle_before
-        self._idle_before = live.idle_seconds
-        seconds = time.perf_counter() - since
+        before, idle_before = self._measured
+        now, idle = self._measured = time.perf_counter(), live.idle_seconds
         group = self.sampler.engine.groups[1]
-        of_ranks = self.sampler.world.all_gather_objects((group, live.take_order(), idle / seconds))
+        of_ranks = self.sampler.world.all_gather_objects(
+            (group, live.take_order(), (idle - idle_before) / (now - before))
+        )
         sampling = sorted(entry for entry in of_ranks if entry[0] is not None)
         if self.sampler.world.is_main:
             groups = [order for _, order, _ in sampling]
