@@ -102,7 +102,8 @@ class HybridEngine(ModelEngine):
         # with a larger policy lag, several snapshots with separate weights are open at a time
         self._keeps = residency.stays("inference weights") and self._rollout.policy_lag <= 1
         self._snapshot: GenerationEngine | None = None
-        self.generation_world = world.split(self._rollout.tensor_parallel if samples else 1)
+        together = self._rollout.tensor_parallel if samples else 1
+        self.generation_world = world.split(together, own=self._rollout.streaming is not None)
         """Tensor-parallel ranks that generate together, from the same prompts."""
         self.groups = groups_of(world, self.generation_world)
         """Number of tensor-parallel groups, and the index of this rank's; None: it is in none."""
@@ -342,12 +343,15 @@ class HybridEngine(ModelEngine):
 class AbsentActor(AbsentEngine):
     """Placeholder for the actor on a rank that does not have it, and does not sample."""
 
-    def __init__(self, role: Role, world: World, facts: EngineFacts, *, tensor_parallel: int = 1) -> None:
-        """Args: role, ranks and facts of the actor, and the number of ranks that generate together."""
+    def __init__(
+        self, role: Role, world: World, facts: EngineFacts, *, tensor_parallel: int = 1, own: bool = False
+    ) -> None:
+        """Args: role, ranks and facts of the actor, the number of ranks that generate together, and `own` of their
+        groups."""
         super().__init__(role, world, facts)
         self.device = world.device
         """Device of this rank."""
-        self.generation_world = world.split(tensor_parallel)
+        self.generation_world = world.split(tensor_parallel, own=own)
         self.groups = groups_of(world, self.generation_world)
         """Number of tensor-parallel groups, and the index of this rank's; None: it is in none."""
         self.work = DecodeWork()

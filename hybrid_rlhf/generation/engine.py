@@ -296,6 +296,7 @@ class GenerationEngine:
         memory_share: float | None = None,
         records_routes: bool = False,
         order: Sequence[Taken] = (),
+        world: World | None = None,
     ) -> OpenBatch:
         """Decode requests from other threads as they arrive, until the batch is closed.
 
@@ -308,7 +309,9 @@ class GenerationEngine:
                 default.
             records_routes: true if requests may record the experts of their tokens.
             order: result of `OpenBatch.take_order` of an earlier batch, whose labelled submissions and pauses this one
-                takes in the same steps; none: in the order of their arrival.
+                takes in the same steps; then, as they arrive.
+            world: tensor-parallel ranks that share the model, each of which makes this call; the group must not be used
+                by another thread. None: this rank alone.
 
         Raises:
             UserError: when keys and values of one request do not fit in memory.
@@ -323,6 +326,7 @@ class GenerationEngine:
             weight_version=self.weight_version,
             records_routes=records_routes,
             order=order,
+            world=world,
         )
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:

@@ -33,6 +33,7 @@ from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.sampling import Completion, FinishReason, SamplingParams, per_request
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.openmp import release_workers
+from hybrid_rlhf.runtime.world import World
 
 ResultT = TypeVar("ResultT")
 _TRIAL_TOKENS = 3
@@ -89,6 +90,7 @@ class OpenBatch:
         weight_version: int = 0,
         records_routes: bool = False,
         order: Sequence[Taken] = (),
+        world: World | None = None,
     ) -> None:
         """Start the thread; arguments as in `GenerationEngine.open`."""
         self._backend = backend
@@ -98,17 +100,19 @@ class OpenBatch:
         self.max_tokens = max_tokens if limit is None else min(max_tokens, limit)
         self._memory_share = memory_share
         self._weight_version = weight_version
+        self._shares_model = world is not None and world.size > 1
         self._arrivals = Arrivals(
             rows=rows,
             max_tokens=self.max_tokens,
             memory_share=memory_share,
             records_routes=records_routes,
             order=order,
+            world=world,
+            remake=lambda specification: self._requests(*specification),
         )
         self._paused_seconds = 0.0
         self._lock = threading.Lock()
         self._owners: dict[Request, Submission] = {}
-        self._prompts = itertools.count()
         self.failure: BaseException | None = None
         """Exception that ended the batch before it was closed; none: it runs, or was closed."""
         self.ended: Future[None] = Future()
@@ -162,6 +166,7 @@ class OpenBatch:
         begun: Sequence[Sequence[Completion]] = (),
         record_routes: Sequence[bool] = (),
         label: str | None = None,
+        sends: bool = False,
     ) -> Submission:
         """Complete prompts with the same tokens as `GenerationEngine.generate`.
 
@@ -174,6 +179,7 @@ class OpenBatch:
             begun: as in `generate`; nothing is delivered for finished samples. Native backend.
             record_routes: for each prompt, true to record the experts of its tokens; empty: for none.
             label: name in the order, unique in the batch.
+            sends: this is the first of the tensor-parallel ranks, and the others do not make this call.
 
         Raises:
             UserError: as in `generate`, and if prompt and completion are longer than `max_tokens`.
@@ -186,7 +192,7 @@ class OpenBatch:
                     f"prompt and completion must have at most {self.max_tokens} tokens together, prompt {index} has "
                     f"{len(prompt)} and max_new_tokens is {params.max_new_tokens}: shorten one of them"
                 )
-        requests = self._maker.requests(prompts, params_of_prompts)
+        requests = self._requests(prompts, params_of_prompts, record_routes)
         number = self._maker.adapter_number(adapter)
         for request in requests:
             request.top_logprobs = top_logprobs
@@ -195,19 +201,24 @@ class OpenBatch:
         samples = params_of_prompts[0].n if params_of_prompts else 1
         places = [(request.prompt_index, place % samples) for place, request in enumerate(requests)]
         running = {request: place for request, place in zip(requests, places, strict=True) if not request.ended}
-        for request in running if record_routes else ():
-            request.records_routes = record_routes[request.prompt_index]
         submission = Submission(dict(running), deliver)
         with self._lock:
             if self._arrivals.closed:
                 raise RuntimeError("an open batch takes requests until it is closed, this one was closed")
-            numbers = [next(self._prompts) for _ in prompts]
             for request in running:
-                request.prompt_index = numbers[request.prompt_index]
                 request.delivered = len(request.token_ids)
                 self._owners[request] = submission
-            self._arrivals.add([*running], label=label)
+            specification = (prompts, params_of_prompts, record_routes) if sends else None
+            self._arrivals.add([*running], label=label, specification=specification)
         return submission
+
+    def _requests(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], record_routes: Sequence[bool]
+    ) -> list[Request]:
+        requests = self._maker.requests(prompts, params)
+        for request in requests if record_routes else ():
+            request.records_routes = record_routes[request.prompt_index]
+        return requests
 
     def completions(self, submission: Submission) -> dict[tuple[int, int], Completion]:
         """Unfinished samples of a submission as they are, by the indices of their prompts and samples; the batch must
@@ -334,7 +345,7 @@ class OpenBatch:
                     self._deliver(new)
                 return
             except Exception as error:
-                if not started.done():
+                if not started.done() or self._shares_model:  # other ranks may not have failed
                     raise
                 self._isolate(error)
 

@@ -262,11 +262,12 @@ _GROUPS: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
 """Groups by their ranks and `own`; None if this process is not a member."""
 
 
-def create_groups(parts: Iterable[Sequence[int]]) -> None:
-    """Create the missing groups for parts of the ranks. Every rank of the run calls, with the same parts."""
+def create_groups(parts: Iterable[Sequence[int]], *, own: bool = False) -> None:
+    """Create the missing groups for parts of the ranks; see `split` for `own`. Every rank of the run calls, with the
+    same parts."""
     for ranks in sorted({tuple(part) for part in parts}):
-        if len(ranks) < dist.get_world_size():
-            _group_of(ranks)
+        if own or len(ranks) < dist.get_world_size():
+            _group_of(ranks, own=own)
 
 
 def _group_of(ranks: tuple[int, ...], *, own: bool = False) -> dist.ProcessGroup | None:

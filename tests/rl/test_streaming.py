@@ -61,11 +61,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_stopping_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+PLACED = {
+    "one rank": (1, ()),
+    "two that share the model": (2, ("--rollout.tensor_parallel", "2")),
+    "a sampler": (2, SEPARATE),
+    "a sampler of two": (3, ("--placement", "{sampler: {ranks: 1-2, tensor_parallel: 2}}")),
+}
+"""Number of ranks, and settings."""
+
+
+@pytest.mark.parametrize("placed", PLACED)
 def test_without_a_lag_it_is_the_synchronous_loop_and_an_order_repeats_a_run(
-    ranks: int, model: Path, tmp_path: Path
+    placed: str, model: Path, tmp_path: Path
 ) -> None:
-    """Bit for bit, with the sampler on the actor's rank and on its own; nothing else compares whole runs."""
+    """Bit for bit, with the sampler on the actor's ranks and on its own; nothing else compares whole runs."""
+    ranks, placement = PLACED[placed]
     rows = write_rows(tmp_path / "rows.jsonl")
     order = tmp_path / "streams" / "order.jsonl"
     settings = {
@@ -74,7 +84,6 @@ def test_without_a_lag_it_is_the_synchronous_loop_and_an_order_repeats_a_run(
         "streams": ["--rollout.streaming.max_lag", "2"],
         "repeats": ["--rollout.streaming.max_lag", "2", "--rollout.streaming.replay_order", str(order)],
     }
-    placement = SEPARATE if ranks > 1 else ()
     lines = [rollout_line(tmp_path / name, model, rows, *GROUPS, *placement, *more) for name, more in settings.items()]
     run_mains("hybrid_rlhf.cli.rl", ranks, lines)
     same_metrics(tmp_path / "synchronous", tmp_path / "no_lag")
@@ -202,12 +211,12 @@ class SlowTool:
         return "go on", float(self._turn), self._turn == 3
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_episodes_stream_and_equal_those_of_the_synchronous_loop(ranks: int, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("placed", PLACED)
+def test_episodes_stream_and_equal_those_of_the_synchronous_loop(placed: str, model: Path, tmp_path: Path) -> None:
     """Turns in any order, on the actor's rank and beside it; without a lag with the tokens of the lock step."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"say {row}"}) + "\n" for row in range(40)))
-    placement = SEPARATE if ranks > 1 else ()
+    ranks, placement = PLACED[placed]
     episodes = ["--environment.path", f"{__file__}:SlowTool", "--rollout.sampling.max_new_tokens", "60"]
     episodes += ["--environment.max_turn_tokens", "6", "--reward.components", "[]", "--logging.samples_every", "1"]
     settings = {"synchronous": [], "no_lag": ["0"], "streams": ["2"]}
@@ -245,7 +254,6 @@ def test_an_order_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ("--rollout.quantization int8", "got rollout.quantization int8: give null"),
         ("--rollout.partial.extra_prompts 0.5", "rollout.partial"),
         ("--rollout.async_sampling.policy_lag 1", "rollout.async_sampling"),
-        ("--rollout.tensor_parallel 2", "rollout.tensor_parallel 2: give 1"),
         ("--rollout.backend module", "rollout.backend module: give auto"),
         ("--placement separation --actor.ema_decay 0.9", "actor.ema_decay 0.9: leave one out"),
         ("--environment.program a:b", "got programs"),

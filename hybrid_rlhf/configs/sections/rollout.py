@@ -199,11 +199,10 @@ class RolloutConfig(Settings):
             ("partial", self.partial is not None, "null"),
             ("backend", self.backend != "auto", "auto"),
             ("quantization", self.quantization is not None, "null"),
-            ("tensor_parallel", self.tensor_parallel > 1, 1),
         ):
             require(
                 not barred,
-                "rollout.streaming writes new weights under running completions, each on one rank, got "
+                "rollout.streaming writes new weights under running completions, got "
                 f"rollout.{name} {getattr(self, name)}: give {needed}",
             )
 

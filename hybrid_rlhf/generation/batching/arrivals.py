@@ -2,6 +2,9 @@
 
 Only the thread of the batch uses requests, the KV cache and the device. Other threads add requests, cancellations and
 calls here. The batch takes them between two steps, or while it waits for something to decode.
+
+Tensor-parallel ranks take the same entries in the same step: the first rank decides, and broadcasts what it takes. The
+other ranks have entries with the same names from their own main threads, or receive the requests.
 """
 
 from __future__ import annotations
@@ -11,9 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.runtime.world import World
+
+_PROMPTS = itertools.count()
+"""Indices of prompts in the order in which batches take them."""
+_SILENT_SECONDS = 60.0
+"""Longest time in which the first rank sends nothing to the others, so that their collective does not time out."""
 
 
 class Taken(NamedTuple):
@@ -34,6 +43,10 @@ class _Entry:
     call: Callable[[], object] = lambda: None
     drains: bool = False
     label: str | None = None
+    """Name in the order; none: it is not recorded."""
+    specification: Any = None
+    name: str = ""
+    """Name among the ranks that share the model."""
 
 
 class Arrivals:
@@ -50,6 +63,8 @@ class Arrivals:
         memory_share: float | None = None,
         records_routes: bool = False,
         order: Sequence[Taken] = (),
+        world: World | None = None,
+        remake: Callable[[Any], list[Request]] = lambda specification: [],
     ) -> None:
         """Begin empty.
 
@@ -58,6 +73,8 @@ class Arrivals:
             max_tokens: maximum length of prompt and completion of a request.
             memory_share: largest share of the free memory for the KV cache; none: as in other calls.
             records_routes: requests may record the experts of their tokens.
+            world: tensor-parallel ranks that share the model, in a group that only the thread of the batch uses.
+            remake: makes requests from the specification of an entry.
             order: result of `take_order` of an earlier batch: entries with a label are taken in the same steps again,
                 for which the batch waits; then, as they arrive.
         """
@@ -68,6 +85,9 @@ class Arrivals:
         self._changed = threading.Condition()
         self._entries: list[_Entry] = []
         self._cancelled: list[Request] = []
+        self._world = world
+        self._remake = remake
+        self._unrecorded = 0
         self._chosen: list[_Entry] | None = None
         """Entries that this step takes; none: not decided yet."""
         self._recorded = {step: list(taken) for step, taken in itertools.groupby(order, lambda taken: taken.step)}
@@ -89,9 +109,16 @@ class Arrivals:
         since = self._idle_since
         return self._idle_seconds + (0.0 if since is None else time.perf_counter() - since)
 
-    def add(self, requests: Sequence[Request], *, label: str | None = None) -> None:
-        """Add requests; samples of one prompt are adjacent and have a prompt index that no other prompt has."""
-        self._append(_Entry(list(requests), label=label))
+    def add(self, requests: Sequence[Request], *, label: str | None = None, specification: Any = None) -> None:
+        """Add requests; samples of one prompt are adjacent, with the same prompt index.
+
+        Args:
+            requests: numbered again when the batch takes them, so that no two prompts have the same index.
+            label: name in the order, unique in the batch.
+            specification: what makes the same requests on the other ranks that share the model, by `remake`; none:
+                their own main threads add them.
+        """
+        self._append(_Entry(list(requests), label=label, specification=specification))
 
     def has(self, request: Request) -> bool:
         """True if a request has not been taken yet."""
@@ -133,7 +160,7 @@ class Arrivals:
         if self._chosen is None:
             awaited = self._awaited()
             start = self._idle_since = time.perf_counter()
-            self._chosen = self._chosen_entries(wait=wait)
+            self._chosen = self._agreed_entries(wait=wait)
             self._idle_since = None
             self._idle_seconds += time.perf_counter() - start
             return any(entry.drains for entry in self._chosen) or any(taken.drains for taken in awaited)
@@ -153,6 +180,10 @@ class Arrivals:
             for entry in chosen:
                 entry.call()
                 requests += entry.requests
+                for _, samples in itertools.groupby(entry.requests, key=lambda request: request.prompt_index):
+                    number = next(_PROMPTS)
+                    for request in list(samples):
+                        request.prompt_index = number
             if self.closed or not (self._awaited() or (wait and not requests)):
                 self._steps += 1
                 self._taken_now = 0
@@ -167,6 +198,11 @@ class Arrivals:
 
     def _append(self, entry: _Entry) -> None:
         with self._changed:
+            if entry.label is None:
+                self._unrecorded += 1
+                entry.name = f"unrecorded {self._unrecorded}"
+            else:
+                entry.name = entry.label
             self._entries.append(entry)
             self._changed.notify()
 
@@ -177,9 +213,30 @@ class Arrivals:
             self._order = []
             return order
 
-    def _chosen_entries(self, *, wait: bool) -> list[_Entry]:
+    def _agreed_entries(self, *, wait: bool) -> list[_Entry]:
+        """The entries of this step on all ranks that share the model."""
+        world = self._world
+        if world is None or world.size == 1:
+            return self._chosen_entries(wait=wait)
+        chosen = self._chosen_entries(wait=wait, timeout=_SILENT_SECONDS) if world.is_main else []
+        told = world.broadcast_object([(entry.name, entry.specification) for entry in chosen])
+        return chosen if world.is_main else [self._told_entry(*entry) for entry in told]
+
+    def _told_entry(self, name: str, specification: Any) -> _Entry:
+        """What the first rank has taken: requests that it specifies, or this rank's entry of the same name."""
+        if specification is not None:
+            return _Entry(self._remake(specification))
         with self._changed:
-            self._changed.wait_for(lambda: self.closed or (bool(self._due()) if wait or self._awaited() else True))
+            self._changed.wait_for(lambda: any(entry.name == name for entry in self._entries))
+            entry = next(entry for entry in self._entries if entry.name == name)
+            self._entries.remove(entry)
+            return entry
+
+    def _chosen_entries(self, *, wait: bool, timeout: float | None = None) -> list[_Entry]:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.closed or (bool(self._due()) if wait or self._awaited() else True), timeout
+            )
             due = self._due()
             self._entries = [entry for entry in self._entries if entry not in due]
             taken = [Taken(self._steps, entry.label, entry.drains) for entry in due if entry.label is not None]

@@ -116,7 +116,8 @@ class _Builder:
                     require_positions(actor, config.ptx.max_length, key="ptx.max_length")
         facts = self._facts(actor, part)
         together = self._rollout.tensor_parallel if samples else 1
-        return AbsentActor("actor", part, facts, tensor_parallel=together) if actor is None else actor
+        own = self._rollout.streaming is not None
+        return AbsentActor("actor", part, facts, tensor_parallel=together, own=own) if actor is None else actor
 
     def sampler(self, actor: HybridEngine | AbsentActor) -> SeparateSampler | JointSampler | None:
         placement = self._placement

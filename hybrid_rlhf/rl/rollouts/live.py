@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.configs.sections.rules import require
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.generation.batching.arrivals import Taken
@@ -55,6 +54,8 @@ class Ticket:
     """Submissions of the present batch, with the indices of their prompts."""
     error: BaseException | None = None
     """Exception that ended an episode."""
+    is_turn: bool = False
+    """True for a turn of an episode, which the first of the ranks that share the model asks for."""
 
     @property
     def is_finished(self) -> bool:
@@ -111,17 +112,9 @@ class LiveBatch:
             rows: largest number of completions of a rank that are decoded together.
             environments: runs multi-turn episodes; none: a completion is one turn.
             recorded: order of each step of an earlier run to repeat; empty: by arrival.
-
-        Raises:
-            UserError: when the samplers' ranks also compute for other roles, or share a model.
         """
         assert config.streaming is not None
-        together = engine.generation_world.size
-        require(
-            together == 1,
-            f"rollout.streaming decodes each completion on one rank, got {together} that share the model: give "
-            "tensor_parallel 1",
-        )
+        self._together = engine.generation_world
         self._engine = engine
         self._recompute_kv = config.streaming.recompute_kv
         self._stop = stop
@@ -170,7 +163,8 @@ class LiveBatch:
 
     def add(self, prompts: Sequence[AssignedPrompt], progress: ProgressLog) -> Ticket:
         """Sample prompts from now on; in the context of `current`."""
-        samples: list[list[Sample | None]] = [[None] * prompt.params.n for prompt in prompts]
+        plays = self._environments is None or self._together.is_main
+        samples: list[list[Sample | None]] = [[None] * prompt.params.n for prompt in prompts if plays]
 
         def finished(place: int, sample: int, result: Sample) -> None:
             with self._changed:
@@ -180,7 +174,8 @@ class LiveBatch:
 
         ticket = Ticket(list(prompts), self._label("begin"), finished, samples)
         if self._environments is not None:
-            self._play(ticket, finished)
+            if plays:
+                self._play(ticket, finished)
             return ticket
         for place, prompt in enumerate(prompts):
             for sample, completion in enumerate(prompt.begun):
@@ -205,7 +200,7 @@ class LiveBatch:
                 self._tickets.remove(ticket)
             on_finished(completion)
 
-        ticket = Ticket([prompt], label, finished, [[None]])
+        ticket = Ticket([prompt], label, finished, [[None]], is_turn=True)
         self._start(ticket)
 
     def wait(self, ticket: Ticket) -> list[list[Any]]:
@@ -272,7 +267,14 @@ class LiveBatch:
     def close(self) -> None:
         """End the batch."""
         if self._batch is not None:
+            with self._batch.paused(label=self._label("end")):  # in the same step on all ranks that share the model
+                self._batch.close(wait=False)
             self._batch.close()
+
+    def abandon(self) -> None:
+        """Let the batch end by itself, after an error on this rank."""
+        if self._batch is not None:
+            self._batch.close(wait=False)
 
     def _failure(self, ticket: Ticket) -> BaseException | None:
         if ticket.error is not None:
@@ -312,6 +314,7 @@ class LiveBatch:
             max_tokens=self._max_tokens,
             records_routes=generation.records_routes,
             order=order,
+            world=self._together,
         )
 
     def _submit(self, ticket: Ticket) -> None:
@@ -328,6 +331,7 @@ class LiveBatch:
                 begun=[prompt.begun for prompt in prompts],
                 record_routes=[prompt.recorded and self._records_routes for prompt in prompts],
                 label=f"{ticket.label} x{samples}",
+                sends=ticket.is_turn and self._together.size > 1,
             )
             ticket.submissions.append((submission, places))
 

@@ -119,7 +119,8 @@ class StreamingSampler(AsyncSampler):
             with sampler.timers("generation"):
                 with shared_user_errors(sampler.world):
                     samples = live.wait(ticket)
-                sampler.world.barrier()
+                if live.lasts or sampler.engine.generation_world.size == 1:
+                    sampler.world.barrier()  # the batch goes on meanwhile, without collectives on these ranks
         rollout = sampler.held(ticket.prompts, samples)
         self.metrics = self._log_order(live, step)
         self.hidden_seconds = start - self._left if live.lasts and self._left is not None else 0.0
@@ -190,9 +191,12 @@ class StreamingSampler(AsyncSampler):
         """Context around the training loop: closes the batch at its end."""
         try:
             yield
-        finally:
+        except BaseException:
             if self.sampler.live is not None:
-                self.sampler.live.close()
+                self.sampler.live.abandon()
+            raise
+        if self.sampler.live is not None:
+            self.sampler.live.close()
 
     # -- checkpoints
 
