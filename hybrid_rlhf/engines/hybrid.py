@@ -150,11 +150,12 @@ class HybridEngine(ModelEngine):
                 f"rollout.async_sampling copies the inference weights, {type(self.lm).__name__} has none: set "
                 "--rollout.async_sampling null"
             )
-        require(
-            self._inference_weights is not None or rollout.partial is None,
-            "rollout.partial continues completions with inference weights, "
-            f"{type(self.lm).__name__} has none: leave it out",
-        )
+        for key in ("partial", "streaming"):
+            require(
+                self._inference_weights is not None or getattr(rollout, key) is None,
+                f"rollout.{key} continues completions with inference weights, {type(self.lm).__name__} has none: leave "
+                "it out",
+            )
         return None if self._inference_weights is None else self._inference_weights.architecture
 
     def _follow_routes(self, architecture: ModelDescription | None) -> None:

@@ -108,7 +108,7 @@ class OpenBatch:
             records_routes=records_routes,
             order=order,
             world=world,
-            remake=lambda specification: self._requests(*specification),
+            remake=lambda specification: [request for request in self._requests(*specification) if not request.ended],
         )
         self._paused_seconds = 0.0
         self._lock = threading.Lock()
@@ -192,12 +192,11 @@ class OpenBatch:
                     f"prompt and completion must have at most {self.max_tokens} tokens together, prompt {index} has "
                     f"{len(prompt)} and max_new_tokens is {params.max_new_tokens}: shorten one of them"
                 )
-        requests = self._requests(prompts, params_of_prompts, record_routes)
+        requests = self._requests(prompts, params_of_prompts, record_routes, begun)
         number = self._maker.adapter_number(adapter)
         for request in requests:
             request.top_logprobs = top_logprobs
             request.adapter = number
-        continue_requests(requests, begun)
         samples = params_of_prompts[0].n if params_of_prompts else 1
         places = [(request.prompt_index, place % samples) for place, request in enumerate(requests)]
         running = {request: place for request, place in zip(requests, places, strict=True) if not request.ended}
@@ -208,14 +207,19 @@ class OpenBatch:
             for request in running:
                 request.delivered = len(request.token_ids)
                 self._owners[request] = submission
-            specification = (prompts, params_of_prompts, record_routes) if sends else None
+            specification = (prompts, params_of_prompts, record_routes, begun) if sends else None
             self._arrivals.add([*running], label=label, specification=specification)
         return submission
 
     def _requests(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], record_routes: Sequence[bool]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        record_routes: Sequence[bool],
+        begun: Sequence[Sequence[Completion]],
     ) -> list[Request]:
         requests = self._maker.requests(prompts, params)
+        continue_requests(requests, begun)
         for request in requests if record_routes else ():
             request.records_routes = record_routes[request.prompt_index]
         return requests

@@ -140,12 +140,16 @@ def samplings(job: RLJob, layout: Layout, cluster: Cluster) -> list[tuple[int, b
     environment = job.config.environment
     rollout = job.config.rollout
     lag = rollout.overlap_steps
-    if rollout.streaming is not None or (rollout.policy_lag and SAMPLER not in places):
+    if rollout.policy_lag and SAMPLER not in places:
         return [(1, False)]  # beside training on the same ranks, sampling runs no collectives
     sizes = _group_sizes(places.get(SAMPLER, places["actor"]), cluster, job.actor.sizes.heads)
     if environment is not None and environment.path is None:
         sizes = [1]  # a program asks one rank
-    joint = [] if lag or SAMPLER not in places else _group_sizes(places["actor"], cluster, job.actor.sizes.heads)
+    joint = (
+        []
+        if lag or rollout.streaming is not None or SAMPLER not in places
+        else _group_sizes(places["actor"], cluster, job.actor.sizes.heads)
+    )
     return [(size, joins) for size in sizes for joins in ((False, True) if size in joint else (False,))]
 
 

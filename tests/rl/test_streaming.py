@@ -34,6 +34,8 @@ from tests.support.ahead import (
     save_stopping_model,
     trained_logprobs,
 )
+from tests.support.faults import Point, run_step
+from tests.support.marks import faults
 from tests.support.ranks import run_main, run_mains
 from tests.support.steps import write_rows
 
@@ -190,6 +192,33 @@ def test_a_checkpoint_keeps_prompts_and_tokens(model: Path, tmp_path: Path) -> N
     assert [line["step"] for line in read_lines(run / "order.jsonl")] == [1, 2, 3, 4]
     opened = [line["opened"] for line in read_lines(run / "order.jsonl")]
     assert opened == [1, 1, 3, 3]
+
+
+@faults
+@pytest.mark.parametrize(
+    ("placed", "point"),
+    [
+        ("one rank", Point("hybrid_rlhf.rl.rollouts.streaming:StreamingSampler.take", 3)),
+        ("one rank", Point("hybrid_rlhf.rl.rollouts.live:LiveBatch._suspend", 2, when="after")),
+        ("a sampler", Point("hybrid_rlhf.rl.rollouts.streaming:StreamingSampler.take", 2)),
+        ("a sampler", Point("hybrid_rlhf.generation.open_batch:OpenBatch.renew", 2, rank=1)),
+        ("a sampler of two", Point("hybrid_rlhf.generation.batching.arrivals:Arrivals.take", 60, rank=2)),
+    ],
+    ids=str,
+)
+def test_a_killed_run_trains_on_every_prompt_once(placed: str, point: Point, model: Path, tmp_path: Path) -> None:
+    """A rank dies in a step, in a weight sync, or between two decoding steps; the run resumes from its checkpoint."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"say {row}"}) + "\n" for row in range(40)))
+    run = tmp_path / "run"
+    ranks, placement = PLACED[placed]
+    line = rollout_line(run, model, rows, *GROUPS, *placement, "--rollout.streaming.max_lag", "2")
+    line += ["--logging.samples_every", "1", "--rollout.sampling.max_new_tokens", "40", "--resume", "auto"]
+    assert any(run_step("hybrid_rlhf.cli.rl", ranks, line, point))
+    run_main("hybrid_rlhf.cli.rl", ranks, line)
+    counted = Counter(line["prompt"][-1]["content"] for line in sampled(run))
+    assert len(counted) == 8 and {*counted.values()} == {2}
+    assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
 
 def sampled(run: Path) -> list[dict[str, Any]]:

@@ -123,7 +123,7 @@ class RolloutConfig(Settings):
     endpoint: EndpointConfig | None = setting(None, advanced=True)
     async_sampling: AsyncSamplingConfig | None = None
     partial: PartialRolloutConfig | None = setting(None, advanced=True)
-    streaming: StreamingConfig | None = None
+    streaming: StreamingConfig | None = setting(None, advanced=True)
 
     def _check(self) -> None:
         require_default(self.sampling, ROLLOUT_SAMPLING_KEYS, section="rollout.sampling")

@@ -49,6 +49,25 @@ class _Entry:
     """Name among the ranks that share the model."""
 
 
+class _Choice(NamedTuple):
+    """Entries that the batch takes next."""
+
+    entries: list[_Entry]
+    drains: bool
+    """True if launched steps are to be delivered before."""
+    more: bool
+    """True if this step takes further entries after them, as the recorded batch did."""
+
+
+class _Told(NamedTuple):
+    """A choice as the first rank broadcasts it."""
+
+    names: list[tuple[str, Any]]
+    """Names of the entries, with their specifications."""
+    drains: bool
+    more: bool
+
+
 class Arrivals:
     """Requests, cancellations and calls that the thread of an open batch has not taken yet.
 
@@ -88,8 +107,8 @@ class Arrivals:
         self._world = world
         self._remake = remake
         self._unrecorded = 0
-        self._chosen: list[_Entry] | None = None
-        """Entries that this step takes; none: not decided yet."""
+        self._choice: _Choice | None = None
+        """What this step takes next; none: not decided yet."""
         self._recorded = {step: list(taken) for step, taken in itertools.groupby(order, lambda taken: taken.step)}
         self._left = len(order)
         """Number of entries of the recorded order that were not taken yet."""
@@ -157,14 +176,12 @@ class Arrivals:
         Args:
             wait: block until there are entries, or the batch is closed.
         """
-        if self._chosen is None:
-            awaited = self._awaited()
+        if self._choice is None:
             start = self._idle_since = time.perf_counter()
-            self._chosen = self._agreed_entries(wait=wait)
+            self._choice = self._agreed_choice(wait=wait)
             self._idle_since = None
             self._idle_seconds += time.perf_counter() - start
-            return any(entry.drains for entry in self._chosen) or any(taken.drains for taken in awaited)
-        return any(entry.drains for entry in self._chosen)
+        return self._choice.drains
 
     def take(self, *, wait: bool = False) -> list[Request]:
         """Make the calls that other threads requested, and return the new requests in order of arrival.
@@ -175,16 +192,17 @@ class Arrivals:
         requests: list[Request] = []
         while True:
             self.choose(wait=wait)
-            chosen = self._chosen or []
-            self._chosen = None
-            for entry in chosen:
+            choice = self._choice
+            assert choice is not None
+            self._choice = None
+            for entry in choice.entries:
                 entry.call()
                 requests += entry.requests
                 for _, samples in itertools.groupby(entry.requests, key=lambda request: request.prompt_index):
                     number = next(_PROMPTS)
                     for request in list(samples):
                         request.prompt_index = number
-            if self.closed or not (self._awaited() or (wait and not requests)):
+            if self.closed or not (choice.more or (wait and not requests)):
                 self._steps += 1
                 self._taken_now = 0
                 return [] if self.closed else requests
@@ -213,14 +231,18 @@ class Arrivals:
             self._order = []
             return order
 
-    def _agreed_entries(self, *, wait: bool) -> list[_Entry]:
-        """The entries of this step on all ranks that share the model."""
+    def _agreed_choice(self, *, wait: bool) -> _Choice:
+        """The choice of the first rank of those that share the model."""
         world = self._world
         if world is None or world.size == 1:
-            return self._chosen_entries(wait=wait)
-        chosen = self._chosen_entries(wait=wait, timeout=_SILENT_SECONDS) if world.is_main else []
-        told = world.broadcast_object([(entry.name, entry.specification) for entry in chosen])
-        return chosen if world.is_main else [self._told_entry(*entry) for entry in told]
+            return self._own_choice(wait=wait)
+        if world.is_main:
+            choice = self._own_choice(wait=wait, timeout=_SILENT_SECONDS)
+            names = [(entry.name, entry.specification) for entry in choice.entries]
+            world.broadcast_object(_Told(names, choice.drains, choice.more))
+            return choice
+        names, drains, more = world.broadcast_object(_Told([], False, False))
+        return _Choice([self._told_entry(name, specification) for name, specification in names], drains, more)
 
     def _told_entry(self, name: str, specification: Any) -> _Entry:
         """What the first rank has taken: requests that it specifies, or this rank's entry of the same name."""
@@ -232,8 +254,9 @@ class Arrivals:
             self._entries.remove(entry)
             return entry
 
-    def _chosen_entries(self, *, wait: bool, timeout: float | None = None) -> list[_Entry]:
+    def _own_choice(self, *, wait: bool, timeout: float | None = None) -> _Choice:
         with self._changed:
+            recorded = self._awaited()
             self._changed.wait_for(
                 lambda: self.closed or (bool(self._due()) if wait or self._awaited() else True), timeout
             )
@@ -243,7 +266,8 @@ class Arrivals:
             self._taken_now += len(taken)
             self._left -= len(taken)
             self._order += taken
-            return due
+            drains = any(entry.drains for entry in due) or any(taken.drains for taken in recorded)
+            return _Choice(due, drains, bool(self._awaited()))
 
     def _awaited(self) -> list[Taken]:
         """What the recorded batch took in this step, and this one has not taken yet."""

@@ -24,6 +24,7 @@ from typing import Any
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
+from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.arrivals import Taken
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
@@ -145,13 +146,14 @@ class LiveBatch:
             step: number of the step.
         """
         if self.lasts:
-            self._sync(step)
+            self._sync()
             yield
             return
         with self._engine.inference(**self._stop) as generation:
             if generation is None:
                 yield
                 return
+            _capture_now(generation)
             with self._changed:
                 self._open(generation, self._recorded.get(step, []))
                 for ticket in self._tickets:
@@ -211,11 +213,11 @@ class LiveBatch:
         """
         with self._changed:
             self._changed.wait_for(lambda: ticket.is_finished or self._failure(ticket) is not None)
-        failure = self._failure(ticket)
-        if failure is not None:
-            raise failure
-        if ticket in self._tickets:
-            self._tickets.remove(ticket)
+            failure = self._failure(ticket)
+            if failure is not None:
+                raise failure
+            if ticket in self._tickets:
+                self._tickets.remove(ticket)
         return ticket.finished
 
     def _start(self, ticket: Ticket) -> None:
@@ -290,7 +292,7 @@ class LiveBatch:
         self._actions += 1
         return f"{action} {self._actions}"
 
-    def _sync(self, step: int) -> None:
+    def _sync(self) -> None:
         """Write the actor's current weights under running completions, and open the batch if it is not open yet."""
         label = self._label("weights")
         with contextlib.ExitStack() as stack:
@@ -299,6 +301,7 @@ class LiveBatch:
             generation = stack.enter_context(self._engine.inference(**self._stop))
             if generation is None:
                 return
+            _capture_now(generation)
             if self._batch is None:
                 self._open(generation, [taken for number in sorted(self._recorded) for taken in self._recorded[number]])
             elif generation.weight_version != self._weight_version:
@@ -366,3 +369,9 @@ class LiveBatch:
                 samples[places[place]][sample] = completion
         begun = [[completion for completion in of_prompt if completion is not None] for of_prompt in samples]
         return [replace(prompt, begun=of_prompt) for prompt, of_prompt in zip(ticket.prompts, begun, strict=True)]
+
+
+def _capture_now(generation: GenerationEngine) -> None:
+    """Capture CUDA graphs now, while the batch waits: the main thread uses the device while the batch decodes."""
+    assert isinstance(generation.backend, NativeBackend), "a stream has inference weights"
+    generation.backend.capture_between_runs()

@@ -176,7 +176,8 @@ class StreamingSampler(AsyncSampler):
         """Write what the batches of all ranks took since the last step, and return the metrics of their idle time."""
         before, idle_before = self._measured
         now, idle = self._measured = time.perf_counter(), live.idle_seconds
-        group = self.sampler.engine.groups[1]
+        engine = self.sampler.engine
+        group = engine.groups[1] if engine.generation_world.is_main else None
         of_ranks = self.sampler.world.all_gather_objects(
             (group, live.take_order(), (idle - idle_before) / (now - before))
         )
