@@ -80,9 +80,6 @@ class StreamingSampler(AsyncSampler):
             total_steps: steps of the run.
             folder: folder of the run, for order.jsonl.
             greedy: true to add one greedy completion to the samples of each prompt.
-
-        Raises:
-            UserError: when the engine cannot sample in an open batch.
         """
         super().__init__(
             sampler, prompts=prompts, stream=stream, per_step=per_step, total_steps=total_steps, greedy=greedy
@@ -116,11 +113,9 @@ class StreamingSampler(AsyncSampler):
             streamed = self._steps.pop(step)
             ticket = streamed.ticket
             assert ticket is not None
-            with sampler.timers("generation"):
-                with shared_user_errors(sampler.world):
-                    samples = live.wait(ticket)
-                if live.lasts or sampler.engine.generation_world.size == 1:
-                    sampler.world.barrier()  # the batch goes on meanwhile, without collectives on these ranks
+            # a rank that is done goes on with later prompts while it waits for the others
+            with sampler.timers("generation"), shared_user_errors(sampler.world):
+                samples = live.wait(ticket)
         rollout = sampler.held(ticket.prompts, samples)
         self.metrics = self._log_order(live, step)
         self.hidden_seconds = start - self._left if live.lasts and self._left is not None else 0.0
@@ -134,8 +129,7 @@ class StreamingSampler(AsyncSampler):
         """The batch of this rank, opened in the first step of this process. Every rank calls.
 
         Raises:
-            UserError: on every rank, when the engine cannot sample in an open batch, or the recorded order cannot be
-                repeated.
+            UserError: on every rank, when the recorded order cannot be repeated.
         """
         sampler = self.sampler
         path = self._config.replay_order
