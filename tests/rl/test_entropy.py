@@ -108,6 +108,7 @@ def test_equal_terms_are_within_their_bounds_and_the_first_tokens_are_the_highes
         bounds = {"bounds": (0.0, 0.0)} if method == "clip_cov" else {}
         marks = selected(EntropyConfig(method=method, share=share, **bounds), batch).selected  # type: ignore[arg-type]
         assert marks is not None and marks.nonzero().tolist() == tokens[: int(share * len(tokens))]
+    assert selected(METHODS[0], batch.rows([])).metrics["policy/selected_tokens"] == 0
 
 
 def places(world: World) -> list[list[list[int]]]:

@@ -328,6 +328,8 @@ def test_clips_bind_where_they_say() -> None:
     against = replace(case, batch=replace(case.batch, advantages=-ones))
     unbound = against.loss(algorithm("gmpo", clip=(1.0, 0.2)))
     assert float(unbound.total) == pytest.approx(4 * float(ratio.prod()) ** 0.25), "no lower bound"
+    idle = replace(case, batch=replace(case.batch, advantages=0 * ones)).loss(algorithm("gmpo", clip=(0.2, 0.2)))
+    assert float(idle.stats["clipfrac"]) == 1, "without an advantage the lower bound counts"
     gone = replace(case, logprobs=-1000 * ones).loss(algorithm("vespo", gate_power=(0.01, 0.01)))
     assert float(gone.total) == pytest.approx(4000 * math.exp(3 - 0.01 * MAX_LOG_RATIO)), "a bounded log-ratio"
 
@@ -394,7 +396,8 @@ def test_a_group_of_one_has_no_deviation_and_low_precision_is_summed_in_float32(
     groups, values = torch.zeros(2, dtype=torch.long), torch.tensor([256.0, 0.07]).bfloat16()
     for function in (group_std, leave_one_out):
         assert function(values[:1], groups=groups[:1]).tolist() == [0.0]
-    assert torch.equal(group_mean(values, groups=groups), group_mean(values.float(), groups=groups))
+    means = [group_mean(values.to(dtype), groups=groups) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
+    assert torch.equal(means[0], means[1]) and means[2].tolist() == [float(values.double().mean())] * 2
 
 
 def test_turn_rewards_of_equal_sum_are_equal_wherever_they_are_earned() -> None:
