@@ -108,7 +108,11 @@ def test_equal_terms_are_within_their_bounds_and_the_first_tokens_are_the_highes
         bounds = {"bounds": (0.0, 0.0)} if method == "clip_cov" else {}
         marks = selected(EntropyConfig(method=method, share=share, **bounds), batch).selected  # type: ignore[arg-type]
         assert marks is not None and marks.nonzero().tolist() == tokens[: int(share * len(tokens))]
-    assert selected(METHODS[0], batch.rows([])).metrics["policy/selected_tokens"] == 0
+    first = torch.zeros_like(batch.rollout.response_mask)
+    first[tuple(tokens[0])] = True
+    alone = replace(batch, rollout=replace(batch.rollout, response_mask=first))
+    for some, share in ((batch.rows([]), 0.0), (alone, 1.0)):
+        assert selected(METHODS[3], some).metrics["policy/selected_tokens"] == share
 
 
 def places(world: World) -> list[list[list[int]]]:
@@ -212,6 +216,10 @@ def test_the_measured_entropy_is_a_mean_over_response_tokens() -> None:
     expected = float(rollout.entropy[rollout.response_mask].double().mean())
     assert controller.measured(rollout, CPU) == pytest.approx(expected, abs=1e-9)
     assert controller.measured(rollout.rows([]), CPU) == 0, "no completion is kept"
+    first = rollout.response_mask.cumsum(dim=1).eq(1) & rollout.response_mask
+    first[1:] = False
+    one = replace(rollout, response_mask=first)
+    assert controller.measured(one, CPU) == pytest.approx(float(rollout.entropy[first]), abs=1e-9)
 
 
 def test_one_update_reads_the_rollout_first(world: World, paths: dict[str, str]) -> None:
