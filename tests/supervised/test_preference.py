@@ -36,7 +36,7 @@ from hybrid_rlhf.runtime.world import solo_world
 from hybrid_rlhf.supervised.preference import KTO, PAIR_LOSSES, PairLoss, PairSide, reference
 from hybrid_rlhf.supervised.preference.objectives import PreferenceLabelObjective, PreferencePairObjective
 from tests.support.ranks import run_main
-from tests.support.steps import run_outputs, write_rows
+from tests.support.steps import run_outputs, write_lines, write_rows
 from tests.support.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 
 PAIRS = 6
@@ -414,7 +414,7 @@ def test_the_reference_reads_only_the_rows_that_the_run_uses(
 ) -> None:
     """16 steps need no epoch's rows; a run that is resumed for longer adds what is missing, by the first actor."""
     rows = [{"prompt": f"say {i}", "chosen": str(i), "rejected": "x" * (i % 5 + 1)} for i in range(40)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", rows)
     line = ["--train.global_batch_size", "4", "--optimizer.lr", "1e-2", *more]
     kept = {}
     for folder, steps, resume in (("run", 2, "never"), ("run", 9, "auto"), ("fresh", 9, "never")):
