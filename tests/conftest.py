@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from hybrid_rlhf.runtime.world import World, close_world, init_world
 from tests.support.covering import mark_all_but_covering
 from tests.support.generation import GENERATOR
-from tests.support.steps import write_rows
+from tests.support.steps import write_lines, write_rows
 from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)
@@ -97,9 +96,7 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
     """Write rows as JSON lines and give the path."""
 
     def write(rows: Sequence[dict[str, Any]], name: str = "rows.jsonl") -> Path:
-        file = tmp_path / name
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return file
+        return write_lines(tmp_path / name, rows)
 
     return write
 

@@ -116,29 +116,28 @@ def covariance_terms(
     return keep(logprobs * advantages, mask)
 
 
-def group_sum(values: Tensor, *, groups: Tensor) -> Tensor:
-    """Sum [N] of each completion's group."""
-    values = at_least_float32(values)
+def _group_sum(values: Tensor, *, groups: Tensor) -> Tensor:
+    """Sum [N] of each completion's group, in the dtype of the values."""
     _, member = groups.unique(return_inverse=True)
     return torch.zeros_like(values).index_add(0, member, values)[member]
 
 
 def group_size(groups: Tensor) -> Tensor:
     """Number of completions [N] float32 in each completion's group."""
-    return group_sum(torch.ones(len(groups), device=groups.device), groups=groups)
+    return _group_sum(torch.ones(len(groups), device=groups.device), groups=groups)
 
 
 def group_mean(values: Tensor, *, groups: Tensor) -> Tensor:
     """Mean [N] of each completion's group."""
     values = at_least_float32(values)
     low = _of_group(values, groups, "amin")  # a sum of equal values divided by their number would be rounded
-    return low + group_sum(values - low, groups=groups) / group_size(groups)
+    return low + _group_sum(values - low, groups=groups) / group_size(groups)
 
 
 def group_std(values: Tensor, *, groups: Tensor) -> Tensor:
     """Unbiased standard deviation [N] of each completion's group; 0 in a group of one."""
     centred = at_least_float32(values) - group_mean(values, groups=groups)
-    squares = group_sum(centred.square(), groups=groups)
+    squares = _group_sum(centred.square(), groups=groups)
     return (squares / (group_size(groups) - 1).clamp(min=1)).sqrt()
 
 

@@ -24,7 +24,7 @@ from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from tests.support.commands import refusal
 from tests.support.ranks import run_main
 from tests.support.servers import json_server
-from tests.support.steps import MODULES, step_line
+from tests.support.steps import MODULES, step_line, write_lines
 from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 REWARD = """
@@ -242,7 +242,7 @@ def test_tasks_of_the_harness_are_run_on_the_engine(
     pytest.importorskip("lm_eval")
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # starts pip and others, for a minute
     rows = [{"question": f"say {i}", "choices": ["aa", "b c"], "gold": i % 2, "answer": "x"} for i in range(5)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", rows)
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     (tasks / "choose.yaml").write_text(TASK.format(name="tiny_choose", folder=tmp_path) + CHOOSE)

@@ -14,6 +14,7 @@ from hybrid_rlhf.runtime.files.names import METRICS_FILE
 from tests.support.families import variant
 from tests.support.marks import faults, slow
 from tests.support.ranks import run_main
+from tests.support.steps import write_lines
 from tests.support.tiny import tiny_tokenizer
 
 TOLERANCE = 1e-4
@@ -102,7 +103,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
         for i in range(40)
     ]
     for name, content in (("rows", rows), ("lists", lists)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+        write_lines(folder / f"{name}.jsonl", content)
     (folder / "model").symlink_to(model_folder)
     for part in (variant("qwen2_moe"), tiny_tokenizer()):
         part.save_pretrained(folder / "moe")

@@ -24,6 +24,7 @@ from hybrid_rlhf.runtime.output import json_output
 from tests.support.faults import run_step
 from tests.support.ranks import run_main
 from tests.support.runs import pipeline_line, rl_line, run_python, sft_line
+from tests.support.steps import write_lines
 
 CONTRACT = {
     "step1_sft": ["sft/loss", "sft/perplexity", "eval/loss"],
@@ -266,7 +267,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 def test_a_template_of_the_config_is_trained_with_saved_and_stops_answers(tmp_path: Path, model_folder: Path) -> None:
     rows = [{"prompt": f"say {i}", "completion": str(i)} for i in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", rows)
     (tmp_path / "chat.jinja").write_text(
         "{% for m in messages %}{{ m.role + '|' + m.content + '<|endoftext|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant|' + mood }}{% endif %}"

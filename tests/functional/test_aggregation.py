@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_rlhf.functional.losses import (
@@ -18,44 +19,24 @@ fast = settings(max_examples=50, deadline=None)
 
 
 @fast
-@given(masked_batch())
-def test_weights_turn_the_mean_over_tokens_into_the_mean_that_is_named(batch: tuple[list[Tensor], Tensor]) -> None:
-    (values,), mask = batch
-    tokens, rows = float(mask.sum()), float(len(mask))
-    settings = {"tokens": tokens, "sequences": rows, "max_tokens": 7}
-    means = [float(row[real].mean()) if real.any() else 0.0 for row, real in zip(values, mask, strict=True)]
-    expected = {
-        "token": float(values[mask].sum()) / max(tokens, 1),
-        "sequence": sum(means) / rows,
-        "fixed": float(values[mask].sum()) / (7 * rows),
-    }
-    for name, wanted in expected.items():
-        weights = length_weights(mask, normalization=name, **settings)  # type: ignore[arg-type]
-        found = float((weights * values * mask).sum()) / max(tokens, 1)
-        assert found == pytest.approx(wanted, abs=1e-5)
-
-
-@fast
-@given(masked_batch(tensors=2))
-def test_means_may_be_over_the_kept_tokens_alone(batch: tuple[list[Tensor], Tensor]) -> None:
+@given(masked_batch(tensors=2), st.booleans())
+def test_weights_turn_the_mean_over_tokens_into_the_mean_that_is_named(
+    batch: tuple[list[Tensor], Tensor], all_kept: bool
+) -> None:
+    """Over all tokens, or over the kept ones alone."""
     (values, chance), mask = batch
-    kept = mask & (chance > 0)
-    settings = {
-        "tokens": float(mask.sum()),
-        "sequences": float(len(mask)),
-        "max_tokens": 7,
-        "kept": chance > 0,
-        "kept_tokens": float(kept.sum()),
-    }
+    kept = mask if all_kept else mask & (chance > 0)
+    tokens, rows = float(mask.sum()), float(len(mask))
+    some = {} if all_kept else {"kept": chance > 0, "kept_tokens": float(kept.sum())}
     means = [float(row[real].mean()) if real.any() else 0.0 for row, real in zip(values, kept, strict=True)]
     expected = {
         "token": float(values[kept].sum()) / max(float(kept.sum()), 1),
-        "sequence": sum(means) / len(mask),
-        "fixed": float(values[kept].sum()) / (7 * len(mask)),
+        "sequence": sum(means) / rows,
+        "fixed": float(values[kept].sum()) / (7 * rows),
     }
     for name, wanted in expected.items():
-        weights = length_weights(mask, normalization=name, **settings)  # type: ignore[arg-type]
-        found = float((weights * values * kept).sum()) / max(float(mask.sum()), 1)
+        weights = length_weights(mask, normalization=name, tokens=tokens, sequences=rows, max_tokens=7, **some)  # type: ignore[arg-type]
+        found = float((weights * values * kept).sum()) / max(tokens, 1)
         assert found == pytest.approx(wanted, abs=1e-5)
 
 

@@ -101,6 +101,7 @@ def test_the_loss_equals_that_of_whole_logits(
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_distributions_are_not_apart_and_others_are(kind: DivergenceName) -> None:
     one, other = torch.randn(2, 5, 8, dtype=torch.float64).log_softmax(-1)
+    assert divergence(one, teacher=other, kind=kind).shape == (5,)
     assert divergence(one, teacher=one, kind=kind).abs().max() < 1e-12
     assert (divergence(one, teacher=other, kind=kind) > 1e-3).all()
     assert torch.equal(divergence(one, teacher=other, kind=kind), divergence(one, teacher=other, kind=kind, beta=0.5))

@@ -86,9 +86,16 @@ def test_masked_out_tokens_have_no_part_and_nan_is_seen() -> None:
     torch.testing.assert_close(found[0][:2], rows.log_prob(labels[:2]))
     torch.testing.assert_close(found[1][:2], rows.entropy())
     assert all(torch.isnan(values[2]) for values in found)
-    ones, out = torch.ones(3, device=DEVICE), torch.empty_like(logits)
-    head_kernels.logits_gradient(logits, labels, found[2], found[1], ones, ones, temperature=1.0, softcap=None, out=out)
-    assert torch.equal(out[0, 2:], torch.zeros(4, device=DEVICE)) and torch.isfinite(out[:2]).all()
+    # gradients of a sum are one number, expanded
+    of_sum, out = torch.ones(1, device=DEVICE).expand(3), torch.empty_like(logits)
+    head_kernels.logits_gradient(
+        logits, labels, found[2], found[1], of_sum, of_sum, temperature=1.0, softcap=None, out=out
+    )
+    leaf = logits[:2].clamp(min=-1e30).requires_grad_()
+    rows = torch.distributions.Categorical(logits=leaf)
+    (expected,) = torch.autograd.grad((rows.log_prob(labels[:2]) + rows.entropy()).sum(), leaf)
+    torch.testing.assert_close(out[:2], expected)
+    assert torch.equal(out[0, 2:], torch.zeros(4, device=DEVICE))
     assert torch.isnan(out[2]).all()
 
 

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid_rlhf.functional.losses import LossSum, pairwise_reward_loss, ppo_policy_loss, ppo_value_loss, sft_loss
+from hybrid_rlhf.functional.losses import (
+    LossSum,
+    pairwise_reward_loss,
+    policy_sum,
+    ppo_policy_loss,
+    ppo_value_loss,
+    sft_loss,
+)
 from tests.support.strategies import masked_batch, poisoned
 
 fast = settings(max_examples=50, deadline=None)
@@ -56,6 +63,7 @@ def test_pairwise_loss_of_low_precision_is_computed_in_float32() -> None:
         for x in (scores, scores.double())
     )
     torch.testing.assert_close(low.total, exact.total.float())
+    torch.testing.assert_close(low.stats, {name: value.float() for name, value in exact.stats.items()})
     assert low.count.dtype is torch.float32
     assert not any(tensor.requires_grad for tensor in (low.count, *low.stats.values()))
 
@@ -94,6 +102,7 @@ def test_policy_loss_is_the_clipped_surrogate(
     assert float(loss.stats["clipfrac"]) == sum(clipped for _, clipped in slow)
     assert float(loss.stats["ratio"]) == pytest.approx(float((new - old)[mask].exp().sum()))
     assert float(loss.stats["approxkl"]) == pytest.approx(float(0.5 * ((new - old)[mask] ** 2).sum()), abs=1e-9)
+    assert float(policy_sum(torch.ones_like(new), log_ratio=new - old, mask=mask).stats["clipfrac"]) == 0
 
 
 @pytest.mark.parametrize(

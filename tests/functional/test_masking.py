@@ -80,7 +80,7 @@ def test_statistics_of_all_ranks_are_those_of_all_their_values() -> None:
 
 
 def test_equal_values_have_a_spread_of_exactly_0() -> None:
-    assert spread(torch.full((3,), 0.1)) == 0 and spread(torch.tensor([1.0, 5.0])) == 2
+    assert spread(torch.full((7,), 0.1)) == 0 and spread(torch.tensor([1.0, 5.0])) == 2
 
 
 def test_positions_and_last_index_follow_the_mask() -> None:

@@ -60,13 +60,13 @@ def test_derivatives_are_those_by_differences() -> None:
 
 
 def test_labelled_is_binary_cross_entropy() -> None:
-    scores, labels = [0.7, -0.2, 3.0, -1.0], [1.0, 0.0, 0.25, 1.0]
+    scores, labels = [0.7, -0.2, 3.0, -1.0], [1.0, 0.0, 0.25, 0.0]
     found = labelled_reward_loss(torch.tensor(scores), labels=torch.tensor(labels))
     chances = [1 / (1 + math.exp(-score)) for score in scores]
     expected = -sum(y * math.log(p) + (1 - y) * math.log(1 - p) for y, p in zip(labels, chances, strict=True))
     assert float(found.total) == pytest.approx(expected, rel=1e-6)
     told = {name: float(value) for name, value in found.stats.items()}
-    assert told == pytest.approx({"accuracy": 2, "good": 2, "chosen_score": -0.3, "rejected_score": 2.8})
+    assert told == pytest.approx({"accuracy": 3, "good": 1, "chosen_score": 0.7, "rejected_score": 1.8})
     assert float(found.count) == 4
     assert all(value.dtype is torch.float32 for value in found.stats.values())
 

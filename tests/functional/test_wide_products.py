@@ -63,7 +63,7 @@ def test_log_probs_of_a_low_precision_head_are_those_of_float32_logits(dtype: to
     head = OutputHead(weight, bias)
     torch.testing.assert_close(head.logits(hidden, 50), logits, atol=1e-4, rtol=1e-5)
     plain = OutputHead(weight, bias, float32_logits=False).logits(hidden, 50)
-    assert torch.equal(plain, torch.nn.functional.linear(hidden, weight, bias).float())
+    assert plain.dtype is torch.float32 and torch.equal(plain, torch.nn.functional.linear(hidden, weight, bias).float())
 
 
 def test_the_gradient_of_a_low_precision_head_is_that_of_float32_logits() -> None:

@@ -83,23 +83,6 @@ def test_a_cache_of_more_than_two_to_the_31_elements(splits: int, monkeypatch: p
     torch.testing.assert_close(found[ends].double(), expected, atol=2e-3, rtol=2e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("group", "d"), SHAPES)
-def test_attention_of_rows_and_chunks(group: int, d: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    kv_heads, starts, lengths = 4, [0, 700, 33], [600, 1, 100]
-    keys, values = random(2, 5 * 80, 16, kv_heads, d, dtype=dtype)
-    pages, positions = torch.randperm(len(keys), device=GPU).int().view(5, -1), torch.tensor([1279, 0], device=GPU)
-    queries = random(2 + sum(lengths), group * kv_heads, d, dtype=dtype)
-    tiles = kernels.chunk_tiles(2, starts, lengths, tokens=kernels.tokens_at_once(group, d, dtype))
-    given = torch.tensor(tiles, dtype=torch.int32, device=GPU)
-    found = kernels.paged_attention(queries, keys, values, pages, positions, scale=d**-0.5, tiles=given)
-    compared = {0: (0, 1279), 1: (1, 0), 2: (2, 0), 601: (2, 599), 602: (3, 700), 702: (4, 132)}
-    places = [*compared]
-    expected = exact_attention(queries[places], keys, values, pages, compared.values(), scale=d**-0.5)
-    torch.testing.assert_close(found[places].double(), expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
-
-
 @pytest.mark.parametrize("cut", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 1000, "top_p": 0.99, "min_p": 0.001}])
 @pytest.mark.parametrize("vocabulary", [49_152, 152_064, 262_144])
 def test_sampling_from_large_vocabularies(vocabulary: int, cut: dict[str, float]) -> None:

@@ -32,6 +32,7 @@ from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.placement import Placement, RolePlacement
 from hybrid_rlhf.runtime.run import CONFIG_FILE, Run
 from hybrid_rlhf.supervised.build import run_sft
+from tests.support.steps import write_lines
 
 MARKUP = "</div><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} & \"'"
 
@@ -71,7 +72,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Pat
     folder = tmp_path_factory.mktemp("sft")
     rows = folder / "rows.jsonl"
     lines = [{"prompt": f"say {i}", "completion": str(i) * (60 if i % 10 == 0 else 1)} for i in range(40)]
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(rows, lines)
     words = (
         f"--model.path {model_folder} --data.sources {rows} --output_dir {folder}/run --data.cache_dir {folder}/cache"
     )

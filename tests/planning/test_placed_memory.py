@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification
 
 from tests.support.ranks import run_main
+from tests.support.steps import write_lines
 from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 PROMPT, NEW = 48, 16
@@ -39,7 +40,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("model", "judge"):
         tiny_tokenizer(None).save_pretrained(folder / name)
     rows = [{"prompt": f"{row:0{PROMPT}}"} for row in range(40)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "rows.jsonl", rows)
     # DeepSpeed's bucket of 2 GB would be all there is to see.
     (folder / "ds.json").write_text('{"zero_optimization": {"reduce_bucket_size": 1000000}}')
     return folder

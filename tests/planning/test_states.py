@@ -73,10 +73,13 @@ def test_recorded_experts_take_what_was_planned(name: str, tmp_path: Path) -> No
     assert compared == 500 / 3 * tokens + 16 * 30 * of_token, "experts of 16 completions"
 
 
-@pytest.mark.parametrize("name", ["llama", "granite 4 without experts or positions"])
-def test_models_without_experts_record_none(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("llama", "auto"), ("granite 4 without experts or positions", "auto"), ("qwen3_moe", "module")],
+)
+def test_models_without_experts_and_modules_record_none(name: str, backend: Any, tmp_path: Path) -> None:
     variant(name).save_pretrained(tmp_path)
-    assert route_size(shaped(tmp_path), ROLLOUT) is None
+    assert route_size(shaped(tmp_path), replace(ROLLOUT, backend=backend)) is None
 
 
 def test_the_plan_of_a_gpu_has_tables_split_attention_and_a_reserve_for_graphs(tmp_path: Path) -> None:
@@ -98,11 +101,6 @@ def test_the_plan_of_a_gpu_has_tables_split_attention_and_a_reserve_for_graphs(t
     assert not without.cuda_graphs and without.reserve == 0 and without.prefill < many.prefill / 2
     ahead = [planned(4096, async_sampling=AsyncSamplingConfig(policy_lag=lag)) for lag in (1, 2)]
     assert ahead[0] == many and not ahead[1].cuda_graphs, "snapshots of a lag of 1 have them"
-
-
-def test_a_module_records_none(tmp_path: Path) -> None:
-    variant("qwen3_moe").save_pretrained(tmp_path)
-    assert route_size(shaped(tmp_path), replace(ROLLOUT, backend="module")) is None
 
 
 def shaped(folder: Path) -> ShapedModel:

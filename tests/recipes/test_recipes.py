@@ -29,6 +29,7 @@ from tests.support.generation import wait_until
 from tests.support.ranks import run_main
 from tests.support.runs import ROOT
 from tests.support.shapes import PUBLISHED, write_shape, write_tiny
+from tests.support.steps import write_lines
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FIELDS = ("machine", "plan", "memory", "time", "start", "expect", "source")
@@ -139,7 +140,7 @@ def test_a_recipe_fits_its_machine(file: Path, tmp_path: Path, pair_rows: Path) 
 def test_a_recipe_runs(file: Path, tmp_path: Path, pair_rows: Path, world: Any) -> None:
     rows = tmp_path / "rows.jsonl"
     parsed = map(json.loads, pair_rows.read_text().splitlines())
-    rows.write_text("".join(json.dumps({**row, "answer": row["chosen"]}) + "\n" for row in parsed))
+    write_lines(rows, ({**row, "answer": row["chosen"]} for row in parsed))
     keys = tmp_path / "recipe.yaml"
     keys.write_text(yaml.safe_dump(pipeline_keys(file, tmp_path / "models", write_tiny)))
     config = parse_config(PipelineConfig, ["--config", str(keys)])

@@ -19,6 +19,14 @@ from hybrid_rlhf.runtime.world import solo_world
 from tests.support.rl import rollout_of_rows, scaled
 
 
+def said(line: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> tuple[RLConfig, list[str]]:
+    """The config of a line, and the log lines of its plan."""
+    config = parse_config(RLConfig, [*line.split(), "--output_dir", str(folder / "run")])
+    with start_run(config) as run:
+        plan_step(config, run, place_roles(config, run, "actor"))
+    return config, "".join(capfd.readouterr()).splitlines()
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -34,10 +42,7 @@ from tests.support.rl import rollout_of_rows, scaled
 def test_a_clip_that_never_acts_is_reported(
     line: str, expected: str | None, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    config = parse_config(RLConfig, [*line.split(), "--output_dir", str(tmp_path / "run")])
-    with start_run(config) as run:
-        plan_step(config, run, place_roles(config, run, "actor"))
-    lines = "".join(capfd.readouterr()).splitlines()
+    config, lines = said(line, tmp_path, capfd)
     warned = [text for text in lines if "its clip never acts" in text]
     assert len(warned) == (expected is not None)
     assert expected is None or warned[0].endswith(f"clip never acts: {expected}")
@@ -61,10 +66,7 @@ def test_a_biased_correction_is_reported(
     line: str, cases: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Weights per token were accepted silently for a loss on sequences, mixed weight versions and 8-bit sampling."""
-    config = parse_config(RLConfig, [*line.split(), "--output_dir", str(tmp_path / "run")])
-    with start_run(config) as run:
-        plan_step(config, run, place_roles(config, run, "actor"))
-    warned = [text for text in "".join(capfd.readouterr()).splitlines() if "algorithm.correction weighs" in text]
+    warned = [text for text in said(line, tmp_path, capfd)[1] if "algorithm.correction weighs" in text]
     assert len(warned) == len(cases) and all(case in text for case, text in zip(cases, warned, strict=True))
 
 

@@ -99,6 +99,22 @@ def test_the_random_tokens_change_with_the_step_and_the_highest_do_not() -> None
         assert first is not None and second is not None and torch.equal(first, second) == same
 
 
+def test_equal_terms_are_within_their_bounds_and_the_first_tokens_are_the_highest() -> None:
+    """Catches bounds that exclude their values, and an order of equal terms by place alone."""
+    batch = batch_of(list(range(PROMPTS)))
+    batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
+    tokens = batch.rollout.response_mask.nonzero().tolist()
+    for method, share in (("clip_cov", 1.0), ("kl_cov", 0.3)):
+        bounds = {"bounds": (0.0, 0.0)} if method == "clip_cov" else {}
+        marks = selected(EntropyConfig(method=method, share=share, **bounds), batch).selected  # type: ignore[arg-type]
+        assert marks is not None and marks.nonzero().tolist() == tokens[: int(share * len(tokens))]
+    first = torch.zeros_like(batch.rollout.response_mask)
+    first[tuple(tokens[0])] = True
+    alone = replace(batch, rollout=replace(batch.rollout, response_mask=first))
+    for some, share in ((batch.rows([]), 0.0), (alone, 1.0)):
+        assert selected(METHODS[3], some).metrics["policy/selected_tokens"] == share
+
+
 def places(world: World) -> list[list[list[int]]]:
     """By method, the selected places of each row over all ranks; of three ranks the second holds nothing."""
     holders = [0, 2, 2, 0, 2, 0] if world.size == 3 else [number % world.size for number in range(PROMPTS)]
@@ -199,6 +215,11 @@ def test_the_measured_entropy_is_a_mean_over_response_tokens() -> None:
     assert rollout.entropy is not None
     expected = float(rollout.entropy[rollout.response_mask].double().mean())
     assert controller.measured(rollout, CPU) == pytest.approx(expected, abs=1e-9)
+    assert controller.measured(rollout.rows([]), CPU) == 0, "no completion is kept"
+    first = rollout.response_mask.cumsum(dim=1).eq(1) & rollout.response_mask
+    first[1:] = False
+    one = replace(rollout, response_mask=first)
+    assert controller.measured(one, CPU) == pytest.approx(float(rollout.entropy[first]), abs=1e-9)
 
 
 def test_one_update_reads_the_rollout_first(world: World, paths: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig
 from hybrid_rlhf.functional.advantages import differs_in_group, group_mean, group_std, leave_one_out, shaped_rewards
-from hybrid_rlhf.functional.losses import LossSum
+from hybrid_rlhf.functional.losses import MAX_LOG_RATIO, LossSum
 from hybrid_rlhf.functional.masking import masked_whiten, row_sums
 from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
@@ -131,19 +131,23 @@ def test_gdpo_standardizes_each_component_of_the_reward() -> None:
 
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_pass_at_k_of_right_and_wrong_answers_is_the_papers_formula(k: int) -> None:
-    """arXiv 2508.10751: with all answers right or wrong, or groups of k, nothing is learned."""
-    groups = torch.tensor([0] * 7 + [1] * 6 + [2] * k)
-    rights = torch.tensor([1, 0, 0, 1, 0, 0, 0] + [1] * 6 + [0, *[1] * (k - 1)], dtype=torch.float32)
+    """arXiv 2508.10751: with all answers right or wrong, or groups of k or fewer, nothing is learned."""
+    groups = torch.tensor([0] * 7 + [1] * 6 + [2] * k + [3] * (k - 1))
+    rights = torch.tensor([1, 0, 0, 1, 0, 0, 0] + [1] * 6 + [0, *[1] * (k - 1)] * 2, dtype=torch.float64)[: len(groups)]
     mask = torch.ones(len(groups), 1, dtype=torch.bool)
-    found = algorithm("pass_at_k", k=k).advantages(rights[:, None], rollout_of(mask, mask, groups=groups))[:, 0]
+    exact, found = (
+        algorithm("pass_at_k", k=k).advantages(rewards[:, None], rollout_of(mask, mask, groups=groups))[:, 0]
+        for rewards in (rights, rights.float())
+    )
+    assert torch.equal(exact.float(), found), "computed in float64"
     n, wrong = 7, 5
     mean = 1 - math.comb(wrong, k) / math.comb(n, k)
     deviation = math.sqrt(mean * (1 - mean)) + 1e-4
     of_right = (1 - mean) / deviation
     of_wrong = (1 - mean - math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)) / deviation
-    expected = torch.where(rights[:7] == 1, of_right, of_wrong)
-    torch.testing.assert_close(found[:7], expected, atol=1e-6, rtol=1e-5)
-    assert (found[7:13] == 0).all() and (k == 1 or (found[13:] == 0).all())
+    expected = torch.tensor([of_right if right else of_wrong for right in rights[:7]], dtype=torch.float64)
+    torch.testing.assert_close(exact[:7], expected, atol=1e-12, rtol=1e-12)
+    assert (exact[7:] == 0).all()
 
 
 def test_vapo_is_ppo_with_the_lambda_of_each_length() -> None:
@@ -242,7 +246,7 @@ def random_case(
     mask = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=chance)
     ref = old + 0.3 * torch.randn(rows, length, generator=chance)
     if advantages is None:
-        advantages = torch.randn(rows, 1, generator=chance).expand(rows, length)
+        advantages = torch.randn(rows, 1, generator=chance).mul(0.5).expand(rows, length)
     logprobs, old, ref, advantages = (torch.where(mask, x, outside) for x in (logprobs, old, ref, advantages))
     logprobs.requires_grad_()
     weights, mean_tokens = torch.ones(rows, 1), float(mask.sum()) / rows
@@ -303,7 +307,9 @@ def test_losses_are_the_papers_and_so_are_their_gradients(name: str) -> None:
         change = (case.logprobs.detach() - case.batch.rollout.old_logprobs)[case.mask]
         torch.testing.assert_close(loss.stats["approxkl"], 0.5 * change.square().sum())
     assert name not in ("raft", "sapo", "vespo") or float(loss.stats["clipfrac"]) == 0
-    assert name != "gmpo" or 0 < float(loss.stats["clipfrac"]) < float(loss.count)
+    if name == "gmpo":
+        beyond = torch.where(case.batch.advantages[case.mask] > 0, change > math.log(1.2), change < math.log(0.9))
+        assert float(loss.stats["clipfrac"]) == int(beyond.sum()) > 0
     weighed = replace(case, weights=torch.full_like(case.weights, 3.0)).loss(learner)
     torch.testing.assert_close(weighed.total, 3 * loss.total)
 
@@ -319,6 +325,13 @@ def test_clips_bind_where_they_say() -> None:
     assert float(case.loss(cispo).stats["clipfrac"]) == 0
     far = replace(case, logprobs=torch.tensor([[7.0, 5.0, 4.9, 0.0]]).log())
     assert float(far.loss(cispo).stats["clipfrac"]) == 1, "above 5 only"
+    against = replace(case, batch=replace(case.batch, advantages=-ones))
+    unbound = against.loss(algorithm("gmpo", clip=(1.0, 0.2)))
+    assert float(unbound.total) == pytest.approx(4 * float(ratio.prod()) ** 0.25), "no lower bound"
+    idle = replace(case, batch=replace(case.batch, advantages=0 * ones)).loss(algorithm("gmpo", clip=(0.2, 0.2)))
+    assert float(idle.stats["clipfrac"]) == 1, "without an advantage the lower bound counts"
+    gone = replace(case, logprobs=-1000 * ones).loss(algorithm("vespo", gate_power=(0.01, 0.01)))
+    assert float(gone.total) == pytest.approx(4000 * math.exp(3 - 0.01 * MAX_LOG_RATIO)), "a bounded log-ratio"
 
 
 def test_gspo_of_one_token_is_ppo() -> None:
@@ -383,7 +396,8 @@ def test_a_group_of_one_has_no_deviation_and_low_precision_is_summed_in_float32(
     groups, values = torch.zeros(2, dtype=torch.long), torch.tensor([256.0, 0.07]).bfloat16()
     for function in (group_std, leave_one_out):
         assert function(values[:1], groups=groups[:1]).tolist() == [0.0]
-    assert torch.equal(group_mean(values, groups=groups), group_mean(values.float(), groups=groups))
+    means = [group_mean(values.to(dtype), groups=groups) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
+    assert torch.equal(means[0], means[1]) and means[2].tolist() == [float(values.double().mean())] * 2
 
 
 def test_turn_rewards_of_equal_sum_are_equal_wherever_they_are_earned() -> None:

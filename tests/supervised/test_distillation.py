@@ -24,6 +24,7 @@ from hybrid_rlhf.runtime.world import solo_world
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective, last_completion_start
 from tests.support.marks import faults
 from tests.support.ranks import run_main
+from tests.support.steps import write_lines
 from tests.support.tiny import CHATML, VOCABULARY, tiny_model, tiny_tokenizer
 
 MODULE = "hybrid_rlhf.cli.sft"
@@ -39,7 +40,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows += [{"text": "plain " + "words " * (i % 4)} for i in range(6)]
     turns = [("user", "a"), ("assistant", "bc"), ("user", "d"), ("assistant", "efg")]
     rows += [{"messages": [{"role": role, "content": f"{text}{i}"} for role, text in turns]} for i in range(6)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "rows.jsonl", rows)
     for seed, name in enumerate(("student", "teacher", "other")):
         tiny_model(seed, tie_word_embeddings=name != "teacher").save_pretrained(folder / name)
         tokenizer = tiny_tokenizer()
@@ -253,7 +254,7 @@ def test_conditional_runs_keep_their_edges_and_plain_text(workspace: Path, monke
 
     monkeypatch.setattr(DistillObjective, "_sequences", spy)
     rows = workspace / "scored.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"plain {n}", "score": n}) + "\n" for n in range(12)))
+    write_lines(rows, ({"text": f"plain {n}", "score": n} for n in range(12)))
     more = f"--data.sources {rows} --condition.buckets 3 --distill.on_policy_fraction 1".split()
     main(command_line(workspace, "told", *distil(workspace, *more)))
     assert asked and not any(asked)

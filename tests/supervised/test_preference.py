@@ -36,7 +36,7 @@ from hybrid_rlhf.runtime.world import solo_world
 from hybrid_rlhf.supervised.preference import KTO, PAIR_LOSSES, PairLoss, PairSide, reference
 from hybrid_rlhf.supervised.preference.objectives import PreferenceLabelObjective, PreferencePairObjective
 from tests.support.ranks import run_main
-from tests.support.steps import run_outputs, write_rows
+from tests.support.steps import run_outputs, write_lines, write_rows
 from tests.support.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 
 PAIRS = 6
@@ -158,7 +158,7 @@ def test_kto_is_the_paper_s() -> None:
         "--algorithm.sft_coef 0.5".split(),
     ).algorithm
     assert isinstance(config, KTOConfig)
-    log_ratio = torch.tensor([0.5, -1.0, 2.0, 0.4], requires_grad=True)
+    log_ratio = torch.tensor([0.5, 0.3, 2.0, 0.4], requires_grad=True)
     mean: Tensor = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
     good, point = torch.tensor([True, False, True, False]), torch.tensor(0.3)
     found = KTO(config)(log_ratio, mean_logprobs=mean, good=good, reference_point=point)
@@ -169,8 +169,8 @@ def test_kto_is_the_paper_s() -> None:
     assert (gradient[good] < 0).all() and (gradient[~good] > 0).all(), "good ones rise, bad ones fall"
     assert of_mean.tolist() == [-0.5, 0.0, -0.5, 0.0]
     told = {name: float(value) for name, value in found.stats.items()}
-    assert told == pytest.approx({"accuracy": 3, "good_reward": 0.25, "bad_reward": -0.06, "good": 2, "kl": 1.2}), (
-        "0.5 and 2.0 are above the point and -1.0 below, but 0.4 is not"
+    assert told == pytest.approx({"accuracy": 3, "good_reward": 0.25, "bad_reward": 0.07, "good": 2, "kl": 1.2}), (
+        "0.5 and 2.0 are above the point and 0.3 is not, but 0.4 is"
     )
     assert not any(stat.requires_grad or stat.dtype is not torch.float32 for stat in found.stats.values())
 
@@ -332,9 +332,9 @@ def test_cached_log_probs_are_those_of_the_reference(tmp_path: Path, monkeypatch
         return [rows[n]["ref_logprobs"] for rows, n in ((learned, 0), (learned, 1), (learned, 3), (held, 0), (held, 1))]
 
     expected = torch.tensor([[1.0, 2], [2, 4], [2, 4], [1, 2], [7, 8]])
-    # only a checkpoint makes the file in the folder this run's
+    # only a checkpoint makes the file in the folder this run's; the first one has none
     for path, checkpoint, forwards in (
-        (None, None, 2),
+        (None, tmp_path, 2),
         (None, tmp_path, 0),
         ("other", tmp_path, 2),
         ("other", None, 2),
@@ -414,7 +414,7 @@ def test_the_reference_reads_only_the_rows_that_the_run_uses(
 ) -> None:
     """16 steps need no epoch's rows; a run that is resumed for longer adds what is missing, by the first actor."""
     rows = [{"prompt": f"say {i}", "chosen": str(i), "rejected": "x" * (i % 5 + 1)} for i in range(40)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "rows.jsonl", rows)
     line = ["--train.global_batch_size", "4", "--optimizer.lr", "1e-2", *more]
     kept = {}
     for folder, steps, resume in (("run", 2, "never"), ("run", 9, "auto"), ("fresh", 9, "never")):

@@ -27,6 +27,7 @@ from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.ranks import run_main
 from tests.support.rl import COMPLETIONS, MICRO_BATCH_ROWS, rewarded, rollout_of_rows
+from tests.support.steps import write_lines
 from tests.support.tiny import tiny_config, tiny_tokenizer
 
 HEADS = ["--objective.heads", "[helpful, harmless]"]
@@ -58,7 +59,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 def run_reward(name: str, folder: Path, model: Path, *more: str) -> tuple[Path, list[dict[str, Any]]]:
     """Four updates on the rows of a name; the folder and its metrics."""
     output, rows = folder / "run", folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
+    write_lines(rows, ROWS[name])
     loss = ["--objective.loss", name] if name in ("listwise", "binary", "steps") else []
     line = (
         f"--model.path {model} --data.sources {rows} --output_dir {output} --data.max_length 64 "

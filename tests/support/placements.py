@@ -20,6 +20,7 @@ from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 from tests.support.ahead import save_stopping_model
 from tests.support.ranks import run_mains
+from tests.support.steps import write_lines
 from tests.support.tiny import tiny_config, tiny_tokenizer
 
 TOLERANCE = 1e-5
@@ -100,8 +101,8 @@ class PlacementTrial:
 def placement_workspace(folder: Path, model: Path) -> Path:
     """A folder with prompts, texts, a model whose completions stop, and a reward model."""
     rows = [{"prompt": f"{i}+{i % 7}?"} for i in range(40)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"{i} is {i}"}) + "\n" for i in range(40)))
+    write_lines(folder / "rows.jsonl", rows)
+    write_lines(folder / "texts.jsonl", ({"text": f"{i} is {i}"} for i in range(40)))
     (folder / "model").symlink_to(model)
     save_stopping_model(folder / "stopping")
     torch.manual_seed(5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,16 @@ CLOCK = ("time_seconds", "time/", "perf/", "memory/")
 """Prefixes of the metrics that depend on the machine."""
 
 
+def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    """Write rows as JSON lines and return the file."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
 def write_rows(file: Path) -> Path:
     """Write 60 preference pairs."""
     rows = [{"prompt": f"say {i % 9}", "chosen": str(i % 9), "rejected": "x" * (i % 5 + 1)} for i in range(60)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_lines(file, rows)
 
 
 def step_line(name: str, output: Path, model: Path, rows: Path, *more: str) -> list[str]:

@@ -25,5 +25,5 @@ class VAPO(PPO):
 
     def actor_lambda(self, rollout: Rollout) -> Tensor:
         """Return the lambda of each completion, [N]."""
-        lengths = rollout.response_mask.sum(dim=1).clamp(min=1)
+        lengths = rollout.response_mask.sum(dim=1)
         return (1 - 1 / (self.config.length_alpha * lengths)).clamp(min=0)
