@@ -44,24 +44,32 @@ class DockerSandbox:
                 f"{config.client} run works, and that the image has sandbox.command"
             )
 
-    def run(self, program: str, *, stdin: str = "", files: Mapping[str, str] | None = None) -> SandboxResult:
+    def run(
+        self,
+        program: str,
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> SandboxResult:
         """Run the text of a program with a standard input, and with further files in its folder."""
+        limit = timeout_seconds or self._config.timeout_seconds
         config = self._config
         name = f"hybrid_rlhf_{secrets.token_hex(8)}"
         with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_sandbox_") as folder:
             write_files(Path(folder), {**(files or {}), PROGRAM: program})
             ended = run_process(
-                self._command_line(name, folder),
+                self._command_line(name, folder, limit),
                 stdin.encode(errors="replace"),
                 env=os.environ,  # of the client, which finds its daemon by it; a container inherits nothing
-                timeout_seconds=config.timeout_seconds + _START_SECONDS,
+                timeout_seconds=limit + _START_SECONDS,
                 output_bytes=config.output_bytes,
                 after=lambda: self._remove(name),
             )
         result = ended.result(memory_exceeded=ended.exit_status == _KILLED and not ended.timed_out)
         return replace(result, timed_out=result.timed_out or ended.exit_status == _TIMED_OUT)
 
-    def _command_line(self, name: str, folder: str) -> list[str]:
+    def _command_line(self, name: str, folder: str, timeout_seconds: float) -> list[str]:
         """The words that run the program of a folder in a container."""
         config = self._config
         disk = round(config.disk_gib * GIB)
@@ -71,11 +79,11 @@ class DockerSandbox:
             *("--network", "none", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
             *("--user", f"{_NOBODY}:{_NOBODY}", "--workdir", HOME, "--env", f"HOME={HOME}"),
             *("--memory", memory, "--memory-swap", memory, "--pids-limit", str(config.processes)),
-            *("--ulimit", f"cpu={math.ceil(config.timeout_seconds)}", "--ulimit", "core=0"),
+            *("--ulimit", f"cpu={math.ceil(timeout_seconds)}", "--ulimit", "core=0"),
             *("--ulimit", f"nofile={OPEN_FILES}", "--ulimit", f"fsize={disk}"),
             *("--tmpfs", f"{HOME}:rw,exec,nosuid,nodev,size={disk},mode=1777"),
             *("--volume", f"{folder}:/files:ro", str(config.image)),
-            *("sh", "-c", 'cp -R /files/. . && "$@"', "sh", "timeout", "-k", "1", f"{config.timeout_seconds:g}"),
+            *("sh", "-c", 'cp -R /files/. . && "$@"', "sh", "timeout", "-k", "1", f"{timeout_seconds:g}"),
             *(config.command or ("python3",)),
             PROGRAM,
         ]

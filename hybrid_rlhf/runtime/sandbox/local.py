@@ -126,14 +126,19 @@ class LocalSandbox:
         self._prepare_root()
         self.isolation = self._choose()
 
-    def run(self, program: str, *, stdin: str = "", files: Mapping[str, str] | None = None) -> SandboxResult:
+    def run(
+        self,
+        program: str,
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> SandboxResult:
         """Run the text of a program with a standard input, and with further files in its folder."""
         files = {**(files or {}), PROGRAM: program}
-        return self._run(self.isolation, files, stdin, timeout_seconds=self._config.timeout_seconds)
+        return self._run(self.isolation, files, stdin, timeout_seconds or self._config.timeout_seconds)
 
-    def _run(
-        self, isolation: Isolation, files: Mapping[str, str], stdin: str, *, timeout_seconds: float
-    ) -> SandboxResult:
+    def _run(self, isolation: Isolation, files: Mapping[str, str], stdin: str, timeout_seconds: float) -> SandboxResult:
         user = _FIRST_USER + secrets.randbelow(_FIRST_USER)
         is_other = isolation is Isolation.OTHER_USER
         with tempfile.TemporaryDirectory(prefix="run_", dir=self._folder, ignore_cleanup_errors=True) as name:
@@ -144,7 +149,7 @@ class LocalSandbox:
                     os.chown(path, user, user)
             home = name if isolation in (Isolation.OTHER_USER, Isolation.LIMITS) else HOME
             ended = run_process(
-                ["setpriv", "--pdeathsig", "KILL", *self._command_line(isolation, folder, user)],
+                ["setpriv", "--pdeathsig", "KILL", *self._command_line(isolation, folder, user, timeout_seconds)],
                 stdin.encode(errors="replace"),
                 env={**_ENVIRONMENT, "HOME": home, "TMPDIR": home},
                 timeout_seconds=timeout_seconds,
@@ -155,9 +160,9 @@ class LocalSandbox:
             )
         return ended.result()
 
-    def _command_line(self, isolation: Isolation, folder: Path, user: int) -> list[str]:
+    def _command_line(self, isolation: Isolation, folder: Path, user: int, timeout_seconds: float) -> list[str]:
         """The words that run the program of a folder."""
-        command = [*self._limits(isolation), *self._command, PROGRAM]
+        command = [*self._limits(isolation, timeout_seconds), *self._command, PROGRAM]
         match isolation:
             case Isolation.BUBBLEWRAP:
                 return self._bubblewrap(command, folder)
@@ -174,10 +179,10 @@ class LocalSandbox:
             case Isolation.LIMITS:
                 return ["setpriv", "--no-new-privs", *command]
 
-    def _limits(self, isolation: Isolation) -> list[str]:
+    def _limits(self, isolation: Isolation, timeout_seconds: float) -> list[str]:
         """The words that limit what follows."""
         config = self._config
-        seconds = math.ceil(config.timeout_seconds)
+        seconds = math.ceil(timeout_seconds)
         limits = {
             "cpu": f"{seconds}:{seconds + 1}",  # a signal, and a second later the end
             "as": round(config.memory_gib * GIB),
@@ -238,7 +243,7 @@ class LocalSandbox:
         """The first isolation in which an empty program runs."""
         failures = []
         for isolation in _candidates():
-            result = self._run(isolation, {PROGRAM: ""}, "", timeout_seconds=_PROBE_SECONDS)
+            result = self._run(isolation, {PROGRAM: ""}, "", _PROBE_SECONDS)
             if result.succeeded:
                 break
             failures.append(f"{isolation.name.lower()}: {result.failure}")

@@ -61,8 +61,18 @@ class SandboxResult:
 class Sandbox(Protocol):
     """Runs programs; several threads call it at once."""
 
-    def run(self, program: str, *, stdin: str = "", files: Mapping[str, str] | None = None) -> SandboxResult:
-        """Run the text of a program with a standard input, and with further files in its folder."""
+    def run(
+        self,
+        program: str,
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> SandboxResult:
+        """Run the text of a program with a standard input, and with further files in its folder.
+
+        `timeout_seconds` replaces the limit of the config.
+        """
 
 
 @dataclass(frozen=True)
