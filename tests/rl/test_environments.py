@@ -416,6 +416,57 @@ def test_a_long_call_does_not_delay_the_next_ones() -> None:
     assert max(most) == 2, "as many as there are threads"
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_calls_that_raise_are_repeated_and_the_result_says_so(is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool behind a network fails now and then; before, one failure ended the episode or the run."""
+    monkeypatch.setattr("hybrid_rlhf.rl.environments.calls.retry_delay_seconds", lambda tries: 0.01 * tries)
+    ended = []
+
+    def failing(times: int) -> Any:
+        tries = []
+
+        def call() -> int:
+            tries.append(1)
+            if len(tries) <= times:
+                raise ConnectionError(f"attempt {len(tries)}")
+            return len(tries)
+
+        async def coroutine() -> int:
+            return call()
+
+        return coroutine if is_async else call
+
+    calls = EnvironmentCalls(timeout_seconds=5.0, device=CPU, threads=2, retries=2)
+    *results, failure = calls([failing(0), failing(1), failing(2), failing(3)], on_ended=lambda: ended.append(1))
+    assert results == [1, 2, 3] and len(ended) == 4
+    assert failure.reason.startswith("it raised ConnectionError: attempt 3") and failure.reason.endswith("(try 3)")
+    once = EnvironmentCalls(timeout_seconds=5.0, device=CPU, threads=2)([failing(1)])[0]
+    assert "attempt 1" in once.reason and "try" not in once.reason
+
+
+def test_each_attempt_has_the_whole_time_and_only_coroutines_are_repeated_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A function that hangs still uses its environment; a second call would run beside it."""
+    monkeypatch.setattr("hybrid_rlhf.rl.environments.calls.retry_delay_seconds", lambda tries: 0.01)
+    calls = EnvironmentCalls(timeout_seconds=0.4, device=CPU, threads=4, retries=1)
+    tries = []
+
+    def slow_then_late() -> None:
+        tries.append("function")
+        time.sleep(0.3 if tries.count("function") == 1 else 2.0)
+        raise ConnectionError
+
+    async def late() -> None:
+        tries.append("coroutine")
+        await asyncio.sleep(30)
+
+    assert calls([slow_then_late]) == [CallFailure("it took longer than 0.4 s (try 2)")]
+    assert calls([lambda: time.sleep(2)]) == [CallFailure("it took longer than 0.4 s")]
+    assert calls([late]) == [CallFailure("it took longer than 0.4 s (try 2)")]
+    assert tries == ["function"] * 2 + ["coroutine"] * 2
+
+
 def test_reset_may_give_the_prompt(world: World, paths: dict[str, str]) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     for opening, expected in (("u", messages[1:]), (messages, messages)):
