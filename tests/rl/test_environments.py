@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import textwrap
 import threading
 import time
@@ -641,6 +642,36 @@ def test_the_calculator_as_an_episode() -> None:
         game.reset({"prompt": opening, "answer": "many"})
 
 
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs util-linux")
+def test_python_is_a_tool_in_the_sandbox() -> None:
+    """Each observation says what the program wrote and why it failed; a failure does not end the episode."""
+    options = {"sandbox": {"timeout_seconds": 2.0, "output_bytes": 50}, "call_reward": 0.1}
+    path = "hybrid_rlhf.rl.environments.python_tool:PythonTool"
+    factory = read_environment(EnvironmentConfig(path=path, options=options))
+    assert factory.stop_strings == ("</python>", "</answer>")
+    game: Any = factory()
+    (message,) = game.reset({"prompt": [{"role": "user", "content": "12 * 7?"}], "answer": 84})
+    assert message["content"].startswith("12 * 7?\n\nWrite <python>")
+    for program, observation, reward in (
+        ("print(12 * 7)", "84", 0.1),
+        ("pass", "[no output]", 0.1),
+        (
+            "print('a')\nprint(1 / 0)",
+            "a\n[output truncated]\n[exit status 1: ZeroDivisionError: division by zero]",
+            0.0,
+        ),
+        ("while True: pass", "[it took longer than its time limit]", 0.0),
+        ("print('x' * 99)", "x" * 50 + "\n[output truncated]", 0.1),
+        ("import os; print(os.environ.get('SECRET'))", "None", 0.1),
+    ):
+        assert game.step(f"I run <python>{program}</python>") == StepResult(observation, reward, False), program
+    assert game.step("84").observation.startswith("Write <python>")
+    assert game.step("so <answer> 84.0 </answer>") == StepResult(None, 1.0, True)
+    assert game.step("so <answer>eighty</answer>") == StepResult(None, 0.0, True)
+    with pytest.raises(UserError, match="cannot be made with the options .*memory_gb"):
+        read_environment(EnvironmentConfig(path=path, options={"sandbox": {"memory_gb": 1}}))
+
+
 def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("reasoning_gym")
     from hybrid_rlhf.rl.environments import reasoning_gym as adapter
@@ -665,6 +696,10 @@ def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pyt
         assert once.step("no") == StepResult(None, pytest.approx(0.0, abs=0.1), True)
     adapter.write_rows("chain_sum", file, size=1, max_terms=2)
     assert json.loads(file.read_text())["settings"] == {"max_terms": 2}
+    adapter.main(["chain_sum", str(tmp_path / "short.jsonl"), "1", "0", '{"max_terms": 2}'])
+    assert (tmp_path / "short.jsonl").read_text() == file.read_text()
+    with pytest.raises(UserError, match=r"settings must be a JSON object, got '\[2\]'"):
+        adapter.main(["chain_sum", str(tmp_path / "other.jsonl"), "1", "0", "[2]"])
     with pytest.raises(UserError, match="no_such_set with {} fails"):
         adapter.main(["no_such_set", str(tmp_path / "other.jsonl"), "3"])
     with pytest.raises(UserError, match="the file must not exist"):
@@ -678,7 +713,7 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
     monkeypatch.chdir(tmp_path)
     sources = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    for name, source in zip(("guess.py", "agent.py", "worker.py", "verified.py"), sources, strict=True):
+    for name, source in zip(("guess.py", "agent.py", "worker.py"), sources, strict=True):
         Path(name).write_text(textwrap.dedent(source))
     commands = re.findall(r"^    hybrid-rlhf rl (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
     configs = [parse_config(RLConfig, shlex.split(line.replace("\\\n", " "))) for line in commands]

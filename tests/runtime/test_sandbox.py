@@ -97,6 +97,8 @@ def test_a_gigabyte_of_output_fills_neither_memory_nor_time(sandbox: LocalSandbo
     assert result.truncated and len(result.stdout) == SandboxConfig.output_bytes and set(result.stdout) == {"x"}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 2**10
     assert result.timed_out or result.stderr == "end", "all of it is read, or its time ends"
+    result = sandbox.run("import sys\nsys.stderr.write('x' * 2 ** 21)\nraise ValueError('the reason')")
+    assert result.truncated and result.failure == "exit status 1: ValueError: the reason"
 
 
 def test_a_fork_bomb_is_bounded(sandbox: LocalSandbox) -> None:

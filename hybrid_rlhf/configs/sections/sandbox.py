@@ -25,7 +25,7 @@ class SandboxConfig(Settings):
     processes: Count = 32
     """Processes and threads of a program."""
     output_bytes: Count = 2**20
-    """Bytes of standard output and of standard error that are kept; the rest is read and discarded."""
+    """First bytes of standard output and last ones of standard error that are kept; the rest is read and discarded."""
     command: tuple[str, ...] = ()
     """Interpreter and its options, to which the program's file is added; empty: Python, locally that of the run."""
     readable: tuple[str, ...] = ()

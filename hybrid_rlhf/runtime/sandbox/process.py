@@ -101,23 +101,24 @@ class Ended:
 
 
 class _Kept:
-    """The first bytes of a stream."""
+    """The first bytes of a stream, or the last."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, last: bool) -> None:
         self._limit = limit
-        self._blocks: list[bytes] = []
-        self._size = 0
+        self._last = last
+        self._bytes = bytearray()
         self.truncated = False
 
     def add(self, block: bytes) -> None:
-        room = self._limit - self._size
-        self.truncated = self.truncated or len(block) > room
-        if room > 0:
-            self._blocks.append(block[:room])
-            self._size += len(self._blocks[-1])
+        """Keep what has room."""
+        self._bytes += block
+        excess = len(self._bytes) - self._limit
+        if excess > 0:
+            self.truncated = True
+            del self._bytes[slice(excess) if self._last else slice(self._limit, None)]
 
     def __bytes__(self) -> bytes:
-        return b"".join(self._blocks)
+        return bytes(self._bytes)
 
 
 def run_process(
@@ -138,7 +139,7 @@ def run_process(
         stdin: its standard input.
         env: its environment variables.
         timeout_seconds: time limit.
-        output_bytes: bytes of each stream that are kept.
+        output_bytes: first bytes of standard output, and last ones of standard error, that are kept.
         folder: its working folder; None: the current one.
         owner: user of its pipes, who may open them by name (/dev/stdin); None: this user.
         after: called after the process group is killed.
@@ -151,7 +152,8 @@ def run_process(
         if owner is not None:
             for stream in (process.stdin, process.stdout, process.stderr):
                 os.fchown(stream.fileno(), owner, owner)
-        kept = {process.stdout: _Kept(output_bytes), process.stderr: _Kept(output_bytes)}
+        # The last line of standard error says why a program failed.
+        kept = {process.stdout: _Kept(output_bytes, last=False), process.stderr: _Kept(output_bytes, last=True)}
         try:
             _exchange(process, stdin, kept, until)
             timed_out = not _has_ended(process, until)
