@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import yaml
@@ -32,6 +32,7 @@ from hybrid_rlhf.configs.reward import RewardConfig
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.data import DataSource
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 from hybrid_rlhf.configs.sft import SFTConfig
 
 STEPS: dict[str, tuple[type, Sequence[str]]] = {
@@ -46,8 +47,12 @@ COMMANDS = {
     **{"data check": CheckConfig, "data convert": ConvertConfig, "data split": SplitConfig, "data blend": BlendConfig},
     "calibrate": CalibrateConfig,
 }
-ITEMS = {"data.sources": DataSource, "reward.components": RewardComponentConfig}
-"""Lists whose items may be mappings."""
+ITEMS = {
+    "An item of `data.sources`": DataSource,
+    "An item of `reward.components`": RewardComponentConfig,
+    "`sandbox` of an item of `reward.components`": SandboxConfig,
+}
+"""Lists whose items may be mappings, and sections of the items."""
 INTRODUCTION = """# Keys
 
 Every key of every command. This page is generated from the config dataclasses;
@@ -80,7 +85,7 @@ def page() -> str:
         lines += _command(name, kind, ())
     lines += ["", "## Items of lists"]
     for name, kind in ITEMS.items():
-        lines += ["", f"An item of `{name}`:", "", *_table(_item_keys(kind))]
+        lines += ["", f"{name}:", "", *_table(_item_keys(kind))]
     return "\n".join(lines) + "\n"
 
 
@@ -162,6 +167,8 @@ def _shown(value: Any) -> str:
     """A default as YAML writes it."""
     if isinstance(value, str):
         return value.encode("unicode_escape").decode()  # in one line
+    if is_dataclass(value):
+        return "{}"  # a section of its own
     plain = list(value) if isinstance(value, tuple) else value
     return yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 

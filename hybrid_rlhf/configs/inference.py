@@ -211,7 +211,7 @@ class EvaluateConfig(InferenceConfig):
     judge: JudgeConfig = setting(default_factory=JudgeConfig)
     """Judge of win_rate."""
     reward: str | None = None
-    """Reward function for pass_rate, as module:function or path/to/file.py:function."""
+    """Reward for pass_rate: a function as module:function or path/to/file.py:function, or a verifier, math or code."""
     pass_score: float = 1.0
     """Completions with at least this reward pass."""
     k: list[int] = setting(default_factory=lambda: [1])

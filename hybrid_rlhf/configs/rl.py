@@ -102,7 +102,7 @@ class RewardSumConfig(Settings):
     critic."""
 
     components: list[str | RewardComponentConfig] = field(default_factory=list)
-    """Reward models (paths), or {model | function | urls, weight, ...}, whose weighted scores are summed."""
+    """Reward models (paths), or {model | function | urls | verifier, weight, ...}, whose weighted scores are summed."""
 
     def _check(self) -> None:
         require_distinct_names(self.named)

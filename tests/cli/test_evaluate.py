@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -215,6 +216,18 @@ def test_pass_rates_are_those_of_the_rewards(tmp_path: Path, model_folder: Path,
     )
     texts = [[tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in row] for row in sampled]
     assert [row["completions"] for row in found["rows"]] == texts
+
+
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs util-linux")
+def test_a_verifier_gives_the_reason_of_each_score(tmp_path: Path, model_folder: Path) -> None:
+    """The reward of training by its name; with a function there is no reason."""
+    file = tmp_path / "problems.jsonl"
+    tests = [{"input": "", "output": "3"}]
+    file.write_text("".join(json.dumps({"prompt": f"say {i}", "tests": tests}) + "\n" for i in range(2)))
+    words = ("--data", file, "--reward", "code", "--sampling.n", 2, "--sampling.max_new_tokens", 4)
+    found = measured(tmp_path, model_folder, *words)
+    assert found["results"]["pass@1"]["value"] == 0.0
+    assert [row["reasons"] for row in found["rows"]] == [["no_answer: it has no fenced block of code"] * 2] * 2
 
 
 def test_estimates() -> None:

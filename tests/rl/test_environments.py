@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import textwrap
 import threading
 import time
@@ -416,6 +417,57 @@ def test_a_long_call_does_not_delay_the_next_ones() -> None:
     assert max(most) == 2, "as many as there are threads"
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_calls_that_raise_are_repeated_and_the_result_says_so(is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool behind a network fails now and then; before, one failure ended the episode or the run."""
+    monkeypatch.setattr("hybrid_rlhf.rl.environments.calls.retry_delay_seconds", lambda tries: 0.01 * tries)
+    ended = []
+
+    def failing(times: int) -> Any:
+        tries = []
+
+        def call() -> int:
+            tries.append(1)
+            if len(tries) <= times:
+                raise ConnectionError(f"attempt {len(tries)}")
+            return len(tries)
+
+        async def coroutine() -> int:
+            return call()
+
+        return coroutine if is_async else call
+
+    calls = EnvironmentCalls(timeout_seconds=5.0, device=CPU, threads=2, retries=2)
+    *results, failure = calls([failing(0), failing(1), failing(2), failing(3)], on_ended=lambda: ended.append(1))
+    assert results == [1, 2, 3] and len(ended) == 4
+    assert failure.reason.startswith("it raised ConnectionError: attempt 3") and failure.reason.endswith("(try 3)")
+    once = EnvironmentCalls(timeout_seconds=5.0, device=CPU, threads=2)([failing(1)])[0]
+    assert "attempt 1" in once.reason and "try" not in once.reason
+
+
+def test_each_attempt_has_the_whole_time_and_only_coroutines_are_repeated_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A function that hangs still uses its environment; a second call would run beside it."""
+    monkeypatch.setattr("hybrid_rlhf.rl.environments.calls.retry_delay_seconds", lambda tries: 0.01)
+    calls = EnvironmentCalls(timeout_seconds=0.4, device=CPU, threads=4, retries=1)
+    tries = []
+
+    def slow_then_late() -> None:
+        tries.append("function")
+        time.sleep(0.3 if tries.count("function") == 1 else 2.0)
+        raise ConnectionError
+
+    async def late() -> None:
+        tries.append("coroutine")
+        await asyncio.sleep(30)
+
+    assert calls([slow_then_late]) == [CallFailure("it took longer than 0.4 s (try 2)")]
+    assert calls([lambda: time.sleep(2)]) == [CallFailure("it took longer than 0.4 s")]
+    assert calls([late]) == [CallFailure("it took longer than 0.4 s (try 2)")]
+    assert tries == ["function"] * 2 + ["coroutine"] * 2
+
+
 def test_reset_may_give_the_prompt(world: World, paths: dict[str, str]) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     for opening, expected in (("u", messages[1:]), (messages, messages)):
@@ -590,6 +642,36 @@ def test_the_calculator_as_an_episode() -> None:
         game.reset({"prompt": opening, "answer": "many"})
 
 
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs util-linux")
+def test_python_is_a_tool_in_the_sandbox() -> None:
+    """Each observation says what the program wrote and why it failed; a failure does not end the episode."""
+    options = {"sandbox": {"timeout_seconds": 2.0, "output_bytes": 50}, "call_reward": 0.1}
+    path = "hybrid_rlhf.rl.environments.python_tool:PythonTool"
+    factory = read_environment(EnvironmentConfig(path=path, options=options))
+    assert factory.stop_strings == ("</python>", "</answer>")
+    game: Any = factory()
+    (message,) = game.reset({"prompt": [{"role": "user", "content": "12 * 7?"}], "answer": 84})
+    assert message["content"].startswith("12 * 7?\n\nWrite <python>")
+    for program, observation, reward in (
+        ("print(12 * 7)", "84", 0.1),
+        ("pass", "[no output]", 0.1),
+        (
+            "print('a')\nprint(1 / 0)",
+            "a\n[output truncated]\n[exit status 1: ZeroDivisionError: division by zero]",
+            0.0,
+        ),
+        ("while True: pass", "[it took longer than its time limit]", 0.0),
+        ("print('x' * 99)", "x" * 50 + "\n[output truncated]", 0.1),
+        ("import os; print(os.environ.get('SECRET'))", "None", 0.1),
+    ):
+        assert game.step(f"I run <python>{program}</python>") == StepResult(observation, reward, False), program
+    assert game.step("84").observation.startswith("Write <python>")
+    assert game.step("so <answer> 84.0 </answer>") == StepResult(None, 1.0, True)
+    assert game.step("so <answer>eighty</answer>") == StepResult(None, 0.0, True)
+    with pytest.raises(UserError, match="cannot be made with the options .*memory_gb"):
+        read_environment(EnvironmentConfig(path=path, options={"sandbox": {"memory_gb": 1}}))
+
+
 def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("reasoning_gym")
     from hybrid_rlhf.rl.environments import reasoning_gym as adapter
@@ -614,6 +696,10 @@ def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pyt
         assert once.step("no") == StepResult(None, pytest.approx(0.0, abs=0.1), True)
     adapter.write_rows("chain_sum", file, size=1, max_terms=2)
     assert json.loads(file.read_text())["settings"] == {"max_terms": 2}
+    adapter.main(["chain_sum", str(tmp_path / "short.jsonl"), "1", "0", '{"max_terms": 2}'])
+    assert (tmp_path / "short.jsonl").read_text() == file.read_text()
+    with pytest.raises(UserError, match=r"settings must be a JSON object, got '\[2\]'"):
+        adapter.main(["chain_sum", str(tmp_path / "other.jsonl"), "1", "0", "[2]"])
     with pytest.raises(UserError, match="no_such_set with {} fails"):
         adapter.main(["no_such_set", str(tmp_path / "other.jsonl"), "3"])
     with pytest.raises(UserError, match="the file must not exist"):
@@ -627,7 +713,7 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
     monkeypatch.chdir(tmp_path)
     sources = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    for name, source in zip(("guess.py", "agent.py", "worker.py", "verified.py"), sources, strict=True):
+    for name, source in zip(("guess.py", "agent.py", "worker.py"), sources, strict=True):
         Path(name).write_text(textwrap.dedent(source))
     commands = re.findall(r"^    hybrid-rlhf rl (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
     configs = [parse_config(RLConfig, shlex.split(line.replace("\\\n", " "))) for line in commands]

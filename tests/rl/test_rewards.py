@@ -298,7 +298,7 @@ def test_components_come_from_yaml_and_go_back(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="unknown key retires in an item of reward.components: the nearest is retries"):
         parse_config(Whole, ["--config", str(file)])
     file.write_text("reward:\n  components:\n  - {model: m, function: 'a:f'}\n")
-    with pytest.raises(UserError, match="has one of model, function and urls"):
+    with pytest.raises(UserError, match="has one of model, function, urls and verifier"):
         parse_config(Whole, ["--config", str(file)])
 
 

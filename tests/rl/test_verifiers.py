@@ -1,55 +1,69 @@
-"""An environment of the library verifiers, unmodified, as a program: `pip install 'verifiers>=0.3.1,<0.4'`."""
+"""Environments of the library verifiers, loaded as they are: `pip install 'hybrid_rlhf[verifiers]'`."""
 
 from __future__ import annotations
 
+import json
+import signal
+from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.runtime.world import World
-from tests.support.programs import PROMPTS, client_of, program_parts
+from tests.support.programs import client_of, program_parts
+from tests.support.rl import chat_row
 
 vf = pytest.importorskip("verifiers")
 if not hasattr(vf, "MultiTurnEnv"):
-    pytest.skip("verifiers 0.4 starts its rollouts by a script of uv", allow_module_level=True)
-datasets = pytest.importorskip("datasets")
+    pytest.skip("verifiers 0.4 has no load_environment", allow_module_level=True)
+
+from hybrid_rlhf.rl.environments import verifiers_hub as hub  # noqa: E402 - it needs the library
+
+GAME = """
+import datasets
+import verifiers as vf
 
 
-class NumberedEnv(vf.MultiTurnEnv):  # type: ignore[misc]
-    """The game of `Numbered`; the reward is the sum of the turns' numbers."""
-
-    @vf.stop  # type: ignore[untyped-decorator]
-    async def over(self, state: Any) -> bool:
+class Numbered(vf.MultiTurnEnv):
+    @vf.stop
+    async def over(self, state):
         return len(state["trajectory"]) >= state["info"]["turns"]
 
-    async def env_response(self, messages: Any, state: Any, **more: Any) -> Any:
+    async def env_response(self, messages, state, **more):
+        if state["info"].get("broken"):
+            raise vf.ToolError("the tool is gone")
         return [vf.UserMessage(content=f"turn {len(state['trajectory'])}")]
 
 
-async def summed(state: Any) -> float:
+async def summed(state, **more):
     return float(sum(range(1, len(state["trajectory"]) + 1)))
 
 
-NOTHING = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": ""}], "answer": ""}])
-ENVIRONMENT = NumberedEnv(dataset=NOTHING, rubric=vf.Rubric(funcs=[summed]))
-"""Made when the module is imported: verifiers sets signal handlers, which only the main thread may."""
+async def best_of_group(completions, **more):
+    return [0.0 for _ in completions]
 
 
-async def play(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """An episode by verifiers' own client."""
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60) as client:
-        given = {"prompt": row["prompt"], "answer": "", "info": {"turns": row["turns"]}, "example_id": 0}
-        found = await ENVIRONMENT.generate([given], vf.OpenAIChatCompletionsClient(client), model)
-    (output,) = found["outputs"]
-    assert output["error"] is None, output["error"]
-    return float(output["reward"])
+def load_environment(turns=(3, 1, 3), together=False):
+    texts = ("a", "bcd", "ef")
+    rows = [{"question": text, "answer": text, "info": {"turns": count}} for text, count in zip(texts, turns)]
+    rubric = vf.Rubric(funcs=[best_of_group if together else summed])
+    return Numbered(dataset=datasets.Dataset.from_list(rows), rubric=rubric)
+"""
+
+
+@pytest.fixture
+def game(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an environment whose package is installed."""
+    (tmp_path / "numbered_game.py").write_text(GAME)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "numbered-game"
 
 
 def play_by_hand(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
     """The same by the client of OpenAI alone."""
-    messages, turns = list(row["prompt"]), row["turns"]
+    messages, turns = list(row["prompt"]), row["info"]["turns"]
     with client_of(base_url, api_key) as client:
         for turn in range(1, turns + 1):
             (choice,) = client.chat.completions.create(model=model, messages=messages).choices
@@ -58,16 +72,69 @@ def play_by_hand(base_url: str, api_key: str, model: str, row: dict[str, Any]) -
     return float(sum(range(1, turns + 1)))
 
 
-def test_an_environment_of_verifiers_is_a_program(world: World, paths: dict[str, str]) -> None:
-    """Each turn continues the tokens of the last, and tokens, masks and rewards are those of a program without it."""
+def prompts_of(file: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return [chat_row(row.pop("prompt")[0]["content"], **row) for row in rows]
+
+
+def test_an_environment_of_verifiers_is_a_program(
+    world: World, paths: dict[str, str], game: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rows and its rollout as they are: tokens, masks and rewards are those of a program without it."""
+    hub.main([game, str(tmp_path / "rows.jsonl"), "3"])
+    assert "3 rows in" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert rows[1]["prompt"] == [{"role": "user", "content": "bcd"}] and rows[1]["info"] == {"turns": 1}
+    assert rows[2]["verifiers"] == {"name": game, "settings": {}} and rows[2]["example_id"] == 2
+    prompts = prompts_of(tmp_path / "rows.jsonl")
     settings: dict[str, Any] = {"max_turns": 3, "max_turn_tokens": 12}
     found, expected = (
-        program_parts(world, paths["actor"], program, **settings).sampler.sample(PROMPTS, step=1)
-        for program in (play, play_by_hand)
+        program_parts(world, paths["actor"], program, **settings).sampler.sample(prompts, step=1)
+        for program in (hub.play, play_by_hand)
     )
     assert found.input_ids.tolist() == expected.input_ids.tolist()
     assert found.response_mask.tolist() == expected.response_mask.tolist()
-    metrics = episode_metrics(found)
-    assert metrics == episode_metrics(expected)
+    metrics = episode_metrics(found, world)
+    assert metrics == episode_metrics(expected, world)
     assert metrics["environment/sequences"] == 1.0
     assert metrics["environment/reward"] == pytest.approx((6 + 1 + 6) / 3)
+    assert "Processing" not in capsys.readouterr().err, "a bar of each episode"
+
+
+@pytest.mark.parametrize(
+    ("settings", "info", "reason"),
+    [
+        ({}, {"turns": 3, "broken": True}, "verifiers: .*the tool is gone"),
+        ({"turns": 3}, {"turns": 1}, "numbered-game with .* fails"),
+    ],
+)
+def test_an_error_of_the_environment_is_no_reward(
+    world: World, paths: dict[str, str], game: str, settings: dict[str, Any], info: dict[str, Any], reason: str
+) -> None:
+    """verifiers catches the errors of a rollout, and gives 0."""
+    prompts = [chat_row("a", info=info, answer="a", verifiers={"name": game, "settings": settings})]
+    with pytest.raises(UserError, match=f"verifiers_hub:play failed in 2 of 2 episodes: .*{reason}"):
+        program_parts(world, paths["actor"], hub.play, max_turns=3).sampler.sample(prompts, step=1)
+
+
+def test_signals_stay_those_of_the_run(game: str) -> None:
+    """Its constructor sets handlers that end the process: the run would not save at SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    hub.load(game, json.dumps({"turns": [1, 1, 1]}))
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_mistakes_are_told_in_a_line(game: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no_such_environment with {} fails .*ModuleNotFoundError"):
+        hub.load("no_such_environment", "{}")
+    with pytest.raises(UserError, match="must score each rollout alone, numbered-game has rewards of groups"):
+        hub.load(game, json.dumps({"together": True}))
+    (tmp_path / "rows.jsonl").write_text("")
+    for words, rule in (
+        ([game], "the line must be NAME FILE.jsonl"),
+        ([game, "x.jsonl", "many"], "the line must be NAME FILE.jsonl"),
+        ([game, str(tmp_path / "x.jsonl"), "3", "{turns: 3}"], "settings must be a JSON object, got '{turns: 3}'"),
+        ([game, str(tmp_path / "rows.jsonl")], "the file must not exist"),
+    ):
+        with pytest.raises(UserError, match=rule):
+            hub.main(words)

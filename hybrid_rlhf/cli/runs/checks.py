@@ -68,7 +68,7 @@ def check_sources(steps: Mapping[str, Any]) -> None:
 
 
 def load_user_code(config: RLConfig) -> None:
-    """Load the reward functions and the environment.
+    """Load the reward functions, the verifiers and the environment.
 
     Raises:
         UserError: if one cannot be loaded, has a wrong signature, or needs a column that local data lacks.
@@ -82,16 +82,20 @@ def load_user_code(config: RLConfig) -> None:
         from hybrid_rlhf.rl.environments.programs import read_program
 
         read_program(environment)
-    functions = {component.label: component.function for component in config.reward.named if component.function}
-    if functions:
+    checked = [component for component in config.reward.named if component.function or component.verifier]
+    if checked:
+        import torch
+
         from hybrid_rlhf.data.rows.sources import peek
-        from hybrid_rlhf.rl.rewards.functions import load_function, require_columns
+        from hybrid_rlhf.rl.rewards.functions import FunctionReward
+        from hybrid_rlhf.rl.rewards.verifiers.component import VerifierReward
 
         is_local = all(peek(source) is not None for source in config.data.sources)
-        for name, function in functions.items():
-            loaded = load_function(function)
+        for component in checked:
+            kind = FunctionReward if component.function else VerifierReward
+            loaded = kind(component, device=torch.device("cpu"))
             if is_local:
-                require_columns(loaded, name, _prompt_columns(config.data.sources))
+                loaded.require_columns(_prompt_columns(config.data.sources))
 
 
 def _prompt_columns(sources: Sequence[str | DataSource]) -> Iterator[dict[str, Any]]:
@@ -139,7 +143,7 @@ def _most_turns(sources: Sequence[str | DataSource]) -> int:
 def _check_user_code(config: RLConfig, log: Path) -> None:
     environment = config.environment
     played = environment is not None and (environment.path or environment.program)
-    if not played and all(component.function is None for component in config.reward.named):
+    if not played and not any(component.function or component.verifier for component in config.reward.named):
         return
     log.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="hybrid_rlhf_") as folder:

@@ -305,28 +305,29 @@ def _check_value(layer: Layer, key: str, value: Any, hint: Any) -> None:
     if layer.origin is not None or not isinstance(value, str):
         check_null(value, f"{_place(layer)}{key}", hint)
     for item in value if isinstance(value, list) else ():
-        _check_item(item, layer, key, hint)
+        inner = [
+            kind for option in options_of(hint) for argument in typing.get_args(option) for kind in options_of(argument)
+        ]
+        _check_item(item, layer, f"an item of {key}", [kind for kind in inner if dataclasses.is_dataclass(kind)])
 
 
-def _check_item(item: Any, layer: Layer, key: str, hint: Any) -> None:
-    inner = [
-        kind for option in options_of(hint) for argument in typing.get_args(option) for kind in options_of(argument)
-    ]
-    kinds = [kind for kind in inner if dataclasses.is_dataclass(kind)]
+def _check_item(item: Any, layer: Layer, where: str, kinds: Sequence[Any]) -> None:
     if not kinds or not isinstance(item, Mapping):
         return
     hints = {name: hint for kind in kinds for name, hint in type_hints(kind).items()}  # type: ignore[arg-type]
     for name, value in item.items():
         if name not in hints:
             raise UserError(
-                f"{_place(layer)}unknown key {name} in an item of {key}: "
+                f"{_place(layer)}unknown key {name} in {where}: "
                 f"{nearest_hint(str(name), hints, otherwise='its keys are ' + ', '.join(hints))}"
             )
-        check_null(value, f"{_place(layer)}{name} in an item of {key}", hints[name])
+        check_null(value, f"{_place(layer)}{name} in {where}", hints[name])
+        section = section_type(hints[name])
+        _check_item(value, layer, f"{name} of {where}", [] if section is None else [section])
     for declared in (declared for kind in kinds for declared in dataclasses.fields(kind)):
         required = declared.default is dataclasses.MISSING and declared.default_factory is dataclasses.MISSING
         if required and declared.name not in item:
-            raise UserError(f"{_place(layer)}an item of {key} needs {declared.name}, got {item}: add it")
+            raise UserError(f"{_place(layer)}{where} needs {declared.name}, got {item}: add it")
 
 
 def check_null(value: Any, key: str, hint: Any) -> None:

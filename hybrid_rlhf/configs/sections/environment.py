@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.sections.rules import Count, Positive, Settings, is_plain, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Settings, is_plain, require, setting
 
 
 class EnvironmentConfig(Settings):
@@ -29,6 +29,9 @@ class EnvironmentConfig(Settings):
     """Time limit of a call of reset or step, or of a program, in seconds."""
     threads: Count = setting(32, advanced=True)
     """Calls of plain functions that run concurrently on a rank; coroutines all do."""
+    retries: Natural = setting(0, advanced=True)
+    """Attempts after the first of a call of reset or step that raises, or of a coroutine that exceeds its time, after
+    0.5, 1, 2, ... seconds; for environments whose calls may be repeated."""
     on_failure: Literal["stop", "zero"] = "stop"
     """Action if an environment raises, times out or returns an invalid step. stop: the run ends; zero: the episode
     ends, and its last turn has reward 0."""
@@ -48,6 +51,11 @@ class EnvironmentConfig(Settings):
             self.path is not None or self.max_observation_tokens == EnvironmentConfig.max_observation_tokens,
             "environment.max_observation_tokens is read with environment.path, got "
             f"{self.max_observation_tokens} without: leave it out",
+        )
+        require(
+            self.path is not None or not self.retries,
+            f"environment.retries is read with environment.path, got {self.retries} without: repeat requests in the "
+            "program",
         )
         require(
             is_plain(self.options) and (self.path is None or all(map(str.isidentifier, self.options))),

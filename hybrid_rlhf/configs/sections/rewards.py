@@ -1,4 +1,5 @@
-"""Settings of one component of the RL reward: a model, a Python function or an HTTP endpoint, with its weight."""
+"""Settings of one component of the RL reward: a model, a Python function, an HTTP endpoint or a verifier, with its
+weight."""
 
 from __future__ import annotations
 
@@ -7,19 +8,23 @@ import re
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from hybrid_rlhf.configs.credentials import check_url, host_of
 from hybrid_rlhf.configs.sections.rules import Settings, require
+from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 
 OnFailure = Literal["stop", "drop", "zero"]
+VerifierName = Literal["math", "code"]
+VERIFIERS: tuple[VerifierName, ...] = get_args(VerifierName)
 
 
 class RewardComponentConfig(Settings):
-    """One component of the reward; exactly one of model, function and urls is given."""
+    """One component of the reward; exactly one of model, function, urls and verifier is given."""
 
     name: str | None = None
-    """Name in the metrics (reward/NAME/mean); null: the model's folder, the function's name or the endpoint's host."""
+    """Name in the metrics (reward/NAME/mean); null: the model's folder, the function's name, the endpoint's host or the
+    verifier."""
     weight: float = 1.0
     """Factor of its scores in the sum over components; 0: only logged."""
     model: str | None = None
@@ -36,6 +41,17 @@ class RewardComponentConfig(Settings):
     """Python function as module:function or path/to/file.py:function, plain or async."""
     urls: tuple[str, ...] = ()
     """HTTP endpoint; several URLs are replicas that share the load. ${NAME} is replaced by an environment variable."""
+    verifier: VerifierName | None = None
+    """Built-in check (docs/agents.md). math: the answer equals that of a column; code: the program passes the tests of
+    a column. Both run in the sandbox."""
+    column: str | None = None
+    """Column of the data that a verifier reads; null: answer for math, tests for code."""
+    partial: bool = False
+    """verifier code: the score is the fraction of tests that pass; false: 1 if all pass, else 0."""
+    workers: int | None = None
+    """Programs of a verifier that run at once on a rank; null: the processors of the host divided by its ranks."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Where and within which limits a verifier runs programs."""
     timeout_seconds: float = 60.0
     """Time limit of a function call or of an attempt of a request, in seconds."""
     retries: int | None = None
@@ -50,11 +66,11 @@ class RewardComponentConfig(Settings):
     metrics; zero: its score is 0. Dropped and zeroed completions are counted in the metrics."""
 
     def _check(self) -> None:
-        kinds = [kind for kind in ("model", "function", "urls") if getattr(self, kind)]
+        kinds = [kind for kind in ("model", "function", "urls", "verifier") if getattr(self, kind)]
         require(
             len(kinds) == 1,
-            f"an item of reward.components has one of model, function and urls, got {' and '.join(kinds) or 'none'}: "
-            "make each an item of its own",
+            "an item of reward.components has one of model, function, urls and verifier, got "
+            f"{' and '.join(kinds) or 'none'}: make each an item of its own",
         )
         if self.function is not None:
             require(
@@ -77,6 +93,7 @@ class RewardComponentConfig(Settings):
             self.api_key_env is None or bool(self.urls),
             f"reward.components: api_key_env {self.api_key_env} goes with urls, {self.label} has none: leave it out",
         )
+        self._check_verifier()
         for name in ("head_weights", "normalize"):
             require(
                 not getattr(self, name) or self.model is not None,
@@ -102,11 +119,36 @@ class RewardComponentConfig(Settings):
                 f"reward.components: head_weights of {self.label} are finite numbers, got {weight} of {name}: give for "
                 "example 1.0",
             )
-        for name, value, least in (("retries", self.most_retries, 0), ("batch_size", self.batch_size, 1)):
+        for name, value, least in (
+            ("retries", self.most_retries, 0),
+            ("batch_size", self.batch_size, 1),
+            ("workers", 1 if self.workers is None else self.workers, 1),
+        ):
             require(
                 value >= least,
                 f"reward.components: {name} of {self.label} must be {least} or more, got {value}: raise it",
             )
+
+    def _check_verifier(self) -> None:
+        usual = RewardComponentConfig
+        for name in ("column", "workers", "partial"):
+            require(
+                not getattr(self, name) or self.verifier is not None,
+                f"reward.components: {name} goes with a verifier, {self.label} is none: leave it out",
+            )
+        require(
+            self.verifier is not None or self.sandbox == SandboxConfig(),
+            f"reward.components: sandbox goes with a verifier, {self.label} is none: leave it out",
+        )
+        require(
+            not self.partial or self.verifier == "code",
+            f"reward.components: partial goes with verifier code, got {self.verifier}: leave it out",
+        )
+        require(
+            self.verifier is None or (self.timeout_seconds == usual.timeout_seconds and self.retries is None),
+            f"reward.components: {self.label} is a verifier, which has no retries and limits each program, got "
+            f"timeout_seconds {self.timeout_seconds:g} and retries {self.retries}: set sandbox.timeout_seconds",
+        )
 
     @property
     def most_retries(self) -> int:
@@ -120,6 +162,8 @@ class RewardComponentConfig(Settings):
             return self.name
         if self.model:
             return Path(self.model).name
+        if self.verifier:
+            return self.verifier
         if self.function:
             return self.function.rpartition(":")[2]
         return host_of(self.urls[0])

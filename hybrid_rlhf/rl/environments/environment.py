@@ -7,6 +7,7 @@ truncates episodes.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +89,21 @@ def read_environment(config: EnvironmentConfig) -> EnvironmentFactory:
             "fix it"
         )
     return EnvironmentFactory(cast(Callable[[], Environment], partial(kind, **config.options)), tuple(stops))
+
+
+def read_settings(text: str) -> dict[str, Any]:
+    """Settings of an environment's data set, from JSON on the command line.
+
+    Raises:
+        UserError: unless it is a JSON object.
+    """
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise UserError(f"settings must be a JSON object, got {text!r}: give for example '{{\"level\": 2}}'")
+    return settings
 
 
 def with_instruction(prompt: Sequence[Message], instruction: str) -> list[Message]:

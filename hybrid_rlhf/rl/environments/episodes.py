@@ -78,7 +78,9 @@ class EpisodeRunner(ABC):
         """Take the limits of an episode, how completions are sampled, and this rank's device."""
         self._config = config
         self._rollout = rollout
-        self._calls = EnvironmentCalls(timeout_seconds=config.timeout_seconds, device=device, threads=config.threads)
+        self._calls = EnvironmentCalls(
+            timeout_seconds=config.timeout_seconds, device=device, threads=config.threads, retries=config.retries
+        )
 
     @abstractmethod
     def run(self, job: EpisodeJob) -> list[list[Episode]]:

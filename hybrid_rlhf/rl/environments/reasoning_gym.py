@@ -17,7 +17,7 @@ from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.rl.environments.environment import StepResult, with_instruction
+from hybrid_rlhf.rl.environments.environment import StepResult, read_settings, with_instruction
 from hybrid_rlhf.runtime.output import print_result
 
 try:
@@ -91,14 +91,18 @@ def write_rows(dataset: str, file: Path, *, size: int, seed: int = 0, **settings
 
 
 def main(words: list[str]) -> None:
-    """Write the rows of a data set; the arguments are DATASET FILE SIZE [SEED]."""
-    if len(words) not in (3, 4) or not all(word.isdigit() for word in words[2:]):
-        raise UserError(f"the line must be DATASET FILE.jsonl SIZE [SEED], got {' '.join(words)!r}: write these words")
+    """Write the rows of a data set; the arguments are DATASET FILE SIZE [SEED] [SETTINGS as JSON]."""
+    if len(words) not in (3, 4, 5) or not all(word.isdigit() for word in words[2:4]):
+        raise UserError(
+            f"the line must be DATASET FILE.jsonl SIZE [SEED] [SETTINGS as JSON], got {' '.join(words)!r}: write these "
+            "words"
+        )
+    settings = read_settings(words[4]) if len(words) == 5 else {}
     file = Path(words[1])
     size = int(words[2])
     if file.exists():
         raise UserError(f"the file must not exist, {file} does: remove it, or name another")
-    write_rows(words[0], file, size=size, seed=int(words[3]) if len(words) == 4 else 0)
+    write_rows(words[0], file, size=size, seed=int(words[3]) if len(words) > 3 else 0, **settings)
     print_result({"rows": size, "file": str(file)}, f"{size} rows in {file}")
 
 

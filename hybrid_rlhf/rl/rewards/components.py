@@ -26,6 +26,7 @@ from hybrid_rlhf.configs.sections.rewards import OnFailure, RewardComponentConfi
 from hybrid_rlhf.data.chat.conversation import completion_text
 from hybrid_rlhf.data.chat.messages import Message, Tools, row_tools
 from hybrid_rlhf.rl.batch import LocalRows, Rollout
+from hybrid_rlhf.rl.rewards.verifiers.verdicts import Verdict
 from hybrid_rlhf.runtime.observability.logs import shortened
 from hybrid_rlhf.runtime.world import World
 
@@ -127,6 +128,8 @@ class ComponentScores:
     """One score per row; None: the component does not apply to the row, or failed."""
     failures: dict[int, str] = field(default_factory=dict)
     """Reasons of failures, by index in values; their values are None."""
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    """Scores of a verifier with their reasons, by index in values."""
 
     @classmethod
     def failed(cls, count: int, reason: str) -> Self:
@@ -186,6 +189,9 @@ class RewardComponent(ABC):
     """True if it needs the text of the rollout."""
     in_background: ClassVar[bool] = True
     """False: it computes in the main thread when its scores are requested, on every rank."""
+
+    gives_verdicts: ClassVar[bool] = False
+    """True if its scores have reasons, which are counted."""
 
     packs = True
     """True if its micro-batches, if any, have no padding."""

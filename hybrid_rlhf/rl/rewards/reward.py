@@ -20,6 +20,8 @@ from hybrid_rlhf.rl.rewards.components import CompletionTexts, ComponentScores, 
 from hybrid_rlhf.rl.rewards.endpoint import EndpointReward
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
 from hybrid_rlhf.rl.rewards.models import AbsentReward, ModelReward, RetokenizingModelReward, tokenizes_alike
+from hybrid_rlhf.rl.rewards.verifiers.component import VerifierReward
+from hybrid_rlhf.rl.rewards.verifiers.verdicts import OUTCOMES
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
@@ -95,7 +97,7 @@ class Reward:
         return RewardReport(
             (weights[:, None] * values).sum(dim=0),
             dropped.nonzero().flatten().tolist(),
-            self._metrics(values, scored.bool() & ~dropped, failed),
+            self._metrics(values, scored.bool() & ~dropped, failed) | self._outcomes(scores),
             {
                 component.name: torch.where(has_one, of_rows, torch.nan)
                 for component, of_rows, has_one in zip(self._components, values, scored.bool(), strict=True)
@@ -192,6 +194,24 @@ class Reward:
                 metrics[f"reward/{component.name}{count}"] = float(failed[place].sum())
         return metrics
 
+    def _outcomes(self, scores: Sequence[ComponentScores]) -> dict[str, float]:
+        """Fractions of the completions that a verifier judged, by the reason why their score is below 1."""
+        judging = [place for place, component in enumerate(self._components) if component.gives_verdicts]
+        counts = torch.zeros(len(judging), 1 + len(OUTCOMES))
+        for row, place in enumerate(judging):
+            for verdict in scores[place].verdicts.values():
+                counts[row, 0] += 1
+                if verdict.outcome in OUTCOMES:
+                    counts[row, 1 + OUTCOMES.index(verdict.outcome)] += 1
+        if not judging:
+            return {}
+        return {
+            f"reward/{self._components[place].name}/{outcome}": float(count / counted[0])
+            for place, counted in zip(judging, self._world.total(counts), strict=True)
+            for outcome, count in zip(OUTCOMES, counted[1:], strict=True)
+            if counted[0]
+        }
+
 
 def build_reward(
     components: Sequence[RewardComponentConfig],
@@ -220,8 +240,7 @@ def build_reward(
     with shared_user_errors(world):
         for component in components:
             if component.model is None:
-                kind = FunctionReward if component.function is not None else EndpointReward
-                background[component.label] = kind(component, device=world.device)
+                background[component.label] = _background_part(component, world)
 
     def build(component: RewardComponentConfig) -> RewardComponent:
         if component.model is None:
@@ -238,3 +257,11 @@ def build_reward(
             return RetokenizingModelReward(component, engine, reward_tokenizer)
 
     return Reward([build(component) for component in components], world)
+
+
+def _background_part(component: RewardComponentConfig, world: World) -> RewardComponent:
+    """A component without a model."""
+    if component.verifier is not None:
+        return VerifierReward(component, device=world.device, ranks=world.local_size)
+    kind = FunctionReward if component.function is not None else EndpointReward
+    return kind(component, device=world.device)

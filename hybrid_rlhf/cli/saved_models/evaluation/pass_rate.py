@@ -1,4 +1,4 @@
-"""pass@k and mean@n of a verified reward function on completions of prompts."""
+"""pass@k and mean@n of a verified reward on completions of prompts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from hybrid_rlhf.cli.saved_models.evaluation.completing import complete, read_pr
 from hybrid_rlhf.cli.saved_models.evaluation.results import Measurement, bootstrap, pass_at_k, wilson
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import EvaluateConfig
-from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.configs.sections.rewards import VERIFIERS, RewardComponentConfig
 from hybrid_rlhf.rl.rewards import CompletionTexts
 from hybrid_rlhf.rl.rewards.functions import FunctionReward
+from hybrid_rlhf.rl.rewards.verifiers.component import VerifierReward
 
 
 def pass_rate(config: EvaluateConfig) -> Measurement:
     """Sample n completions of each prompt and reward them; intervals are over prompts.
 
     Raises:
-        UserError: when the function cannot be imported, or fails for a completion.
+        UserError: when the function cannot be imported, or the reward fails for a completion.
     """
-    reward = FunctionReward(RewardComponentConfig(function=config.reward), device=torch.device("cpu"))
+    reward = _verified_reward(str(config.reward))
     prompts = read_prompts(config)
     reward.require_columns(row.columns for _, row in prompts)
     samples = complete(config, prompts)
@@ -37,6 +38,8 @@ def pass_rate(config: EvaluateConfig) -> Measurement:
         reason = component_scores.failures.get(place, "it gave None")
         raise UserError(f"{where}: {config.reward} must give a number per completion, it did not: {reason}; fix it")
     scores = [float(value or 0.0) for value in component_scores.values]
+    verdicts = component_scores.verdicts
+    reasons = [f"{verdicts[place].outcome}: {verdicts[place].detail}" for place in sorted(verdicts)]
     by_prompt = [scores[start : start + count] for start in range(0, len(scores), count)]
     passed = [sum(score >= config.pass_score for score in of_prompt) for of_prompt in by_prompt]
     return Measurement(
@@ -50,6 +53,16 @@ def pass_rate(config: EvaluateConfig) -> Measurement:
         },
         [
             {"prompt": row.messages, "completions": of_prompt, "rewards": rewards}
-            for (_, row), of_prompt, rewards in zip(prompts, samples, by_prompt, strict=True)
+            | ({"reasons": reasons[start : start + count]} if reasons else {})
+            for start, (_, row), of_prompt, rewards in zip(
+                range(0, len(scores), count), prompts, samples, by_prompt, strict=True
+            )
         ],
     )
+
+
+def _verified_reward(name: str) -> FunctionReward | VerifierReward:
+    device = torch.device("cpu")
+    if name in VERIFIERS:
+        return VerifierReward(RewardComponentConfig(verifier=name), device=device)
+    return FunctionReward(RewardComponentConfig(function=name), device=device)

@@ -1,0 +1,41 @@
+"""What a verifier says of a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+Outcome = Literal["right", "wrong", "no_answer", "error", "timeout"]
+OUTCOMES: tuple[Outcome, ...] = ("wrong", "no_answer", "error", "timeout")
+"""Reasons of a score below 1, which are metrics."""
+
+
+class Verdict(NamedTuple):
+    """Score of a completion, with its reason."""
+
+    score: float
+    outcome: Outcome
+    """right: the score is 1; otherwise the reason why it is not."""
+    detail: str = ""
+    """What the program said, in one line."""
+
+
+class BadRow(ValueError):
+    """A row has nothing to compare with: its column is invalid, or the verifier itself does not run."""
+
+
+Judgement = Verdict | BadRow
+Map = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+"""Results of a function of each item, computed by the workers."""
+
+
+class Verifier(Protocol):
+    """Judges completions."""
+
+    def __call__(self, completions: Sequence[str], expected: Sequence[Any], each: Map) -> list[Judgement]:
+        """Judge completions by the values of the column, none of which is None."""
+
+
+def answer_of(completion: str) -> str:
+    """The text after the reasoning, which may contain drafts of the answer."""
+    return completion.rpartition("</think>")[2]

@@ -1,0 +1,94 @@
+"""Programs in containers, one for each program, with the limits of the local sandbox."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
+from hybrid_rlhf.runtime.sandbox.local import GIB, HOME, OPEN_FILES, PROGRAM, write_files
+from hybrid_rlhf.runtime.sandbox.process import SandboxResult, run_process
+
+_START_SECONDS = 30.0
+"""Time in which a container starts and is removed, besides the time of the program."""
+_KILLED = 137
+"""Exit status of a container whose program the kernel kills for its memory."""
+_TIMED_OUT = 124
+"""Exit status of timeout(1)."""
+_NOBODY = 65534
+
+
+class DockerSandbox:
+    """Runs programs by the client of Docker or podman; the folder of temporary files must be on the daemon's host."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        """Check that a container starts.
+
+        Raises:
+            UserError: if it does not.
+        """
+        self._config = config
+        if shutil.which(config.client) is None:
+            raise UserError(f"sandbox.client must be installed, {config.client} is not: install it, or name another")
+        result = self.run("")
+        if not result.succeeded:
+            raise UserError(
+                f"an empty program must run in sandbox.image {config.image}, it fails ({result.failure}): check that "
+                f"{config.client} run works, and that the image has sandbox.command"
+            )
+
+    def run(
+        self,
+        program: str,
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> SandboxResult:
+        """Run the text of a program with a standard input, and with further files in its folder."""
+        limit = timeout_seconds or self._config.timeout_seconds
+        config = self._config
+        name = f"hybrid_rlhf_{secrets.token_hex(8)}"
+        with tempfile.TemporaryDirectory(prefix="hybrid_rlhf_sandbox_") as folder:
+            write_files(Path(folder), {**(files or {}), PROGRAM: program})
+            ended = run_process(
+                self._command_line(name, folder, limit),
+                stdin.encode(errors="replace"),
+                env=os.environ,  # of the client, which finds its daemon by it; a container inherits nothing
+                timeout_seconds=limit + _START_SECONDS,
+                output_bytes=config.output_bytes,
+                after=lambda: self._remove(name),
+            )
+        result = ended.result(memory_exceeded=ended.exit_status == _KILLED and not ended.timed_out)
+        return replace(result, timed_out=result.timed_out or ended.exit_status == _TIMED_OUT)
+
+    def _command_line(self, name: str, folder: str, timeout_seconds: float) -> list[str]:
+        """The words that run the program of a folder in a container."""
+        config = self._config
+        disk = round(config.disk_gib * GIB)
+        memory = str(round(config.memory_gib * GIB))
+        return [
+            *(config.client, "run", "--rm", "--interactive", "--init", "--name", name),
+            *("--network", "none", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+            *("--user", f"{_NOBODY}:{_NOBODY}", "--workdir", HOME, "--env", f"HOME={HOME}"),
+            *("--memory", memory, "--memory-swap", memory, "--pids-limit", str(config.processes)),
+            *("--ulimit", f"cpu={math.ceil(timeout_seconds)}", "--ulimit", "core=0"),
+            *("--ulimit", f"nofile={OPEN_FILES}", "--ulimit", f"fsize={disk}"),
+            *("--tmpfs", f"{HOME}:rw,exec,nosuid,nodev,size={disk},mode=1777"),
+            *("--volume", f"{folder}:/files:ro", str(config.image)),
+            *("sh", "-c", 'cp -R /files/. . && "$@"', "sh", "timeout", "-k", "1", f"{timeout_seconds:g}"),
+            *(config.command or ("python3",)),
+            PROGRAM,
+        ]
+
+    def _remove(self, name: str) -> None:
+        """End the container, which outlives its client where that is killed."""
+        command = [self._config.client, "rm", "--force", name]
+        run_process(command, b"", env=os.environ, timeout_seconds=_START_SECONDS, output_bytes=0)

@@ -1,0 +1,333 @@
+"""Programs in separate processes of this machine, isolated as far as its kernel allows.
+
+A program has a private folder, which is its working folder, home and /tmp. In namespaces it sees no network and no
+other process, and of the file system only what it may read: the system's programs and libraries and those of Python.
+As root, namespaces are made by unshare(1), and the program runs as a user that nobody else is, because the kernel does
+not limit root's processes. Other users have bubblewrap, if it is installed, or unshare with a user namespace. Where a
+container or the kernel denies both, limits of the process remain.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import platform
+import re
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
+from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.runtime.sandbox.process import SandboxResult, run_process
+
+PROGRAM = "program"
+"""File of a program in its folder."""
+HOME = "/tmp"  # nosec B108: in a file system of its own
+"""Folder of a program in a file system of its own."""
+GIB = 2**30
+OPEN_FILES = 256
+_FILES = 16384
+"""Files and folders that a program may have."""
+_PROBE_SECONDS = 20.0
+_SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
+    *("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"),
+)
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_FIRST_USER = 2**30
+"""Users from here on, chosen at random, have no account, no files and no other processes."""
+_COUNTED_BY_NAMESPACE = (5, 14)
+"""Linux counts processes for each user namespace since this version, before for each user on the whole machine."""
+_NO_PRIVILEGES = ("--no-new-privs", "--inh-caps=-all", "--bounding-set=-all")
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",  # the same program has the same reward
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""Nothing of the run's environment, which may contain keys."""
+_ENTER = f"""set -e
+mount --all --fstab "$1/fstab"
+mount -t proc -o nosuid,nodev,noexec proc "$1/root/proc" 2>/dev/null || :  # denied within some containers
+cp -R "$2/." "$1/root{HOME}"
+cd "$1/root"
+pivot_root . old
+umount --lazy /old
+cd {HOME}
+shift 2
+set +e
+"$@"
+"""
+"""Arguments: the folder of the sandbox, the program's files, the command. The shell stays, as process 1: signals and
+orphans are those of any other process, and its end ends all of them."""
+
+
+class Isolation(Enum):
+    """A way to start a program, with the protections that it lacks."""
+
+    NAMESPACES = ()
+    """Namespaces that root makes; the program is another user."""
+    BUBBLEWRAP = ()
+    USER_NAMESPACE = ()
+    """Namespaces that a user makes."""
+    OTHER_USER = ("it has the network", "it reads files that everyone may read")
+    """No namespaces; root starts the program as another user."""
+    LIMITS = (
+        "it has the network",
+        "it reads and writes the files of this user",
+        "its processes are not counted, and survive it where they leave its process group",
+    )
+    """Limits of the process, its environment and its folder alone."""
+
+    def __new__(cls, *absent: str) -> Self:
+        """A member that no other equals, although several lack nothing."""
+        member = object.__new__(cls)
+        member._value_ = len(cls.__members__)
+        member.absent = absent
+        return member
+
+    absent: tuple[str, ...]
+    """Protections that a program lacks."""
+
+
+class LocalSandbox:
+    """Runs programs on this machine."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        """Choose the strongest isolation that works here.
+
+        Raises:
+            UserError: if the system is not Linux with util-linux, no program runs, or a protection is absent and the
+                config is strict.
+        """
+        missing = [name for name in ("prlimit", "setpriv") if shutil.which(name) is None]
+        if missing:
+            raise UserError(
+                "sandbox.kind local needs Linux with util-linux, this system has no "
+                f"{' and no '.join(missing)}: install util-linux, or set sandbox.kind docker and sandbox.image"
+            )
+        self._config = config
+        self._command = config.command or (sys.executable, "-s", "-E")
+        self._visible = outermost([*_SYSTEM, sys.base_prefix, sys.prefix, *config.readable])
+        self._temporary = tempfile.TemporaryDirectory(prefix="hybrid_rlhf_sandbox_", ignore_cleanup_errors=True)
+        self._folder = Path(self._temporary.name)
+        self._folder.chmod(0o711)  # other users reach the folders of their programs
+        self._prepare_root()
+        self.isolation = self._choose()
+
+    def run(
+        self,
+        program: str,
+        *,
+        stdin: str = "",
+        files: Mapping[str, str] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> SandboxResult:
+        """Run the text of a program with a standard input, and with further files in its folder."""
+        files = {**(files or {}), PROGRAM: program}
+        return self._run(self.isolation, files, stdin, timeout_seconds or self._config.timeout_seconds)
+
+    def _run(self, isolation: Isolation, files: Mapping[str, str], stdin: str, timeout_seconds: float) -> SandboxResult:
+        user = _FIRST_USER + secrets.randbelow(_FIRST_USER)
+        is_other = isolation is Isolation.OTHER_USER
+        with tempfile.TemporaryDirectory(prefix="run_", dir=self._folder, ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            write_files(folder, files)
+            if is_other:
+                for path in (folder, *folder.rglob("*")):
+                    os.chown(path, user, user)
+            home = name if isolation in (Isolation.OTHER_USER, Isolation.LIMITS) else HOME
+            ended = run_process(
+                ["setpriv", "--pdeathsig", "KILL", *self._command_line(isolation, folder, user, timeout_seconds)],
+                stdin.encode(errors="replace"),
+                env={**_ENVIRONMENT, "HOME": home, "TMPDIR": home},
+                timeout_seconds=timeout_seconds,
+                output_bytes=self._config.output_bytes,
+                folder=folder,
+                owner=user if isolation in (Isolation.NAMESPACES, Isolation.OTHER_USER) else None,
+                after=partial(_end_processes, user) if is_other else lambda: None,
+            )
+        return ended.result()
+
+    def _command_line(self, isolation: Isolation, folder: Path, user: int, timeout_seconds: float) -> list[str]:
+        """The words that run the program of a folder."""
+        command = [*self._limits(isolation, timeout_seconds), *self._command, PROGRAM]
+        match isolation:
+            case Isolation.BUBBLEWRAP:
+                return self._bubblewrap(command, folder)
+            case Isolation.NAMESPACES | Isolation.USER_NAMESPACE:
+                is_root = isolation is Isolation.NAMESPACES
+                return [
+                    *("unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"),
+                    *(() if is_root else ("--user", "--map-root-user")),
+                    *("sh", "-c", _ENTER, "sh", str(self._folder), str(folder)),
+                    *("setpriv", *_NO_PRIVILEGES, *(_as_user(user) if is_root else ()), *command),
+                ]
+            case Isolation.OTHER_USER:
+                return ["setpriv", *_NO_PRIVILEGES, *_as_user(user), *command]
+            case Isolation.LIMITS:
+                return ["setpriv", "--no-new-privs", *command]
+
+    def _limits(self, isolation: Isolation, timeout_seconds: float) -> list[str]:
+        """The words that limit what follows."""
+        config = self._config
+        seconds = math.ceil(timeout_seconds)
+        limits = {
+            "cpu": f"{seconds}:{seconds + 1}",  # a signal, and a second later the end
+            "as": round(config.memory_gib * GIB),
+            "fsize": round(config.disk_gib * GIB),
+            "nofile": OPEN_FILES,
+            "core": 0,
+        }
+        if isolation is not Isolation.LIMITS:
+            limits["nproc"] = config.processes
+        return ["prlimit", *(f"--{name}={value}" for name, value in limits.items())]
+
+    def _bubblewrap(self, command: Sequence[str], folder: Path) -> list[str]:
+        mounts: list[str] = []
+        for path in self._visible:
+            kind = ("--symlink", os.readlink(path)) if path.is_symlink() else ("--ro-bind", str(path))
+            mounts += [*kind, str(path)]
+        return [
+            *(
+                shutil.which("bwrap") or "bwrap",
+                "--unshare-all",
+                "--die-with-parent",
+                "--new-session",
+                "--cap-drop",
+                "ALL",
+                *mounts,
+            ),
+            *("--dev", "/dev", "--proc", "/proc", "--ro-bind", str(folder), "/files"),
+            *("--size", str(round(self._config.disk_gib * GIB)), "--tmpfs", HOME, "--remount-ro", "/"),
+            *("--chdir", HOME, "sh", "-c", 'cp -R /files/. . && "$@"', "sh", *command),
+        ]
+
+    def _prepare_root(self) -> None:
+        """Make the empty root of namespaces, and the table of what is mounted in it."""
+        root = self._folder / "root"
+        size = round(self._config.disk_gib * GIB)
+        mounts = [(root, root, "none", "bind,ro")]
+        for path in self._visible:
+            place = _below(root, path)
+            if path.is_symlink():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.symlink_to(os.readlink(path))
+            else:
+                _mount_point(place, path)
+                mounts.append((path, place, "none", "rbind,ro,nosuid,nodev"))
+        for device in map(Path, _DEVICES):
+            _mount_point(_below(root, device), device)
+            mounts.append((device, _below(root, device), "none", "bind"))
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            (root / "dev" / name).symlink_to(f"/proc/self/fd/{number}")
+        for name in ("old", "proc", "dev/shm", HOME[1:]):
+            (root / name).mkdir(exist_ok=True)
+        for place in (_below(root, Path(HOME)), root / "dev/shm"):
+            mounts.append((Path("tmpfs"), place, "tmpfs", f"size={size},nr_inodes={_FILES},mode=777,nosuid,nodev"))
+        lines = (f"{_escaped(source)} {_escaped(place)} {kind} {flags} 0 0\n" for source, place, kind, flags in mounts)
+        (self._folder / "fstab").write_text("".join(lines))
+
+    def _choose(self) -> Isolation:
+        """The first isolation in which an empty program runs."""
+        failures = []
+        for isolation in _candidates():
+            result = self._run(isolation, {PROGRAM: ""}, "", _PROBE_SECONDS)
+            if result.succeeded:
+                break
+            failures.append(f"{isolation.name.lower()}: {result.failure}")
+        else:
+            raise UserError(
+                f"a sandbox must run {' '.join(self._command)}, an empty program fails ({failures[-1]}): check "
+                "sandbox.command and the limits of sandbox"
+            )
+        if isolation.absent:
+            absent = ", ".join(isolation.absent)
+            if self._config.strict:
+                raise UserError(
+                    "sandbox.strict needs all protections, of a program here it holds: "
+                    f"{absent} ({'; '.join(failures)}); install bubblewrap, allow user namespaces, or set sandbox.kind "
+                    "docker"
+                )
+            _warn_once(
+                f"the sandbox of programs lacks protections here ({'; '.join(failures)}). Of a program it holds: "
+                f"{absent}. Install bubblewrap, allow user namespaces, or set sandbox.kind docker"
+            )
+        return isolation
+
+
+def _candidates() -> list[Isolation]:
+    """Isolations that may work for this user, the strongest first."""
+    if os.geteuid() == 0:
+        # In a user namespace the program would still be root, whose processes are not limited.
+        return [Isolation.NAMESPACES, Isolation.OTHER_USER, Isolation.LIMITS]
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    if release < _COUNTED_BY_NAMESPACE:
+        return [Isolation.LIMITS]
+    with_namespaces = [Isolation.USER_NAMESPACE] if shutil.which("unshare") else []
+    return [*([Isolation.BUBBLEWRAP] if shutil.which("bwrap") else []), *with_namespaces, Isolation.LIMITS]
+
+
+def _as_user(user: int) -> list[str]:
+    return ["--reuid", str(user), "--regid", str(user), "--clear-groups"]
+
+
+def _end_processes(user: int) -> None:
+    """Kill all processes of a user."""
+    kill = ["setpriv", *_as_user(user), "sh", "-c", "kill -KILL -1"]
+    run_process(kill, b"", env=_ENVIRONMENT, timeout_seconds=_PROBE_SECONDS, output_bytes=0)
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the files of a program, which others may read, into a folder.
+
+    Raises:
+        UserError: for a name outside of the folder.
+    """
+    folder.chmod(0o755)
+    for name, text in files.items():
+        path = folder / name
+        if path.is_absolute() and not path.is_relative_to(folder) or ".." in Path(name).parts:
+            raise UserError(f"files of a program are in its folder, got {name!r}: give a relative name")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="replace")
+
+
+def outermost(paths: Sequence[str]) -> list[Path]:
+    """Existing paths that are not within another, in order."""
+    existing = sorted({Path(path).absolute() for path in paths if os.path.lexists(path)})
+    return [path for path in existing if not any(other in path.parents for other in existing)]
+
+
+def _below(root: Path, path: Path) -> Path:
+    return root / path.relative_to("/")
+
+
+def _mount_point(place: Path, path: Path) -> None:
+    """Make an empty folder or file where another is mounted."""
+    if path.is_dir():
+        place.mkdir(parents=True, exist_ok=True)
+    else:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+
+
+def _escaped(path: Path) -> str:
+    """A path in a line of fstab."""
+    return str(path).replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)

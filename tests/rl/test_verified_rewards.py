@@ -1,0 +1,302 @@
+"""Verifiers of code and of mathematics as reward components: verdicts, reasons, the pool of workers, config errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rlhf.cli.runs.checks import load_user_code
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
+from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
+from hybrid_rlhf.loop.sandboxes import build_sandbox
+from hybrid_rlhf.rl.rewards import CompletionTexts
+from hybrid_rlhf.rl.rewards.verifiers.code import Test as CodeTest
+from hybrid_rlhf.rl.rewards.verifiers.code import read_program, read_tests
+from hybrid_rlhf.rl.rewards.verifiers.component import VerifierReward
+from hybrid_rlhf.rl.rewards.verifiers.mathematics import MathVerifier
+from hybrid_rlhf.rl.rewards.verifiers.verdicts import BadRow, Verdict
+from hybrid_rlhf.runtime.command_line import parse_config, save_config
+from hybrid_rlhf.runtime.sandbox.process import SandboxResult
+from tests.support.rewards import score_completions
+from tests.support.rl import COMPLETIONS
+
+CPU = torch.device("cpu")
+ADD = "a, b = map(int, input().split())\nprint(a + b)"
+PAIRS = [{"input": "1 2", "output": "3\n"}, {"input": "2 5\n", "output": "7"}]
+ASSERTIONS = ["assert add(1, 2) == 3", "assert add(2, 5) == 7"]
+
+
+def fenced(program: str) -> str:
+    return f"Here it is:\n```python\n{program}\n```\nDone."
+
+
+def texts_of(completions: list[str], **columns: list[Any]) -> CompletionTexts:
+    return CompletionTexts([[{"role": "user", "content": "?"}]] * len(completions), completions, columns)
+
+
+def verifier(kind: str, **settings: Any) -> VerifierReward:
+    limits = SandboxConfig(**{"timeout_seconds": 3.0} | settings.pop("sandbox", {}))
+    return VerifierReward(RewardComponentConfig(verifier=kind, sandbox=limits, **settings), device=CPU)
+
+
+@pytest.fixture(scope="module")
+def code() -> VerifierReward:
+    return verifier("code", workers=4)
+
+
+@pytest.fixture(scope="module")
+def partly() -> VerifierReward:
+    return verifier("code", workers=4, partial=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "score", "outcome", "detail"),
+    [
+        (ADD, PAIRS, 1.0, "right", ""),
+        (ADD, {"inputs": ["1 2", ["4 4", ""]], "outputs": ["3", ["8", ""]]}, 1.0, "right", ""),
+        (ADD, json.dumps(PAIRS), 1.0, "right", ""),
+        ("def add(a, b): return a + b", ASSERTIONS, 1.0, "right", ""),
+        ("def add(a, b): return a + b", "\n".join(ASSERTIONS), 1.0, "right", ""),
+        ("def add(a, b): return 3", ASSERTIONS, 0.5, "wrong", "test 2 of 2: exit status 1: AssertionError"),
+        ("print(3)", PAIRS, 0.5, "wrong", "test 2 of 2: it wrote '3\\n'"),
+        ("def add(a, b): return c", ASSERTIONS, 0.0, "error", "test 1 of 2: exit status 1: NameError: name 'c' is not"),
+        ("print(3)\nprint(7)\nraise SystemExit(1)", PAIRS, 0.0, "error", "test 1 of 2: exit status 1"),
+        ("print(1 +", PAIRS, 0.0, "error", "test 1 of 2: exit status 1: SyntaxError"),
+        ("while True: pass", PAIRS[:1], 0.0, "timeout", "test 1 of 1: it took longer than its time limit"),
+        ("print('3' + ' ' * 2 ** 22)", PAIRS[:1], 0.0, "wrong", "test 1 of 1: it wrote"),
+        ("x = bytearray(2 ** 40)", PAIRS[:1], 0.0, "error", "test 1 of 1: it needed more memory than its limit"),
+    ],
+)
+def test_programs_are_judged_by_their_tests(
+    code: VerifierReward, partly: VerifierReward, program: str, tests: Any, score: float, outcome: str, detail: str
+) -> None:
+    verdict = partly.score(texts_of([fenced(program)], tests=[tests])).verdicts[0]
+    assert (verdict.score, verdict.outcome) == (score, outcome)
+    assert verdict.detail.startswith(detail)
+    assert code.score(texts_of([fenced(program)], tests=[tests])).values == [float(score == 1)]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "raise SystemExit",
+        "import sys\nclass Quiet:\n    write = flush = lambda *_: None\nsys.stdout = Quiet()\nsys.exit()",
+        "import builtins\nbuiltins.exec = lambda *_: None\nimport os; os._exit(0)",
+    ],
+)
+def test_a_program_that_ends_early_does_not_pass(code: VerifierReward, program: str) -> None:
+    """With the exit status alone each of these has a full reward."""
+    verdict = code.score(texts_of([fenced(program)], tests=[ASSERTIONS])).verdicts[0]
+    assert verdict == Verdict(0.0, "wrong", "test 1 of 2: it ended before its test")
+
+
+def test_the_last_block_after_the_reasoning_is_the_program() -> None:
+    assert read_program("```python\nx = 1\n```\nbetter\n```py\nx = 2\n```") == "x = 2\n"
+    assert read_program("```\nx = 1\n```") == "x = 1\n"
+    assert read_program("<think>```python\nx = 1\n```</think> no code") is None
+    assert read_program("x = 1") is None and read_program("```python\nx = 1") is None
+
+
+def test_rows_without_tests_have_no_score_and_invalid_ones_fail(code: VerifierReward) -> None:
+    """A row of another task has no opinion; an error of the data must not teach as a wrong program."""
+    assert read_tests(["assert 1"]) == [CodeTest("assert 1")]
+    assert read_tests([{"input": 1, "output": [2, 3]}]) == [CodeTest(None, "1", "2\n3")]
+    invalid: list[Any] = [
+        [],
+        3,
+        [1],
+        [{"input": "1"}],
+        {"inputs": ["1"]},
+        {"inputs": [[1]], "outputs": [2], "fn_name": "f"},
+    ]
+    for value in invalid:
+        with pytest.raises(BadRow, match="tests are a text or a list of texts"):
+            read_tests(value)
+    scores = code.score(texts_of(["no code", "no code", fenced(ADD)], tests=[None, 3, PAIRS]))
+    assert scores.values == [None, None, 1.0] and list(scores.failures) == [1]
+    assert scores.failures[1].endswith("got 3")
+    assert code.score(texts_of(["no code"])).values == [None]
+    assert code.score(texts_of(["no code"], tests=[PAIRS])).verdicts[0].outcome == "no_answer"
+
+
+class Counted:
+    """A sandbox that sleeps, and counts the programs that run at once."""
+
+    def __init__(self, config: SandboxConfig, *, seconds: float = 0.05) -> None:
+        self.lock = threading.Lock()
+        self.running = 0
+        self.most = 0
+        self.calls = 0
+        self.seconds = seconds
+
+    def run(
+        self, program: str, *, stdin: str = "", files: Mapping[str, str] | None = None, timeout_seconds: Any = None
+    ) -> SandboxResult:
+        with self.lock:
+            self.calls += 1
+            self.running += 1
+            self.most = max(self.most, self.running)
+        time.sleep(self.seconds)
+        with self.lock:
+            self.running -= 1
+        return SandboxResult(0, "1" if "right" in program else "2", "")
+
+
+class Runless:
+    """No sandbox."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        pass
+
+
+def test_the_pool_has_its_width_and_a_failed_test_ends_a_program() -> None:
+    name = f"{__name__}:Counted"
+    part = VerifierReward(
+        RewardComponentConfig(verifier="code", workers=8, sandbox=SandboxConfig(kind=name, options={"seconds": 0.02})),
+        device=CPU,
+    )
+    sandbox: Any = part._verifier._sandbox  # type: ignore[attr-defined]
+    tests = [{"input": "", "output": "1"}] * 3
+    completions = [fenced("right" if place % 2 else "other") for place in range(64)]
+    scores = part.score(texts_of(completions, tests=[tests] * 64))
+    assert scores.values == [0.0, 1.0] * 32
+    assert sandbox.most == 8 and sandbox.calls == 32 * 1 + 32 * 3
+
+
+def test_a_class_of_the_user_is_a_sandbox() -> None:
+    assert isinstance(build_sandbox(SandboxConfig(kind=f"{__name__}:Counted", options={"seconds": 0.0})), Counted)
+    with pytest.raises(UserError, match=r"takes the config and sandbox.options \{'width': 1\}, it fails"):
+        build_sandbox(SandboxConfig(kind=f"{__name__}:Counted", options={"width": 1}))
+    with pytest.raises(UserError, match="a sandbox must have run"):
+        build_sandbox(SandboxConfig(kind=f"{__name__}:Runless"))
+
+
+def test_reasons_of_scores_are_metrics(code: VerifierReward) -> None:
+    """Fractions over the completions of the rollout that have tests."""
+    programs = [fenced(ADD), "none", fenced("print(0)"), fenced("raise ValueError"), fenced(ADD)]
+    whole = texts_of(programs, tests=[PAIRS[:1]] * 4 + [None])
+    part = verifier("code", name="mine")
+    part.score = lambda texts: code.score(
+        whole.select([COMPLETIONS.completions.index(text) for text in texts.completions])
+    )  # type: ignore[method-assign]
+    metrics = score_completions(part).metrics
+    assert metrics["reward/mine/mean"] == 0.25
+    shares = {name.rpartition("/")[2]: value for name, value in metrics.items() if value == 0.25}
+    assert shares == {"mean": 0.25, "no_answer": 0.25, "wrong": 0.25, "error": 0.25}
+    assert metrics["reward/mine/timeout"] == 0.0
+
+
+def test_settings_of_the_sandbox_are_in_the_item(tmp_path: Path) -> None:
+    """An item of a list has a section of its own, whose unknown keys would have been ignored."""
+    words = ["--algorithm", "grpo", "--model.path", "m", "--data.sources", "x.jsonl", "--reward.components"]
+    config = parse_config(RLConfig, [*words, "[{verifier: code, sandbox: {memory_gib: 2, command: [python3, -s]}}]"])
+    (component,) = config.reward.named
+    assert component.sandbox == SandboxConfig(memory_gib=2.0, command=("python3", "-s")) and component.label == "code"
+    save_config(config, tmp_path / "config.yaml")
+    assert parse_config(RLConfig, ["--config", str(tmp_path / "config.yaml")]) == config
+    with pytest.raises(
+        UserError, match="unknown key memory_gb in sandbox of an item of reward.components: .* memory_gib"
+    ):
+        parse_config(RLConfig, [*words, "[{verifier: code, sandbox: {memory_gb: 2}}]"])
+
+
+def test_columns_and_libraries_are_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1?", "solution": "2"}) + "\n")
+    words = ["--algorithm", "grpo", "--model.path", "m", "--data.sources", str(rows), "--reward.components"]
+    config = parse_config(RLConfig, [*words, "[{verifier: code}]"])
+    with pytest.raises(UserError, match="verifier code reads the column tests, the data has prompt, solution: rename"):
+        load_user_code(config)
+    load_user_code(parse_config(RLConfig, [*words, "[{verifier: code, column: solution, sandbox: {processes: 8}}]"]))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"math-verify, which is not installed: pip install 'hybrid_rlhf\[math\]'"):
+        load_user_code(parse_config(RLConfig, [*words, "[{verifier: math, column: solution}]"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        (
+            {"function": "a:b", "verifier": "math"},
+            "has one of model, function, urls and verifier, got function and ver",
+        ),
+        ({"function": "a:b", "column": "x"}, "column goes with a verifier, b is none"),
+        ({"function": "a:b", "sandbox": SandboxConfig(processes=3)}, "sandbox goes with a verifier, b is none"),
+        ({"verifier": "math", "partial": True}, "partial goes with verifier code, got math"),
+        ({"verifier": "code", "timeout_seconds": 3.0}, "set sandbox.timeout_seconds"),
+        ({"verifier": "code", "retries": 2}, "set sandbox.timeout_seconds"),
+        ({"verifier": "code", "workers": 0}, "workers of code must be 1 or more, got 0"),
+    ],
+)
+def test_keys_that_a_component_does_not_read_are_refused(settings: dict[str, Any], rule: str) -> None:
+    with pytest.raises(UserError, match=re.escape(rule)):
+        RewardComponentConfig(**settings)
+
+
+MATH = [
+    ("\\frac{1}{2}", "So it is $\\boxed{0.5}$.", "right"),
+    ("1,234", "The answer is 1234.", "right"),
+    ("$x^2 + 2x$", "\\boxed{x(x+2)}", "right"),
+    ("[0, 1)", "\\boxed{(0, 1)}", "wrong"),
+    ("72", "<think>\\boxed{72}</think> The answer is 71.", "wrong"),
+    (3, "\\boxed{3.0}", "right"),
+    ("5", "I do not know", "no_answer"),
+]
+
+
+@pytest.fixture(scope="module")
+def mathematics() -> VerifierReward:
+    pytest.importorskip("math_verify")
+    return verifier("math", workers=2, sandbox={"timeout_seconds": 5.0})
+
+
+def test_answers_are_compared_as_values(mathematics: VerifierReward) -> None:
+    columns, completions, outcomes = zip(*MATH, strict=True)
+    scores = mathematics.score(texts_of(list(completions), answer=list(columns)))
+    assert [scores.verdicts[place].outcome for place in range(len(MATH))] == list(outcomes)
+    assert scores.values == [float(outcome == "right") for outcome in outcomes]
+
+
+def test_an_answer_of_the_data_that_is_no_value_fails(mathematics: VerifierReward) -> None:
+    scores = mathematics.score(texts_of(["\\boxed{1}", "1", "\\boxed{2}"], answer=["", None, "2"]))
+    assert scores.values == [None, None, 1.0]
+    assert scores.failures == {0: "the expected answer is no mathematical value, got ''"}
+
+
+def test_an_answer_that_hangs_costs_only_itself(mathematics: VerifierReward) -> None:
+    """A power in C ignores Python's signal handlers, and ends the process; the next one goes on behind it."""
+    completions = ["\\boxed{4}", "$9^{9^{9^{9}}}$ is \\boxed{9^{9^{9}} \\bmod 7}", "\\boxed{5}"]
+    program = (Path(__file__).parents[2] / "hybrid_rlhf/rl/rewards/verifiers/math_program.py").read_text()
+    hanging = program.replace(
+        "answer = parse(completion)", "answer = parse(completion) if 'bmod' not in completion else 9**9**9**2"
+    )
+    assert hanging != program
+    verifier_of_answers: Any = mathematics._verifier
+    verifier_of_answers._program = hanging
+    verifier_of_answers._timeout_seconds = 1.0
+    try:
+        begin = time.monotonic()
+        scores = mathematics.score(texts_of(completions, answer=["4", "5", "5"]))
+    finally:
+        verifier_of_answers._program = program
+        verifier_of_answers._timeout_seconds = 5.0
+    assert [scores.verdicts[place].outcome for place in range(3)] == ["right", "timeout", "right"]
+    assert time.monotonic() - begin < 40
+
+
+def test_a_sandbox_without_the_library_is_a_failure_not_a_wrong_answer() -> None:
+    judge = MathVerifier(build_sandbox(SandboxConfig(command=("sh",))), timeout_seconds=1.0, workers=1, is_local=False)
+    (judgement,) = judge(["1"], ["1"], lambda function, items: list(map(function, items)))
+    assert isinstance(judgement, BadRow) and "math-verify does not run in the sandbox: exit status" in str(judgement)

@@ -1,0 +1,315 @@
+"""Programs that attack the sandbox, in each isolation that works here; limits are small: a failure is harmless."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
+from hybrid_rlhf.runtime.sandbox import local
+from hybrid_rlhf.runtime.sandbox.docker import DockerSandbox
+from hybrid_rlhf.runtime.sandbox.local import Isolation, LocalSandbox, outermost
+
+PYTHON = "/usr/bin/python3"
+"""Readable by every user, unlike an interpreter in a home folder."""
+SMALL: dict[str, Any] = {"timeout_seconds": 2.0, "memory_gib": 0.25, "disk_gib": 0.01, "processes": 8}
+IN_NAMESPACES = (Isolation.NAMESPACES, Isolation.BUBBLEWRAP, Isolation.USER_NAMESPACE)
+pytestmark = pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs util-linux")
+
+
+def sandbox_of(isolation: Isolation, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LocalSandbox:
+    """A sandbox of one isolation; the test is skipped where it does not work."""
+    if not Path(PYTHON).exists():
+        pytest.skip(f"needs {PYTHON}")
+    monkeypatch.setattr(local, "_candidates", lambda: [isolation])
+    try:
+        return LocalSandbox(SandboxConfig(**SMALL | {"command": (PYTHON, "-s")} | settings))
+    except UserError as error:
+        pytest.skip(f"{isolation.name.lower()} does not work here: {error}")
+
+
+@pytest.fixture(params=list(Isolation), ids=lambda isolation: isolation.name.lower())
+def sandbox(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LocalSandbox:
+    return sandbox_of(request.param, monkeypatch)
+
+
+def test_a_program_reads_its_input_and_files(sandbox: LocalSandbox) -> None:
+    program = "import sys, b.helper\nprint(open('/dev/stdin').read(), open('a.txt').read(), b.helper.x)\nsys.exit(3)"
+    result = sandbox.run(program, stdin="in é", files={"a.txt": "file", "b/helper.py": "x = 7"})
+    assert (result.exit_status, result.stdout) == (3, "in é file 7\n")
+    assert not (result.timed_out or result.truncated or result.memory_exceeded)
+    assert result.failure == "exit status 3"
+    assert sandbox.run("pass").failure is None
+    with pytest.raises(UserError, match="files of a program are in its folder, got '../x'"):
+        sandbox.run("", files={"../x": ""})
+
+
+def test_the_runs_environment_and_descriptors_are_hidden(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of the hub and of trackers are in the environment of a run."""
+    monkeypatch.setenv("HF_TOKEN", "hidden")
+    result = sandbox.run("import os\nprint(dict(os.environ), sorted(map(int, os.listdir('/proc/self/fd')))[:-1])")
+    assert "hidden" not in result.stdout and result.stdout.endswith("[0, 1, 2]\n"), result.stderr
+
+
+def test_endless_loops_and_sleepers_end_in_time(sandbox: LocalSandbox) -> None:
+    """Also those that close their output, and several at once."""
+    sleep = "import time; time.sleep(60)"
+    programs = ["while True: pass", sleep, f"import os\nos.close(1)\nos.close(2)\n{sleep}"]
+    begin = time.monotonic()
+    with ThreadPoolExecutor(len(programs)) as pool:
+        for result in pool.map(sandbox.run, programs):
+            assert result.timed_out and result.failure == "it took longer than its time limit"
+    assert time.monotonic() - begin < 6
+
+
+def test_processor_time_is_limited_too(sandbox: LocalSandbox) -> None:
+    """Threads use more of it than passes."""
+    limit = sandbox.run("import resource; print(resource.getrlimit(resource.RLIMIT_CPU))")
+    assert limit.stdout == "(2, 3)\n"
+
+
+def test_a_memory_bomb_is_told(sandbox: LocalSandbox) -> None:
+    result = sandbox.run("x = bytearray(2 ** 29)")
+    assert result.memory_exceeded and result.failure == "it needed more memory than its limit"
+
+
+def test_a_gigabyte_of_output_fills_neither_memory_nor_time(sandbox: LocalSandbox) -> None:
+    program = "import os\nblock = b'x' * 65536\nfor _ in range(2 ** 14): os.write(1, block)\nos.write(2, b'end')"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result = sandbox.run(program)
+    assert result.truncated and len(result.stdout) == SandboxConfig.output_bytes and set(result.stdout) == {"x"}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 2**10
+    assert result.timed_out or result.stderr == "end", "all of it is read, or its time ends"
+    result = sandbox.run("import sys\nsys.stderr.write('x' * 2 ** 21)\nraise ValueError('the reason')")
+    assert result.truncated and result.failure == "exit status 1: ValueError: the reason"
+
+
+def test_a_fork_bomb_is_bounded(sandbox: LocalSandbox) -> None:
+    if sandbox.isolation is Isolation.LIMITS or (os.geteuid() == 0 and sandbox.isolation in IN_NAMESPACES[1:]):
+        pytest.skip("root's processes are not counted")
+    program = (
+        "import os, time\nchildren = 0\ntry:\n    while children < 100:\n        if os.fork() == 0:\n"
+        "            os.setsid()\n            time.sleep(60)\n            os._exit(0)\n        children += 1\n"
+        "except BlockingIOError:\n    print(children)"
+    )
+    result = sandbox.run(program)
+    assert 1 <= int(result.stdout) <= SMALL["processes"]
+
+
+def test_nothing_of_a_program_is_left(sandbox: LocalSandbox) -> None:
+    """Daemons leave the session and the process group of the program, and files its folder."""
+    mark = f"left_{os.getpid()}_{time.monotonic_ns()}"
+    program = (
+        "import os, sys, time\nopen('left', 'w').write('x')\nif os.fork() == 0:\n    LEAVE\n"
+        f"    os.execv('{PYTHON}', ['{PYTHON}', '-c', 'import time; time.sleep(60)', '{mark}'])\n"
+        "time.sleep(0.3)\nprint('end')"
+    )
+    leave = "pass" if sandbox.isolation is Isolation.LIMITS else "os.setsid()"
+    assert sandbox.run(program.replace("LEAVE", leave)).stdout == "end\n"
+    time.sleep(0.3)
+    assert [process for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])] == []
+    assert list(Path(sandbox._temporary.name).glob("run_*")) == []
+
+
+def test_files_outside_are_neither_written_nor_read(sandbox: LocalSandbox, tmp_path: Path) -> None:
+    if sandbox.isolation is Isolation.LIMITS:
+        pytest.skip("limits alone do not protect files")
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    secret.chmod(0o600)
+    target = tmp_path / "target"
+    program = (
+        "import os\n"
+        f"for path in ({str(target)!r}, '/outside', '/usr/outside', '/etc/outside'):\n"
+        "    try: open(path, 'w').write('x'); print('wrote', path)\n    except OSError: pass\n"
+        f"try: print(open({str(secret)!r}).read())\nexcept OSError: print('hidden')\n"
+        "open('inside', 'w').write('x')"
+    )
+    result = sandbox.run(program)
+    assert result.succeeded and result.stdout == "hidden\n", (result.stdout, result.stderr)
+    assert not target.exists() and not Path("/outside").exists()
+    if sandbox.isolation in IN_NAMESPACES:
+        shown = sandbox.run(
+            "import os\nprint(os.path.exists('/home'), os.path.exists('/etc/passwd'), os.getpid() < 20)"
+        )
+        assert shown.stdout == "False False True\n"
+
+
+def test_the_files_of_a_program_are_bounded(sandbox: LocalSandbox) -> None:
+    program = (
+        "total = 0\ntry:\n    for number in range(64):\n"
+        "        total += open(str(number), 'wb').write(b'x' * 2 ** 20)\n"
+        "except OSError: pass\nprint(total)"
+    )
+    if sandbox.isolation in IN_NAMESPACES:
+        assert int(sandbox.run(program).stdout) <= SMALL["disk_gib"] * 2**30
+    one = (
+        "import os\nout = os.open('x', os.O_CREAT | os.O_WRONLY)\ntotal = 0\ntry:\n"
+        "    while True: total += os.write(out, b'x' * 2 ** 20)\nexcept OSError: print(total)"
+    )
+    assert int(sandbox.run(one).stdout) <= SMALL["disk_gib"] * 2**30
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """The port of a server on this machine that accepts connections."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def test_there_is_no_network(sandbox: LocalSandbox, listener: int) -> None:
+    program = (
+        f"import socket\ntry: socket.create_connection(('127.0.0.1', {listener}), 1); print('connected')\n"
+        "except OSError: print('none')"
+    )
+    has_network = "it has the network" in sandbox.isolation.absent
+    assert sandbox.run(program).stdout == ("connected\n" if has_network else "none\n")
+
+
+def test_privileges_do_not_come_back(sandbox: LocalSandbox) -> None:
+    """With them a program of root would mount the disk again, or leave the root by chroot."""
+    if sandbox.isolation is Isolation.LIMITS:
+        pytest.skip("a program of this user has its privileges")
+    status = sandbox.run("print(open('/proc/self/status').read())").stdout
+    assert re.search(r"CapEff:\t0+\n", status) and re.search(r"CapBnd:\t0+\n", status) and "NoNewPrivs:\t1" in status
+
+
+def test_a_program_dies_with_the_run(tmp_path: Path) -> None:
+    """A run that is killed cannot kill its programs."""
+    mark = f"orphan_{os.getpid()}_{time.monotonic_ns()}"
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys\nfrom hybrid_rlhf.configs.sections.sandbox import SandboxConfig\n"
+        "from hybrid_rlhf.runtime.sandbox.local import LocalSandbox\n"
+        "sandbox = LocalSandbox(SandboxConfig(timeout_seconds=60))\nprint('ready', flush=True)\n"
+        "sandbox.run(sys.argv[1])\n"
+    )
+    words = ["-c", "import time; time.sleep(50)", mark]
+    program = f"import os, sys; os.execv(sys.executable, [sys.executable, *{words}])"
+    run = subprocess.Popen(
+        [sys.executable, str(script), program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    assert run.stdout is not None and run.stdout.readline() == b"ready\n"
+
+    def programs() -> list[psutil.Process]:
+        return [
+            process for process in psutil.process_iter(["cmdline"]) if (process.info["cmdline"] or [""])[-1] == mark
+        ]
+
+    wait_until(lambda: bool(programs()))
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    wait_until(lambda: not programs())
+
+
+def wait_until(condition: Any, seconds: float = 20.0) -> None:
+    """Wait for a condition, and fail if it does not come."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_the_strongest_isolation_is_chosen_and_what_is_absent_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "hybrid_rlhf")
+    monkeypatch.setattr(local.logger, "propagate", True)
+    monkeypatch.setattr(local, "_warn_once", local._warn_once.__wrapped__)  # of this test, whatever ran before
+    monkeypatch.setattr(local, "_ENTER", "echo denied >&2; exit 1")  # as in a container without privileges
+    monkeypatch.setattr(local.shutil, "which", lambda name: None if name == "bwrap" else shutil_which(name))
+    sandbox = LocalSandbox(SandboxConfig(**SMALL))
+    assert sandbox.isolation.absent
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("the sandbox of programs lacks protections here (") and "denied" in message
+    assert all(absent in message for absent in sandbox.isolation.absent)
+    with pytest.raises(
+        UserError, match="sandbox.strict needs all protections, of a program here it holds: it has the ne"
+    ):
+        LocalSandbox(SandboxConfig(**SMALL, strict=True))
+
+
+shutil_which = shutil.which
+
+
+def test_an_interpreter_that_is_absent_is_a_users_mistake() -> None:
+    with pytest.raises(UserError, match="a sandbox must run no_such_interpreter, an empty program fails"):
+        LocalSandbox(SandboxConfig(command=("no_such_interpreter",)))
+
+
+def test_paths_within_others_are_mounted_once(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "ab").mkdir()
+    paths = [str(tmp_path / name) for name in ("a/b", "a", "ab", "absent", "a")]
+    assert outermost(paths) == [tmp_path / "a", tmp_path / "ab"]
+
+
+FAKE = """#!/bin/sh
+# Docker's client, without a container: records the words, and runs the command of `run` on the volume.
+printf '%s\\n' "$*" >> "$(dirname "$0")/calls"
+[ "$1" = run ] || exit 0
+while [ "$1" != sh ]; do case "$1" in --volume) files="${2%%:*}";; esac; shift; done
+place="$(mktemp -d)"; cp -R "$files/." "$place"; cd "$place"; shift 4; "$@"
+"""
+
+
+def test_a_container_has_the_same_limits(tmp_path: Path) -> None:
+    """The words of the command line; a container itself needs a daemon."""
+    client = tmp_path / "docker"
+    client.write_text(FAKE)
+    client.chmod(0o755)
+    sandbox = DockerSandbox(
+        SandboxConfig(kind="docker", image="python:3.11", client=str(client), **SMALL | {"timeout_seconds": 1.0})
+    )
+    result = sandbox.run("print(input(), open('a').read())", stdin="in", files={"a": "file"})
+    assert (result.exit_status, result.stdout) == (0, "in file\n")
+    begin = time.monotonic()
+    assert sandbox.run("import time; time.sleep(60)").timed_out and time.monotonic() - begin < 10
+    assert sandbox.run("import os; os.kill(os.getpid(), 9)").memory_exceeded, "what the kernel does without memory"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    for words in (
+        "run --rm --interactive --init --name hybrid_rlhf_",
+        *("--network none", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges", "--user 65534:65534"),
+        *("--memory 268435456 --memory-swap 268435456", "--pids-limit 8", "--ulimit cpu=1", "--ulimit fsize=10737418"),
+        *("--tmpfs /tmp:rw,exec,nosuid,nodev,size=10737418,mode=1777", ":/files:ro python:3.11 sh -c"),
+    ):
+        assert words in calls[0], words
+    names = re.findall(r"--name (\S+)", "\n".join(calls))
+    assert [call for call in calls if call.startswith("rm ")] == [f"rm --force {name}" for name in names]
+    with pytest.raises(UserError, match="sandbox.client must be installed, no_docker is not"):
+        DockerSandbox(SandboxConfig(kind="docker", image="x", client="no_docker"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"kind": "remote"}, "sandbox.kind is local, docker or a class as module:Class, got 'remote'"),
+        ({"kind": "docker"}, "sandbox.image goes with sandbox.kind docker, got None with docker"),
+        ({"image": "x"}, "sandbox.image goes with sandbox.kind docker, got x with local"),
+        ({"kind": "docker", "image": "x", "strict": True}, "sandbox.strict is not read with sandbox.kind docker"),
+        ({"options": {"a": 1}}, "sandbox.options is not read with sandbox.kind local"),
+        ({"memory_gib": 0.0}, "memory_gib must be above 0"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings: dict[str, Any], rule: str) -> None:
+    with pytest.raises(UserError, match=re.escape(rule)):
+        SandboxConfig(**settings)
