@@ -117,6 +117,7 @@ def rl_session(
 ) -> Iterator[RLSession]:
     """Read the data, then load the models, and wire the parts."""
     with open_step(config, callbacks) as run:
+        config.require_reward()
         actor_path, tokenizer = start_step(config, run, config.model.path, key="model.path")
         config, watch = choose_placement(config, run.world)
         placement = place_roles(config, run, actor_path)
@@ -180,6 +181,7 @@ def rl_session(
             average=average,
             ptx_batches=ptx_batches,
             ptx_coef=config.ptx.coef if config.ptx else 0.0,
+            teacher_coef=config.teacher.coef if config.teacher else 0.0,
         )
         partial = None
         if config.rollout.partial is not None:
@@ -263,6 +265,13 @@ def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:
     if run.world.is_main:
         _log_updates(config, completions=config.rollout.prompts_per_step * config.learned_per_prompt)
         _log_correction(config)
+        if config.teacher is not None:
+            beside = "beside the reward" if config.has_reward else "which is 0 without a reward"
+            logger.info(
+                "teacher: %g x log(p_teacher / p_actor) of each token is added to its advantage, %s",
+                config.teacher.coef,
+                beside,
+            )
     return plan
 
 

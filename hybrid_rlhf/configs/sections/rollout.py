@@ -100,7 +100,7 @@ class RolloutConfig(Settings):
     offload_states: bool = setting(False, mutable=True)
     """Move optimizer states, master weights and gradients to host memory during generation."""
     offload_frozen: bool = setting(False, mutable=True)
-    """Keep reward models and reference in host memory; each is on the device only while it scores."""
+    """Keep reward models, reference and teacher in host memory; each is on the device only while it scores."""
     keep_weights: bool | Literal["auto"] = setting("auto", advanced=True, mutable=True)
     """Keep inference weights, KV cache and CUDA graphs in memory between rollouts and update them in place; auto: on a
     GPU if they fit into the memory plan in every phase."""
