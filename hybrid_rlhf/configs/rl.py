@@ -257,6 +257,7 @@ class RLConfig(StepConfig):
             self.rollout.partial is None or self.environment is None,
             "rollout.partial carries completions of one turn, got the section environment: leave one out",
         )
+        self._check_curriculum()
         require(
             not self.rollout.routing_replay or self.algorithm.uses_sampler_policy,
             f"rollout.routing_replay is for losses on the policy that sampled, got algorithm {name}, which learns from "
@@ -301,6 +302,22 @@ class RLConfig(StepConfig):
                 f"critic.share_base needs whole weights, got zero.stage {stage}: take stage 2, or leave share_base out",
             )
 
+    def _check_curriculum(self) -> None:
+        """Check that prompts are visited several times, and have a pass rate."""
+        if self.rollout.curriculum is None:
+            return
+        n = self.rollout.sampling.n
+        epochs = self.train.epochs
+        require(
+            n >= 2,
+            f"rollout.curriculum takes the pass rate of a prompt's completions, got rollout.sampling.n {n}: give 2 or "
+            "more",
+        )
+        require(
+            epochs >= 2,
+            f"rollout.curriculum skips prompts by their earlier visits, got train.epochs {epochs}: give 2 or more",
+        )
+
     def require_reward(self) -> None:
         """Raise UserError unless the step has a reward, or a teacher and an algorithm that needs no reward beside it.
 
@@ -322,6 +339,10 @@ class RLConfig(StepConfig):
             algorithm.dynamic_sampling is None,
             "algorithm.dynamic_sampling takes prompts whose scores differ, got teacher without reward.components: give "
             "some, or --algorithm.dynamic_sampling null",
+        )
+        require(
+            self.rollout.curriculum is None,
+            "rollout.curriculum skips prompts by their scores, got teacher without reward.components: leave it out",
         )
         require(
             algorithm.kl is None or algorithm.kl.where == "loss",

@@ -39,6 +39,7 @@ from hybrid_rlhf.rl.environments import Environment, build_runner
 from hybrid_rlhf.rl.parts import RLParts, RLSession
 from hybrid_rlhf.rl.roles import build_roles, log_placement, place_roles
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
+from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.trainer import RLTrainer
@@ -127,7 +128,7 @@ def rl_session(
         require_room(config, placement, run.world)
         run.placed = config, placement
         prompts, ptx = _read_data(config, run, tokenizer)
-        stream = RowStream(len(prompts.train), epochs=config.train.epochs, seed=config.seed)
+        stream = _stream(config, len(prompts.train))
         steps = total_steps(config, stream)
         few_updates = few_updates_text(config, len(prompts.train))
         if few_updates and run.world.is_main:
@@ -213,6 +214,14 @@ def _read_data(config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -
     if config.ptx is None:
         return prompts, None
     return prompts, load_ptx_data(config.ptx, config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
+
+
+def _stream(config: RLConfig, prompts: int) -> RowStream:
+    """The order in which the steps take the prompts."""
+    epochs = config.train.epochs
+    if config.rollout.curriculum is None:
+        return RowStream(prompts, epochs=epochs, seed=config.seed)
+    return Curriculum(prompts, epochs=epochs, seed=config.seed, config=config.rollout.curriculum)
 
 
 def total_steps(config: RLConfig, stream: RowStream) -> int:
