@@ -125,13 +125,14 @@ def evaluation_metrics(rollout: Rollout, world: World, *, prefix: str) -> dict[s
     index = rollout.numbered(world)
     scores = index.gather(rollout.penalized_scores)
     kl = None if rollout.kl is None else index.gather(rollout.kl)
-    teacher_kl = None if rollout.teacher_kl is None else index.gather(rollout.teacher_kl).sum() / index.responses.sum()
+    teacher_kl = None if rollout.teacher_kl is None else index.gather(rollout.teacher_kl)
+    tokens = index.responses.sum().clamp(min=1)
     stopped = index.gather(rollout.stopped)
     return {
         f"{prefix}/scores": float(scores.mean()),
         f"{prefix}/scores_std": spread(scores),
         **({} if kl is None else {f"{prefix}/kl": float(kl.mean())}),
-        **({} if teacher_kl is None else {f"{prefix}/teacher_kl": float(teacher_kl)}),
+        **({} if teacher_kl is None else {f"{prefix}/teacher_kl": float(teacher_kl.sum() / tokens)}),
         f"{prefix}/mean_length": float(index.responses.float().mean()),
         f"{prefix}/clipped_ratio": float((~stopped).float().mean()),
         **{f"{prefix}/{name}": value for name, value in rollout.metrics.items()},
