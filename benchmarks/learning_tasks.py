@@ -36,6 +36,8 @@ ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "hybrid_rlhf" / "configs" / "commands" / "demo.yaml"
 LETTERS = "abcdefgh"
 COPY_TOKENS = 8
+PREFIX_START = 24
+"""Steps of the copy task from which `prefix` starts."""
 REASONING_TASK = "family_relationships"
 
 
@@ -103,9 +105,17 @@ def copy_task(folder: Path, *, steps: int, std: float = 0.02) -> Task:
 
 
 def prefix_task(folder: Path, *, steps: int) -> Task:
-    """Write the copy task with 256 prompts, a few of which a random policy answers and most of which it never does; of
-    GRPO, whose groups of equal scores teach nothing."""
+    """Write the copy task with 256 prompts whose answers are right or wrong, for GRPO, whose groups of equal scores
+    teach nothing. The model has begun to learn the copy task, and answers the prompts of one token often, those of
+    eight hardly ever."""
     copy = copy_task(folder, steps=steps).config
+    grpo = {
+        "rollout": {**copy["rollout"], "prompts_per_step": 16},
+        "algorithm": {**copy["algorithm"], "name": "grpo"},
+    }
+    first = {**copy, **grpo, "train": {"max_steps": PREFIX_START, "epochs": 100}, "output_dir": str(folder / "first")}
+    del first["critic"]
+    run_step(["training/step3_ppo/main.py"], first, folder / "first.yaml")
     chance = random.Random(1)
     for name, count in (("prompts", 256), ("held_out", 64)):
         rows = [
@@ -114,10 +124,10 @@ def prefix_task(folder: Path, *, steps: int) -> Task:
         write_rows(folder / f"{name}.jsonl", rows)
     config = {
         **copy,
+        **grpo,
+        "model": {"path": str(folder / "first" / "actor")},
         "reward": {"components": [{"function": "benchmarks.learning_tasks:begun"}]},
         "data": {**copy["data"], "eval_sources": [str(folder / "held_out.jsonl")]},
-        "rollout": {**copy["rollout"], "prompts_per_step": 16},
-        "algorithm": {**copy["algorithm"], "name": "grpo"},
         "train": {**copy["train"], "eval_every": 5},
     }
     return Task(config, optimum=1.0, metric="eval/scores", end_points=1)

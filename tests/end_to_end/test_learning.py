@@ -8,8 +8,20 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.learning import ABLATIONS, ALGORITHMS, ONE_UPDATE, SAMPLERS, config_of, curve, last, run, variants_of
-from benchmarks.learning_tasks import copy_task, prefix_task
+from benchmarks.learning import (
+    ABLATIONS,
+    ALGORITHMS,
+    CURRICULA,
+    ONE_UPDATE,
+    SAMPLERS,
+    config_of,
+    curve,
+    last,
+    merged,
+    run,
+    variants_of,
+)
+from benchmarks.learning_tasks import copy_task
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.runtime.command_line import parse_config
@@ -45,9 +57,8 @@ def test_every_variant_of_the_benchmark_is_a_config(task: str, tmp_path: Path) -
         variants |= variants_of(argparse.Namespace(**vars(options) | {"algorithms": None, "ablations": True}), tmp_path)
         variants |= variants_of(argparse.Namespace(**vars(options) | {"samplers": [*SAMPLERS]}), tmp_path)
         assert {*variants} == {*RL_ALGORITHMS, *ABLATIONS, *SAMPLERS}
-        more = argparse.Namespace(**vars(options) | {"algorithms": None, "curriculum": True})
-        for _, changes in variants_of(more, tmp_path).values():
-            assert config_of(prefix_task(tmp_path, steps=2), changes)["algorithm"]["name"] == "grpo"
+        for changes in CURRICULA.values():
+            assert config_of(variants["grpo"][0], merged({"algorithm": {"name": "grpo"}}, changes))
     for name, (run_of, changes) in variants.items():
         file = tmp_path / "c.yaml"
         file.write_text(yaml.safe_dump(config_of(run_of, changes)))
