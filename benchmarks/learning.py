@@ -4,6 +4,8 @@
     python -m benchmarks.learning --ablations --seeds 0 1 2    # the copy task with one detail changed at a time
     python -m benchmarks.learning --algorithms --seeds 0 1 2   # the copy task by each on-policy algorithm
     python -m benchmarks.learning --adapters --steps 60        # GRPO of all weights, and of adapters, also over 4 bits
+    python -m benchmarks.learning --teacher --seeds 0 1 2 --steps 60    # a reward, a teacher that has learned, and both
+    python -m benchmarks.learning --curriculum --seeds 0 1 2    # prompts of mixed difficulty, with and without filters
     python -m benchmarks.learning --task demo --demo output    # SmolLM2-135M, the demo's reward, three KL coefficients
     python -m benchmarks.learning --task reasoning             # SmolLM2-135M on checked answers (extra: bench)
     python -m benchmarks.learning --task reasoning --algorithms grpo dapo    # either of these two by other algorithms
@@ -31,14 +33,23 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from benchmarks import results
-from benchmarks.learning_tasks import REASONING_TASK, Task, copy_task, demo_task, reasoning_task, run_step, sharp_task
+from benchmarks.learning_tasks import (
+    REASONING_TASK,
+    Task,
+    copy_task,
+    demo_task,
+    prefix_task,
+    reasoning_task,
+    run_step,
+    sharp_task,
+)
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
@@ -80,6 +91,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 """What trains in GRPO; embeddings and head are frozen under adapters."""
 ADAPTED_STD = 0.12
 """Standard deviation of the initial weights under adapters: with 0.02 the frozen head cannot prefer a token."""
+CURRICULA: dict[str, dict[str, Any]] = {
+    "all prompts": {},
+    "curriculum": {"rollout": {"curriculum": {}}},
+    "dynamic sampling": {"algorithm": {"dynamic_sampling": {}}},
+}
+"""Filters of prompts: none, before sampling, after sampling."""
+TEACHER_STEPS = 100
+"""Steps in which the teacher of `--teacher` learns from the reward."""
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "reinforce": {},
@@ -227,9 +246,9 @@ def draw_frontier(rows: Sequence[Mapping[str, Any]], title: str, file: Path) -> 
         axes.axhline(start, linestyle=":", color="grey", label="before")
 
 
-def last(curves: Sequence[Curve], steps: int = 10) -> list[float]:
-    """Each run's mean over its last steps."""
-    return [statistics.fmean([curve[step] for step in sorted(curve)[-steps:]]) for curve in curves]
+def last(curves: Sequence[Curve], points: int) -> list[float]:
+    """Each run's mean over its last points."""
+    return [statistics.fmean([curve[step] for step in sorted(curve)[-points:]]) for curve in curves]
 
 
 def main() -> None:
@@ -244,6 +263,8 @@ def main() -> None:
     )
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=[], help="how rollouts are sampled")
     parser.add_argument("--adapters", action="store_true", help="the copy task by all weights, LoRA and QLoRA")
+    parser.add_argument("--teacher", action="store_true", help="the copy task by a reward, a teacher, and both")
+    parser.add_argument("--curriculum", action="store_true", help="the copy task in mixed difficulty, by each filter")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs at a time")
     parser.add_argument("--demo", type=Path, default=Path("output"), help="what `make demo` wrote")
     parser.add_argument("--out", type=Path, help="folder of learning.zip and the figures")
@@ -267,6 +288,8 @@ def main() -> None:
                 ]
     named = {
         "_adapters": options.adapters,
+        "_taught": options.teacher,
+        "_mixed": options.curriculum,
         "_ablations": options.ablations,
         "_by": options.algorithms is not None,
         "_sampled": bool(options.samplers),
@@ -296,6 +319,11 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
         task = copy_task(folder, steps=steps, std=ADAPTED_STD)
         grpo = merged({"algorithm": {"name": "grpo"}}, ALGORITHMS["grpo"])
         return {name: (task, merged(grpo, changes)) for name, changes in ADAPTERS.items()}
+    if options.teacher:
+        return taught(folder, steps=steps)
+    if options.curriculum:
+        task = prefix_task(folder, steps=steps)
+        return {name: (task, changes) for name, changes in CURRICULA.items()}
     if options.task == "demo":
         task = demo_task(options.demo, steps=steps)
     else:
@@ -309,6 +337,21 @@ def variants_of(options: argparse.Namespace, folder: Path) -> dict[str, tuple[Ta
     if names is None:
         return {"ppo" if options.task == "sharp" else REASONING_TASK: (task, {})}
     return {name: (task, by_algorithm(task, name)) for name in names}
+
+
+def taught(folder: Path, *, steps: int) -> dict[str, tuple[Task, dict[str, Any]]]:
+    """GRPO by the reward, by a teacher that has learned from it (the reward is logged with weight 0), and by both."""
+    grpo = merged({"algorithm": {"name": "grpo"}}, ALGORITHMS["grpo"])
+    teacher = folder / "teacher"
+    longer = config_of(copy_task(folder, steps=TEACHER_STEPS), grpo)
+    run_step(["training/step3_ppo/main.py"], {**longer, "output_dir": str(teacher)}, folder / "teacher.yaml")
+    scores = [json.loads(line).get("objective/scores") for line in (teacher / "metrics.jsonl").read_text().splitlines()]
+    print(f"teacher: {statistics.fmean(scores[-10:]):.3f} in its last ten of {TEACHER_STEPS} steps", flush=True)
+    task = replace(copy_task(folder, steps=steps), metric="reward/copied/mean")
+    section = {"teacher": {"path": str(teacher / "actor")}}
+    logged = {"reward": {"components": [{"function": "benchmarks.learning_tasks:copied", "weight": 0.0}]}}
+    changes = {"reward": {}, "teacher": section | logged, "both": section}
+    return {name: (task, merged(grpo, change)) for name, change in changes.items()}
 
 
 def by_algorithm(task: Task, name: str) -> dict[str, Any]:
@@ -332,7 +375,7 @@ def by_algorithm(task: Task, name: str) -> dict[str, Any]:
 
 def report(name: str, curves: Sequence[Curve], rows: Sequence[Mapping[str, float]], task: Task) -> None:
     """A line of the table."""
-    ends = last(curves)
+    ends = last(curves, task.end_points)
     line = f"{name:28} end {statistics.fmean(ends):6.3f} (seeds {min(ends):.3f} to {max(ends):.3f})"
     if task.optimum is not None:
         reached = [row["step"] for row in rows if row["mean"] >= 0.95 * task.optimum]

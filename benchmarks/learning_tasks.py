@@ -2,6 +2,7 @@
 
 `copy` needs nothing but this repository: a Llama of 0.1M random weights sees four letters and is rewarded by the share
 of its eight tokens that repeat the first of them. The best score is 1; a random policy has about 0.1.
+`prefix` is the same with answers that are right or wrong, by their first one to eight tokens: mixed difficulty.
 `demo` is SmolLM2-135M on the demo's learned reward; it takes the folders that `make demo` leaves.
 `reasoning` is SmolLM2-135M on family relations of reasoning-gym (extra `bench`): right answers to fresh questions.
 `sharp` is SmolLM2-135M, with the library's defaults, against a reward model whose scores are large and which prefers
@@ -35,6 +36,8 @@ ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "hybrid_rlhf" / "configs" / "commands" / "demo.yaml"
 LETTERS = "abcdefgh"
 COPY_TOKENS = 8
+PREFIX_START = 24
+"""Steps of the copy task from which `prefix` starts."""
 REASONING_TASK = "family_relationships"
 
 
@@ -51,6 +54,8 @@ class Task:
     """Metrics of held-out prompts, compared before and after; the first is the score."""
     also: tuple[str, ...] = ()
     """Other metrics of rollouts whose curves are kept."""
+    end_points: int = 10
+    """Number of last points of a curve whose mean is its end."""
     is_accuracy: bool = False
     """Whether the held-out score is a share of right answers."""
 
@@ -59,6 +64,15 @@ def copied(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -
     """Reward of `copy`: the share of the tokens that are the prompt's first letter."""
     wanted = [prompt[-1]["content"].split()[0] for prompt in prompts]
     return [text.split().count(letter) / COPY_TOKENS for letter, text in zip(wanted, completions, strict=True)]
+
+
+def begun(prompts: Sequence[Any], completions: Sequence[str], tokens: Sequence[int], **columns: Any) -> list[float]:
+    """Reward of `prefix`: 1 if the first `tokens` tokens are all the prompt's first letter, else 0."""
+    wanted = [prompt[-1]["content"].split()[0] for prompt in prompts]
+    return [
+        float(text.split()[:count] == [letter] * count)
+        for letter, text, count in zip(wanted, completions, tokens, strict=True)
+    ]
 
 
 def checked(prompts: Sequence[Any], completions: Sequence[str], entry: Sequence[str], **columns: Any) -> list[float]:
@@ -88,6 +102,35 @@ def copy_task(folder: Path, *, steps: int, std: float = 0.02) -> Task:
         "train": {"max_steps": steps, "epochs": 100},
     }
     return Task(config, optimum=1.0)
+
+
+def prefix_task(folder: Path, *, steps: int) -> Task:
+    """Write the copy task with 256 prompts whose answers are right or wrong, for GRPO, whose groups of equal scores
+    teach nothing. The model has begun to learn the copy task, and answers the prompts of one token often, those of
+    eight hardly ever."""
+    copy = copy_task(folder, steps=steps).config
+    grpo = {
+        "rollout": {**copy["rollout"], "prompts_per_step": 16},
+        "algorithm": {**copy["algorithm"], "name": "grpo"},
+    }
+    first = {**copy, **grpo, "train": {"max_steps": PREFIX_START, "epochs": 100}, "output_dir": str(folder / "first")}
+    del first["critic"]
+    run_step(["training/step3_ppo/main.py"], first, folder / "first.yaml")
+    chance = random.Random(1)
+    for name, count in (("prompts", 256), ("held_out", 64)):
+        rows = [
+            {"prompt": " ".join(chance.choices(LETTERS, k=4)), "tokens": row % COPY_TOKENS + 1} for row in range(count)
+        ]
+        write_rows(folder / f"{name}.jsonl", rows)
+    config = {
+        **copy,
+        **grpo,
+        "model": {"path": str(folder / "first" / "actor")},
+        "reward": {"components": [{"function": "benchmarks.learning_tasks:begun"}]},
+        "data": {**copy["data"], "eval_sources": [str(folder / "held_out.jsonl")]},
+        "train": {**copy["train"], "eval_every": 5},
+    }
+    return Task(config, optimum=1.0, metric="eval/scores", end_points=1)
 
 
 def write_small_model(folder: Path, *, std: float = 0.02) -> None:

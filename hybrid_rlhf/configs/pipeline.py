@@ -190,8 +190,9 @@ def step_config(name: str, config: PipelineConfig) -> Any:
     step = replace(step, output_dir=config.folder(name), data=data, seed=seed)
     start = start_of(step) or config.start(name)
     step = replace(step, model=replace(step.model, path=start))
-    # An environment has its own rewards: a reward model is used besides it only if this pipeline trains one.
-    if name == "rl" and not step.reward.components and (step.environment is None or "reward" in config.step_names):
+    # An environment or a teacher may be the reward: a reward model is used besides only if this pipeline trains one.
+    needed = "reward" in config.step_names or (name == "rl" and step.environment is None and step.teacher is None)
+    if name == "rl" and not step.reward.components and needed:
         step = replace(step, reward=replace(step.reward, components=[config.folder("reward")]))
     return step
 

@@ -13,13 +13,20 @@ from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
 from hybrid_rlhf.configs.sections.data import DataConfig, DataSource
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.model import CriticLoraConfig, LoraConfig
-from hybrid_rlhf.configs.sections.placement import PlacementConfig, has_separate_sampler, is_automatic, read_placement
+from hybrid_rlhf.configs.sections.placement import (
+    ROLES,
+    PlacementConfig,
+    has_separate_sampler,
+    is_automatic,
+    read_placement,
+)
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import (
     Nats,
     Natural,
     NonNegative,
+    Positive,
     RowTokens,
     Settings,
     Share,
@@ -97,6 +104,19 @@ class ReferenceModelConfig(Settings):
     """Steps between copies of the actor's weights to the reference; 0: never."""
 
 
+class TeacherConfig(Settings):
+    """On-policy distillation: each token gets the advantage coef * (log-prob of the teacher - log-prob of the actor),
+    added to those of the algorithm."""
+
+    path: str | None = None
+    """Teacher: a model folder or hub name, with the actor's vocabulary. Under ZeRO-3 it is sharded like the actor."""
+    coef: Positive = 1.0
+    """Weight of the teacher's part of the advantages (1: thinkingmachines.ai/blog/on-policy-distillation)."""
+
+    def _check(self) -> None:
+        require(self.path is not None, "teacher.path must name a model, got none: give --teacher.path FOLDER")
+
+
 class RewardSumConfig(Settings):
     """The reward of completions. Under ZeRO-3, reward models are sharded like the critic, or like the actor without a
     critic."""
@@ -106,6 +126,12 @@ class RewardSumConfig(Settings):
 
     def _check(self) -> None:
         require_distinct_names(self.named)
+        for component in self.named:
+            require(
+                component.model is None or component.label not in ROLES,
+                f"reward.components: a reward model must not have the name of a role, got {component.label}: give the "
+                "component a name",
+            )
 
     @property
     def named(self) -> list[RewardComponentConfig]:
@@ -145,6 +171,7 @@ class RLConfig(StepConfig):
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig | None = setting(None, needs="needs_critic")
     reference: ReferenceModelConfig = field(default_factory=ReferenceModelConfig)
+    teacher: TeacherConfig | None = setting(None, advanced=True)
     reward: RewardSumConfig = field(default_factory=RewardSumConfig)
     environment: EnvironmentConfig | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -191,6 +218,12 @@ class RLConfig(StepConfig):
                 self.algorithm.k < n,
                 f"algorithm.k must be below rollout.sampling.n {n}, got {self.algorithm.k}: lower it",
             )
+        require(
+            self.teacher is None
+            or (isinstance(self.algorithm, PolicyGradientConfig) and self.algorithm.uses_sampler_policy),
+            f"teacher gives each token an advantage, got algorithm {name}, which selects completions: give another, "
+            "such as grpo",
+        )
         alone = has_separate_sampler(self.placement)
         require(
             not self.faults.check_weights or alone,
@@ -233,6 +266,7 @@ class RLConfig(StepConfig):
             self.rollout.partial is None or self.environment is None,
             "rollout.partial carries completions of one turn, got the section environment: leave one out",
         )
+        self._check_curriculum()
         require(
             not self.rollout.routing_replay or self.algorithm.uses_sampler_policy,
             f"rollout.routing_replay is for losses on the policy that sampled, got algorithm {name}, which learns from "
@@ -276,6 +310,54 @@ class RLConfig(StepConfig):
                 stage < 3,
                 f"critic.share_base needs whole weights, got zero.stage {stage}: take stage 2, or leave share_base out",
             )
+
+    def _check_curriculum(self) -> None:
+        """Check that prompts are visited several times, and have a pass rate."""
+        if self.rollout.curriculum is None:
+            return
+        n = self.rollout.sampling.n
+        epochs = self.train.epochs
+        require(
+            n >= 2,
+            f"rollout.curriculum takes the pass rate of a prompt's completions, got rollout.sampling.n {n}: give 2 or "
+            "more",
+        )
+        require(
+            epochs >= 2,
+            f"rollout.curriculum skips prompts by their earlier visits, got train.epochs {epochs}: give 2 or more",
+        )
+
+    def require_reward(self) -> None:
+        """Raise UserError unless the step has a reward, or a teacher and an algorithm that needs no reward beside it.
+
+        The pipeline adds the reward model that it trains after `_check`, so a run calls this at its start.
+        """
+        if self.has_reward:
+            return
+        algorithm = self.algorithm
+        require(
+            self.teacher is not None,
+            "reward.components must name a reward model or function, got none: set --reward.components",
+        )
+        require(
+            not algorithm.needs_critic,
+            f"algorithm {algorithm.name} trains a critic on rewards, got teacher without reward.components: give some, "
+            "or another algorithm, such as grpo",
+        )
+        require(
+            algorithm.dynamic_sampling is None,
+            "algorithm.dynamic_sampling takes prompts whose scores differ, got teacher without reward.components: give "
+            "some, or --algorithm.dynamic_sampling null",
+        )
+        require(
+            self.rollout.curriculum is None,
+            "rollout.curriculum skips prompts by their scores, got teacher without reward.components: leave it out",
+        )
+        require(
+            algorithm.kl is None or algorithm.kl.where == "loss",
+            "algorithm.kl.where reward needs a reward, got teacher without reward.components: give some, or "
+            "--algorithm.kl null",
+        )
 
     @staticmethod
     def following(values: Mapping[str, Any], settled: set[str]) -> dict[str, int]:
@@ -383,6 +465,11 @@ class RLConfig(StepConfig):
         if lora is None:
             return self.actor.lora
         return lora if lora.rank else None
+
+    @property
+    def has_reward(self) -> bool:
+        """True if completions are scored: by reward components, or by an environment."""
+        return bool(self.reward.components) or self.environment is not None
 
     @property
     def uses_reference(self) -> bool:

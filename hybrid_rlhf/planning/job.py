@@ -213,7 +213,7 @@ class RLJob:
 
     config: RLConfig
     roles: Mapping[str, RoleJob]
-    """actor, critic, reference, names of reward components; those that the step has."""
+    """actor, critic, reference, teacher, names of reward components; those that the step has."""
     lengths: StepLengths
     dtype: torch.dtype
     """Data type of the training weights."""
@@ -231,9 +231,9 @@ class RLJob:
 
     @property
     def frozen(self) -> list[RoleJob]:
-        """Reward models and the reference, in the order in which they read."""
+        """Reward models, reference and teacher, in the order in which they read."""
         found = [role for role in self.roles.values() if not role.is_trained]
-        return sorted(found, key=lambda role: role.name == "reference")
+        return sorted(found, key=lambda role: role.name in ("reference", "teacher"))
 
     @property
     def learned_rows(self) -> int:
@@ -249,7 +249,7 @@ class RLJob:
         """How many times the actor reads a rollout before its updates."""
         rollout = self.config.rollout
         other = lag > 0 or rollout.samples_older or rounds_otherwise(rollout, self.dtype)
-        old = self.config.algorithm.actor_scores_rollout(other_sampler=other)
+        old = self.config.algorithm.actor_scores_rollout(other_sampler=other, has_teacher="teacher" in self.roles)
         return int(old) + int(self.reads_own_reference)
 
 
@@ -300,6 +300,8 @@ def read_job(
         add("critic", path, "scorer", config.critic_zero, critic.optimizer, config.critic_lora, bound_to=base)
     if config.uses_reference and not reads_own:
         add("reference", reference_path, "causal_lm", frozen_zero(actor.zero))
+    if config.teacher is not None:
+        add("teacher", config.teacher.path, "causal_lm", frozen_zero(actor.zero))
     for part in config.reward.named:
         if part.model:
             add(part.label, part.model, "scorer", frozen_zero(config.critic_zero))

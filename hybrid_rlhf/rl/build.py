@@ -39,6 +39,7 @@ from hybrid_rlhf.rl.environments import Environment, build_runner
 from hybrid_rlhf.rl.parts import RLParts, RLSession
 from hybrid_rlhf.rl.roles import build_roles, log_placement, place_roles
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
+from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.streaming import StreamingSampler
@@ -118,6 +119,7 @@ def rl_session(
 ) -> Iterator[RLSession]:
     """Read the data, then load the models, and wire the parts."""
     with open_step(config, callbacks) as run:
+        config.require_reward()
         actor_path, tokenizer = start_step(config, run, config.model.path, key="model.path")
         config, watch = choose_placement(config, run.world)
         placement = place_roles(config, run, actor_path)
@@ -127,7 +129,7 @@ def rl_session(
         require_room(config, placement, run.world)
         run.placed = config, placement
         prompts, ptx = _read_data(config, run, tokenizer)
-        stream = RowStream(len(prompts.train), epochs=config.train.epochs, seed=config.seed)
+        stream = _stream(config, len(prompts.train))
         steps = total_steps(config, stream)
         few_updates = few_updates_text(config, len(prompts.train))
         if few_updates and run.world.is_main:
@@ -181,6 +183,7 @@ def rl_session(
             average=average,
             ptx_batches=ptx_batches,
             ptx_coef=config.ptx.coef if config.ptx else 0.0,
+            teacher_coef=config.teacher.coef if config.teacher else 0.0,
         )
         partial = None
         if config.rollout.partial is not None:
@@ -225,6 +228,14 @@ def _read_data(config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -
     if config.ptx is None:
         return prompts, None
     return prompts, load_ptx_data(config.ptx, config.data, tokenizer=tokenizer, seed=config.seed, world=run.world)
+
+
+def _stream(config: RLConfig, prompts: int) -> RowStream:
+    """The order in which the steps take the prompts."""
+    epochs = config.train.epochs
+    if config.rollout.curriculum is None:
+        return RowStream(prompts, epochs=epochs, seed=config.seed)
+    return Curriculum(prompts, epochs=epochs, seed=config.seed, config=config.rollout.curriculum)
 
 
 def total_steps(config: RLConfig, stream: RowStream) -> int:
@@ -277,6 +288,13 @@ def plan_step(config: RLConfig, run: Run, placement: Placement) -> BatchPlan:
     if run.world.is_main:
         _log_updates(config, completions=config.rollout.prompts_per_step * config.learned_per_prompt)
         _log_correction(config)
+        if config.teacher is not None:
+            beside = "beside the reward" if config.has_reward else "which is 0 without a reward"
+            logger.info(
+                "teacher: %g x log(p_teacher / p_actor) of each token is added to its advantage, %s",
+                config.teacher.coef,
+                beside,
+            )
     return plan
 
 

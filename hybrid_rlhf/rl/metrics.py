@@ -29,6 +29,7 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
     log_ratio = masked_sum(old_logprobs - rollout.drawn_logprobs, mask=mask, dim=1)
     columns = {
         "kl": rollout.kl,
+        "teacher_kl": rollout.teacher_kl,
         "clipped": batch.clipped,
         "entropy": masked_sum(-old_logprobs, mask=mask, dim=1),
         "reward": batch.rewards.sum(dim=1),
@@ -43,18 +44,20 @@ def rollout_metrics(batch: Batch, world: World) -> dict[str, float]:
     known = {name: column.float() for name, column in columns.items() if column is not None}
     whole = dict(zip(known, index.gather(torch.stack(list(known.values()), dim=1)).T.contiguous(), strict=True))
     explained = _explained_variance(batch, world)
+    tokens = index.responses.sum().clamp(min=1)
     return {
         **({} if "kl" not in whole else {"objective/kl": float(whole["kl"].mean())}),
+        **({} if "teacher_kl" not in whole else {"teacher/kl": float(whole["teacher_kl"].sum() / tokens)}),
         **({} if explained is None else {"val/explained_variance": explained}),
         "objective/entropy": float(whole["entropy"].mean()),
         "objective/scores": float(whole["scores"].mean()),
         "objective/scores_std": spread(whole["scores"]),
         **({} if "clipped" not in whole else {"objective/score_clipfrac": float(whole["clipped"].mean())}),
         "objective/rlhf_reward": float(whole["reward"].mean()),
-        **_equal_groups(whole["scores"], whole["groups"]),
+        **(_equal_groups(whole["scores"], whole["groups"]) if rollout.is_rewarded else {}),
         "completions/mean_length": float(index.responses.float().mean()),
         "completions/clipped_ratio": float(whole["truncated"].mean()),
-        "rollout/logprob_abs_diff_mean": float(whole["difference"].sum() / index.responses.sum().clamp(min=1)),
+        "rollout/logprob_abs_diff_mean": float(whole["difference"].sum() / tokens),
         "rollout/logprob_abs_diff_max": float(whole["largest"].max()),
         **{
             f"rollout/log_ratio_p{percent:02}": float(whole["log_ratio"].quantile(percent / 100))
@@ -117,15 +120,19 @@ def staleness_metrics(ages: Tensor, responses: Tensor) -> dict[str, float]:
 
 
 def evaluation_metrics(rollout: Rollout, world: World, *, prefix: str) -> dict[str, float]:
-    """Metrics of completions of held-out prompts; KL and length per completion. Every rank calls."""
+    """Metrics of completions of held-out prompts; KL and length per completion, KL to a teacher per token. Every rank
+    calls."""
     index = rollout.numbered(world)
     scores = index.gather(rollout.penalized_scores)
     kl = None if rollout.kl is None else index.gather(rollout.kl)
+    teacher_kl = None if rollout.teacher_kl is None else index.gather(rollout.teacher_kl)
+    tokens = index.responses.sum().clamp(min=1)
     stopped = index.gather(rollout.stopped)
     return {
         f"{prefix}/scores": float(scores.mean()),
         f"{prefix}/scores_std": spread(scores),
         **({} if kl is None else {f"{prefix}/kl": float(kl.mean())}),
+        **({} if teacher_kl is None else {f"{prefix}/teacher_kl": float(teacher_kl.sum() / tokens)}),
         f"{prefix}/mean_length": float(index.responses.float().mean()),
         f"{prefix}/clipped_ratio": float((~stopped).float().mean()),
         **{f"{prefix}/{name}": value for name, value in rollout.metrics.items()},

@@ -48,6 +48,8 @@ class RLParts:
     updater: Updater
     scaling: ScoreScaling
     planner: MiniBatchPlanner
+    teacher_coef: float = 0.0
+    """Weight of the teacher's part of the advantages."""
 
     @classmethod
     def of(
@@ -60,6 +62,7 @@ class RLParts:
         average: WeightAverage | None = None,
         ptx_batches: PtxBatches | None = None,
         ptx_coef: float = 0.0,
+        teacher_coef: float = 0.0,
     ) -> Self:
         """Wire the parts.
 
@@ -71,6 +74,7 @@ class RLParts:
             average: moving average of the actor's weights.
             ptx_batches: pretraining text mixed into the updates.
             ptx_coef: weight of the pretraining loss.
+            teacher_coef: weight of the teacher's part of the advantages.
         """
         scaling = ScoreScaling(algorithm.config.score_scaling)
         planner = MiniBatchPlanner(replace(micro_batches, padded=not roles.packs), seed=sampler.seed, world=roles.world)
@@ -86,7 +90,7 @@ class RLParts:
         updater = Updater(
             roles, algorithm, rollout=sampler.config, average=average, ptx_batches=ptx_batches, ptx_coef=ptx_coef
         )
-        return cls(roles, algorithm, sampler, scorer, updater, scaling, planner)
+        return cls(roles, algorithm, sampler, scorer, updater, scaling, planner, teacher_coef)
 
     def plan(self, rollout: Rollout, *, step: int, epoch: int = 0) -> MiniBatchPlan:
         """The mini-batches of an epoch of a step. Every rank calls."""
@@ -103,7 +107,14 @@ class RLParts:
         estimate_advantages and select_tokens. Every rank calls."""
         config = self.algorithm.config
         world = self.roles.world
-        batch = estimate_advantages(rollout, self.algorithm, scaling=self.scaling, kl_coef=kl_coef, world=world)
+        batch = estimate_advantages(
+            rollout,
+            self.algorithm,
+            scaling=self.scaling,
+            kl_coef=kl_coef,
+            world=world,
+            teacher_coef=self.teacher_coef,
+        )
         entropy = config.entropy if isinstance(config, PolicyGradientConfig) else None
         return select_tokens(batch, entropy, seed=self.sampler.seed, step=step, world=world)
 

@@ -32,6 +32,7 @@ _LAST_LOGPROBS = "last_logprobs."
 _SHOWN_METRICS = (
     "objective/scores",
     "objective/kl",
+    "teacher/kl",
     "policy/entropy",
     "loss/value",
     "val/explained_variance",
@@ -158,6 +159,7 @@ class RLTrainer(Trainer):
         computed = {
             "log-probs": rollout.old_logprobs,
             "reference log-probs": rollout.ref_logprobs,
+            "teacher log-probs": rollout.teacher_logprobs,
             "values": rollout.old_values,
             "scores": rollout.scores,
         }

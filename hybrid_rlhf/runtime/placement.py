@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.placement import PlacementConfig, RolePlacements, RoleRanks, ZeroStage, in_words
+from hybrid_rlhf.configs.sections.placement import (
+    ROLES,
+    PlacementConfig,
+    RolePlacements,
+    RoleRanks,
+    ZeroStage,
+    in_words,
+)
 from hybrid_rlhf.configs.sections.rules import nearest_hint, require
 from hybrid_rlhf.configs.sections.training import frozen_zero
 
@@ -50,8 +57,8 @@ class PlacedRoles:
     """The roles that a step has to place."""
 
     zero: Mapping[str, ZeroStage]
-    """ZeRO stages of the configs, by role: actor first, critic and reference if the step has them, and the names of
-    reward models."""
+    """ZeRO stages of the configs, by role: actor first, critic, reference and teacher if the step has them, and
+    the names of reward models."""
     tensor_parallel: int = 1
     """The value of `rollout.tensor_parallel`."""
     policy_lag: int = 0
@@ -67,7 +74,7 @@ class PlacedRoles:
     @property
     def rewards(self) -> tuple[str, ...]:
         """Names of the reward models."""
-        return tuple(name for name in self.zero if name not in ("actor", "critic", "reference"))
+        return tuple(name for name in self.zero if _is_reward(name))
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -153,7 +160,7 @@ def role_label(name: str) -> str:
 
 
 def _is_reward(name: str) -> bool:
-    return name not in ("actor", "critic", CRITIC_COPY, "reference", "sampler")
+    return name not in ROLES
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -173,6 +180,7 @@ def placed_roles(config: RLConfig, *, has_reference: bool | None = None) -> Plac
     zero = {"actor": config.actor.zero.stage}
     zero |= {"critic": config.critic_zero.stage} if config.critic is not None else {}
     zero |= {"reference": frozen_zero(config.actor.zero).stage} if has_reference else {}
+    zero |= {"teacher": frozen_zero(config.actor.zero).stage} if config.teacher is not None else {}
     models = [component.label for component in config.reward.named if component.model is not None]
     zero |= dict.fromkeys(models, frozen_zero(config.critic_zero).stage)
     return PlacedRoles(

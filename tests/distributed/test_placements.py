@@ -43,6 +43,7 @@ PARTIAL = "--rollout.partial.extra_prompts 0.5 --algorithm.correction.method tru
 EPISODES = f"--environment.path {__file__}:Questions --rollout.sampling.max_new_tokens 40".split()
 SHARED_BASE = (*LORA, "--critic.share_base", "true")
 """The critic's adapters are on the actor's weights, whose ranks it shares."""
+TAUGHT = "--teacher.path teacher".split()
 EVALUATED = ("--train.eval_every", "1")
 FREE_OF_KL = ("--algorithm.kl", "null", "--reward.components", "[{function: 'tests.support.steps:brevity'}]")
 """What the critic learns depends on the actor through its tokens alone."""
@@ -52,10 +53,13 @@ CASES: list[Case] = [
     ("grpo", 2, "separation", (*REFILLED,)),
 ]
 SLOW_CASES: list[Case] = [
+    ("grpo", 2, "interleaving", (*TAUGHT, *ZERO_3)),
     ("ppo", 3, "{actor: {ranks: 0-1, zero: 2}, critic: {ranks: 2}, judge: {ranks: 0}, reference: {ranks: 1-2}}", ()),
 ]
 MORE_CASES: list[Case] = [
     ("ppo", 4, "{style: separation, critic_copy: {tensor_parallel: 2}}", (*ZERO_3, *TENSOR_PARALLEL)),
+    ("ppo", 3, "{teacher: {ranks: 1-2, tensor_parallel: 2}, actor: {ranks: 0}}", (*TAUGHT,)),
+    ("grpo", 3, "{style: separation, teacher: {ranks: 0-1, zero: 3}}", (*TAUGHT, *PARTIAL, *AHEAD)),
     ("ppo", 2, "interleaving", ()),
     ("online_dpo", 3, "{sampler: {ranks: 1-2, tensor_parallel: 2}, judge: {ranks: 0-1}}", ()),
     ("grpo", 3, "{sampler: {ranks: 0-1, tensor_parallel: 2}, actor: {ranks: 2}}", (*PARTIAL, *AHEAD)),

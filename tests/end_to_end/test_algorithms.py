@@ -24,6 +24,7 @@ from tests.support.runs import ALGORITHMS_PAGE, documented_step
 
 COMMANDS = re.findall(r"^    python train\.py (.*)$", ALGORITHMS_PAGE, re.MULTILINE)
 STEP_1 = [line for line in re.findall(r"^python train\.py (.*)$", ALGORITHMS_PAGE, re.MULTILINE) if "--sft." in line]
+TAUGHT = [line for line in re.findall(r"^python train\.py (.*)$", ALGORITHMS_PAGE, re.MULTILINE) if "--rl." in line]
 SMALL = {
     "train.max_steps": 2,
     "data.max_length": 64,
@@ -40,6 +41,7 @@ SMALL = {
     "data.cache_dir": "",
     "train.save_every": 1,
     "critic.warmup_steps": 1,
+    "teacher.path": "",
 }
 """Changed where a step has the key; what is empty the test fills in."""
 SMALL_STEP_1 = {"data.split": "null", "distill.sampling.max_new_tokens": 6, "distill.teacher": ""}
@@ -104,7 +106,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, pair_ro
 
 @pytest.mark.slow
 @pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.faults)])
-@pytest.mark.parametrize("line", [*COMMANDS, *STEP_1])
+@pytest.mark.parametrize("line", [*COMMANDS, *STEP_1, *TAUGHT])
 def test_the_commands_run(
     line: str,
     resumes: bool,
@@ -123,6 +125,7 @@ def test_the_commands_run(
         "data.sources": write_jsonl(scored) if name == "sft" else pair_rows,
         "data.cache_dir": pair_rows.parent / "cache",
         "distill.teacher": model_folder,
+        "teacher.path": model_folder,
     }
     changes = SMALL | SMALL_STEP_1 if name == "sft" else SMALL
     small = [f"--{key}={own.get(key, value)}" for key, value in changes.items() if key in read_config(step)]

@@ -86,6 +86,7 @@ def test_the_settings_of_a_config_are_the_rules_of_its_placement() -> None:
     zero = ZeroConfig(stage=3, offload_optimizer=True)
     config = RLConfig(actor=ActorConfig(zero=zero), rollout=RolloutConfig(offload_frozen=True, keep_weights=False))
     roles = {"actor": RolePlacement((0,), 3), "critic": RolePlacement((0,), 3), "reference": RolePlacement((1,))}
+    roles["teacher"] = RolePlacement((1,))
     own = ResidencyRules.of(config, cuda=True)
     found = own.roles(Placement({**roles, "sampler": RolePlacement((1,))}, "separation"))
     assert found["actor"].at("optimizer", "updates") == found["critic"].at("optimizer", "updates") == H
@@ -95,6 +96,7 @@ def test_the_settings_of_a_config_are_the_rules_of_its_placement() -> None:
     assert together["reference"].places == {"weights": (H, H, D, H)}, "it reads after a reward model on its rank"
     apart = own.roles(Placement({**roles, "judge": RolePlacement((0,))}, "hybrid"))
     assert apart["reference"].places == apart["judge"].places == {"weights": IN_USE}
+    assert apart["teacher"].places == together["teacher"].places == {"weights": (H, H, D, H)}
 
 
 def test_one_line_shows_parts_that_are_alike() -> None:

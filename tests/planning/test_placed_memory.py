@@ -16,9 +16,10 @@ from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 PROMPT, NEW = 48, 16
 SPLIT = (
     "{sampler: {ranks: 2-3, tensor_parallel: 2}, actor: {ranks: 0-1}, critic: {ranks: 0-1}, critic_copy: {ranks: 2-3, "
-    "tensor_parallel: 2}, reference: {ranks: 2-3, tensor_parallel: 2}, judge: {ranks: 0-3, tensor_parallel: 2}}"
+    "tensor_parallel: 2}, reference: {ranks: 2-3, tensor_parallel: 2}, judge: {ranks: 0-3, tensor_parallel: 2}, "
+    "teacher: {ranks: 0-1, tensor_parallel: 2}}"
 )
-HYBRID = "{actor: {ranks: 0-1}, critic: {ranks: 2}, judge: {ranks: 0}, reference: {ranks: 1-2}}"
+HYBRID = "{actor: {ranks: 0-1}, critic: {ranks: 2}, judge: {ranks: 0}, reference: {ranks: 1-2}, teacher: {ranks: 2}}"
 CASES = {
     "separation": (2, "separation", 0),
     "tensor parallel": (4, SPLIT, 0),
@@ -55,6 +56,7 @@ def phases_of(workspace: Path, output: Path, ranks: int, placement: str, stage: 
         *f"--rollout.sampling.max_new_tokens {NEW} --train.micro_batch_tokens {4 * (PROMPT + NEW)}".split(),
         *f"--algorithm.mini_batches 1 --actor.zero.stage {stage} --placement".split(),
         *(placement, "--reward.components", f"[{{model: {workspace}/judge, name: judge}}]"),
+        *(f"--teacher.path {workspace}/model".split() if "teacher" in placement else ()),
         *(f"--deepspeed_config {workspace}/ds.json".split() if stage else ()),
     ]
     run_main("tests.distributed.measured", ranks, line)

@@ -92,6 +92,17 @@ def test_json_has_plans_with_phases_memory_and_reasons(one_layer: str, capsys: p
     assert all(each["bytes"] <= 21.6 * 2**30 for each in best["memory_bytes"]) and best["why"]
 
 
+def test_a_teacher_is_planned_as_a_role_and_takes_the_place_of_a_reward_model(
+    one_layer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a teacher that a plan leaves out of the memory, or a reward model that no step would train."""
+    words = f"--base_model {one_layer} --steps rl --machine h100 --ranks 2 --rl.algorithm grpo --json".split()
+    taught = json.loads(printed([*words, "--rl.teacher.path", one_layer, "--rl.algorithm.kl", "null"], capsys)[0])
+    judged = json.loads(printed([*words, "--rl.algorithm.kl", "null"], capsys)[0])
+    assert {"actor", "teacher"} <= {*taught["rl"]["plans"][0]["roles"]} and "model" not in str(taught["rl"]["plans"])
+    assert "teacher" not in str(judged["rl"]["plans"]) and "model" in judged["rl"]["plans"][0]["roles"]
+
+
 def test_candidates_are_listed_fastest_first_with_why_each_lost(
     one_layer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -529,6 +529,11 @@ MISTAKES = {
     "vapo, online_dpo, raft, got gpro: the nearest is grpo",
     "--algorithm sapo --algorithm.gate_temperatures [0,1]": "algorithm.gate_temperatures must be above 0, got "
     "[0.0, 1.0]: leave it out",
+    "--teacher.coef 2": "teacher.path must name a model, got none: give --teacher.path FOLDER",
+    "--algorithm raft --teacher.path x": "teacher gives each token an advantage, got algorithm raft, which selects "
+    "completions: give another, such as grpo",
+    "--reward.components [runs/teacher,rm]": "reward.components: a reward model must not have the name of a role, got "
+    "teacher: give the component a name",
     "--algorithm pass_at_k --algorithm.k 8": "algorithm.k must be below rollout.sampling.n 8, got 8: lower it",
 }
 

@@ -21,12 +21,12 @@ from hybrid_rlhf.runtime.files.names import METRICS_FILE, SAMPLES_FILE
 from tests.support.ahead import save_stopping_model
 from tests.support.ranks import run_mains
 from tests.support.steps import write_lines
-from tests.support.tiny import tiny_config, tiny_tokenizer
+from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 TOLERANCE = 1e-5
 COMPARED = (
     "loss/policy loss/value objective/kl objective/scores policy/approxkl policy/entropy val/explained_variance "
-    "actor/grad_norm critic/grad_norm lr eval/scores reward/judge/mean"
+    "actor/grad_norm critic/grad_norm lr eval/scores reward/judge/mean teacher/kl"
 ).split()
 MEASURED = ("time/", "perf/", "placement/")
 """Beginnings of the names of metrics that depend on the machine."""
@@ -105,6 +105,8 @@ def placement_workspace(folder: Path, model: Path) -> Path:
     write_lines(folder / "texts.jsonl", ({"text": f"{i} is {i}"} for i in range(40)))
     (folder / "model").symlink_to(model)
     save_stopping_model(folder / "stopping")
+    tiny_model(3).save_pretrained(folder / "teacher")
+    tiny_tokenizer().save_pretrained(folder / "teacher")
     torch.manual_seed(5)
     judge = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
     with torch.no_grad():
@@ -164,7 +166,7 @@ def run_words(workspace: Path, trial: PlacementTrial, output: Path) -> list[str]
         *{**ALGORITHMS, **MORE_ALGORITHMS}[trial.algorithm],
         "--reward.components",
         f"[{{model: {workspace}/judge, name: judge}}, {{function: 'tests.support.steps:brevity', weight: 0.1}}]",
-        *(str(workspace / word) if word in ("texts.jsonl", "stopping") else word for word in trial.extra),
+        *(str(workspace / word) if word in ("texts.jsonl", "stopping", "teacher") else word for word in trial.extra),
         "--placement",
         trial.placement,
     ]

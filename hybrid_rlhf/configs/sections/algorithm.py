@@ -252,11 +252,11 @@ class AlgorithmConfig(Settings):
         """True if the reference's log-probs are needed."""
         return self.kl is not None or self.needs_reference
 
-    def actor_scores_rollout(self, *, other_sampler: bool) -> bool:
+    def actor_scores_rollout(self, *, other_sampler: bool, has_teacher: bool) -> bool:
         """Return True if the actor reads a rollout before training on it. Besides `reads_old_logprobs`, it does if a KL
-        to the reference would use log-probs from older weights or from other arithmetic than training's.
+        to reference or teacher would use log-probs from older weights or from other arithmetic than training's.
         """
-        return self.reads_old_logprobs or (self.uses_reference and other_sampler)
+        return self.reads_old_logprobs or ((self.uses_reference or has_teacher) and other_sampler)
 
     @property
     def allows_other_sampler(self) -> bool:

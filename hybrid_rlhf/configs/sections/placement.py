@@ -16,6 +16,8 @@ from hybrid_rlhf.configs.sections.rules import nearest_hint, require
 Style = Literal["flattening", "interleaving", "separation"]
 ZeroStage = Literal[0, 1, 2, 3]
 STYLES: tuple[Style, ...] = get_args(Style)
+ROLES = ("actor", "critic", "critic_copy", "reference", "teacher", "sampler")
+"""Names of the roles of a step besides its reward models."""
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 _KEYS = ("ranks", "zero", "tensor_parallel", "with_actor")
 _MOST_RANKS = 2**16
@@ -57,7 +59,7 @@ class RolePlacements:
 
     style: Style
     roles: Mapping[str, RoleRanks] = field(default_factory=dict)
-    """By role: actor, critic, critic_copy, reference, sampler, reward (all reward models), or a reward model's name."""
+    """By role: one of ROLES, reward (all reward models), or a reward model's name."""
 
     def as_given(self) -> str | dict[str, Any]:
         """Return the value in the form of config files."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from hybrid_rlhf.configs.credentials import expanded, is_placeholder
-from hybrid_rlhf.configs.sections.rules import Count, Natural, Port, Positive, Settings, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Natural, Port, Positive, Settings, Share, require, setting
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
 
 ROLLOUT_SAMPLING_KEYS = ("n", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")
@@ -50,6 +50,30 @@ class StreamingConfig(Settings):
     replay_order: str | None = setting(None, advanced=True)
     """order.jsonl of an earlier run, which this run repeats bit for bit; null: each step of decoding takes what has
     arrived."""
+
+
+class CurriculumConfig(Settings):
+    """Prompts that the actor nearly always or hardly ever answers are skipped, by the running pass rate of each
+    (docs/algorithms.md#curriculum).
+    """
+
+    pass_score: float = 0.5
+    """A completion passes if its score, without penalties, is above this."""
+    min_pass_rate: Share = 0.1
+    """Prompts with a lower pass rate are skipped."""
+    max_pass_rate: Share = 0.9
+    """Prompts with a higher pass rate are skipped."""
+    decay: Annotated[float, "in [0, 1)"] = 0.5
+    """Weight of the earlier pass rate at each further visit of a prompt; 0: the last visit alone."""
+    revisit: Annotated[float, "in (0, 1]"] = 0.1
+    """Probability that a prompt that would be skipped is taken all the same, so that its pass rate is renewed."""
+
+    def _check(self) -> None:
+        require(
+            self.min_pass_rate <= self.max_pass_rate,
+            f"rollout.curriculum.min_pass_rate must be at most max_pass_rate {self.max_pass_rate}, got "
+            f"{self.min_pass_rate}: lower it",
+        )
 
 
 class EndpointConfig(Settings):
@@ -116,7 +140,7 @@ class RolloutConfig(Settings):
     offload_states: bool = setting(False, mutable=True)
     """Move optimizer states, master weights and gradients to host memory during generation."""
     offload_frozen: bool = setting(False, mutable=True)
-    """Keep reward models and reference in host memory; each is on the device only while it scores."""
+    """Keep reward models, reference and teacher in host memory; each is on the device only while it scores."""
     keep_weights: bool | Literal["auto"] = setting("auto", advanced=True, mutable=True)
     """Keep inference weights, KV cache and CUDA graphs in memory between rollouts and update them in place; auto: on a
     GPU if they fit into the memory plan in every phase."""
@@ -124,6 +148,7 @@ class RolloutConfig(Settings):
     async_sampling: AsyncSamplingConfig | None = None
     partial: PartialRolloutConfig | None = setting(None, advanced=True)
     streaming: StreamingConfig | None = setting(None, advanced=True)
+    curriculum: CurriculumConfig | None = setting(None, advanced=True)
 
     def _check(self) -> None:
         require_default(self.sampling, ROLLOUT_SAMPLING_KEYS, section="rollout.sampling")

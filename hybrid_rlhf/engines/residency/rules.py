@@ -148,7 +148,7 @@ class ResidencyRules:
     def frozen(
         self, place: RolePlacement, *, sharded_on_host: bool = False, reads_in: Phase = "scoring"
     ) -> RoleResidency:
-        """Return the residency of a reward model or the reference, which computes in phase `reads_in`.
+        """Return the residency of a reward model, the reference or the teacher, which computes in phase `reads_in`.
 
         With tensor parallelism, its inference weights stay on the device. `sharded_on_host`: the trained role of the
         same kind has `zero.offload_parameters`.
@@ -174,10 +174,11 @@ class ResidencyRules:
             return RoleResidency({"inference weights": _ON_DEVICE})
         if name == "sampler":
             return self.sampler(shares_ranks=placement.sampler_shares_ranks)
-        if name != "reference":
+        if name not in ("reference", "teacher"):
             return self.frozen(place, sharded_on_host="critic" in self.parameters_on_host)
-        # it computes at the same time as reward models on other ranks, else after them
-        reads_in: Phase = "scoring" if placement.reference_beside_rewards else "log-probs and values"
+        # the reference computes at the same time as reward models on other ranks, else both after them
+        beside = name == "reference" and placement.reference_beside_rewards
+        reads_in: Phase = "scoring" if beside else "log-probs and values"
         return self.frozen(place, sharded_on_host="actor" in self.parameters_on_host, reads_in=reads_in)
 
     def _sampling(self, *, keeps: bool, keeps_cache: bool) -> dict[Part, tuple[Place, ...]]:

@@ -13,6 +13,7 @@ _MAIN = (
     "objective/scores",
     "eval/scores",
     "objective/kl",
+    "teacher/kl",
     "policy/entropy",
     "policy/clipfrac",
     "completions/mean_length",

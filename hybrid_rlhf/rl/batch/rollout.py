@@ -170,7 +170,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Prompts with their completions, and what the reward, the actor, the reference and the critic computed for them.
+    """Prompts with their completions, and what the reward and the models computed for them.
 
     The sampler fills the tokens; rollouts/scoring.py adds scores, then log-probs and values.
     """
@@ -211,6 +211,8 @@ class Rollout:
     engine, if a rollout makes one update whose forward has not run yet."""
     ref_logprobs: Tensor | None = None
     """[N, T] float32, log-probs of the reference; None if they are not needed."""
+    teacher_logprobs: Tensor | None = None
+    """[N, T] float32, log-probs of the teacher; None without a teacher."""
     entropy: Tensor | None = None
     """[N, T] float32, entropy in nats of the actor's distribution before the updates; None if the actor does not read
     the rollout."""
@@ -288,6 +290,18 @@ class Rollout:
         if self.ref_logprobs is None or self.old_logprobs is None:
             return None
         return masked_sum(self.old_logprobs - self.ref_logprobs, mask=self.response_mask, dim=1)
+
+    @property
+    def teacher_kl(self) -> Tensor | None:
+        """[N] KL to the teacher of each completion, in nats (k1); None without a teacher."""
+        if self.teacher_logprobs is None or self.old_logprobs is None:
+            return None
+        return masked_sum(self.old_logprobs - self.teacher_logprobs, mask=self.response_mask, dim=1)
+
+    @property
+    def is_rewarded(self) -> bool:
+        """True if reward components or an environment gave the scores; without them, all scores are 0."""
+        return bool(self.components) or self.turn_rewards is not None
 
     def episodes(self) -> tuple[Tensor, Tensor]:
         """The first row of each episode [E] int64, and the episode of each row [N] int64; E episodes."""

@@ -1,4 +1,4 @@
-"""Actor, critic, reference and reward models of an RL step, each on its ranks.
+"""Actor, critic, reference, teacher and reward models of an RL step, each on its ranks.
 
 Read `roles.py` (the roles as the other parts use them), `placing.py` (their ranks) and `building.py` (their engines).
 """

@@ -53,20 +53,21 @@ def build_roles(
         updates: number of updates of the actor in the whole run, for its schedule.
 
     Raises:
-        UserError: when a model cannot be loaded, or critic or reference differ from the actor in vocabulary.
+        UserError: when a model cannot be loaded, or critic, reference or teacher differ from the actor in
+            vocabulary.
     """
-    if not config.reward.components and config.environment is None:
-        raise UserError("reward.components must name a reward model or function, got none: set --reward.components")
     critic_path = _critic_path(config, run, actor_path)
     reference_path = reference_path_of(config, run, actor_path)
-    for role, path in (("critic", critic_path), ("reference", reference_path)):
+    teacher = config.teacher
+    teacher_path = None if teacher is None else resolve(config, run, teacher.path, key="teacher.path")
+    for role, path in (("critic", critic_path), ("reference", reference_path), ("teacher", teacher_path)):
         if path is not None:
             require_same_tokens(role, path, tokenizer, config.model)
     build = _Builder(config, run, placement, updates)
     actor = build.actor(actor_path)
     critic = None if critic_path is None else build.critic(critic_path, actor)
     reward = build.reward(tokenizer)
-    reference = None if reference_path is None else build.frozen("reference", "reference", reference_path)
+    reference = None if reference_path is None else build.frozen("reference", reference_path, role="reference")
     if reference is not None and config.reference.refresh_every and actor.facts.weights != reference.facts.weights:
         raise UserError(
             f"reference.refresh_every copies the actor's weights to the reference, {reference_path} has another shape: "
@@ -74,8 +75,17 @@ def build_roles(
         )
     copy = None if critic is None else build.critic_copy(critic)
     sampler = build.sampler(actor)
-    beside = placement.reference_beside_rewards
-    return Roles(run.world, actor, reward, critic, reference, sampler, copy, reference_beside_rewards=beside)
+    return Roles(
+        run.world,
+        actor,
+        reward,
+        critic,
+        reference,
+        sampler,
+        copy,
+        None if teacher_path is None else build.frozen("teacher", teacher_path, role="reference"),
+        reference_beside_rewards=placement.reference_beside_rewards,
+    )
 
 
 def build_reward_alone(config: RLConfig, run: Run, placement: Placement, tokenizer: PreTrainedTokenizerBase) -> Reward:
@@ -174,10 +184,10 @@ class _Builder:
                 trust_remote_code=config.model.trust_remote_code,
                 chat_template_kwargs=config.data.chat_template_kwargs,
             ),
-            build_engine=lambda name, path: self.frozen("reward", name, path),
+            build_engine=lambda name, path: self.frozen(name, path, role="reward"),
         )
 
-    def frozen(self, role: Role, name: str, path: str) -> FrozenRole:
+    def frozen(self, name: str, path: str, *, role: Role) -> FrozenRole:
         """A frozen model by its name in the placement: a scorer as reward, a language model as reference."""
         config = self._config
         place = self._placement[name]

@@ -23,7 +23,8 @@ FrozenRole = ModelEngine | InferenceReader | AbsentEngine
 
 @dataclass(frozen=True)
 class Roles:
-    """Actor, reward, critic and reference, each on its ranks; some algorithms need no critic or reference."""
+    """Actor, reward, critic, reference and teacher, each on its ranks; some steps need no critic, reference or
+    teacher."""
 
     world: World
     """All ranks of the run."""
@@ -36,6 +37,8 @@ class Roles:
     """A sampler on ranks of its own, alone or with the actor; None if the actor samples."""
     critic_copy: CriticCopy | None = None
     """Computes the critic's values; None if the critic computes them."""
+    teacher: FrozenRole | None = None
+    """None without on-policy distillation."""
     reference_beside_rewards: bool = False
     """True if the reference and the reward models have no rank in common, and so read at the same time."""
 
@@ -52,7 +55,8 @@ class Roles:
     @property
     def packs(self) -> bool:
         """True if no role pads its micro-batches."""
-        return all(role.packs for role in (self.actor, self.critic, self.reward, self.reference) if role is not None)
+        roles = (self.actor, self.critic, self.reward, self.reference, self.teacher)
+        return all(role.packs for role in roles if role is not None)
 
     def refresh_reference(self) -> None:
         """Copy the actor's weights to the reference; every rank calls."""

@@ -1,11 +1,22 @@
-"""From scores to advantages: scaled scores, KL-shaped rewards, the algorithm's advantages and returns, whitening.
+"""From scores to advantages: scaled scores, KL-shaped rewards, the algorithm's advantages and returns, whitening, the
+teacher's part.
 
 Rewards are InstructGPT's: the score at the last response token, less a KL penalty per token (arXiv 2203.02155, section
 3.5). Scores may be scaled to mean 0 and standard deviation 1, so that kl_coef and score_clip mean the same for any
 reward: by running statistics (OpenRLHF), or by those of the initial actor's completions (Ziegler et al. 2019, arXiv
 1909.08593, section 2.2; InstructGPT, whose reward has mean 0 on demonstrations). The KL coefficient is fixed, or
 adapted to a target (Ziegler et al., section 2.2; N details, no. 20). Deviation: the number of completions is clamped to
-the horizon, so that the coefficient never changes its sign. Every rank computes its own rows; statistics of scores and
+the horizon, so that the coefficient never changes its sign.
+
+On-policy distillation adds coef * (log p_teacher - log p_actor) of the sampled token to its advantage, after whitening,
+so that coef means the same for every algorithm, and no critic learns it (thinkingmachines.ai/blog/
+on-policy-distillation; kl_penalty_coef 1 and kl_discount_factor 0 of tinker-cookbook). A token answers for its own
+log-ratio alone: with the prefixes that the actor samples held fixed, the expected gradient is that of the sum over t of
+KL(actor || teacher) at t. MiniLLM (arXiv 2306.08543) also credits a token with the log-ratios after it, which gives the
+gradient of the KL of whole completions at a higher variance; GKD (arXiv 2306.13649) computes the KL over the
+vocabulary, as step 1's `distill` does. Both models have the temperature of the rollout.
+
+Every rank computes its own rows; statistics of scores and
 whitening are those of all rows.
 """
 
@@ -21,7 +32,7 @@ from hybrid_rlhf.configs.algorithms import ActorCriticConfig, OnlineDPOConfig
 from hybrid_rlhf.configs.sections.algorithm import ClippedConfig, KLConfig, PolicyGradientConfig
 from hybrid_rlhf.functional.advantages import shaped_rewards
 from hybrid_rlhf.functional.losses import KL_ESTIMATORS
-from hybrid_rlhf.functional.masking import masked_mean, masked_whiten, spread
+from hybrid_rlhf.functional.masking import keep, masked_mean, masked_whiten, spread
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
 from hybrid_rlhf.rl.batch import Batch, Rollout
@@ -107,7 +118,13 @@ class NothingToLearn(Exception):
 
 
 def estimate_advantages(
-    rollout: Rollout, algorithm: Algorithm, *, scaling: ScoreScaling, kl_coef: float, world: World
+    rollout: Rollout,
+    algorithm: Algorithm,
+    *,
+    scaling: ScoreScaling,
+    kl_coef: float,
+    world: World,
+    teacher_coef: float = 0.0,
 ) -> Batch:
     """Scale the scores, shape the rewards, and let the algorithm estimate advantages and returns. Every rank calls.
 
@@ -117,6 +134,7 @@ def estimate_advantages(
         scaling: scaling of the scores; running statistics include these scores.
         kl_coef: coefficient of the KL penalty where it is in the reward.
         world: the ranks that hold rows.
+        teacher_coef: weight of the teacher's part of the advantages, where the rollout has the teacher's log-probs.
 
     Raises:
         NothingToLearn: on every rank, when truncated completions are masked and all are truncated.
@@ -155,6 +173,10 @@ def estimate_advantages(
             unbiased=config.whiten_unbiased,
             total=world.total,
         )
+    if rollout.teacher_logprobs is not None:
+        assert rollout.old_logprobs is not None
+        to_teacher = KL_ESTIMATORS["k1"](rollout.old_logprobs, ref_logprobs=rollout.teacher_logprobs)
+        advantages = advantages - teacher_coef * keep(to_teacher, mask)
     metrics = {**scaling.metrics(), **rollout.metrics}
     if rollout.ref_logprobs is not None:
         metrics["objective/kl_coef"] = kl_coef

@@ -34,6 +34,7 @@ from hybrid_rlhf.rl.batch import Rollout, SampledTokens, restored_rows, with_pre
 from hybrid_rlhf.rl.metrics import staleness_metrics
 from hybrid_rlhf.rl.rewards.reward import COUNTS
 from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
+from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts, RolloutPart
 from hybrid_rlhf.rl.rollouts.sampler import Pending, RolloutSampler, SamplingCost, cancel
 from hybrid_rlhf.rl.rollouts.scoring import RolloutScorer
@@ -298,6 +299,9 @@ class Collector:
         chosen, scores, groups, *stale = index.gather(torch.cat([columns, ages], dim=1)).T.contiguous()
         chosen = chosen.bool()
         metrics = {**whole.metrics, **self.ahead.metrics, **self._metrics(scores.float(), chosen, groups)}
+        if isinstance(self.ahead.stream, Curriculum):
+            assert whole.scores is not None
+            metrics |= self.ahead.stream.observe(index.gather(whole.scores), groups=groups, rows=taken)
         if not bool(chosen.any()):
             config = self._algorithm.config
             least = config.select_above if isinstance(config, RAFTConfig) else None

@@ -81,6 +81,7 @@ def token_rows(batch: Batch, ratios: Tensor | None = None) -> list[dict[str, np.
         "logprobs": rollout.sampled_logprobs,
         "old_logprobs": rollout.old_logprobs,
         "ref_logprobs": rollout.ref_logprobs,
+        "teacher_logprobs": rollout.teacher_logprobs,
         "entropy": rollout.entropy,
         "values": rollout.old_values,
         "ratio": ratios,

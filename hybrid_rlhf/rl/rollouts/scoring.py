@@ -26,7 +26,7 @@ from hybrid_rlhf.models.policy import values_before
 from hybrid_rlhf.rl.batch import MiniBatchPlan, MiniBatchPlanner, Rollout, RouterAgreement, row_values
 from hybrid_rlhf.rl.metrics import episode_metrics
 from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
-from hybrid_rlhf.rl.roles import Roles
+from hybrid_rlhf.rl.roles.roles import FrozenRole, Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
 from hybrid_rlhf.runtime.observability.timers import Timers
 
@@ -35,7 +35,7 @@ _AnyReader = _Reader | CriticCopy | AbsentEngine
 
 
 class RolloutScorer:
-    """Scores completions by the reward, and reads them with actor, reference and critic."""
+    """Scores completions by the reward, and reads them with actor, reference, teacher and critic."""
 
     def __init__(
         self,
@@ -138,11 +138,12 @@ class RolloutScorer:
 
     @torch.no_grad()
     def compute_logprobs(self, rollout: Rollout, plan: MiniBatchPlan) -> Rollout:
-        """Add the actor's and the reference's log-probs and the critic's values, in the micro-batches of a plan.
+        """Add the log-probs of actor, reference and teacher and the critic's values, in the micro-batches of a plan.
 
         The actor does not read a rollout that makes one update: its log-probs come with that update's forward, and the
         generation engine's replace them until then. It does read where older weights or other arithmetic sampled and a
-        KL to the reference needs the actor's log-probs, or where a loss divides by the tokens that a correction keeps.
+        KL to reference or teacher needs the actor's log-probs, or where a loss divides by the tokens that a correction
+        keeps.
 
         Recorded routes are dropped where they are only compared, as later forwards have other weights.
         """
@@ -151,11 +152,15 @@ class RolloutScorer:
         metrics = dict(rollout.metrics)
         reads_ref = self._algorithm.uses_reference and rollout.ref_logprobs is None
         stale = bool(index.gather(rollout.staleness(self.weight_version))[:, 0].any())
-        reads_old = self._algorithm.actor_scores_rollout(other_sampler=roles.actor.rounds_otherwise or stale)
+        teacher = roles.teacher
+        reads_old = self._algorithm.actor_scores_rollout(
+            other_sampler=roles.actor.rounds_otherwise or stale, has_teacher=teacher is not None
+        )
         has_critic = roles.critic is not None
         agreement = RouterAgreement(self._world.device)
         readers = [
             *([self._reader_of_reference] if reads_ref else []),
+            *([] if teacher is None else [teacher]),
             *([roles.actor] if reads_old else []),
             *([self._reader_of_values] if has_critic else []),
         ]
@@ -165,10 +170,12 @@ class RolloutScorer:
             if roles.critic_copy is not None:
                 roles.critic_copy.sync()  # first, so that the critic's ranks are free for the actor in the meantime
             ref = self._read_reference(reading) if reads_ref else {}
+            of_teacher = {} if teacher is None else self._read_frozen(reading, teacher)
             old, entropy = self._read_actor(reading, agreement) if reads_old else ({}, {})
             values = self._read_critic(reading) if has_critic else {}
             computed = {
                 **({"ref_logprobs": ref} if reads_ref else {}),
+                **({} if teacher is None else {"teacher_logprobs": of_teacher}),
                 **({"old_logprobs": old, "entropy": entropy} if reads_old else {}),
                 **({"old_values": values} if has_critic else {}),
             }
@@ -177,6 +184,7 @@ class RolloutScorer:
                 rollout,
                 old_logprobs=columns.get("old_logprobs", rollout.sampled_logprobs),
                 ref_logprobs=columns.get("ref_logprobs", rollout.ref_logprobs),
+                teacher_logprobs=columns.get("teacher_logprobs"),
                 entropy=columns.get("entropy"),
                 old_values=columns.get("old_values"),
             )
@@ -202,13 +210,19 @@ class RolloutScorer:
         """The reference's log-probs of this rank's rows; {} on a rank without the reference."""
         actor = self._roles.actor
         reference = self._roles.reference
-        if reference is None and isinstance(actor, ModelEngine):
+        if reference is not None:
+            return self._read_frozen(reading, reference)
+        if isinstance(actor, ModelEngine):
             with actor.reference() as base:
                 return reading.values(base, self._logprobs_of(base))
-        if isinstance(reference, _Reader):
-            with reference.on_device():
-                return reading.values(reference, self._logprobs_of(reference))
         return {}
+
+    def _read_frozen(self, reading: _Reading, model: FrozenRole) -> dict[int, Tensor]:
+        """A frozen language model's log-probs of this rank's rows; {} on a rank without it."""
+        if isinstance(model, AbsentEngine):
+            return {}
+        with model.on_device():
+            return reading.values(model, self._logprobs_of(model))
 
     def _read_actor(self, reading: _Reading, agreement: RouterAgreement) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """The actor's log-probs and entropy of this rank's rows; {} on a rank without the actor."""

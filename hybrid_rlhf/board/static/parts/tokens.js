@@ -16,6 +16,7 @@ const PART = 512;
 const FIRST_COLUMNS = ["advantages", "logprobs", "ratio", "values", "kl", "entropy", "sampler_diff"];
 const TITLES = {
   advantages: "Advantage", logprobs: "Log-prob (sampled)", old_logprobs: "Log-prob (before updates)", ref_logprobs: "Log-prob (reference)",
+  teacher_logprobs: "Log-prob (teacher)",
   kl: "KL", values: "Value", returns: "Return", rewards: "Reward", ratio: "Ratio", entropy: "Entropy",
   sampler_diff: "Trainer less sampler", mask: "Sampled or not", weight_versions: "Weight version",
 };

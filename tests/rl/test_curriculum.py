@@ -1,0 +1,204 @@
+"""Prompts by their running pass rates: which are taken, what an epoch is, and runs with a lag, on ranks and resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_rlhf.cli.rl import main
+from hybrid_rlhf.configs.sections.rollout import CurriculumConfig
+from hybrid_rlhf.data.loaders import RowStream
+from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
+from tests.support.faults import Point, run_step
+from tests.support.steps import MODULES, run_outputs, step_line
+
+ROWS = 20
+CONFIG = CurriculumConfig(min_pass_rate=0.2, max_pass_rate=0.8, revisit=0.3)
+
+
+def stream_of(rates: dict[int, float], *, epochs: int = 3, seed: int = 1) -> Curriculum:
+    """A stream whose rows have these pass rates."""
+    stream = Curriculum(ROWS, epochs=epochs, seed=seed, config=CONFIG)
+    for row, rate in rates.items():
+        scores = (torch.arange(20) < round(rate * 20)).float()
+        stream.observe(scores, groups=torch.zeros(20), rows=[row])
+    return stream
+
+
+def turns(seed: int, rows: int = ROWS) -> Any:
+    """Each turn of the passes over the data: the row, and the chance that a skipped one is taken."""
+    number = 0
+    while True:
+        order = np.random.default_rng([seed, number]).permutation(rows).tolist()
+        yield from zip(order, np.random.default_rng([seed, number, 1]).random(rows).tolist(), strict=True)
+        number += 1
+
+
+def test_rows_outside_of_the_bounds_give_their_turn_to_the_next() -> None:
+    """By a plain loop. Catches bounds that exclude themselves, unvisited rows that are skipped, and an end of an epoch
+    that is not a number of prompts."""
+    rates = {0: 0.0, 1: 0.15, 2: 0.2, 3: 0.5, 4: 0.8, 5: 0.85, 6: 1.0}
+    stream = stream_of(rates)
+    expected = []
+    for row, chance in turns(1):
+        if row not in rates or 0.2 <= rates[row] <= 0.8 or chance < CONFIG.revisit:
+            expected.append(row)
+        if len(expected) == 3 * ROWS:
+            break
+    taken = []
+    for count in (7, 1, 30, 50):
+        taken += stream.take(count)
+    assert taken == expected, "any numbers at a time, in all the number of an unfiltered run"
+    assert stream.left == 0 and stream.take(1) == []
+    counts = [taken.count(row) for row in range(ROWS)]
+    assert min(counts[row] for row in (0, 1, 5, 6)) < min(counts[row] for row in (2, 3, 4, 7, 8)), "fewer revisits"
+
+
+def test_without_rates_it_is_the_order_of_an_unfiltered_run() -> None:
+    stream = Curriculum(ROWS, epochs=2, seed=7, config=CONFIG)
+    assert stream.take(2 * ROWS) == RowStream(ROWS, epochs=2, seed=7).take(2 * ROWS)
+
+
+def test_a_stream_of_skipped_rows_does_not_end_early() -> None:
+    stream = stream_of(dict.fromkeys(range(ROWS), 0.0))
+    assert len(stream.take(3 * ROWS)) == 3 * ROWS
+    metrics = stream.observe(torch.zeros(2), groups=torch.tensor([0, 0]), rows=[3])
+    assert metrics["curriculum/skipped_prompts"] > 2 * ROWS and metrics["curriculum/wanted_prompts"] == 0
+
+
+def test_a_pass_rate_is_an_exponential_average_over_visits() -> None:
+    """By a plain loop, of groups of unequal sizes, some without a completion, and of a prompt that a step has twice."""
+    chance = np.random.default_rng(3)
+    stream = Curriculum(ROWS, epochs=9, seed=0, config=CurriculumConfig(pass_score=0.4, decay=0.7))
+    expected: dict[int, float] = {}
+    for _ in range(12):
+        rows = chance.integers(0, 5, 4).tolist()
+        groups = [place for place, size in enumerate(chance.integers(0, 6, 4)) for _ in range(size)] or [0]
+        scores = chance.random(len(groups)).astype(np.float32)
+        for place, row in enumerate(rows):
+            mine = [float(score) for score, group in zip(scores, groups, strict=True) if group == place]
+            if mine:
+                mean = sum(score > 0.4 for score in mine) / len(mine)
+                expected[row] = 0.7 * expected[row] + 0.3 * mean if row in expected else mean
+        metrics = stream.observe(torch.from_numpy(scores), groups=torch.tensor(groups), rows=rows)
+        state = stream.state_dict()
+        assert dict(zip(state["rows"], state["rates"], strict=True)) == pytest.approx(expected, abs=1e-12)
+        assert metrics["curriculum/pass_rate"] == pytest.approx(sum(expected.values()) / len(expected))
+        wanted = [rate for rate in expected.values() if 0.1 <= rate <= 0.9]
+        assert metrics["curriculum/wanted_prompts"] == pytest.approx(len(wanted) / len(expected))
+
+
+def test_a_restored_stream_goes_on_as_the_first() -> None:
+    stream = stream_of({0: 0.0, 1: 1.0, 2: 0.5})
+    stream.take(25)
+    state = json.loads(json.dumps(stream.state_dict()))
+    again = Curriculum(ROWS, epochs=3, seed=1, config=CONFIG)
+    again.load_state_dict(state)
+    step: dict[str, Any] = {"scores": torch.tensor([1.0, 0.0]), "groups": torch.tensor([0, 1]), "rows": [4, 5]}
+    assert stream.observe(**step) == again.observe(**step) and stream.take(35) == again.take(35)
+
+
+def first_letter(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
+    """1 for a completion whose first character has an even number: about half of the samples of a random model."""
+    return [float(bool(text) and ord(text[0]) % 2 == 0) for text in completions]
+
+
+def line_of(output: Path, model: Path, *more: str) -> list[str]:
+    """A run of six rollouts of eight prompts of 24, each with two completions."""
+    rows = output.parent / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(24)))
+    words = "--algorithm grpo --rollout.sampling.n 2 --rollout.prompts_per_step 8 --train.epochs 9 --ptx null "
+    words += "--data.eval_fraction 0 --train.eval_every 0 --rollout.curriculum.revisit 0.2"
+    reward = f"[{{function: '{__file__}:first_letter'}}]"
+    return step_line("ppo", output, model, rows, *words.split(), "--reward.components", reward, *more)
+
+
+def assert_taken_by_rates(output: Path, *, lag: int) -> None:
+    """Check the prompts of each step, by a plain loop over the recorded samples: the rates are those after the steps
+    before the last `lag`."""
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    metrics = run_outputs(output)["metrics"]
+    rates: dict[int, float] = {}
+    following = turns(42, 24)
+    taken: dict[int, list[int]] = {}
+    for step in range(1, 7):
+        if step - 1 - lag > 0:
+            done = [sample for sample in samples if sample["step"] == step - 1 - lag]
+            for place, row in enumerate(taken[step - 1 - lag]):
+                passed = [sample["components"]["first_letter"] > 0.5 for sample in done if sample["group"] == place]
+                mean = sum(passed) / len(passed)
+                rates[row] = 0.5 * rates[row] + 0.5 * mean if row in rates else mean
+        mine: list[int] = []
+        while len(mine) < 8:
+            row, chance = next(following)
+            if 0.1 <= rates.get(row, 0.5) <= 0.9 or chance < 0.2:
+                mine.append(row)
+        taken[step] = mine
+        of_step = {sample["group"]: sample["prompt_row"] for sample in samples if sample["step"] == step}
+        assert of_step == dict(enumerate(mine)), step
+    assert sum(line.get("curriculum/skipped_prompts", 0.0) for line in metrics) > 0
+
+
+AHEAD = "--rollout.async_sampling.policy_lag 1 --rollout.kv_cache_gib 0.1".split()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_step_takes_prompts_by_the_rates_that_are_known(lag: int, model_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_step(MODULES["ppo"], 1, line_of(run, model_folder, *AHEAD * lag)) == [0]
+    assert_taken_by_rates(run, lag=lag)
+
+
+@pytest.mark.slow
+def test_ranks_take_the_same_prompts(model_folder: Path, tmp_path: Path) -> None:
+    assert run_step(MODULES["ppo"], 2, line_of(tmp_path / "run", model_folder)) == [0, 0]
+    assert_taken_by_rates(tmp_path / "run", lag=0)
+
+
+PARTIAL = "--rollout.partial.extra_prompts 0.5 --rollout.sampling.max_new_tokens 8".split()
+
+
+@pytest.mark.parametrize(
+    "more", [[], AHEAD, pytest.param([*AHEAD, *PARTIAL], marks=pytest.mark.faults)], ids=["plain", "ahead", "partial"]
+)
+def test_a_killed_run_takes_the_same_prompts(
+    more: list[str], model_folder: Path, stopping_model: Path, tmp_path: Path
+) -> None:
+    """Catches rates, a position or a count of skipped turns that are not of the checkpoint."""
+    model = stopping_model if "--rollout.partial.extra_prompts" in more else model_folder
+    whole, cut = (line_of(tmp_path / name, model, *more) for name in ("whole", "cut"))
+    assert run_step(MODULES["ppo"], 1, whole) == [0]
+    point = Point("hybrid_rlhf.rl.updates.updater:Updater._update_actor", 18)
+    assert run_step(MODULES["ppo"], 1, cut, point) == [-signal.SIGKILL]
+    assert run_step(MODULES["ppo"], 1, [*cut, "--resume", "auto"]) == [0]
+    assert run_outputs(tmp_path / "cut") == run_outputs(tmp_path / "whole")
+
+
+REFUSED = {
+    "--rollout.sampling.n 1 --algorithm reinforce": "rollout.curriculum takes the pass rate of a prompt's completions, "
+    "got rollout.sampling.n 1: give 2 or more",
+    "--train.epochs 1": "rollout.curriculum skips prompts by their earlier visits, got train.epochs 1: give 2 or more",
+    "--rollout.curriculum.min_pass_rate 0.95": "rollout.curriculum.min_pass_rate must be at most max_pass_rate 0.9, "
+    "got 0.95: lower it",
+    "--rollout.curriculum.revisit 0": "rollout.curriculum.revisit must be in (0, 1], got 0.0: raise it, for example to "
+    "0.1",
+    "--reward.components [] --teacher.path MODEL": "rollout.curriculum skips prompts by their "
+    "scores, got teacher without reward.components: leave it out",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_curriculum_without_effect_is_refused(
+    line: str, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(line_of(tmp_path / "run", model_folder, *line.replace("MODEL", str(model_folder)).split()))
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {REFUSED[line]}"

@@ -1,0 +1,232 @@
+"""On-policy distillation: what a teacher adds to the advantages, whose gradient that is, and runs with a teacher."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.cli.rl import main
+from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
+from hybrid_rlhf.rl.algorithms import ALGORITHMS
+from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.rl.metrics import rollout_metrics
+from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
+from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
+from hybrid_rlhf.runtime.world import solo_world
+from tests.support.faults import Point, run_step
+from tests.support.rl import rollout_of
+from tests.support.steps import MODULES, run_outputs, step_line, write_rows
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+CPU = solo_world(torch.device("cpu"))
+
+
+def scored(*, has_reward: bool = True, seed: int = 0) -> Rollout:
+    """Completions of three prompts, some with a gap; NaN outside the mask."""
+    chance = torch.Generator().manual_seed(seed)
+    time = torch.arange(9)
+    mask = (time >= 1) & (time < 1 + torch.randint(1, 7, (6, 1), generator=chance))
+    mask &= (torch.rand(mask.shape, generator=chance) > 0.2) | (time == 1)
+    old, teacher, values = (
+        torch.where(mask, -3 * torch.rand(mask.shape, generator=chance), torch.nan) for _ in range(3)
+    )
+    scores = torch.randn(6, generator=chance) if has_reward else torch.zeros(6)
+    return rollout_of(
+        mask,
+        mask,
+        groups=torch.tensor([0, 0, 1, 1, 2, 2]),
+        scores=scores,
+        penalties=torch.zeros(6),
+        greedy_scores=torch.zeros(6),
+        greedy_penalties=torch.zeros(6),
+        old_logprobs=old,
+        teacher_logprobs=teacher,
+        old_values=values,
+        components={"r": scores} if has_reward else {},
+    )
+
+
+def estimated(rollout: Rollout, name: str, *, coef: float) -> Batch:
+    """The batch by an algorithm without a KL penalty."""
+    learner = ALGORITHMS[name](replace(RL_ALGORITHMS[name](), kl=None))
+    scaling = ScoreScaling("none")
+    return estimate_advantages(rollout, learner, scaling=scaling, kl_coef=0.0, world=CPU, teacher_coef=coef)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_reward"),
+    [*itertools.product(["grpo", "reinforce_pp", "gdpo", "remax"], [True, False]), ("ppo", True)],
+)
+def test_each_token_gets_its_own_log_ratio_after_whitening(name: str, has_reward: bool) -> None:
+    """Catches a log-ratio that earlier tokens share, one that is whitened, or one that a critic would learn."""
+    rollout = scored(has_reward=has_reward)
+    plain = estimated(replace(rollout, teacher_logprobs=None), name, coef=0.7)
+    batch = estimated(rollout, name, coef=0.7)
+    assert rollout.old_logprobs is not None and rollout.teacher_logprobs is not None
+    for row, time in itertools.product(range(6), range(9)):
+        expected = 0.0
+        if rollout.response_mask[row, time]:
+            log_ratio = float(rollout.teacher_logprobs[row, time]) - float(rollout.old_logprobs[row, time])
+            expected = float(plain.advantages[row, time]) + 0.7 * log_ratio
+        assert float(batch.advantages[row, time]) == pytest.approx(expected, abs=1e-5)
+    assert torch.equal(batch.rewards, plain.rewards)
+    assert has_reward or not plain.advantages.any()
+    assert (batch.returns is None) == (name != "ppo")
+    if batch.returns is not None and plain.returns is not None:
+        assert torch.equal(batch.returns, plain.returns)
+
+
+def test_the_metric_is_a_mean_over_tokens_and_equal_groups_are_those_of_a_reward() -> None:
+    rollout = scored(has_reward=False)
+    metrics = rollout_metrics(estimated(rollout, "grpo", coef=1.0), CPU)
+    assert rollout.old_logprobs is not None and rollout.teacher_logprobs is not None
+    mask = rollout.response_mask
+    assert metrics["teacher/kl"] == pytest.approx(float((rollout.old_logprobs - rollout.teacher_logprobs)[mask].mean()))
+    assert "rollout/frac_reward_zero_std" not in metrics, "else every run without a reward is warned about it"
+    assert "rollout/frac_reward_zero_std" in rollout_metrics(estimated(scored(), "grpo", coef=1.0), CPU)
+
+
+TOKENS = 3
+SEQUENCES = list(itertools.product(range(TOKENS), repeat=2))
+
+
+def policy(first: Tensor, second: Tensor) -> Tensor:
+    """[9, 2] log-probs of both tokens of every sequence; the second depends on the first."""
+    chosen = torch.tensor(SEQUENCES)
+    return torch.stack([first.log_softmax(0)[chosen[:, 0]], second.log_softmax(1)[chosen[:, 0], chosen[:, 1]]], dim=1)
+
+
+def expected_gradient(parameters: list[Tensor], teacher: Tensor, name: str) -> list[Tensor]:
+    """The exact mean, over the sequences that the policy samples, of the gradient of an algorithm's loss; a prompt and
+    two tokens."""
+    logprobs = policy(*parameters)
+    mask = torch.tensor([[False, True, True]]).expand(9, 3)
+    padded = torch.cat([torch.zeros(9, 1), logprobs.detach()], dim=1)
+    rollout = rollout_of(
+        torch.ones(9, 3, dtype=torch.bool),
+        mask,
+        scores=torch.zeros(9),
+        penalties=torch.zeros(9),
+        groups=torch.zeros(9, dtype=torch.long),
+        old_logprobs=padded,
+        teacher_logprobs=torch.cat([torch.zeros(9, 1), teacher], dim=1),
+    )
+    batch = estimated(rollout, name, coef=1.0)
+    chances = logprobs.detach().sum(dim=1).exp()
+    learner = ALGORITHMS[name](RL_ALGORITHMS[name]())
+    current = torch.cat([torch.zeros(9, 1), logprobs], dim=1)
+    loss = learner.loss(current, batch, weights=chances[:, None], tokens_per_completion=2.0)
+    return list(torch.autograd.grad(loss.total, parameters))
+
+
+@pytest.mark.parametrize("name", ["reinforce", "grpo", "cispo", "sapo"])
+def test_the_expected_gradient_is_that_of_the_reverse_kl_at_each_token(name: str) -> None:
+    """A closed form on a categorical policy. Catches the sign, the forward KL, and credit for later tokens, whose
+    gradient is that of the KL of whole sequences."""
+    chance = torch.Generator().manual_seed(4)
+    first, second, teacher_first, teacher_second = (
+        torch.randn(shape, generator=chance, dtype=torch.float64) for shape in (3, (3, 3), 3, (3, 3))
+    )
+    parameters = [first.requires_grad_(), second.requires_grad_()]
+    found = expected_gradient(parameters, policy(teacher_first, teacher_second), name)
+
+    def kl(student: Tensor, teacher: Tensor) -> Tensor:
+        return (student.softmax(-1) * (student.log_softmax(-1) - teacher.log_softmax(-1))).sum(-1)
+
+    of_second = kl(second, teacher_second)
+    at_each_token = kl(first, teacher_first) + (first.softmax(0).detach() * of_second).sum()
+    of_sequences = kl(first, teacher_first) + (first.softmax(0) * of_second).sum()
+    expected = torch.autograd.grad(at_each_token, parameters, retain_graph=True)
+    for mine, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, wanted.to(mine), atol=1e-6, rtol=1e-5)
+    other = torch.autograd.grad(of_sequences, parameters)
+    assert (other[0] - expected[0]).abs().max() > 0.01, "the two can be told apart"
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    tiny_model(3).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+ALONE = (
+    "--algorithm grpo --reward.components [] --algorithm.kl null --ptx null --reference.refresh_every 0 "
+    "--actor.ema_decay 0 --algorithm.score_scaling none --rollout.sampling.n 4"
+).split()
+
+
+def line_of(output: Path, model: Path, rows: Path, teacher: Path, *more: str) -> list[str]:
+    """A run of six rollouts; `ALONE` in `more`: without a reward."""
+    return step_line("ppo", output, model, rows, "--teacher.path", str(teacher), *more)
+
+
+def metric(output: Path, name: str) -> list[float]:
+    return [line[name] for line in run_outputs(output)["metrics"] if name in line]
+
+
+def test_a_student_approaches_its_teacher_without_a_reward(
+    model_folder: Path, teacher_folder: Path, tmp_path: Path
+) -> None:
+    """Catches a teacher that is not read in training or in evaluations, and one that is the actor."""
+    rows = write_rows(tmp_path / "rows.jsonl")
+    more = "--actor.optimizer.lr 3e-3 --rollout.offload_frozen true --rollout.sampling.n 16 --train.epochs 4 "
+    more += "--train.max_steps 12 --train.eval_every 12"
+    run = tmp_path / "run"
+    assert run_step(MODULES["ppo"], 1, line_of(run, model_folder, rows, teacher_folder, *ALONE, *more.split())) == [0]
+    held_out = metric(run, "eval/teacher_kl")
+    assert len(held_out) == 2 and held_out[-1] < 0.8 * held_out[0], held_out
+    assert metric(run, "teacher/kl")[0] > 0.5 and set(metric(run, "objective/scores")) == {0.0}
+    assert not metric(run, "objective/kl"), "no reference"
+    log = (run / "log.txt").read_text()
+    assert "teacher: 1 x log(p_teacher / p_actor) of each token is added to its advantage, which is 0 without" in log
+
+
+@pytest.mark.parametrize("more", [ALONE, ["--algorithm", "ppo", "--teacher.coef", "0.5"]], ids=["alone", "ppo"])
+def test_a_run_that_stops_within_a_step_resumes(
+    more: list[str], model_folder: Path, teacher_folder: Path, tmp_path: Path
+) -> None:
+    """Catches teacher log-probs that are not of the checkpoint: all metrics and weights are the same."""
+    rows = write_rows(tmp_path / "rows.jsonl")
+    more = [*more, "--train.max_steps", "4", "--train.eval_every", "0"]
+    whole, cut = (line_of(tmp_path / name, model_folder, rows, teacher_folder, *more) for name in ("whole", "cut"))
+    assert run_step(MODULES["ppo"], 1, whole) == [0]
+    point = Point("hybrid_rlhf.rl.updates.updater:Updater._update_actor", 10, 0, signal=signal.SIGTERM)
+    assert run_step(MODULES["ppo"], 1, cut, point) == [STOPPED_EXIT_CODE]
+    assert run_step(MODULES["ppo"], 1, [*cut, "--resume", "auto"]) == [0]
+    assert run_outputs(tmp_path / "cut") == run_outputs(tmp_path / "whole")
+
+
+REFUSED = {
+    "--algorithm ppo": "algorithm ppo trains a critic on rewards, got teacher without reward.components: give some, or "
+    "another algorithm, such as grpo",
+    "--algorithm dapo": "algorithm.dynamic_sampling takes prompts whose scores differ, got teacher without "
+    "reward.components: give some, or --algorithm.dynamic_sampling null",
+    "--algorithm rloo": "algorithm.kl.where reward needs a reward, got teacher without reward.components: give some, "
+    "or --algorithm.kl null",
+    "--algorithm grpo --rollout.prompts_per_step 8 --teacher.path": "the teacher must share the actor's tokens",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_a_teacher_alone_cannot_teach_is_refused(
+    line: str, model_folder: Path, teacher_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    tiny_model(4).save_pretrained(other)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(other)
+    words = f"--model.path {model_folder} --data.sources {write_rows(tmp_path / 'rows.jsonl')} --teacher.path "
+    words += f"{teacher_folder} --data.cache_dir {tmp_path}/cache --output_dir {tmp_path}/run {line}"
+    with pytest.raises(SystemExit) as stopped:
+        main([*words.split(), *([str(other)] if line.endswith("path") else [])])
+    assert stopped.value.code == 2
+    assert REFUSED[line] in capsys.readouterr().err.splitlines()[-1]
