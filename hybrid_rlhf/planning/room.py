@@ -76,7 +76,8 @@ def resolve_kv_cache(config: RLConfig, placement: Placement, world: World) -> RL
     Raises:
         UserError: on every rank, when a model's config cannot be read.
     """
-    if not config.rollout.policy_lag or config.rollout.kv_cache_gib is not None:
+    rollout = config.rollout
+    if not rollout.policy_lag or rollout.kv_cache_gib is not None or rollout.backend == "vllm":
         return config
     with shared_user_errors(world):
         if world.is_main:
