@@ -90,8 +90,8 @@ class VLLMConfig(Settings):
         )
         require(
             self.python is not None or not self.arguments,
-            f"rollout.vllm.arguments are for servers that ranks start, got {list(self.arguments)} and urls: start those "
-            "servers with them",
+            f"rollout.vllm.arguments are for servers that ranks start, got {list(self.arguments)} and urls: give them "
+            "where you start those",
         )
         require(
             self.api_key is None or is_placeholder(self.api_key),
@@ -125,7 +125,7 @@ class RolloutConfig(Settings):
     backend: Literal["auto", "module", "vllm"] = setting("auto", advanced=True)
     """auto: the generation engine if it supports the model, vLLM if rollout.vllm is given; module: always the model's
     own forward; vllm: the servers of rollout.vllm."""
-    vllm: VLLMConfig | None = setting(None, advanced=True)
+    vllm: VLLMConfig | None = setting(None, advanced=True, mutable=True)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", advanced=True)
     """Type of the inference weights; auto: as in training."""
     quantization: Literal["int8", "fp8"] | None = setting(None, advanced=True)
