@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import AsyncSamplingConfig, RolloutConfig, VLLMConfig
@@ -135,6 +136,18 @@ def test_training_goes_on_while_older_weights_sample(world: World, model_folder:
         assert newer.weight_version == 1 and newer.generate(PROMPTS, greedy) != before
 
 
+def test_a_tied_head_is_written_as_a_weight_of_its_own(world: World, model_folder: Path, tmp_path: Path) -> None:
+    """vLLM on a CPU packs a tied head when it starts, and would keep it."""
+    with fake_vllm(model_folder) as fake:
+        rollout = by_url(fake)
+        actor = actor_of(world, model_folder, rollout)
+        sampler = sampler_of(actor, rollout, tmp_path)
+        largest_difference(sampler, actor)
+        weights = load_file(sampler._folder / "model.safetensors")
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    assert set(weights) == {*dict(actor.lm.named_parameters()), "lm_head.weight"}
+
+
 def own(python: Path, **settings: Any) -> RolloutConfig:
     return RolloutConfig(vllm=VLLMConfig(python=str(python)), **settings)
 
@@ -237,6 +250,17 @@ def test_a_gpu_is_shared_with_training(monkeypatch: pytest.MonkeyPatch, tmp_path
     kept = server_environment(outer, device)
     assert kept["CUDA_VISIBLE_DEVICES"] == "6" and kept["PATH"] == "p" and kept["VLLM_SERVER_DEV_MODE"] == "1"
     assert not {"RANK", "MASTER_PORT", "PYTHONPATH"} & {*kept}
+    cpu = server_command(
+        "python",
+        rollout,
+        model=tmp_path,
+        socket=tmp_path / "s",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        ranks=2,
+        unties=True,
+    )
+    assert '--hf-overrides={"tie_word_embeddings": false}' in cpu and "--enable-sleep-mode" not in cpu
     assert server_environment({}, torch.device("cpu"))["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 

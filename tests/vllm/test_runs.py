@@ -56,15 +56,18 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(wide_model: Path) -> Iterator[str]:
-    """A server on a port, as a user starts it."""
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server on a port, as a user starts it, of other weights, whose head is not tied (docs/vllm.md)."""
+    folder = tmp_path_factory.mktemp("other")
+    tiny_model(1, hidden_size=128, tie_word_embeddings=False).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     rollout = RolloutConfig(vllm=VLLMConfig(python=PYTHON, arguments=ARGUMENTS), kv_cache_gib=0.5)
     (port,) = free_ports(1)
     command = server_command(
         PYTHON,
         rollout,
-        model=wide_model,
-        socket=wide_model / "unused",
+        model=folder,
+        socket=folder / "unused",
         dtype=torch.float32,
         device=torch.device("cpu"),
         ranks=1,

@@ -205,7 +205,7 @@ class RolloutConfig(Settings):
             ("prefill_tokens", self.prefill_tokens, self.prefill_tokens is not None, "vLLM has its own limit"),
             ("offload_states", True, self.offload_states, "vLLM does not wait for this memory"),
             ("keep_weights", True, self.keep_weights is True, "vLLM keeps its own weights"),
-            ("kv_cache_gib", self.kv_cache_gib, by_url and self.kv_cache_gib is not None, "the server is started"),
+            ("kv_cache_gib", self.kv_cache_gib, by_url and self.kv_cache_gib is not None, "the servers run already"),
             *(
                 (
                     f"sampling.{key}",

@@ -31,6 +31,7 @@ MODEL_NAME = "actor"
 """Name of the model at servers that this library starts."""
 _START_SECONDS = 3600.0
 _POLL_SECONDS = 0.5
+_ANSWER_SECONDS = 10.0
 _STOP_SECONDS = 10.0
 _CPU_CACHE_GIB = 4.0
 """Largest default of the KV cache on a CPU; vLLM allocates all of it when it starts."""
@@ -79,6 +80,7 @@ def server_command(
     dtype: torch.dtype,
     device: torch.device,
     ranks: int,
+    unties: bool = False,
 ) -> list[str]:
     """Return the command of a server.
 
@@ -90,6 +92,7 @@ def server_command(
         dtype: dtype of the weights.
         device: device of this rank.
         ranks: number of ranks of this host, which share the host's memory.
+        unties: the head is a weight of its own, though the model ties it to the embedding.
     """
     section = rollout.vllm
     assert section is not None
@@ -103,6 +106,8 @@ def server_command(
         "generation-config": "vllm",  # no defaults of sampling from the model
         "logprobs-mode": "processed_logprobs",
     }
+    if unties:
+        options["hf-overrides"] = '{"tie_word_embeddings": false}'
     on_gpu = device.type == "cuda"
     if rollout.kv_cache_gib is not None:
         options["kv-cache-memory-bytes"] = int(rollout.kv_cache_gib * 2**30)
@@ -181,7 +186,7 @@ class ServerProcess:
         deadline = time.monotonic() + _START_SECONDS
         while self.is_running and time.monotonic() < deadline:
             with contextlib.suppress(ServerLost):
-                server.call("GET", "/health", seconds=_POLL_SECONDS)
+                server.call("GET", "/health", seconds=_ANSWER_SECONDS)
                 server.introduce()
                 return
             time.sleep(_POLL_SECONDS)

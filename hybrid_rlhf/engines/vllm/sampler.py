@@ -96,6 +96,8 @@ class VLLMSampler:
         self.max_logprob_diff = logprob_limit(max_logprob_diff, training, self._dtype)
         self._exact = {training, self._dtype} == {torch.float32}
         self._limit = max_logprob_diff
+        self._tied: dict[str, str] = dict(getattr(actor.lm, "all_tied_weights_keys", {}))
+        """Weights that are not written otherwise, with the names of those that they equal."""
         self._version = -1
         """Version of the weights of the last sync; -1 forces the next."""
         self._expected: Tensor | None = None
@@ -244,6 +246,7 @@ class VLLMSampler:
             dtype=self._dtype,
             device=self.device,
             ranks=self.world.local_size,
+            unties=bool(self._tied) and self.device.type == "cpu",
         )
         start = time.perf_counter()
         logger.info("vLLM starts on rank %d, its log is %s", self.world.rank, self._log)
@@ -290,7 +293,7 @@ class VLLMSampler:
             self._backend.weight_label = f"{self._folder.name}-{self.weight_version}"  # of this run
             save_model(
                 self._folder,
-                full_tensors(self._actor.lm, world),
+                self._weights(),
                 lm=self._actor.lm,
                 tokenizer=self._tokenizer,
                 world=world,
@@ -301,6 +304,14 @@ class VLLMSampler:
             self._check_servers()
             self._version = self.weight_version
         self.weight_sync_seconds = time.perf_counter() - start - self.weight_check_seconds
+
+    def _weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the actor's weights as `full_tensors`, and heads that are tied to another weight as weights of their
+        own. On a CPU, vLLM 0.32 packs a tied head once and does not load it again; tied ones elsewhere ignore it."""
+        for name, tensor in full_tensors(self._actor.lm, self.world):
+            yield name, tensor
+            for tied in (tied for tied, source in self._tied.items() if source == name):
+                yield tied, None if tensor is None else tensor.clone()
 
     def _call_own(self, path: str, **params: int) -> None:
         """Call a route of sleep at the server of this rank, if it sleeps between rollouts."""

@@ -127,7 +127,7 @@ class VLLMServer:
         status = response.status_code
         if status == HTTPStatus.OK:
             return response.json() if response.content else None
-        text = shortened(" ".join(response.text.split()))
+        text = shortened(response.text, 300)
         if status >= 500 or status == HTTPStatus.TOO_MANY_REQUESTS:
             raise ServerLost(f"HTTP {status}: {text}")
         raise UserError(
