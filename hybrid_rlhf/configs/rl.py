@@ -239,12 +239,17 @@ class RLConfig(StepConfig):
             "rollout.endpoint is for programs, got environment.path "
             f"{self.environment and self.environment.path}: leave one out",
         )
+        require(
+            self.rollout.backend != "vllm" or not alone and not is_automatic(self.placement),
+            "rollout.backend vllm samples in processes of its own, got placement "
+            f"{self.placement and self.placement.as_given()}: leave the sampler out of it",
+        )
         if self.rollout.samples_otherwise and not self.algorithm.allows_other_sampler:
             if not isinstance(self.algorithm, PolicyGradientConfig):
                 raise UserError(
                     "samples of other weights than those that train need algorithm.correction, got algorithm "
                     f"{name} without: give another, or leave out rollout.async_sampling, rollout.partial, "
-                    "rollout.streaming and rollout.quantization"
+                    "rollout.streaming, rollout.quantization and rollout.vllm"
                 )
             default = self.algorithm.default_correction
             object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))
@@ -387,6 +392,10 @@ class RLConfig(StepConfig):
             self.rollout.quantization is None,
             f"model.quantization {kind} already quantises the sampler, got rollout.quantization "
             f"{self.rollout.quantization}: leave one out",
+        )
+        require(
+            self.rollout.backend != "vllm",
+            f"model.quantization {kind} samples from the weights of the actor, got rollout.backend vllm: leave one out",
         )
         require(
             self.rollout.dtype == "auto",

@@ -29,8 +29,9 @@ def rollout_backend(decoder: Decoder, rollout: RolloutConfig, *, cuda_graphs: bo
 
 
 def rounds_otherwise(rollout: RolloutConfig, training: torch.dtype) -> bool:
-    """True if sampling has a different precision than training in a dtype: 8-bit products, or another dtype."""
-    return rollout.quantization is not None or DTYPES.get(rollout.dtype, training) != training
+    """True if sampling rounds in another way than training in a dtype: 8-bit products, another dtype, or vLLM."""
+    other_products = rollout.quantization is not None or rollout.backend == "vllm"
+    return other_products or DTYPES.get(rollout.dtype, training) != training
 
 
 def check_closed(snapshot: GenerationEngine | None) -> None:

@@ -46,7 +46,7 @@ _SPLIT_PROGRAMS = 528
 def route_size(model: ShapedModel, rollout: RolloutConfig) -> RouteSize | None:
     """The recorded experts of a token; none for a model without inference weights or without a mixture of experts."""
     family = family_of(model.lm)
-    if rollout.backend == "module" or family is None or family.experts is None:
+    if rollout.backend != "auto" or family is None or family.experts is None:
         return None
     mixtures = layers_with(model.lm, family, "router")
     if not mixtures:

@@ -137,8 +137,13 @@ class MemoryModel:
         dtype = job.inference_dtype
         separate = sampler == SAMPLER
         rollout = replace(job.config.rollout, tensor_parallel=place.tensor_parallel, async_sampling=None)
+        ranks = sum(len(each.ranks) for each in plan.sampling_places)
+        if rollout.vllm is not None and rollout.vllm.urls:  # servers with memory of their own
+            rows = -(-rollout.prompts_per_step * rollout.sampling.n // ranks)
+            return PhaseMemory("generation", base, self.machine), MemoryUse(), rows
         memory = GenerationMemory(model, rollout, dtype, job.device)
-        inference = self._inference_bytes(memory, actor, in_use=separate)
+        # a vLLM server on the rank's device has copies of the weights
+        inference = self._inference_bytes(memory, actor, in_use=separate or rollout.vllm is not None)
         copies = 0.0
         if plan.policy_lag and not separate:  # each rollout is sampled from weights of its own
             copies = plan.policy_lag * self._inference_bytes(memory, actor, in_use=True).weights
@@ -149,7 +154,6 @@ class MemoryModel:
         if residency.visits("optimizer"):
             movable = self._engine(job.actor, plan).movable
             base += MemoryUse(optimizer=-movable, host=movable)
-        ranks = sum(len(each.ranks) for each in plan.sampling_places)
         sampling = memory.sampling(base, inference, self.machine, ranks=ranks, copies=copies)
         cache = sampling.cache
         kept = MemoryUse()

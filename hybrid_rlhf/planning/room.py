@@ -77,8 +77,9 @@ def resolve_kv_cache(config: RLConfig, placement: Placement, world: World) -> RL
     Raises:
         UserError: on every rank, when a model's config cannot be read.
     """
+    rollout = config.rollout
     overlaps = StepPlan.of(config, placement).policy_lag > 0
-    if not overlaps or config.rollout.kv_cache_gib is not None:
+    if not overlaps or rollout.kv_cache_gib is not None or rollout.backend == "vllm":
         return config
     with shared_user_errors(world):
         if world.is_main:

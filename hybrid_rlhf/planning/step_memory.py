@@ -62,7 +62,9 @@ class Planner:
 
     def memory(self, config: RLConfig, placement: Placement) -> list[PhaseMemory]:
         """The memory of each phase of a step of RL on each rank."""
-        if StepPlan.of(config, placement).policy_lag and config.rollout.kv_cache_gib is None:
+        rollout = config.rollout
+        overlaps = StepPlan.of(config, placement).policy_lag > 0
+        if overlaps and rollout.kv_cache_gib is None and rollout.backend != "vllm":
             config = self.with_kv_cache(config, placement)
         job = read_job(config, self.machine.device, starts=self.starts)
         return list(MemoryModel(job, self.machine, exact=True)(StepPlan.of(config, placement)).phases)

@@ -118,7 +118,7 @@ def rl_session(
     config: RLConfig, callbacks: Sequence[Callback] = (), algorithm_class: type[Algorithm] | None = None
 ) -> Iterator[RLSession]:
     """Read the data, then load the models, and wire the parts."""
-    with open_step(config, callbacks) as run:
+    with open_step(config, callbacks) as run, contextlib.ExitStack() as stack:
         config.require_reward()
         actor_path, tokenizer = start_step(config, run, config.model.path, key="model.path")
         config, watch = choose_placement(config, run.world)
@@ -151,6 +151,7 @@ def rl_session(
         )
         updates = steps * config.algorithm.epochs * config.algorithm.mini_batches
         roles = build_roles(config, run, placement, actor_path, tokenizer, updates=updates)
+        stack.callback(roles.close)
         roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]))
         actor = roles.actor
         average = None
@@ -306,7 +307,7 @@ def _log_correction(config: RLConfig) -> None:
     correction = algorithm.correction
     if config.rollout.samples_otherwise:
         logger.info(
-            "algorithm.correction.ratio %s, method %s, clip %g: other weights than those that train sample",
+            "algorithm.correction.ratio %s, method %s, clip %g: other weights or products than those that train sample",
             correction.ratio,
             correction.method,
             correction.clip,

@@ -43,7 +43,11 @@ def test_every_answer_for_a_name_of_trl_is_a_key() -> None:
         (PipelineConfig, {"learning_rate": 1}, "give sft.optimizer.lr or reward.optimizer.lr"),
         (SFTConfig, {"wibble": 1}, "unknown option --wibble: --help lists the keys"),
         (SFTConfig, {"optimizer": {"lrr": 1}}, "unknown option --optimizer.lrr: the nearest is optimizer.lr"),
-        (RLConfig, {"use_vllm": True}, "unknown option --use_vllm: the engine of the actor generates: leave it out"),
+        (
+            RLConfig,
+            {"use_vllm": True},
+            "unknown option --use_vllm: the engine of the actor generates: leave it out, or give rollout.vllm",
+        ),
         (RLConfig, {"algorithm": "gpro"}, "got gpro: the nearest is grpo"),
         (RLConfig, {"algorithm": "sarsa"}, "got sarsa: give one of them"),
     ],

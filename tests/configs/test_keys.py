@@ -82,6 +82,23 @@ RULES = {
     "--actor.lora.rank 0": ("lora.rank", "got 0"),
     "--rollout.quantization int8 --rollout.backend module": ("rollout.quantization", "got rollout.backend module"),
     "--rollout.quantization int4": ("rollout.quantization", "int4"),
+    "--rollout.backend vllm": ("rollout.vllm", "got no section"),
+    "--rollout.vllm {}": ("rollout.vllm", "got none"),
+    "--rollout.vllm.python p --rollout.vllm.urls [http://a]": ("rollout.vllm", "got both"),
+    "--rollout.vllm.urls [a:8000]": ("rollout.vllm.urls", "got a:8000"),
+    "--rollout.vllm.urls [http://a] --rollout.vllm.api_key secret": ("rollout.vllm.api_key", "got a text"),
+    "--rollout.vllm.python p --rollout.vllm.api_key ${KEY}": ("rollout.vllm.api_key", "got rollout.vllm.python"),
+    "--rollout.vllm.urls [http://a] --rollout.vllm.arguments [--x]": ("rollout.vllm.arguments", "got ['--x']"),
+    "--rollout.vllm.urls [http://a] --rollout.kv_cache_gib 1": ("rollout.kv_cache_gib", "got 1"),
+    "--rollout.vllm.python p --rollout.backend module": ("rollout.backend vllm", "got module"),
+    "--rollout.vllm.python p --rollout.quantization int8": ("rollout.quantization", "got int8"),
+    "--rollout.vllm.python p --rollout.partial true": ("rollout.partial", "got True"),
+    "--rollout.vllm.python p --rollout.tensor_parallel 2": ("rollout.tensor_parallel", "got 2"),
+    "--rollout.vllm.python p --rollout.offload_states true": ("rollout.offload_states", "got True"),
+    "--rollout.vllm.python p --rollout.sampling.top_p 0.9": ("rollout.sampling.top_p", "got 0.9"),
+    "--rollout.vllm.python p --rollout.async_sampling.policy_lag 2": ("policy_lag", "policy_lag 2"),
+    "--rollout.vllm.python p --placement separation": ("placement", "got placement separation"),
+    "--rollout.vllm.python p --actor.lora.rank 4 --model.quantization nf4": ("model.quantization", "backend vllm"),
 }
 """What a key needs: the key, and the value."""
 READ = [
@@ -104,6 +121,8 @@ READ = [
     "--algorithm raft --algorithm.entropy.method adaptive --algorithm.entropy.target 0.3 --algorithm.entropy.step 1e-3",
     "--rollout.quantization int8 --algorithm.correction.method truncate",
     "--algorithm online_dpo --rollout.quantization int8",
+    "--rollout.vllm.python p --rollout.vllm.arguments [--x] --rollout.kv_cache_gib 1 --rollout.async_sampling true",
+    "--rollout.vllm.urls [http://a:1,https://b] --rollout.vllm.api_key ${KEY} --rollout.vllm.folder /shared",
     "--reward.components [rm,{'function':'a:b','weight':0.5}]",
     "--data.sources [a,{'path':'b','weight':0.5,'split_name':'x'}] --actor.optimizer.betas [0.8,0.99]",
 ]
@@ -252,7 +271,7 @@ def test_what_may_change_when_a_run_resumes_is_marked_on_the_field() -> None:
         "output_dir resume logging.every faults.max_skipped_steps data.cache_dir train.save_every train.keep_best "
         "train.micro_batch_tokens train.micro_batch_size actor.zero.stage critic.zero critic.zero.stage "
         "model.gradient_checkpointing model.activation_offload rollout.offload_states rollout.offload_frozen "
-        "rollout.kv_cache_gib rollout.keep_weights rollout.max_decode_rows rollout.tensor_parallel"
+        "rollout.kv_cache_gib rollout.keep_weights rollout.max_decode_rows rollout.tensor_parallel rollout.vllm.urls"
     ).split()
     fixed = (
         "seed model.path model.dtype data.sources algorithm.name algorithm.kl.coef algorithm.beta actor.lora.rank "

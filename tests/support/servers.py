@@ -7,17 +7,32 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import ThreadingMixIn, UnixStreamServer
 from typing import Any
 
 
+class _UnixServer(ThreadingMixIn, UnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+class _TcpServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
 @contextlib.contextmanager
-def json_server(answer: Callable[[str, str, bytes], tuple[int, Any]]) -> Iterator[str]:
-    """The URL of a server that answers (method, path, body) with a status and JSON."""
+def json_server(
+    answer: Callable[[str, str, bytes], tuple[int, Any]], *, unix_socket: str | None = None
+) -> Iterator[str]:
+    """The URL of a server that answers (method, path, body) with a status and JSON; status 0: it hangs up."""
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, content = answer(self.command, self.path.partition("?")[0], body)
+            if not status:
+                return
             data = json.dumps(content).encode()
             with contextlib.suppress(OSError):  # the client has left
                 self.send_response(status)
@@ -31,11 +46,10 @@ def json_server(answer: Callable[[str, str, bytes], tuple[int, Any]]) -> Iterato
         def log_message(self, *words: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server: Any = _TcpServer(("127.0.0.1", 0), Handler) if unix_socket is None else _UnixServer(unix_socket, Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield "http://server" if unix_socket else f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()

@@ -65,8 +65,8 @@ _ANSWERS = {
     "assistant_only_loss": "the loss is always on what the assistant says",
     "completion_only_loss": "the loss is always on the completion",
     "processing_class": "give tokenizer, together with a model object",
-    "use_vllm": "the engine of the actor generates: leave it out",
-    "vllm_mode": "the engine of the actor generates: leave it out",
+    "use_vllm": "the engine of the actor generates: leave it out, or give rollout.vllm",
+    "vllm_mode": "the engine of the actor generates: leave it out, or give rollout.vllm",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from hybrid_rlhf.configs.credentials import expanded, is_placeholder
+from hybrid_rlhf.configs.credentials import check_url, expanded, is_placeholder
 from hybrid_rlhf.configs.sections.rules import Count, Natural, Port, Positive, Settings, Share, require, setting
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
 
@@ -103,6 +103,53 @@ class EndpointConfig(Settings):
         return None if self.api_key is None else expanded(self.api_key, key="rollout.endpoint.api_key")
 
 
+class VLLMConfig(Settings):
+    """Sampling by vLLM: a server that each rank starts, or servers by URL (docs/vllm.md)."""
+
+    python: str | None = None
+    """Interpreter of an environment with vLLM, which each sampling rank starts for its own server; null: urls."""
+    urls: tuple[str, ...] = ()
+    """Addresses of running vLLM servers, such as http://host:8000, which share the completions; ${NAME} is replaced
+    from the environment."""
+    api_key: str | None = None
+    """Bearer token of requests to urls, as ${NAME} of an environment variable; null: none."""
+    folder: str | None = None
+    """Folder in which weights are written for the servers, which must see it under the same path; null: shared memory
+    of this host."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the servers that ranks start, such as --enforce-eager."""
+
+    def _check(self) -> None:
+        require(
+            (self.python is None) != (not self.urls),
+            f"rollout.vllm needs either python or urls, got {'none' if self.python is None else 'both'}: give one",
+        )
+        require(
+            self.python is None or self.api_key is None,
+            "rollout.vllm.api_key is for servers of rollout.vllm.urls, got rollout.vllm.python: leave it out",
+        )
+        require(
+            self.python is not None or not self.arguments,
+            f"rollout.vllm.arguments are for servers that ranks start, got {list(self.arguments)} and urls: give them "
+            "where you start those",
+        )
+        require(
+            self.api_key is None or is_placeholder(self.api_key),
+            "rollout.vllm.api_key must be ${NAME} of an environment variable, since configs are saved, got a text: "
+            "export the key and give its name",
+        )
+        for url in self.urls:
+            check_url(url, key="rollout.vllm.urls", remedy="write ${NAME} of a variable in its place")
+
+    def expanded_api_key(self) -> str | None:
+        """The key with its environment variable replaced; it must not be logged.
+
+        Raises:
+            UserError: when its variable is not set.
+        """
+        return None if self.api_key is None else expanded(self.api_key, key="rollout.vllm.api_key")
+
+
 class RolloutConfig(Settings):
     """How completions are sampled."""
 
@@ -115,8 +162,10 @@ class RolloutConfig(Settings):
     )
     tensor_parallel: Count = setting(1, mutable=True)
     """Number of ranks that share one model in generation; must divide the number of ranks."""
-    backend: Literal["auto", "module"] = setting("auto", advanced=True)
-    """auto: the generation engine if it supports the model; module: always the model's own forward."""
+    backend: Literal["auto", "module", "vllm"] = setting("auto", advanced=True)
+    """auto: the generation engine if it supports the model, vLLM if rollout.vllm is given; module: always the model's
+    own forward; vllm: the servers of rollout.vllm."""
+    vllm: VLLMConfig | None = setting(None, advanced=True, mutable=True)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", advanced=True)
     """Type of the inference weights; auto: as in training."""
     quantization: Literal["int8", "fp8"] | None = setting(None, advanced=True)
@@ -157,23 +206,66 @@ class RolloutConfig(Settings):
             f"rollout.sampling.temperature must be above 0, got {self.sampling.temperature}: give for example 1.0",
         )
         require(
-            self.quantization is None or self.backend == "auto",
+            self.quantization is None or self.backend != "module",
             f"rollout.quantization {self.quantization} needs inference weights, got rollout.backend {self.backend}: "
             "give auto",
         )
         require(
-            not self.routing_replay or self.backend == "auto",
+            not self.routing_replay or self.backend != "module",
             f"rollout.routing_replay needs experts that inference weights record, got rollout.backend {self.backend}: "
             "give auto",
         )
         require(
-            self.partial is None or self.backend == "auto",
+            self.partial is None or self.backend != "module",
             "rollout.partial continues completions with inference weights, got rollout.backend module: give auto",
         )
+        if self.vllm is not None and self.backend == "auto":
+            object.__setattr__(self, "backend", "vllm")
+        if self.backend == "vllm" or self.vllm is not None:
+            self._check_vllm()
         if self.async_sampling is not None:
             self._check_async()
         if self.streaming is not None:
             self._check_streaming()
+
+    def _check_vllm(self) -> None:
+        """Check the settings that vLLM does not read, or reads in its own way."""
+        require(
+            self.vllm is not None,
+            "rollout.backend vllm needs servers, got no section rollout.vllm: give --rollout.vllm.python with the "
+            "interpreter of vLLM's environment, or --rollout.vllm.urls",
+        )
+        require(
+            self.backend == "vllm",
+            f"rollout.vllm is for rollout.backend vllm, got {self.backend}: leave one out",
+        )
+        by_url = bool(self.vllm and self.vllm.urls)
+        sampling = self.sampling
+        for name, value, is_barred, why in (
+            ("quantization", self.quantization, self.quantization is not None, "vLLM has its own weights"),
+            ("routing_replay", True, self.routing_replay, "vLLM does not report its experts in completions"),
+            ("partial", True, self.partial is not None, "completions of vLLM arrive whole"),
+            ("tensor_parallel", self.tensor_parallel, self.tensor_parallel > 1, "it splits our own inference weights"),
+            ("prefill_tokens", self.prefill_tokens, self.prefill_tokens is not None, "vLLM has its own limit"),
+            ("offload_states", True, self.offload_states, "vLLM does not wait for this memory"),
+            ("keep_weights", True, self.keep_weights is True, "vLLM keeps its own weights"),
+            ("kv_cache_gib", self.kv_cache_gib, by_url and self.kv_cache_gib is not None, "the servers run already"),
+            *(
+                (
+                    f"sampling.{key}",
+                    getattr(sampling, key),
+                    getattr(sampling, key) != usual,
+                    "vLLM reports one log-prob",
+                )
+                for key, usual in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
+            ),
+        ):
+            require(not is_barred, f"rollout.{name} has no effect in vLLM, got {value} ({why}): leave it out")
+        require(
+            self.policy_lag <= 1,
+            f"rollout.backend vllm has one copy of the weights, got rollout.async_sampling.policy_lag {self.policy_lag}"
+            ": give 1",
+        )
 
     def require_prompts(self, prompts: int) -> None:
         """Raise UserError unless the prompts of all epochs are enough for a step."""
@@ -215,8 +307,8 @@ class RolloutConfig(Settings):
 
     @property
     def samples_otherwise(self) -> bool:
-        """True if the sampling policy differs from the trained one: older weights, or 8-bit products."""
-        return self.samples_older or self.quantization is not None
+        """True if the sampling policy differs from the trained one: older weights, 8-bit products, or vLLM."""
+        return self.samples_older or self.quantization is not None or self.backend == "vllm"
 
     def _check_streaming(self) -> None:
         for name, barred, needed in (
@@ -233,7 +325,7 @@ class RolloutConfig(Settings):
 
     def _check_async(self) -> None:
         for name, barred, needed in (
-            ("backend", self.backend != "auto", "auto"),
+            ("backend", self.backend == "module", "auto"),
             ("keep_weights", self.keep_weights is True, False),
             ("offload_states", self.offload_states, False),
         ):

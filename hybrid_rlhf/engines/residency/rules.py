@@ -81,6 +81,8 @@ class ResidencyRules:
     """Roles with `zero.offload_parameters`."""
     cuda_graphs: bool = False
     """True if decoding steps are captured in CUDA graphs."""
+    samples_outside: bool = False
+    """True if other processes sample, with their own memory."""
 
     @classmethod
     def of(cls, config: RLConfig, *, cuda: bool) -> Self:
@@ -112,12 +114,13 @@ class ResidencyRules:
             optimizers_on_host,
             parameters_on_host,
             cuda and rollout.cuda_graphs and rollout.policy_lag <= 1,
+            rollout.backend == "vllm",
         )
 
     def actor(self, zero: int = 0, *, samples: bool = True) -> RoleResidency:
         """Return the residency of the actor under a ZeRO stage; `samples`: it samples on the ranks that train it."""
         parts = {**self.learner("actor", zero).places}
-        if samples:
+        if samples and not self.samples_outside:
             if self.offload_states:
                 parts |= {"gradients": _away(parts["gradients"]), "optimizer": _away(parts["optimizer"])}
             parts |= self._sampling(keeps=self.keep_weights is True, keeps_cache=self.keep_weights is True)

@@ -18,6 +18,7 @@ from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
+from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
 from hybrid_rlhf.loop.setup import (
     require_positions,
     require_same_tokens,
@@ -74,7 +75,7 @@ def build_roles(
             "leave reference.path out"
         )
     copy = None if critic is None else build.critic_copy(critic)
-    sampler = build.sampler(actor)
+    sampler = build.sampler(actor, tokenizer)
     return Roles(
         run.world,
         actor,
@@ -111,7 +112,8 @@ class _Builder:
         if config.algorithm.selects:  # completions are learned as in SFT
             spec = replace(spec, learning="sft")
         actor = None
-        samples = self._placement.with_actor or not self._placement.separate_sampler
+        alone = self._placement.separate_sampler or self._rollout.backend == "vllm"
+        samples = self._placement.with_actor or not alone
         with shared_user_errors(self._run.world):
             if part.is_member:
                 actor = build_actor(
@@ -129,9 +131,19 @@ class _Builder:
         own = self._rollout.streaming is not None
         return AbsentActor("actor", part, facts, tensor_parallel=together, own=own) if actor is None else actor
 
-    def sampler(self, actor: HybridEngine | AbsentActor) -> SeparateSampler | JointSampler | None:
+    def sampler(
+        self, actor: HybridEngine | AbsentActor, tokenizer: PreTrainedTokenizerBase
+    ) -> SeparateSampler | JointSampler | VLLMSampler | None:
         placement = self._placement
         faults = self._config.faults
+        if self._rollout.backend == "vllm" and isinstance(actor, HybridEngine):
+            return VLLMSampler(
+                actor,
+                tokenizer,
+                rollout=self._rollout,
+                logs=self._run.folder / "vllm",
+                max_logprob_diff=faults.max_logprob_diff,
+            )
         if not placement.separate_sampler:
             return None
         union = self._union("actor", "sampler")

@@ -14,6 +14,7 @@ from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.joint import JointSampler
 from hybrid_rlhf.engines.separate.reader import InferenceReader
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
+from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.runtime.world import World
 
@@ -33,8 +34,8 @@ class Roles:
     critic: Engine | None = None
     reference: FrozenRole | None = None
     """None also if the reference is the actor without its adapters."""
-    separate_sampler: SeparateSampler | JointSampler | None = None
-    """A sampler on ranks of its own, alone or with the actor; None if the actor samples."""
+    separate_sampler: SeparateSampler | JointSampler | VLLMSampler | None = None
+    """A sampler on ranks of its own, alone or with the actor, or in vLLM's processes; None if the actor samples."""
     critic_copy: CriticCopy | None = None
     """Computes the critic's values; None if the critic computes them."""
     teacher: FrozenRole | None = None
@@ -46,6 +47,11 @@ class Roles:
     def sampler(self) -> SamplingEngine:
         """The engine that samples completions."""
         return self.actor if self.separate_sampler is None else self.separate_sampler
+
+    def close(self) -> None:
+        """End the processes that the roles have started."""
+        if isinstance(self.separate_sampler, VLLMSampler):
+            self.separate_sampler.close()
 
     @property
     def learners(self) -> dict[str, Engine]:

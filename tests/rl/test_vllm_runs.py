@@ -1,0 +1,73 @@
+"""Whole runs whose completions come from vLLM servers, here fake ones (tests/vllm has the real ones)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.configs.algorithms import GRPOConfig, OnlineDPOConfig
+from hybrid_rlhf.configs.rl import RLConfig
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig, VLLMConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
+from tests.support.faults import run_step
+from tests.support.ranks import run_main
+from tests.support.steps import MODULES, step_line
+from tests.support.vllm_server import FakeVLLM, fake_vllm
+
+
+def urls_of(*servers: FakeVLLM) -> list[str]:
+    return ["--rollout.vllm.urls", json.dumps([server.url for server in servers])]
+
+
+def test_ppo_learns_from_the_samples_of_two_servers(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
+    """With the averaged actor's evaluation, whose weights are loaded too, and the default correction."""
+    with fake_vllm(model_folder) as one, fake_vllm(model_folder) as other:
+        line = step_line(
+            "ppo", tmp_path / "run", model_folder, pair_rows, *urls_of(one, other), "--train.max_steps", "3"
+        )
+        run_main(MODULES["ppo"], 1, line)
+        assert one.bodies and other.bodies
+    first, *_, last = [row for row in read_metrics(tmp_path / "run") if "rollout/updates" in row]
+    assert last["step"] == 3 and "eval_ema/scores" in last
+    assert last["rollout/logprob_abs_diff_mean"] < 1e-4
+    assert last["rollout/correction_mean"] == pytest.approx(1.0, abs=1e-3), "corrected, as by default"
+    assert first["time/weight_sync_seconds"] >= 0 and last["time/weight_check_seconds"] > 0
+
+
+@pytest.mark.slow
+def test_grpo_samples_while_it_trains_on_sharded_weights(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
+    with fake_vllm(model_folder) as fake:
+        settings = "--algorithm grpo --rollout.sampling.n 2 --actor.zero.stage 3 --rollout.async_sampling true".split()
+        line = [
+            *f"--model.path {model_folder} --data.sources {pair_rows} --output_dir {tmp_path / 'run'}".split(),
+            *"--rollout.prompts_per_step 4 --rollout.sampling.max_new_tokens 5 --train.max_steps 4".split(),
+            *("--reward.components", "[{function: 'tests/support/steps.py:brevity'}]"),
+            *settings,
+            *urls_of(fake),
+        ]
+        run_main(MODULES["ppo"], 2, line)
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["rollout/stale_updates"] > 0 and last["step"] == 4
+
+
+def test_a_run_without_servers_ends_in_one_line(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
+    errors = tmp_path / "errors.txt"
+    with fake_vllm(model_folder) as fake:
+        fake.intercept = lambda body: None if "prompt_logprobs" in body or len(fake.bodies) < 8 else (0, None)
+        line = step_line("ppo", tmp_path / "run", model_folder, pair_rows, *urls_of(fake))
+        assert run_step(MODULES["ppo"], 1, line, errors=errors) == [2]
+    told = [text for text in errors.read_text().splitlines() if "must answer, all are lost" in text]
+    assert len(told) == 1 and fake.url in told[0] and "Traceback" not in errors.read_text()
+
+
+def test_samples_of_vllm_are_corrected_by_default() -> None:
+    """Its kernels round otherwise; an algorithm that learns from samples of any policy needs none."""
+    rollout = RolloutConfig(vllm=VLLMConfig(python="python"), sampling=SamplingParams(n=4))
+    assert rollout.backend == "vllm" and rollout.samples_otherwise
+    config = RLConfig(algorithm=GRPOConfig(), rollout=rollout)
+    assert config.algorithm.correction is not None  # type: ignore[attr-defined]
+    pairs = RolloutConfig(vllm=rollout.vllm, sampling=SamplingParams(n=2))
+    assert getattr(RLConfig(algorithm=OnlineDPOConfig(), rollout=pairs).algorithm, "correction", None) is None

@@ -1,0 +1,177 @@
+"""Runs with vLLM itself, of its CPU build (tests/vllm/install.sh): what the fake server of other tests imitates.
+
+They are skipped, with the reason, where its environment is not built.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from hybrid_rlhf.configs.sections.rollout import RolloutConfig, VLLMConfig
+from hybrid_rlhf.engines.builder import build_actor
+from hybrid_rlhf.engines.vllm.process import ServerProcess, private_folder, server_command, server_environment
+from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
+from hybrid_rlhf.generation import SamplingParams
+from hybrid_rlhf.generation.backends.vllm import VLLMServer
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
+from hybrid_rlhf.runtime.world import World
+from tests.support.engines import actor_spec, differences, train_step
+from tests.support.ranks import free_ports, run_main
+from tests.support.steps import MODULES, step_line
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+_CACHE = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+_FOLDER = Path(os.environ.get("HYBRID_RLHF_VLLM_ENV") or Path(_CACHE) / "hybrid_rlhf" / "vllm")
+PYTHON = str(_FOLDER / "bin" / "python")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (_FOLDER / ".complete").exists(), reason=f"vLLM is not in {_FOLDER}: run tests/vllm/install.sh"
+    ),
+]
+ARGUMENTS = ("--enforce-eager",)
+"""Without the compilation of the model, a minute."""
+PROMPTS = [[5, 6, 7], [9, 8], [4, 4, 4, 4], list(range(3, 60))]
+GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with heads of 32: vLLM's attention on a CPU takes no smaller ones."""
+    folder = tmp_path_factory.mktemp("wide")
+    tiny_model(hidden_size=128).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server on a port, as a user starts it, of other weights, whose head is not tied (docs/vllm.md)."""
+    folder = tmp_path_factory.mktemp("other")
+    tiny_model(1, hidden_size=128, tie_word_embeddings=False).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    rollout = RolloutConfig(vllm=VLLMConfig(python=PYTHON, arguments=ARGUMENTS), kv_cache_gib=0.5)
+    (port,) = free_ports(1)
+    command = server_command(
+        PYTHON,
+        rollout,
+        model=folder,
+        socket=folder / "unused",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        ranks=1,
+    )
+    command = [word for word in command if not word.startswith("--uds")]
+    command += ["--host=127.0.0.1", f"--port={port}"]
+    server = VLLMServer(f"http://127.0.0.1:{port}", "of the test")
+    log = private_folder() / "log.txt"
+    process = ServerProcess(command, server_environment(os.environ, torch.device("cpu")), log)
+    process.wait_ready(server)
+    yield server.url
+    process.stop()
+
+
+def test_greedy_tokens_are_ours_before_and_after_updates(
+    world: World, wide_model: Path, url: str, tmp_path: Path
+) -> None:
+    """And log-probs those of the training forward, of samples at another temperature too."""
+    rollout = RolloutConfig(vllm=VLLMConfig(urls=(url,)))
+    ours = build_actor(actor_spec(wide_model, lr=0.05), world, rollout=RolloutConfig())
+    actor = build_actor(actor_spec(wide_model, lr=0.05), world, rollout=rollout, samples=False)
+    sampler = VLLMSampler(actor, tiny_tokenizer(), rollout=rollout, logs=tmp_path)
+    stop = (40, 41, 42)
+    outputs = []
+    for _ in range(3):
+        with ours.inference(stop_token_ids=stop) as generation:
+            expected = generation.generate(PROMPTS, GREEDY)
+        with sampler.inference(stop_token_ids=stop) as generation:
+            greedy = generation.generate(PROMPTS, GREEDY)
+            sampled = generation.generate(PROMPTS, SamplingParams(max_new_tokens=8, n=3, seed=1))
+            again = generation.generate(PROMPTS, SamplingParams(max_new_tokens=8, n=3, seed=1))
+            warm = generation.generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=0.6, seed=1))
+        for (mine,), (theirs,) in zip(expected, greedy, strict=True):
+            assert mine.token_ids == theirs.token_ids and mine.finish_reason == theirs.finish_reason
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        pairs = list(zip(PROMPTS, sampled, strict=True))
+        assert max(apart for prompt, samples in pairs for apart in differences(actor, samples, prompt)) < 1e-4
+        tokens = [[completion.token_ids for completion in samples] for samples in sampled]
+        assert tokens == [[completion.token_ids for completion in samples] for samples in again], "by their seeds"
+        assert len({tuple(ids) for ids in tokens[0]}) == 3
+        cooler = [completion for samples in warm for completion in samples]
+        assert cooler[0].logprobs != pytest.approx(_raw_logprobs(actor, PROMPTS[0], cooler[0]), abs=1e-2), "processed"
+        outputs.append([theirs.token_ids for (theirs,) in greedy])
+        train_step(ours, world)
+        train_step(actor, world)
+    assert outputs[0] != outputs[1] != outputs[2]
+
+
+def _raw_logprobs(actor: Any, prompt: list[int], completion: Any) -> list[float]:
+    ids = torch.tensor([prompt + completion.token_ids])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        return actor(ids, mask, mask)[0][0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def test_grpo_runs_with_a_server_by_url(wide_model: Path, url: str, pair_rows: Path, tmp_path: Path) -> None:
+    """While it samples the next rollout from older weights."""
+    line = [
+        *f"--algorithm grpo --model.path {wide_model} --data.sources {pair_rows}".split(),
+        *f"--output_dir {tmp_path / 'run'} --rollout.prompts_per_step 4 --rollout.sampling.n 4".split(),
+        *"--rollout.sampling.max_new_tokens 8 --rollout.async_sampling true --train.max_steps 3".split(),
+        *("--reward.components", "[{function: 'tests/support/steps.py:brevity'}]"),
+        *("--rollout.vllm.urls", json.dumps([url])),
+    ]
+    run_main(MODULES["ppo"], 1, line)
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["step"] == 3 and last["rollout/stale_updates"] > 0
+
+
+def test_ppo_goes_on_after_its_server_is_killed(wide_model: Path, pair_rows: Path, tmp_path: Path) -> None:
+    """The rank's own server, in the middle of a rollout; the processes that it leaves are ended."""
+    killed = threading.Event()
+
+    def servers() -> list[psutil.Process]:
+        return [
+            process
+            for process in psutil.process_iter(["cmdline", "status"])
+            if any(str(tmp_path) in word or "served-model-name" in word for word in process.info["cmdline"] or [])
+            and process.info["status"] != "zombie"
+        ]
+
+    def kill() -> None:
+        log = tmp_path / "run" / "vllm" / "vllm-rank-0.log"
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not (log.exists() and metrics.exists() and "rollout/updates" in metrics.read_text()):
+            time.sleep(0.05)
+        for process in servers():
+            if PYTHON in process.cmdline()[0]:
+                process.send_signal(signal.SIGKILL)
+                killed.set()
+
+    threading.Thread(target=kill, daemon=True).start()
+    arguments = json.dumps(list(ARGUMENTS))
+    more = ["--rollout.vllm.python", PYTHON, "--rollout.vllm.arguments", arguments, "--rollout.kv_cache_gib", "0.5"]
+    run_main(MODULES["ppo"], 1, step_line("ppo", tmp_path / "run", wide_model, pair_rows, *more))
+    assert killed.is_set()
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["step"] == 6 and last["rollout/logprob_abs_diff_mean"] < 1e-4
+    assert not servers()
+
+
+def test_a_model_that_vllm_refuses_ends_in_one_line(world: World, wide_model: Path, tmp_path: Path) -> None:
+    rollout = RolloutConfig(vllm=VLLMConfig(python=PYTHON, arguments=("--no-such-option",)))
+    actor = build_actor(actor_spec(wide_model), world, rollout=rollout, samples=False)
+    sampler = VLLMSampler(actor, tiny_tokenizer(), rollout=rollout, logs=tmp_path)
+    with pytest.raises(Exception, match=r"did not \(error: unrecognized arguments: --no-such-option\): read"):
+        sampler._sync()
