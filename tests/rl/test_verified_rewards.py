@@ -19,7 +19,7 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 from hybrid_rlhf.loop.sandboxes import build_sandbox
-from hybrid_rlhf.rl.rewards import CompletionTexts
+from hybrid_rlhf.rl.rewards import CompletionTexts, Reward
 from hybrid_rlhf.rl.rewards.verifiers.code import Test as CodeTest
 from hybrid_rlhf.rl.rewards.verifiers.code import read_program, read_tests
 from hybrid_rlhf.rl.rewards.verifiers.component import VerifierReward
@@ -27,8 +27,10 @@ from hybrid_rlhf.rl.rewards.verifiers.mathematics import MathVerifier
 from hybrid_rlhf.rl.rewards.verifiers.verdicts import BadRow, Verdict
 from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.sandbox.process import SandboxResult
+from hybrid_rlhf.runtime.world import World
+from tests.support.ranks import run_ranks
 from tests.support.rewards import score_completions
-from tests.support.rl import COMPLETIONS
+from tests.support.rl import COMPLETIONS, rewarded, rollout_of_rows
 
 CPU = torch.device("cpu")
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
@@ -196,6 +198,24 @@ def test_reasons_of_scores_are_metrics(code: VerifierReward) -> None:
     shares = {name.rpartition("/")[2]: value for name, value in metrics.items() if value == 0.25}
     assert shares == {"mean": 0.25, "no_answer": 0.25, "wrong": 0.25, "error": 0.25}
     assert metrics["reward/mine/timeout"] == 0.0
+
+
+def on_two_ranks(world: World) -> dict[str, float]:
+    """Rank 0 has rows 0, 2 and 3, rank 1 has rows 1 and 4; rank 1 alone has a program that is right."""
+    micro: list[list[int | None]] = [[0, 2], [3]] if world.rank == 0 else [[1, 4], [None]]
+    settings = SandboxConfig(kind=f"{__name__}:Counted", options={"seconds": 0.0})
+    part = VerifierReward(RewardComponentConfig(verifier="code", sandbox=settings), device=CPU)
+    completions = [fenced("wrong"), fenced("right"), "none", fenced("wrong"), "none"]
+    tests = [[{"input": "", "output": "1"}]] * 5
+    texts = CompletionTexts(COMPLETIONS.prompts, completions, {"tests": tests})
+    return rewarded(Reward([part], world), rollout_of_rows(), micro, texts).metrics
+
+
+def test_reasons_are_counted_over_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(on_two_ranks, 2, tmp_path)
+    assert first == second
+    shares = {name.rpartition("/")[2]: value for name, value in first.items() if not name.endswith("std")}
+    assert shares == pytest.approx({"mean": 0.2, "wrong": 0.4, "no_answer": 0.4, "error": 0.0, "timeout": 0.0})
 
 
 def test_settings_of_the_sandbox_are_in_the_item(tmp_path: Path) -> None:

@@ -86,8 +86,35 @@ def test_processor_time_is_limited_too(sandbox: LocalSandbox) -> None:
 
 
 def test_a_memory_bomb_is_told(sandbox: LocalSandbox) -> None:
+    """Several processes have several times the limit: where that exhausts the host, they end before the run."""
     result = sandbox.run("x = bytearray(2 ** 29)")
     assert result.memory_exceeded and result.failure == "it needed more memory than its limit"
+    assert sandbox.run("print(open('/proc/self/oom_score_adj').read())").stdout.strip() == "1000"
+
+
+@pytest.mark.parametrize(("uid_map", "most"), [("0 0 4294967295\n", 2**31), ("0 100000 65536\n", 65536)])
+def test_users_of_programs_are_new_ones(uid_map: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rootless container has few numbers; two programs of one user would end each other."""
+    monkeypatch.setattr(Path, "read_text", lambda path: uid_map)
+    users = local._free_users()
+    assert len(users) > 1000 and min(users) > most // 2 and max(users) < most
+    monkeypatch.setattr(Path, "read_text", lambda path: "0 1000 1\n")
+    assert not local._free_users(), "the only user would end the run with its programs"
+    assert not {Isolation.NAMESPACES, Isolation.OTHER_USER} & set(local._candidates())
+    monkeypatch.undo()
+    sandbox = LocalSandbox(SandboxConfig(**SMALL))
+    is_user = sandbox.isolation not in (Isolation.NAMESPACES, Isolation.OTHER_USER)
+    with ThreadPoolExecutor(4) as pool:
+        told = list(pool.map(sandbox.run, ["import os; print(os.getuid())"] * 8))
+    assert len({result.stdout for result in told}) == (1 if is_user else 8)
+
+
+def test_an_old_kernel_counts_processes_of_the_whole_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit below the processes that this user has would fail every program."""
+    for release, absent in (("5.4.0-150-generic", True), ("5.15.0", False), ("6.1.0-9-amd64", False)):
+        monkeypatch.setattr(local.platform, "release", lambda release=release: release)
+        assert ("its processes are not counted" in local._absent(Isolation.USER_NAMESPACE)) == absent
+        assert local._absent(Isolation.NAMESPACES) == ()
 
 
 def test_a_gigabyte_of_output_fills_neither_memory_nor_time(sandbox: LocalSandbox) -> None:
