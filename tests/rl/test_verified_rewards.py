@@ -47,7 +47,7 @@ def texts_of(completions: list[str], **columns: list[Any]) -> CompletionTexts:
 
 
 def verifier(kind: str, **settings: Any) -> VerifierReward:
-    limits = SandboxConfig(**{"timeout_seconds": 3.0} | settings.pop("sandbox", {}))
+    limits = SandboxConfig(**{"timeout_seconds": 10.0} | settings.pop("sandbox", {}))
     return VerifierReward(RewardComponentConfig(verifier=kind, sandbox=limits, **settings), device=CPU)
 
 
@@ -74,7 +74,6 @@ def partly() -> VerifierReward:
         ("def add(a, b): return c", ASSERTIONS, 0.0, "error", "test 1 of 2: exit status 1: NameError: name 'c' is not"),
         ("print(3)\nprint(7)\nraise SystemExit(1)", PAIRS, 0.0, "error", "test 1 of 2: exit status 1"),
         ("print(1 +", PAIRS, 0.0, "error", "test 1 of 2: exit status 1: SyntaxError"),
-        ("while True: pass", PAIRS[:1], 0.0, "timeout", "test 1 of 1: it took longer than its time limit"),
         ("print('3' + ' ' * 2 ** 22)", PAIRS[:1], 0.0, "wrong", "test 1 of 1: it wrote"),
         ("x = bytearray(2 ** 40)", PAIRS[:1], 0.0, "error", "test 1 of 1: it needed more memory than its limit"),
     ],
@@ -86,6 +85,12 @@ def test_programs_are_judged_by_their_tests(
     assert (verdict.score, verdict.outcome) == (score, outcome)
     assert verdict.detail.startswith(detail)
     assert code.score(texts_of([fenced(program)], tests=[tests])).values == [float(score == 1)]
+
+
+def test_a_program_that_does_not_end_is_told_from_a_wrong_one() -> None:
+    part = verifier("code", sandbox={"timeout_seconds": 1.0})
+    verdict = part.score(texts_of([fenced("while True: pass")], tests=[PAIRS])).verdicts[0]
+    assert verdict == Verdict(0.0, "timeout", "test 1 of 2: it took longer than its time limit")
 
 
 @pytest.mark.parametrize(
@@ -279,7 +284,7 @@ MATH = [
 @pytest.fixture(scope="module")
 def mathematics() -> VerifierReward:
     pytest.importorskip("math_verify")
-    return verifier("math", workers=2, sandbox={"timeout_seconds": 5.0})
+    return verifier("math", workers=2, sandbox={"timeout_seconds": 10.0})
 
 
 def test_answers_are_compared_as_values(mathematics: VerifierReward) -> None:
@@ -305,15 +310,15 @@ def test_an_answer_that_hangs_costs_only_itself(mathematics: VerifierReward) -> 
     assert hanging != program
     verifier_of_answers: Any = mathematics._verifier
     verifier_of_answers._program = hanging
-    verifier_of_answers._timeout_seconds = 1.0
+    verifier_of_answers._timeout_seconds = 3.0
     try:
         begin = time.monotonic()
         scores = mathematics.score(texts_of(completions, answer=["4", "5", "5"]))
     finally:
         verifier_of_answers._program = program
-        verifier_of_answers._timeout_seconds = 5.0
+        verifier_of_answers._timeout_seconds = 10.0
     assert [scores.verdicts[place].outcome for place in range(3)] == ["right", "timeout", "right"]
-    assert time.monotonic() - begin < 40
+    assert time.monotonic() - begin < 60
 
 
 def test_a_sandbox_without_the_library_is_a_failure_not_a_wrong_answer() -> None:
