@@ -645,7 +645,7 @@ def test_the_calculator_as_an_episode() -> None:
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs util-linux")
 def test_python_is_a_tool_in_the_sandbox() -> None:
     """Each observation says what the program wrote and why it failed; a failure does not end the episode."""
-    options = {"sandbox": {"timeout_seconds": 2.0, "output_bytes": 50}, "call_reward": 0.1}
+    options = {"sandbox": {"timeout_seconds": 5.0, "output_bytes": 50}, "call_reward": 0.1}
     path = "hybrid_rlhf.rl.environments.python_tool:PythonTool"
     factory = read_environment(EnvironmentConfig(path=path, options=options))
     assert factory.stop_strings == ("</python>", "</answer>")

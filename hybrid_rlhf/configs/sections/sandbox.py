@@ -22,7 +22,7 @@ class SandboxConfig(Settings):
     """Memory of each process of a program, in GiB; docker: of the container."""
     disk_gib: Positive = 0.25
     """Files that a program may write, in GiB, all in its private folder."""
-    processes: Count = 32
+    processes: Count = 16
     """Processes and threads of a program."""
     output_bytes: Count = 2**20
     """First bytes of standard output and last ones of standard error that are kept; the rest is read and discarded."""

@@ -10,6 +10,7 @@ container or the kernel denies both, limits of the process remain.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import platform
@@ -21,6 +22,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Self
 
@@ -43,10 +45,15 @@ _SYSTEM = (
     *("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"),
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_FIRST_USER = 2**30
-"""Users from here on, chosen at random, have no account, no files and no other processes."""
+_LEAST_USERS = 2**16
+_MOST_USERS = 2**31
+_LAST_USERS = 10
+"""Among the last of 2**16 numbers is nobody's."""
 _COUNTED_BY_NAMESPACE = (5, 14)
 """Linux counts processes for each user namespace since this version, before for each user on the whole machine."""
+_UNCOUNTED = "its processes are not counted"
+_KILLED_FIRST = 'echo 1000 >/proc/self/oom_score_adj; exec "$@"'
+"""Where the host's memory is exhausted, the kernel kills the program and not the run."""
 _NO_PRIVILEGES = ("--no-new-privs", "--inh-caps=-all", "--bounding-set=-all")
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
@@ -86,7 +93,8 @@ class Isolation(Enum):
     LIMITS = (
         "it has the network",
         "it reads and writes the files of this user",
-        "its processes are not counted, and survive it where they leave its process group",
+        _UNCOUNTED,
+        "its processes survive it where they leave its process group",
     )
     """Limits of the process, its environment and its folder alone."""
 
@@ -123,6 +131,9 @@ class LocalSandbox:
         self._temporary = tempfile.TemporaryDirectory(prefix="hybrid_rlhf_sandbox_", ignore_cleanup_errors=True)
         self._folder = Path(self._temporary.name)
         self._folder.chmod(0o711)  # other users reach the folders of their programs
+        self._users = _free_users()
+        # Two programs of one user would end each other; threads may share a count, but not a generator.
+        self._started = itertools.count(secrets.randbelow(len(self._users) or 1))
         self._prepare_root()
         self.isolation = self._choose()
 
@@ -139,7 +150,7 @@ class LocalSandbox:
         return self._run(self.isolation, files, stdin, timeout_seconds or self._config.timeout_seconds)
 
     def _run(self, isolation: Isolation, files: Mapping[str, str], stdin: str, timeout_seconds: float) -> SandboxResult:
-        user = _FIRST_USER + secrets.randbelow(_FIRST_USER)
+        user = self._users[next(self._started) % len(self._users)] if self._users else os.geteuid()
         is_other = isolation is Isolation.OTHER_USER
         with tempfile.TemporaryDirectory(prefix="run_", dir=self._folder, ignore_cleanup_errors=True) as name:
             folder = Path(name)
@@ -149,7 +160,10 @@ class LocalSandbox:
                     os.chown(path, user, user)
             home = name if isolation in (Isolation.OTHER_USER, Isolation.LIMITS) else HOME
             ended = run_process(
-                ["setpriv", "--pdeathsig", "KILL", *self._command_line(isolation, folder, user, timeout_seconds)],
+                [
+                    *("setpriv", "--pdeathsig", "KILL", "sh", "-c", _KILLED_FIRST, "sh"),
+                    *self._command_line(isolation, folder, user, timeout_seconds),
+                ],
                 stdin.encode(errors="replace"),
                 env={**_ENVIRONMENT, "HOME": home, "TMPDIR": home},
                 timeout_seconds=timeout_seconds,
@@ -190,7 +204,7 @@ class LocalSandbox:
             "nofile": OPEN_FILES,
             "core": 0,
         }
-        if isolation is not Isolation.LIMITS:
+        if _UNCOUNTED not in _absent(isolation):
             limits["nproc"] = config.processes
         return ["prlimit", *(f"--{name}={value}" for name, value in limits.items())]
 
@@ -200,15 +214,8 @@ class LocalSandbox:
             kind = ("--symlink", os.readlink(path)) if path.is_symlink() else ("--ro-bind", str(path))
             mounts += [*kind, str(path)]
         return [
-            *(
-                shutil.which("bwrap") or "bwrap",
-                "--unshare-all",
-                "--die-with-parent",
-                "--new-session",
-                "--cap-drop",
-                "ALL",
-                *mounts,
-            ),
+            *(shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session"),
+            *("--cap-drop", "ALL", *mounts),
             *("--dev", "/dev", "--proc", "/proc", "--ro-bind", str(folder), "/files"),
             *("--size", str(round(self._config.disk_gib * GIB)), "--tmpfs", HOME, "--remount-ro", "/"),
             *("--chdir", HOME, "sh", "-c", 'cp -R /files/. . && "$@"', "sh", *command),
@@ -252,8 +259,8 @@ class LocalSandbox:
                 f"a sandbox must run {' '.join(self._command)}, an empty program fails ({failures[-1]}): check "
                 "sandbox.command and the limits of sandbox"
             )
-        if isolation.absent:
-            absent = ", ".join(isolation.absent)
+        if _absent(isolation):
+            absent = ", ".join(_absent(isolation))
             if self._config.strict:
                 raise UserError(
                     "sandbox.strict needs all protections, of a program here it holds: "
@@ -269,14 +276,26 @@ class LocalSandbox:
 
 def _candidates() -> list[Isolation]:
     """Isolations that may work for this user, the strongest first."""
-    if os.geteuid() == 0:
+    if os.geteuid() == 0 and _free_users():
         # In a user namespace the program would still be root, whose processes are not limited.
         return [Isolation.NAMESPACES, Isolation.OTHER_USER, Isolation.LIMITS]
-    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
-    if release < _COUNTED_BY_NAMESPACE:
-        return [Isolation.LIMITS]
     with_namespaces = [Isolation.USER_NAMESPACE] if shutil.which("unshare") else []
     return [*([Isolation.BUBBLEWRAP] if shutil.which("bwrap") else []), *with_namespaces, Isolation.LIMITS]
+
+
+def _absent(isolation: Isolation) -> tuple[str, ...]:
+    """Protections that a program lacks in an isolation on this kernel."""
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    is_old = release < _COUNTED_BY_NAMESPACE and isolation in (Isolation.BUBBLEWRAP, Isolation.USER_NAMESPACE)
+    return (*isolation.absent, _UNCOUNTED) if is_old else isolation.absent
+
+
+def _free_users() -> range:
+    """Numbers of users without account, files and processes; none in a container that has few numbers."""
+    ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    first, _, count = max(ranges, key=itemgetter(2))
+    end = first + min(count, _MOST_USERS)
+    return range(end - (end - first) // 4, end - _LAST_USERS) if count >= _LEAST_USERS else range(0)
 
 
 def _as_user(user: int) -> list[str]:
