@@ -179,12 +179,11 @@ class RLTrainer(Trainer):
         """Raise UserError if current weights sampled tokens with other log-probs than training gives them."""
         diff = metrics["rollout/logprob_abs_diff_mean"]
         limit = self._max_logprob_diff
-        other = "auto" if self._rl.rollout.backend == "vllm" else "module"
         require(
             diff <= limit or bool(metrics.get("rollout/stale_updates")),
             f"sampler and training must agree to {limit:.3g} nats per token in the mean, they differ by {diff:.3g} in "
-            f"the rollout of step {step}, while the weights agree: set rollout.backend to {other} and report the "
-            "model, or raise faults.max_logprob_diff",
+            f"the rollout of step {step}, while the weights agree: set rollout.backend to module, leave rollout.vllm "
+            "out, and report the model, or raise faults.max_logprob_diff",
         )
 
     def _write_samples(self, step: int, report: UpdateReport) -> None:

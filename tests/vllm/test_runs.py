@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,36 +135,51 @@ def test_grpo_runs_with_a_server_by_url(wide_model: Path, url: str, pair_rows: P
     assert last["step"] == 3 and last["rollout/stale_updates"] > 0
 
 
-def test_ppo_goes_on_after_its_server_is_killed(wide_model: Path, pair_rows: Path, tmp_path: Path) -> None:
-    """The rank's own server, in the middle of a rollout; the processes that it leaves are ended."""
-    killed = threading.Event()
+def servers_of(python: str) -> list[psutil.Process]:
+    """Running processes of an interpreter."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline", "status"])
+        if python in (process.info["cmdline"] or [])[:1] and process.info["status"] != "zombie"
+    ]
 
-    def servers() -> list[psutil.Process]:
-        return [
-            process
-            for process in psutil.process_iter(["cmdline", "status"])
-            if any(str(tmp_path) in word or "served-model-name" in word for word in process.info["cmdline"] or [])
-            and process.info["status"] != "zombie"
-        ]
 
-    def kill() -> None:
-        log = tmp_path / "run" / "vllm" / "vllm-rank-0.log"
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        while not (log.exists() and metrics.exists() and "rollout/updates" in metrics.read_text()):
-            time.sleep(0.05)
-        for process in servers():
-            if PYTHON in process.cmdline()[0]:
-                process.send_signal(signal.SIGKILL)
-                killed.set()
-
-    threading.Thread(target=kill, daemon=True).start()
+def test_ppo_runs_with_a_server_of_its_own(wide_model: Path, pair_rows: Path, tmp_path: Path) -> None:
+    """With the averaged actor's evaluation, whose weights are loaded too."""
     arguments = json.dumps(list(ARGUMENTS))
     more = ["--rollout.vllm.python", PYTHON, "--rollout.vllm.arguments", arguments, "--rollout.kv_cache_gib", "0.5"]
-    run_main(MODULES["ppo"], 1, step_line("ppo", tmp_path / "run", wide_model, pair_rows, *more))
-    assert killed.is_set()
+    line = step_line("ppo", tmp_path / "run", wide_model, pair_rows, *more, "--train.max_steps", "3")
+    run_main(MODULES["ppo"], 1, line)
     last = read_metrics(tmp_path / "run")[-1]
-    assert last["step"] == 6 and last["rollout/logprob_abs_diff_mean"] < 1e-4
-    assert not servers()
+    assert last["step"] == 3 and last["rollout/logprob_abs_diff_mean"] < 1e-4 and "eval_ema/scores" in last
+
+
+def test_a_server_killed_in_a_rollout_is_started_again(world: World, wide_model: Path, tmp_path: Path) -> None:
+    """With the weights of now; the requests that were not complete are repeated. No process is left."""
+    rollout = RolloutConfig(vllm=VLLMConfig(python=PYTHON, arguments=ARGUMENTS), kv_cache_gib=0.5, max_decode_rows=4)
+    actor = build_actor(actor_spec(wide_model, lr=0.05), world, rollout=rollout, samples=False)
+    train_step(actor, world)
+    sampler = VLLMSampler(actor, tiny_tokenizer(), rollout=rollout, logs=tmp_path)
+    killed = list[int]()
+    others = {process.pid for process in servers_of(PYTHON)}
+
+    def kill(completed: int) -> None:
+        if completed and not killed:
+            for process in servers_of(PYTHON):
+                if process.pid not in others:
+                    process.send_signal(signal.SIGKILL)
+                    killed.append(process.pid)
+
+    params = SamplingParams(max_new_tokens=16, n=8, seed=2)
+    try:
+        with sampler.inference(stop_token_ids=()) as generation:
+            completions = generation.generate(PROMPTS, params, on_completed=kill)
+    finally:
+        sampler.close()
+    assert killed and all(len(samples) == 8 for samples in completions)
+    pairs = zip(PROMPTS, completions, strict=True)
+    assert max(apart for prompt, samples in pairs for apart in differences(actor, samples, prompt)) < 1e-4
+    assert {process.pid for process in servers_of(PYTHON)} == others
 
 
 def test_a_model_that_vllm_refuses_ends_in_one_line(world: World, wide_model: Path, tmp_path: Path) -> None:
