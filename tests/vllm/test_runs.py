@@ -135,13 +135,10 @@ def test_grpo_runs_with_a_server_by_url(wide_model: Path, url: str, pair_rows: P
     assert last["step"] == 3 and last["rollout/stale_updates"] > 0
 
 
-def servers_of(python: str) -> list[psutil.Process]:
-    """Running processes of an interpreter."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline", "status"])
-        if python in (process.info["cmdline"] or [])[:1] and process.info["status"] != "zombie"
-    ]
+def own_servers() -> list[psutil.Process]:
+    """Running servers that this process has started."""
+    children = [child for child in psutil.Process().children() if child.status() != "zombie"]
+    return [child for child in children if PYTHON in child.cmdline()[:1]]
 
 
 def test_ppo_runs_with_a_server_of_its_own(wide_model: Path, pair_rows: Path, tmp_path: Path) -> None:
@@ -161,11 +158,11 @@ def test_a_server_killed_in_a_rollout_is_started_again(world: World, wide_model:
     train_step(actor, world)
     sampler = VLLMSampler(actor, tiny_tokenizer(), rollout=rollout, logs=tmp_path)
     killed = list[int]()
-    others = {process.pid for process in servers_of(PYTHON)}
+    others = {process.pid for process in own_servers()}
 
     def kill(completed: int) -> None:
         if completed and not killed:
-            for process in servers_of(PYTHON):
+            for process in own_servers():
                 if process.pid not in others:
                     process.send_signal(signal.SIGKILL)
                     killed.append(process.pid)
@@ -179,7 +176,7 @@ def test_a_server_killed_in_a_rollout_is_started_again(world: World, wide_model:
     assert killed and all(len(samples) == 8 for samples in completions)
     pairs = zip(PROMPTS, completions, strict=True)
     assert max(apart for prompt, samples in pairs for apart in differences(actor, samples, prompt)) < 1e-4
-    assert {process.pid for process in servers_of(PYTHON)} == others
+    assert {process.pid for process in own_servers()} == others
 
 
 def test_a_model_that_vllm_refuses_ends_in_one_line(world: World, wide_model: Path, tmp_path: Path) -> None:

@@ -201,7 +201,8 @@ class ServerProcess:
         with self._log.open("rb") as file:
             file.seek(max(self._log_start, self._log.stat().st_size - _LOG_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
-        errors = [match[0] for line in lines if (match := _ERROR.search(line))]
+        told = [line for line in lines if " WARNING " not in line and " INFO " not in line]
+        errors = [match[0] for line in told if (match := _ERROR.search(line))]
         causes = [error for error in errors if not any(word in error for word in _CONSEQUENCES)]
         status = self._process.poll()
         return shortened((causes or errors or [f"exit status {status}"])[-1], 200)
