@@ -241,24 +241,29 @@ class SlowTool:
 
 
 @pytest.mark.parametrize("placed", PLACED)
-def test_episodes_stream_and_equal_those_of_the_synchronous_loop(placed: str, model: Path, tmp_path: Path) -> None:
-    """Turns in any order, on the actor's rank and beside it; without a lag with the tokens of the lock step."""
+def test_episodes_stream_and_an_order_repeats_them(placed: str, model: Path, tmp_path: Path) -> None:
+    """Turns in any order, on the actor's ranks and beside them: the tokens of the lock step with the same weights, and
+    those of a recorded run bit for bit."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"say {row}"}) + "\n" for row in range(40)))
     ranks, placement = PLACED[placed]
     episodes = ["--environment.path", f"{__file__}:SlowTool", "--rollout.sampling.max_new_tokens", "60"]
     episodes += ["--environment.max_turn_tokens", "6", "--reward.components", "[]", "--logging.samples_every", "1"]
-    settings = {"synchronous": [], "no_lag": ["0"], "streams": ["2"]}
-    lines = [
-        rollout_line(tmp_path / name, model, rows, *GROUPS, *placement, *episodes)
-        + [word for lag in of for word in ("--rollout.streaming.max_lag", lag)]
-        for name, of in settings.items()
-    ]
+    order = tmp_path / "streams" / "order.jsonl"
+    settings = {
+        "synchronous": [],
+        "no_lag": ["--rollout.streaming.max_lag", "0"],
+        "streams": ["--rollout.streaming.max_lag", "2"],
+        "repeats": ["--rollout.streaming.max_lag", "2", "--rollout.streaming.replay_order", str(order)],
+    }
+    line = [*GROUPS, *placement, *episodes]
+    lines = [rollout_line(tmp_path / name, model, rows, *line, *more) for name, more in settings.items()]
     run_mains("hybrid_rlhf.cli.rl", ranks, lines)
     told = {name: sampled(tmp_path / name) for name in settings}
     first = {name: [line["completion"] for line in lines if line["step"] == 1] for name, lines in told.items()}
     assert first["synchronous"] == first["no_lag"] == first["streams"], "the same weights: the same tokens"
-    assert [line["completion"] for line in told["no_lag"]] == [line["completion"] for line in told["synchronous"]]
+    assert all(version == line["step"] - 1 for line in told["no_lag"] for version, _ in line["weight_versions"])
+    assert told["streams"] == told["repeats"] and same_weights(tmp_path / "streams", tmp_path / "repeats")
     lags = [line["rollout/stale_updates_max"] for line in metrics_without_times(tmp_path / "streams")[1:]]
     assert 0 < max(lags) <= 2
 
