@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
+import subprocess  # nosec B404
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -160,7 +160,7 @@ class ServerProcess:
         self._log = log
         self._log_start = log.stat().st_size if log.exists() else 0
         with log.open("ab") as output:
-            self._process = subprocess.Popen(  # a list of arguments  # nosec B603
+            self._process = subprocess.Popen(  # a list of arguments  # nosec B603 B607
                 ["sh", "-c", _UNTIL_THIS_PROCESS_ENDS % _STOP_SECONDS, "sh", *command],
                 stdin=subprocess.PIPE,
                 stdout=output,

@@ -470,7 +470,7 @@ def _body(request: Request, model: str) -> dict[str, Any]:
         "ignore_eos": True,  # the stop tokens are ours
         "seed": int(request.uniforms[0] * 2**53),  # differs for each sample of a prompt
         "logprobs": 0,
-        "return_token_ids": True,
+        "return_token_ids": True,  # no password  # nosec B105
     }
 
 
