@@ -35,7 +35,6 @@ from tests.support.ahead import (
     trained_logprobs,
 )
 from tests.support.faults import Point, run_step
-from tests.support.marks import faults
 from tests.support.ranks import run_main, run_mains
 from tests.support.steps import write_rows
 
@@ -194,7 +193,7 @@ def test_a_checkpoint_keeps_prompts_and_tokens(model: Path, tmp_path: Path) -> N
     assert opened == [1, 1, 3, 3]
 
 
-@faults
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("placed", "point"),
     [

@@ -210,7 +210,8 @@ class StreamingSampler(AsyncSampler):
             for prompt in live.begun(streamed.ticket)
             if prompt.begun
         ]
-        self._tensors, reasons = begun_state(numbered, world)
+        sends = self.sampler.engine.generation_world.is_main  # ranks that share the model have the same completions
+        self._tensors, reasons = begun_state(numbered * sends, world)
         return {"prompts": [], "finish_reasons": reasons}
 
     def tensors(self) -> dict[str, Tensor]:
