@@ -261,7 +261,8 @@ class Arrivals:
                 lambda: self.closed or (bool(self._due()) if wait or self._awaited() else True), timeout
             )
             due = self._due()
-            self._entries = [entry for entry in self._entries if entry not in due]
+            gone = set(due)
+            self._entries = [entry for entry in self._entries if entry not in gone]
             taken = [Taken(self._steps, entry.label, entry.drains) for entry in due if entry.label is not None]
             self._taken_now += len(taken)
             self._left -= len(taken)

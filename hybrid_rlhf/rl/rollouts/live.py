@@ -247,13 +247,13 @@ class LiveBatch:
                     on_error=failed,
                 )
 
-    def begun(self, ticket: Ticket) -> list[AssignedPrompt]:
-        """The prompts of a ticket with their tokens so far, for a checkpoint; without those of episodes, which begin
+    def begun(self, tickets: Sequence[Ticket]) -> list[list[AssignedPrompt]]:
+        """The prompts of each ticket with their tokens so far, for a checkpoint; without those of episodes, which begin
         again."""
         if self._batch is None or self._environments is not None:
-            return ticket.prompts
+            return [ticket.prompts for ticket in tickets]
         with self._batch.paused():
-            return self._with_tokens(ticket, self._batch)
+            return [self._with_tokens(ticket, self._batch) for ticket in tickets]
 
     def take_order(self) -> Order:
         """The order since the last call."""

@@ -203,11 +203,12 @@ class StreamingSampler(AsyncSampler):
     def carried_state(self, world: World) -> dict[str, Any]:
         """The completions so far, for a checkpoint; call on every rank after `state_dict`."""
         live = self.sampler.live
+        tickets = {step: streamed.ticket for step, streamed in self._steps.items() if streamed.ticket is not None}
+        begun = [] if live is None else live.begun([*tickets.values()])
         numbered = [
             replace(prompt, place=self._number(step, prompt.place))
-            for step, streamed in self._steps.items()
-            if live is not None and streamed.ticket is not None
-            for prompt in live.begun(streamed.ticket)
+            for step, prompts in zip(tickets, begun, strict=True)
+            for prompt in prompts
             if prompt.begun
         ]
         sends = self.sampler.engine.generation_world.is_main  # ranks that share the model have the same completions
