@@ -258,17 +258,14 @@ def wait_until(condition: Any, seconds: float = 20.0) -> None:
 
 
 def test_the_strongest_isolation_is_chosen_and_what_is_absent_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
-    caplog.set_level("WARNING", "hybrid_rlhf")
-    monkeypatch.setattr(local.logger, "propagate", True)
     monkeypatch.setattr(local, "_warn_once", local._warn_once.__wrapped__)  # of this test, whatever ran before
     monkeypatch.setattr(local, "_ENTER", "echo denied >&2; exit 1")  # as in a container without privileges
     monkeypatch.setattr(local.shutil, "which", lambda name: None if name == "bwrap" else shutil_which(name))
     sandbox = LocalSandbox(SandboxConfig(**SMALL))
     assert sandbox.isolation.absent
-    told = [record.getMessage() for record in caplog.records]
-    (message,) = [text for text in told if text.startswith("the sandbox of programs lacks protections here (")]
+    (message,) = [text for text in log_lines if text.startswith("the sandbox of programs lacks protections here (")]
     assert "denied" in message
     assert all(absent in message for absent in sandbox.isolation.absent)
     with pytest.raises(
