@@ -259,10 +259,6 @@ class RLConfig(StepConfig):
             f"rollout.tensor_parallel {self.rollout.tensor_parallel}: give 1, or --placement separation",
         )
         require(
-            self.rollout.streaming is None or self.environment is None or self.environment.path is not None,
-            "rollout.streaming samples for an environment.path, got programs that ask rollout.endpoint: leave one out",
-        )
-        require(
             self.rollout.streaming is None or not alone or not self.actor.ema_decay,
             "rollout.streaming on ranks of its own never samples with other weights, got actor.ema_decay "
             f"{self.actor.ema_decay}: leave one out",
@@ -433,7 +429,6 @@ class RLConfig(StepConfig):
 
     def _check_program(self, name: str, environment: EnvironmentConfig) -> None:
         """Check the rules for programs, inside and outside of the run."""
-        rollout = self.rollout
         endpoint = self.rollout.endpoint
         require(
             environment.program is not None or endpoint is not None,
@@ -448,14 +443,6 @@ class RLConfig(StepConfig):
             "rollout.endpoint.api_key must be given where other machines connect, got none with "
             f"rollout.endpoint.host {endpoint and endpoint.host}: give ${{NAME}} of an environment variable",
         )
-        for key, value, needed in (
-            ("tensor_parallel", rollout.tensor_parallel, 1),
-            ("routing_replay", rollout.routing_replay, False),
-        ):
-            require(
-                value == needed,
-                f"a program is answered while it runs, got rollout.{key} {value}: leave it out",
-            )
         require(
             self.algorithm.takes_sequences,
             f"a program has episodes of several sequences, got algorithm {name}, which counts completions: "

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
@@ -63,6 +63,68 @@ class StreamedToken:
 
 Deliver = Callable[[list[StreamedToken]], None]
 """Receives the new tokens of a step; an empty list if the batch or the submission has ended. It must not block."""
+
+
+class Submitted(Protocol):
+    """What `submit` returns."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Exception that one of the requests caused in decoding, set before the last, empty delivery."""
+
+
+class TokenSource(Protocol):
+    """Completes prompts for other threads, and delivers the tokens."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Exception that ended the batch before it was closed."""
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        deliver: Deliver,
+        *,
+        top_logprobs: int = 0,
+        adapter: str | None = None,
+    ) -> Submitted:
+        """As `OpenBatch.submit`."""
+
+    def cancel(self, submission: Any) -> None:
+        """As `OpenBatch.cancel`."""
+
+
+class RequestBatch(TokenSource, Protocol):
+    """What a server needs: an open batch, or one that is closed and opened again."""
+
+    rows: int
+    max_tokens: int
+
+    @property
+    def vocab_size(self) -> int:
+        """As in OpenBatch."""
+
+    @property
+    def load(self) -> BatchLoad:
+        """As in OpenBatch."""
+
+    @property
+    def unfinished(self) -> int:
+        """As in OpenBatch."""
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """As in OpenBatch."""
+
+    def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
+        """As in OpenBatch."""
+
+    def close(self) -> None:
+        """As in OpenBatch."""
+
+    def prompt_logprobs(self, tokens: Sequence[int], *, adapter: str | None = None) -> Future[list[float]]:
+        """As in OpenBatch."""
 
 
 @dataclass(eq=False)
@@ -240,13 +302,15 @@ class OpenBatch:
         return self._backend.kv_cache_bytes
 
     def cancel(self, submission: Submission) -> None:
-        """End the requests of a submission at the next step; nothing is delivered for them afterwards."""
+        """End the requests of a submission at the next step; nothing is delivered for them afterwards. Those of
+        tensor-parallel ranks are decoded to their ends, because the other ranks are not told."""
         with self._lock:
             unfinished = list(submission.samples)
             submission.samples = {}
             for request in unfinished:
                 self._owners.pop(request, None)
-        self._arrivals.cancel(unfinished)
+        if not self._shares_model:
+            self._arrivals.cancel(unfinished)
 
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
         """Call a function between two steps on the thread of the batch, which is the only one that may use the

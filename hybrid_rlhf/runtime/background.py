@@ -149,24 +149,6 @@ class BackgroundQueue(Generic[T]):
                 self._on_error(error)
 
 
-class BackgroundWorkers:
-    """A fixed number of threads that make calls; `call` does not wait, and the process does not wait for them."""
-
-    def __init__(self, workers: int, *, name: str) -> None:
-        """Start the threads."""
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        for _ in range(workers):
-            threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Make a call, which must not raise, when a thread is free."""
-        self._calls.put(function)
-
-    def _run(self) -> None:
-        while True:
-            self._calls.get()()
-
-
 FIRST_DELAY_SECONDS = 0.5
 """Delay before the first retry; doubled before each further one."""
 MAX_DELAY_SECONDS = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from hybrid_rlhf.generation.open_batch import OpenBatch
+from hybrid_rlhf.generation.open_batch import RequestBatch
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -12,7 +12,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 class ServerMetrics:
     """Values of /metrics."""
 
-    def __init__(self, batch: OpenBatch | None) -> None:
+    def __init__(self, batch: RequestBatch | None) -> None:
         """Take the batch, whose load is read with the metrics; None if nothing is generated."""
         self._registry = CollectorRegistry()
 

@@ -22,8 +22,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.chat.template import leading_bos
-from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
-from hybrid_rlhf.generation.sampling import SamplingParams
+from hybrid_rlhf.generation.open_batch import RequestBatch, StreamedToken, Submitted, TokenSource
+from hybrid_rlhf.generation.sampling import Completion, SamplingParams
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, ContextTooLong, GenerationBody, KeyRejected
 from hybrid_rlhf.serving.conversations import check_text, read_conversation, request_errors
 from hybrid_rlhf.serving.metrics import ServerMetrics
@@ -79,9 +79,8 @@ class Job:
     """Number of most likely tokens reported with each token."""
     seeds: Sequence[int] = ()
     """Seed of each prompt; empty: derived from the seed of `sampling`."""
-    record: Callable[[int, list[StreamedToken]], None] | None = None
-    """Called with the index of a prompt and the tokens of a completion, when it ends and before its last token is
-    delivered."""
+    record: Callable[[int, Completion], None] | None = None
+    """Called with the index of a prompt and a completion, when it ends and before its last token is delivered."""
     adapter: str | None = None
     """Adapter of all prompts; None: the model itself."""
 
@@ -114,7 +113,7 @@ class TokenStream:
     """The tokens of a job, which is submitted at once and cancelled by `close`."""
 
     def __init__(
-        self, batch: OpenBatch, job: Job, metrics: ServerMetrics, deliveries: _Deliveries, *, whole: bool
+        self, batch: TokenSource, job: Job, metrics: ServerMetrics, deliveries: _Deliveries, *, whole: bool
     ) -> None:
         self._batch = batch
         self._job = job
@@ -125,7 +124,6 @@ class TokenStream:
         """Tokens of a whole answer, until a completion ends: they are not needed earlier."""
         self._is_new = True
         self._unfinished = len(job.prompts) * job.sampling.n
-        self._recorded: dict[tuple[int, int], list[StreamedToken]] = {}
         loop = asyncio.get_running_loop()
 
         def deliver(tokens: list[StreamedToken]) -> None:
@@ -163,8 +161,9 @@ class TokenStream:
             if not tokens:
                 raise _ended(self._batch, self._submission)
             self._unfinished -= sum(token.finish_reason is not None for token in tokens)
-            if self._job.record is not None:
-                self._record(tokens, self._job.record)
+            for token in tokens:
+                if self._job.record is not None and token.completion is not None:
+                    self._job.record(token.prompt, token.completion)
             yield tokens
         self._metrics.request_seconds.observe(time.perf_counter() - self._start)
 
@@ -172,19 +171,13 @@ class TokenStream:
         """Cancel the unfinished completions."""
         self._batch.cancel(self._submission)
 
-    def _record(self, tokens: Sequence[StreamedToken], record: Callable[[int, list[StreamedToken]], None]) -> None:
-        for token in tokens:
-            self._recorded.setdefault((token.prompt, token.sample), []).append(token)
-            if token.finish_reason is not None:
-                record(token.prompt, self._recorded.pop((token.prompt, token.sample)))
-
 
 class Service:
     """The service of one model."""
 
     def __init__(
         self,
-        batch: OpenBatch,
+        batch: RequestBatch,
         tokenizer: PreTrainedTokenizerBase,
         *,
         name: str,
@@ -305,7 +298,12 @@ class Service:
             BatchEnded: when the server stops.
         """
         self._check_queue(len(job.prompts) * job.sampling.n)
-        return TokenStream(self.batch, job, self.metrics, self._deliveries, whole=whole)
+        return TokenStream(self.source, job, self.metrics, self._deliveries, whole=whole)
+
+    @property
+    def source(self) -> TokenSource:
+        """What completes the prompts."""
+        return self.batch
 
     @property
     def _most_completions(self) -> int:
@@ -374,7 +372,7 @@ class Service:
             )
 
 
-def _ended(batch: OpenBatch, submission: Submission | None = None) -> Exception:
+def _ended(batch: TokenSource, submission: Submitted | None = None) -> Exception:
     """The reason why no more tokens are delivered, as an exception."""
     if submission is not None and submission.error is not None:
         return RequestFailed(f"decoding has failed with this request ({submission.error!r:.200}): change it")

@@ -421,7 +421,6 @@ def test_a_long_call_does_not_delay_the_next_ones() -> None:
 def test_calls_that_raise_are_repeated_and_the_result_says_so(is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool behind a network fails now and then; before, one failure ended the episode or the run."""
     monkeypatch.setattr("hybrid_rlhf.rl.environments.calls.retry_delay_seconds", lambda tries: 0.01 * tries)
-    ended = []
 
     def failing(times: int) -> Any:
         tries = []
@@ -438,8 +437,8 @@ def test_calls_that_raise_are_repeated_and_the_result_says_so(is_async: bool, mo
         return coroutine if is_async else call
 
     calls = EnvironmentCalls(timeout_seconds=5.0, device=CPU, threads=2, retries=2)
-    *results, failure = calls([failing(0), failing(1), failing(2), failing(3)], on_ended=lambda: ended.append(1))
-    assert results == [1, 2, 3] and len(ended) == 4
+    *results, failure = calls([failing(0), failing(1), failing(2), failing(3)])
+    assert results == [1, 2, 3]
     assert failure.reason.startswith("it raised ConnectionError: attempt 3") and failure.reason.endswith("(try 3)")
     once = EnvironmentCalls(timeout_seconds=5.0, device=CPU, threads=2)([failing(1)])[0]
     assert "attempt 1" in once.reason and "try" not in once.reason

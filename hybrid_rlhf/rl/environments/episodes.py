@@ -5,49 +5,30 @@ Sampled tokens are never tokenized again. Their ids are appended, so that traini
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.generation.engine import GenerationEngine
+from hybrid_rlhf.generation.open_batch import RequestBatch, StreamedToken, Submitted, TokenSource
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import EnvironmentCalls
 from hybrid_rlhf.runtime.observability.logs import logger
-from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 
 
-@dataclass(frozen=True)
-class EpisodeJob:
-    """Episodes to run from prompts to their ends."""
-
-    generation: GenerationEngine
-    """Generation engine of the actor."""
-    prompts: Sequence[Mapping[str, Any]]
-    """Rows of `load_prompt_data`."""
-    requests: Sequence[SamplingParams]
-    """Sampling parameters of each prompt, with a seed."""
-    record_routes: Sequence[bool]
-    """For each prompt, true if the experts of its episodes are recorded."""
-    together: World
-    """Tensor-parallel ranks; the first one has the environments."""
-    timers: Timers
-    """Timers of generation and environment."""
-    on_completed: Callable[[int], None]
-    """Called during the run with the number of episodes that have ended since the last call."""
-
-
-class Turns(Protocol):
+class Turns(TokenSource, Protocol):
     """Answers the turns of one episode, while other episodes go on."""
 
     @property
@@ -58,21 +39,32 @@ class Turns(Protocol):
     def max_positions(self) -> int | None:
         """Longest sequence that the model has positions for; none: no limit."""
 
-    def ask(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        turn: int,
-        record_routes: bool,
-        on_finished: Callable[[Completion], None],
-    ) -> None:
-        """Complete all tokens of the episode so far; `on_finished` receives the turn in any thread, and must not
-        wait."""
+
+async def next_turn(turns: Turns, ids: Sequence[int], params: SamplingParams) -> Completion:
+    """Complete all tokens of an episode so far, as one sample.
+
+    Raises:
+        Exception: the exception that ended the sample.
+    """
+    ended: Future[Completion] = Future()
+    submitted: Future[Submitted] = Future()
+
+    def deliver(tokens: list[StreamedToken]) -> None:
+        if not tokens:
+            ended.set_exception(submitted.result().error or RuntimeError("the batch ended before a turn did"))
+        for token in tokens:
+            if token.completion is not None:
+                ended.set_result(token.completion)
+
+    submitted.set_result(turns.submit([ids], [params], deliver))
+    return await asyncio.wrap_future(ended)
 
 
 class EpisodeRunner(ABC):
     """Runs the episodes of a rollout."""
+
+    in_lock_step: ClassVar[bool]
+    """True if the turns of a rollout can be decoded together, one after the other."""
 
     def __init__(self, config: EnvironmentConfig, rollout: RolloutConfig, device: torch.device) -> None:
         """Take the limits of an episode, how completions are sampled, and this rank's device."""
@@ -82,36 +74,30 @@ class EpisodeRunner(ABC):
             timeout_seconds=config.timeout_seconds, device=device, threads=config.threads, retries=config.retries
         )
 
+    @property
+    def stops_on_failure(self) -> bool:
+        """True if a run ends when an episode fails."""
+        return self._config.on_failure == "stop"
+
     @abstractmethod
-    def run(self, job: EpisodeJob) -> list[list[Episode]]:
-        """The n episodes of each prompt, or any number of their sequences, which then have `Episode.sample`.
-
-        With on_failure stop, the others are incomplete once one has failed.
-        """
-
     def play(
-        self,
-        prompt: Mapping[str, Any],
-        params: SamplingParams,
-        sample: int,
-        turns: Turns,
-        *,
-        record_routes: bool,
-        on_ended: Callable[[Episode], None],
-        on_error: Callable[[BaseException], None],
-    ) -> None:
-        """Start an episode that takes its turns whenever its environment has answered; returns at once.
+        self, prompt: Mapping[str, Any], params: SamplingParams, sample: int, turns: Turns
+    ) -> Future[list[Episode]]:
+        """Start an episode.
 
         Args:
             prompt: row of `load_prompt_data`.
             params: sampling parameters of the prompt, with a seed.
             sample: index among the samples of the prompt.
             turns: answers its turns.
-            record_routes: record the experts of its tokens.
-            on_ended: receives the episode, in any thread.
-            on_error: receives an exception of the library, in any thread.
+
+        Returns:
+            The episode, or any number of its sequences, which then have `Episode.sample`.
         """
-        raise UserError("rollout.streaming samples for environment.path, got a program: leave rollout.streaming out")
+
+    def serve(self, batch: RequestBatch) -> contextlib.AbstractContextManager[None]:
+        """Context around the episodes whose turns a batch answers."""
+        return contextlib.nullcontext()
 
     def checked(self, episodes: Sequence[tuple[int, Episode]], world: World) -> list[tuple[int, Episode]]:
         """This rank's episodes with the places of their prompts, without the sequences that have no tokens. Logs the
@@ -129,7 +115,7 @@ class EpisodeRunner(ABC):
         if all_reasons:
             name = self._config.name
             where = f"in {len(all_reasons)} of {total} episodes: {all_reasons[0]}"
-            if self._config.on_failure == "stop":
+            if self.stops_on_failure:
                 raise UserError(f"environment {name} failed {where}; fix it, or set environment.on_failure to zero")
             if world.is_main:
                 logger.warning("environment %s gives 0 and ends %s", name, where)

@@ -8,13 +8,13 @@ reports its reward over HTTP (serving/episodes.py).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import secrets
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,12 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import EndpointConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.sampling import SamplingParams
+from hybrid_rlhf.generation.open_batch import RequestBatch
 from hybrid_rlhf.loop.user_code import import_named
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import CallFailure
-from hybrid_rlhf.rl.environments.episodes import EpisodeJob, EpisodeRunner, environment_row, is_finite_number
+from hybrid_rlhf.rl.environments.episodes import EpisodeRunner, Turns, environment_row, is_finite_number
 from hybrid_rlhf.rl.environments.recording import EpisodeService
 from hybrid_rlhf.runtime.observability.logs import logger, shortened
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -42,22 +44,10 @@ Program = Callable[..., Any]
 """Function with the parameters base_url, api_key, model, row and the options; returns a reward or None."""
 
 
-@dataclass(frozen=True)
-class _Played:
-    """An episode of a prompt, with the service that answers its requests."""
-
-    prompt: int
-    sample: int
-    row: dict[str, Any]
-    service: EpisodeService
-
-    def end(self) -> None:
-        """Answer and record no more requests."""
-        self.service.closed = True
-
-
 class ProgramRunner(EpisodeRunner):
     """Runs programs against the actor."""
+
+    in_lock_step = False
 
     def __init__(
         self,
@@ -99,6 +89,12 @@ class ProgramRunner(EpisodeRunner):
             if rollout.endpoint is not None and samples:
                 with bound_socket(self._host, self._port) as free:  # a port that stays the same in all rollouts
                     self._port = free.getsockname()[1]
+        self._services: dict[str, EpisodeService] = {}
+        """Running episodes by name."""
+        self._shared: Service | None = None
+        self._queue: EpisodeQueue | None = None
+        self._url: str | None = None
+        """Address while it is served; none: no rollout is sampled."""
         self._api_key = secrets.token_urlsafe(24) if key is None and program is not None else key
         if rollout.endpoint is not None:
             urls = world.all_gather_objects(url_of(self._host, self._port) if samples else None)
@@ -106,82 +102,57 @@ class ProgramRunner(EpisodeRunner):
                 shown = ", ".join(url for url in urls if url is not None)
                 logger.info("rollout.endpoint: programs ask the actor at %s while a rollout is sampled", shown)
 
-    def run(self, job: EpisodeJob) -> list[list[Episode]]:
-        """Run a program for each episode; the experts of tokens are not recorded."""
-        generation = job.generation
-        prompts = job.prompts
-        ranks = job.together.size
-        if ranks > 1:
-            raise UserError(
-                f"environment.program samples on one rank, got {ranks} that share the model: give "
-                "rollout.tensor_parallel 1"
-            )
-        if not prompts:
-            return []
-        episodes = sum(params.n for params in job.requests)
-        rows = min(episodes, self._rollout.max_decode_rows or episodes)
-        longest = self._rollout.max_prompt_tokens + self._rollout.sampling.max_new_tokens
-        with job.timers("generation"), generation.open(rows=rows, max_tokens=longest) as batch:
-            sampling = self._rollout.sampling
-            shared = Service(batch, self._tokenizer, name=MODEL, sampling=sampling, max_queue=sys.maxsize)
-            played = [
-                _Played(
-                    place,
-                    sample,
-                    environment_row(prompt),
-                    EpisodeService(
-                        shared,
-                        config=self._config,
-                        sampling=params,
-                        sample=sample,
-                        weight_version=generation.weight_version,
-                        stop_token_ids=generation.stop_token_ids,
-                    ),
-                )
-                for place, (prompt, params) in enumerate(zip(prompts, job.requests, strict=True))
-                for sample in range(params.n)
-            ]
-            results = self._play(shared, played, job.on_completed)
-        if batch.failure is not None:
-            raise batch.failure
-        sequences: list[list[Episode]] = [[] for _ in prompts]
-        for episode, result in zip(played, results, strict=True):
-            sequences[episode.prompt] += _sequences(episode, result, prompts[episode.prompt]["input_ids"])
-        return sequences
-
-    def _play(self, shared: Service, played: Sequence[_Played], on_completed: Callable[[int], None]) -> list[Any]:
-        """Run the programs; the result of each episode, or a CallFailure."""
-        counting = threading.Lock()
-
-        def count() -> None:
-            with counting:
-                on_completed(1)
-
-        named = {secrets.token_hex(8): episode for episode in played}
-
-        def find(name: str) -> Service:
-            if name not in named or named[name].service.closed:
-                raise UnknownEpisode(f"an episode must run to be asked, {name[:40]!r} does not: use its base_url")
-            return named[name].service
-
-        queue = EpisodeQueue() if self._program is None else None
+    @contextlib.contextmanager
+    def serve(self, batch: RequestBatch) -> Iterator[None]:
+        """Serve the actor at the address, unless that is served already."""
+        if self._url is not None:
+            yield
+            return
+        sampling = self._rollout.sampling
+        self._shared = Service(batch, self._tokenizer, name=MODEL, sampling=sampling, max_queue=sys.maxsize)
+        self._queue = EpisodeQueue() if self._program is None else None
         access = Access(self._host, self._api_key)
-        app = build_app(shared, access, created=int(time.time()), episodes=find, queue=queue)
-        with served_in_background(app, self._host, self._port) as url:
-            results = self._calls([self._call(queue, url, *item) for item in named.items()], on_ended=count)
-            for episode in played:
-                episode.end()
-            shared.batch.close()  # requests that still run end, and then the server
-        return results
+        app = build_app(self._shared, access, created=int(time.time()), episodes=self._find, queue=self._queue)
+        with served_in_background(app, self._host, self._port) as self._url:
+            try:
+                yield
+            finally:
+                self._url = None
 
-    def _call(self, queue: EpisodeQueue | None, url: str, name: str, played: _Played) -> Callable[[], Any]:
+    def play(
+        self, prompt: Mapping[str, Any], params: SamplingParams, sample: int, turns: Turns
+    ) -> Future[list[Episode]]:
+        """Start the program of an episode."""
+        assert self._shared is not None, "`serve` comes first"
+        service = EpisodeService(self._shared, turns, config=self._config, sampling=params, sample=sample)
+        return self._calls.run(self._play(service, prompt))
+
+    async def _play(self, service: EpisodeService, prompt: Mapping[str, Any]) -> list[Episode]:
+        name = secrets.token_hex(8)
+        self._services[name] = service
+        result = await self._calls.result(self._call(name, service, environment_row(prompt)))
+        self._end(name, service)
+        return _sequences(service, result, prompt["input_ids"])
+
+    def _end(self, name: str, service: EpisodeService) -> None:
+        """Answer and record no more requests of an episode."""
+        service.closed = True
+        self._services.pop(name, None)
+
+    def _find(self, name: str) -> Service:
+        service = self._services.get(name)
+        if service is None:
+            raise UnknownEpisode(f"an episode must run to be asked, {name[:40]!r} does not: use its base_url")
+        return service
+
+    def _call(self, name: str, service: EpisodeService, row: dict[str, Any]) -> Callable[[], Any]:
         """The call that plays an episode and returns its reward."""
-        if queue is not None:
-            told = {"model": MODEL, "row": played.row, "options": self._config.options}
-            return partial(queue.play, name, told, played.end)
+        if self._queue is not None:
+            told = {"model": MODEL, "row": row, "options": self._config.options}
+            return partial(self._queue.play, name, told, partial(self._end, name, service))
         assert self._program is not None
-        address = {"base_url": f"{url}/episodes/{name}/v1", "api_key": self._api_key}
-        return partial(self._program, **address, model=MODEL, row=played.row, **self._config.options)
+        address = {"base_url": f"{self._url}/episodes/{name}/v1", "api_key": self._api_key}
+        return partial(self._program, **address, model=MODEL, row=row, **self._config.options)
 
 
 def read_program(config: EnvironmentConfig) -> Program:
@@ -205,9 +176,8 @@ def read_program(config: EnvironmentConfig) -> Program:
     return program  # type: ignore[no-any-return]
 
 
-def _sequences(played: _Played, result: object, prompt: Sequence[int]) -> list[Episode]:
+def _sequences(service: EpisodeService, result: object, prompt: Sequence[int]) -> list[Episode]:
     """The sequences of an episode with its reward; one without tokens if no request was answered."""
-    service = played.service
     reward = _read_reward(result)
     sequences = service.sequences or [Episode(list(prompt))]
     failure = reward.reason if isinstance(reward, CallFailure) and not service.overran else None
@@ -215,7 +185,7 @@ def _sequences(played: _Played, result: object, prompt: Sequence[int]) -> list[E
         failure = "it made no request that was answered"
     ended = not isinstance(reward, CallFailure) and not service.overran
     for sequence in sequences:
-        sequence.sample = played.sample
+        sequence.sample = service.sample
         sequence.stopped = sequence.stopped and ended
         if not isinstance(reward, CallFailure) and sequence.turn_rewards:
             sequence.add_reward(reward)

@@ -20,9 +20,10 @@ from hybrid_rlhf.data.chat.calls import AssistantTurn, function_names, read_repl
 from hybrid_rlhf.data.chat.conversation import completion_text
 from hybrid_rlhf.data.chat.messages import Message, Tools
 from hybrid_rlhf.data.chat.template import render, token_ids
-from hybrid_rlhf.generation.open_batch import StreamedToken
+from hybrid_rlhf.generation.open_batch import TokenSource
 from hybrid_rlhf.generation.sampling import Completion, derive_seed
 from hybrid_rlhf.rl.batch import Episode
+from hybrid_rlhf.rl.environments.episodes import Turns
 from hybrid_rlhf.rl.environments.observations import PLACEHOLDER, ids_after_turn
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
@@ -67,26 +68,23 @@ class EpisodeService(Service):
     def __init__(
         self,
         shared: Service,
+        turns: Turns,
         *,
         config: EnvironmentConfig,
         sampling: SamplingParams,
         sample: int,
-        weight_version: int,
-        stop_token_ids: frozenset[int],
     ) -> None:
         """Begin an episode.
 
         Args:
             shared: service of all episodes of the rollout.
+            turns: completes the prompts of this one.
             config: limits of an episode.
             sampling: sampling parameters of the prompt, with its seed.
             sample: index of the episode among those of the prompt.
-            weight_version: recorded for each sampled token.
-            stop_token_ids: tokens that end every completion.
         """
-        batch = shared.batch
         super().__init__(
-            batch,
+            shared.batch,
             shared.tokenizer,
             name=shared.name,
             sampling=replace(sampling, n=1),
@@ -94,9 +92,9 @@ class EpisodeService(Service):
             metrics=shared.metrics,
         )
         self._config = config
-        self._seed = (sampling.seed or 0, sample)
-        self._version = weight_version
-        self._stop = stop_token_ids
+        self.sample = sample
+        self._seed = sampling.seed or 0
+        self._episode_turns = turns
         self._turns: list[_Turn] = []
         self._requested = 0
         self._numbering = threading.Lock()
@@ -122,13 +120,18 @@ class EpisodeService(Service):
             sampling = self._limited(asked, prompts)
             first = self._requested
             self._requested = self._requested + len(prompts)
-        seeds = [derive_seed(*self._seed, first + place) for place in range(len(prompts))]
+        seeds = [derive_seed(self._seed, self.sample, first + place) for place in range(len(prompts))]
 
-        def record(place: int, tokens: list[StreamedToken]) -> None:
+        def record(place: int, completion: Completion) -> None:
             if not self.closed:
-                self._record(prompts[place], tokens, sampling.stop)
+                self._record(prompts[place], completion, sampling.stop)
 
         return Job([prompt.ids for prompt in prompts], sampling, body.most_likely, seeds, record)
+
+    @property
+    def source(self) -> TokenSource:
+        """What completes the prompts."""
+        return self._episode_turns
 
     def _fixed(self, body: GenerationBody, prompts: Sequence[_Prompt]) -> SamplingParams:
         """Sampling parameters of a request, with those that training must know replaced by the run's."""
@@ -174,7 +177,7 @@ class EpisodeService(Service):
         for turn in reversed(self._turns):
             rest = self._after(turn, messages, tools)
             if rest is not None:
-                end = turn.ids[-1] if turn.ids[-1] in self._stop else None
+                end = turn.ids[-1] if turn.ids[-1] in self._episode_turns.stop_token_ids else None
                 ids = ids_after_turn(rest, self.tokenizer, end_token=end)
                 return [_Prompt([*turn.ids, *ids], text, len(messages), names, turn)]
         return [_Prompt(token_ids(text, self.tokenizer), text, len(messages), names)]
@@ -212,15 +215,8 @@ class EpisodeService(Service):
 
     # -- record what was sampled
 
-    def _record(self, prompt: _Prompt, tokens: Sequence[StreamedToken], stop: Sequence[str]) -> None:
-        ids = [token.token_id for token in tokens]
-        completion = Completion(
-            ids,
-            [token.logprob for token in tokens],
-            tokens[-1].finish_reason,
-            [token.sampling_logprob for token in tokens],
-            [self._version] * len(tokens),
-        )
+    def _record(self, prompt: _Prompt, completion: Completion, stop: Sequence[str]) -> None:
+        ids = completion.token_ids
         begun = prompt.continues
         if begun is not None and len(begun.sequence.ids) == len(begun.ids):
             sequence = begun.sequence

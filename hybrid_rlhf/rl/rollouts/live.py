@@ -15,46 +15,51 @@ interruptible generation of AReaL (arXiv 2505.24298, section 4.1).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
 from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.arrivals import Taken
+from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.engine import GenerationEngine
-from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
-from hybrid_rlhf.generation.sampling import Completion, SamplingParams
+from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, StreamedToken, Submission
+from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
 from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 
+ResultT = TypeVar("ResultT")
 Order = list[Taken]
 """The decoding steps in which a batch took the labelled actions."""
-
-
-Sample = Completion | Episode
+Sample = Completion | list[Episode]
+"""A completion, or an episode with its sequences."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """Prompts that were added together, or one turn of an episode."""
+    """Prompts that were added together, or those of a turn."""
 
     prompts: list[AssignedPrompt]
     label: str
-    on_finished: Callable[[int, int, Completion], None]
-    """Receives the places of prompt and sample, and the sample; in any thread."""
+    on_tokens: Callable[[list[StreamedToken]], None]
+    """Receives the tokens of each decoding step, on the thread of the batch."""
     samples: list[list[Sample | None]]
     """Finished samples of each prompt."""
     submissions: list[tuple[Submission, list[int]]] = field(default_factory=list)
     """Submissions of the present batch, with the indices of their prompts."""
     error: BaseException | None = None
-    """Exception that ended an episode."""
+    """Exception that ended one of the samples."""
+    top_logprobs: int = 0
+    """Number of most likely tokens that are reported with each token."""
     is_turn: bool = False
     """True for a turn of an episode, which the first of the ranks that share the model asks for."""
 
@@ -65,30 +70,53 @@ class Ticket:
 
     @property
     def finished(self) -> list[list[Any]]:
-        """Samples of each prompt, once all are finished."""
-        return [[sample for sample in samples if sample is not None] for samples in self.samples]
+        """Completions of each prompt, or sequences of its episodes, once all samples are finished."""
+        whole = [[sample for sample in samples if sample is not None] for samples in self.samples]
+        return [
+            [row for sample in samples for row in (sample if isinstance(sample, list) else [sample])]
+            for samples in whole
+        ]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Turns:
-    """Answers the turns of an episode."""
+    """Answers the turns of an episode, which are named by their order in the episode."""
 
     live: LiveBatch
     label: str
+    record_routes: bool
     stop_token_ids: frozenset[int]
     max_positions: int | None
+    _asked: Iterator[int] = field(default_factory=itertools.count)
 
-    def ask(
+    @property
+    def failure(self) -> BaseException | None:
+        """Exception that ended the batch."""
+        return self.live.failure
+
+    def submit(
         self,
-        ids: Sequence[int],
-        params: SamplingParams,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        deliver: Deliver,
         *,
-        turn: int,
-        record_routes: bool,
-        on_finished: Callable[[Completion], None],
-    ) -> None:
-        """Complete the tokens of the episode so far."""
-        self.live.ask(ids, params, record_routes, f"{self.label}.{turn}", on_finished)
+        top_logprobs: int = 0,
+        adapter: str | None = None,
+    ) -> Ticket:
+        """Complete prompts, as `OpenBatch.submit` does; there are no adapters."""
+        return self.live.ask(
+            [
+                AssignedPrompt(0, {"input_ids": ids}, params, self.record_routes)
+                for ids, params in zip(prompts, per_request(sampling, len(prompts)), strict=True)
+            ],
+            deliver,
+            label=f"{self.label}.{next(self._asked)}",
+            top_logprobs=top_logprobs,
+        )
+
+    def cancel(self, submission: Ticket) -> None:
+        """End a submission."""
+        self.live.cancel(submission)
 
 
 class LiveBatch:
@@ -108,20 +136,19 @@ class LiveBatch:
 
         Args:
             engine: samples on ranks of its own, or on the actor's.
-            config: the rollout settings, with `streaming`.
+            config: the rollout settings.
             stop: arguments of `SamplingEngine.inference`.
             rows: largest number of completions of a rank that are decoded together.
             environments: runs multi-turn episodes; none: a completion is one turn.
             recorded: order of each step of an earlier run to repeat; empty: by arrival.
         """
-        assert config.streaming is not None
         self._together = engine.generation_world
         self._engine = engine
-        self._recompute_kv = config.streaming.recompute_kv
+        self._recompute_kv = config.streaming is not None and config.streaming.recompute_kv
         self._stop = stop
-        self._rows = rows
         self._environments = environments
-        self._max_tokens = config.max_prompt_tokens + config.sampling.max_new_tokens
+        self.rows = rows
+        self.max_tokens = config.max_prompt_tokens + config.sampling.max_new_tokens
         self._recorded = recorded
         self.lasts = isinstance(engine, SeparateSampler)
         """True if the batch stays open between steps."""
@@ -133,6 +160,10 @@ class LiveBatch:
         self._tickets: list[Ticket] = []
         """What the batch samples, or will when it is open again."""
         self._changed = threading.Condition()
+        self._served: contextlib.ExitStack | None = None
+        """What serves the episodes; none before the batch was opened."""
+        self._is_closed = False
+        self._vocab_size = 0
         self._idle_seconds = 0.0
         self._order: Order = []
         """Order of closed batches that was not taken yet."""
@@ -154,30 +185,35 @@ class LiveBatch:
                 yield
                 return
             _capture_now(generation)
-            with self._changed:
-                self._open(generation, self._recorded.get(step, []))
-                for ticket in self._tickets:
-                    self._submit(ticket)
-            try:
+            with self.decoding(generation, self._recorded.get(step, [])):
                 yield
-            finally:
-                self._suspend()
+
+    @contextlib.contextmanager
+    def decoding(self, generation: GenerationEngine, order: Order) -> Iterator[None]:
+        """Context in which an engine decodes; running completions continue from their tokens in the next one."""
+        with self._changed:
+            self._open(generation, order)
+            for ticket in self._tickets:
+                self._submit(ticket)
+        try:
+            yield
+        finally:
+            self._suspend()
 
     def add(self, prompts: Sequence[AssignedPrompt], progress: ProgressLog) -> Ticket:
-        """Sample prompts from now on; in the context of `current`."""
+        """Sample prompts from now on; in the context of `current` or `decoding`."""
         plays = self._environments is None or self._together.is_main
         samples: list[list[Sample | None]] = [[None] * prompt.params.n for prompt in prompts if plays]
 
-        def finished(place: int, sample: int, result: Sample) -> None:
-            with self._changed:
-                samples[place][sample] = result
-                progress.advance(1)
-                self._changed.notify_all()
+        def finished(tokens: list[StreamedToken]) -> None:
+            for token in tokens:
+                if token.completion is not None:
+                    progress.advance(1)
 
         ticket = Ticket(list(prompts), self._label("begin"), finished, samples)
         if self._environments is not None:
             if plays:
-                self._play(ticket, finished)
+                self._play(ticket, progress)
             return ticket
         for place, prompt in enumerate(prompts):
             for sample, completion in enumerate(prompt.begun):
@@ -186,24 +222,28 @@ class LiveBatch:
         self._start(ticket)
         return ticket
 
-    def ask(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        record_routes: bool,
-        label: str,
-        on_finished: Callable[[Completion], None],
-    ) -> None:
-        """Complete one turn of an episode; may be called in any thread."""
-        prompt = AssignedPrompt(0, {"input_ids": ids}, params, record_routes)
+    def ask(self, prompts: Sequence[AssignedPrompt], deliver: Deliver, *, label: str, top_logprobs: int = 0) -> Ticket:
+        """Complete the prompts of a turn; may be called in any thread.
 
-        def finished(place: int, sample: int, completion: Completion) -> None:
-            with self._changed:
-                self._tickets.remove(ticket)
-            on_finished(completion)
-
-        ticket = Ticket([prompt], label, finished, [[None]], is_turn=True)
+        Raises:
+            RuntimeError: when the batch has ended.
+        """
+        samples: list[list[Sample | None]] = [[None] * prompt.params.n for prompt in prompts]
+        ticket = Ticket(list(prompts), label, deliver, samples, top_logprobs=top_logprobs, is_turn=True)
         self._start(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a turn; nothing is delivered for it afterwards."""
+        with self._changed:
+            if ticket in self._tickets:
+                self._tickets.remove(ticket)
+            submissions = ticket.submissions
+            ticket.submissions = []
+            batch = self._batch
+        for submission, _ in submissions:
+            if batch is not None:
+                batch.cancel(submission)
 
     def wait(self, ticket: Ticket) -> list[list[Any]]:
         """Wait for the samples of a ticket.
@@ -222,30 +262,37 @@ class LiveBatch:
 
     def _start(self, ticket: Ticket) -> None:
         with self._changed:
-            self._tickets.append(ticket)
+            if self._is_closed:
+                raise RuntimeError("a batch takes turns until it is closed, this one was closed")
             if self._batch is not None:
                 self._submit(ticket)
+            self._tickets.append(ticket)
 
-    def _play(self, ticket: Ticket, finished: Callable[[int, int, Sample], None]) -> None:
+    def _play(self, ticket: Ticket, progress: ProgressLog) -> None:
         """Start the episodes of a ticket."""
         assert self._environments is not None
 
-        def failed(error: BaseException) -> None:
+        def ended(place: int, sample: int, future: Future[list[Episode]]) -> None:
             with self._changed:
-                ticket.error = error
+                error = future.exception()
+                if error is None:
+                    ticket.samples[place][sample] = future.result()
+                    progress.advance(1)
+                else:
+                    ticket.error = error
                 self._changed.notify_all()
 
         for place, prompt in enumerate(ticket.prompts):
             for sample in range(prompt.params.n):
-                self._environments.play(
-                    prompt.row,
-                    prompt.params,
-                    sample,
-                    _Turns(self, f"{ticket.label} {place}.{sample}", self._stop_token_ids, self._max_positions),
-                    record_routes=prompt.recorded,
-                    on_ended=partial(finished, place, sample),
-                    on_error=failed,
+                turns = _Turns(
+                    self,
+                    f"{ticket.label} {place}.{sample}",
+                    prompt.recorded,
+                    self._stop_token_ids,
+                    self._max_positions,
                 )
+                episode = self._environments.play(prompt.row, prompt.params, sample, turns)
+                episode.add_done_callback(partial(ended, place, sample))
 
     def begun(self, tickets: Sequence[Ticket]) -> list[list[AssignedPrompt]]:
         """The prompts of each ticket with their tokens so far, for a checkpoint; without those of episodes, which begin
@@ -267,25 +314,83 @@ class LiveBatch:
         return self._idle_seconds + (0.0 if self._batch is None else self._batch.idle_seconds)
 
     def close(self) -> None:
-        """End the batch."""
+        """End the batch, and the turns that it has not completed."""
         if self._batch is not None:
             with self._batch.paused(label=self._label("end")):  # in the same step on all ranks that share the model
                 self._batch.close(wait=False)
             self._batch.close()
+        with self._changed:
+            self._is_closed = True
+            turns = [ticket for ticket in self._tickets if ticket.is_turn]
+        for ticket in turns:
+            ticket.on_tokens([])
+        if self._served is not None:
+            self._served.close()
 
     def abandon(self) -> None:
         """Let the batch end by itself, after an error on this rank."""
         if self._batch is not None:
             self._batch.close(wait=False)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Exception that ended the present batch."""
+        return None if self._batch is None else self._batch.failure
+
     def _failure(self, ticket: Ticket) -> BaseException | None:
-        if ticket.error is not None:
-            return ticket.error
-        tickets = [ticket] if self._environments is None else self._tickets
-        submissions = [submission for one in tickets for submission, _ in one.submissions]
-        errors = [submission.error for submission in submissions if submission.error is not None]
-        ended = None if self._batch is None else self._batch.failure
-        return next(iter(errors), ended)
+        return self.failure or ticket.error
+
+    # -- what a server of this batch needs besides
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        deliver: Deliver,
+        *,
+        top_logprobs: int = 0,
+        adapter: str | None = None,
+    ) -> Ticket:
+        """Complete prompts that belong to no episode: there are none."""
+        raise RuntimeError("a batch of episodes takes their turns, got other prompts")
+
+    def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
+        """As `OpenBatch.call`, while the batch is open.
+
+        Raises:
+            RuntimeError: between two steps, and where several ranks share the model, which would have to call too.
+        """
+        batch = self._batch
+        if batch is None or self._together.size > 1:
+            raise RuntimeError("calls need an open batch and a model on one rank")
+        return batch.call(function)
+
+    def prompt_logprobs(self, tokens: Sequence[int], *, adapter: str | None = None) -> Future[list[float]]:
+        """As `OpenBatch.prompt_logprobs`, with the errors of `call`."""
+        batch = self._batch
+        if batch is None or self._together.size > 1:
+            raise RuntimeError("log-probs of a prompt need an open batch and a model on one rank")
+        return batch.prompt_logprobs(tokens, adapter=adapter)
+
+    @property
+    def load(self) -> BatchLoad:
+        """Load of the present batch."""
+        return BatchLoad() if self._batch is None else self._batch.load
+
+    @property
+    def unfinished(self) -> int:
+        """Number of unfinished samples."""
+        return 0 if self._batch is None else self._batch.unfinished
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the model's vocabulary."""
+        return self._vocab_size
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes that the present batch reserves for keys and values."""
+        return 0 if self._batch is None else self._batch.kv_cache_bytes
 
     def _label(self, action: str) -> str:
         """A label of the next action of the main thread; the same in a run that repeats this one."""
@@ -313,12 +418,18 @@ class LiveBatch:
         self._stop_token_ids = generation.stop_token_ids
         self._max_positions = generation.max_positions
         self._batch = generation.open(
-            rows=self._rows,
-            max_tokens=self._max_tokens,
+            rows=self.rows,
+            max_tokens=self.max_tokens,
             records_routes=generation.records_routes,
             order=order,
             world=self._together,
         )
+        self.max_tokens = self._batch.max_tokens
+        self._vocab_size = self._batch.vocab_size
+        if self._served is None:
+            self._served = contextlib.ExitStack()
+            if self._environments is not None and self._together.is_main:
+                self._served.enter_context(self._environments.serve(self))
 
     def _submit(self, ticket: Ticket) -> None:
         """Add the unfinished samples of a ticket to the batch; prompts with the same number of samples go together."""
@@ -333,6 +444,7 @@ class LiveBatch:
                 partial(self._deliver, ticket, places),
                 begun=[prompt.begun for prompt in prompts],
                 record_routes=[prompt.recorded and self._records_routes for prompt in prompts],
+                top_logprobs=ticket.top_logprobs,
                 label=f"{ticket.label} x{samples}",
                 sends=ticket.is_turn and self._together.size > 1,
             )
@@ -340,23 +452,32 @@ class LiveBatch:
 
     def _deliver(self, ticket: Ticket, places: Sequence[int], tokens: list[StreamedToken]) -> None:
         """Take finished samples, on the thread of the batch."""
-        for token in tokens:
-            if token.completion is not None:
-                ticket.on_finished(places[token.prompt], token.sample, token.completion)
-        if not tokens:
-            with self._changed:
-                self._changed.notify_all()
+        with self._changed:
+            for token in tokens:
+                if token.completion is not None:
+                    ticket.samples[places[token.prompt]][token.sample] = token.completion
+            has_ended = not tokens and bool(ticket.submissions)  # not because it is to continue in the next batch
+            if has_ended:
+                errors = [submission.error for submission, _ in ticket.submissions]
+                ticket.error = next((error for error in errors if error is not None), None)
+            if ticket.is_turn and (has_ended or ticket.is_finished) and ticket in self._tickets:
+                self._tickets.remove(ticket)
+            self._changed.notify_all()
+        if tokens or (ticket.is_turn and has_ended):
+            ticket.on_tokens(tokens)
 
     def _suspend(self) -> None:
         """Close the batch between two steps; running completions keep their tokens."""
         batch = self._batch
         assert batch is not None
+        self._batch = None
+        if batch.failure is not None:
+            return
         with batch.paused(label=self._label("end")), self._changed:
             for ticket in self._tickets:
                 ticket.prompts = self._with_tokens(ticket, batch)
                 ticket.submissions = []
             batch.close(wait=False)
-            self._batch = None
         batch.close()
         self._idle_seconds += batch.idle_seconds
         self._order += batch.take_order()

@@ -26,8 +26,9 @@ from hybrid_rlhf.generation.batching.requests import DecodeWork
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, derive_seed
 from hybrid_rlhf.rl.batch import Episode, Rollout, with_columns_of_all_ranks
-from hybrid_rlhf.rl.environments.episodes import EpisodeJob, EpisodeRunner
+from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
 from hybrid_rlhf.rl.rollouts.live import LiveBatch, Order
+from hybrid_rlhf.rl.rollouts.lock_step import LockStep
 from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt, RolloutPart
 from hybrid_rlhf.runtime.background import BackgroundCall, SideStream
 from hybrid_rlhf.runtime.observability.progress import STEP_SECONDS, ProgressLog
@@ -306,10 +307,7 @@ class RolloutSampler:
         requests = [prompt.params for prompt in mine]
         recorded = [prompt.recorded and generation.records_routes for prompt in mine]
         if self._environments is not None:
-            rows = [prompt.row for prompt in mine]
-            together = self.engine.generation_world
-            job = EpisodeJob(generation, rows, requests, recorded, together, timers, progress.advance)
-            return mine, self._environments.run(job)
+            return mine, self._played(generation, mine, self._environments, timers, progress)
         with timers("generation"):
             samples = generation.generate(
                 [prompt.row["input_ids"] for prompt in mine],
@@ -320,6 +318,26 @@ class RolloutSampler:
                 until=until,
             )
         return (mine, samples) if part is None else part.hand_over(mine, samples)
+
+    def _played(
+        self,
+        generation: GenerationEngine,
+        mine: Sequence[AssignedPrompt],
+        environments: EpisodeRunner,
+        timers: Timers,
+        progress: ProgressLog,
+    ) -> list[list[Episode]]:
+        """Episodes of this rank's prompts, on the first of the ranks that share the model."""
+        together = self.engine.generation_world
+        if environments.in_lock_step:
+            return LockStep(generation, environments, together, timers, progress.advance).play(mine)
+        episodes = sum(prompt.params.n for prompt in mine)
+        rows = min(episodes, self.config.max_decode_rows or episodes)
+        live = LiveBatch(self.engine, self.config, stop=self._stop, rows=rows, environments=environments, recorded={})
+        if not mine:
+            return []
+        with timers("generation"), contextlib.closing(live), live.decoding(generation, []):
+            return live.wait(live.add(mine, progress))
 
     def _held(self, sampled: _Sampled, cost: SamplingCost) -> Rollout:
         """The completions that this rank has sampled; those of one prompt are adjacent."""
