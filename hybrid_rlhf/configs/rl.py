@@ -259,8 +259,8 @@ class RLConfig(StepConfig):
             f"rollout.tensor_parallel {self.rollout.tensor_parallel}: give 1, or --placement separation",
         )
         require(
-            self.rollout.streaming is None or not alone or not self.actor.ema_decay,
-            "rollout.streaming on ranks of its own never samples with other weights, got actor.ema_decay "
+            self.rollout.streaming is None or not (alone or self.rollout.backend == "vllm") or not self.actor.ema_decay,
+            "rollout.streaming on ranks of its own, or by vLLM, never samples with other weights, got actor.ema_decay "
             f"{self.actor.ema_decay}: leave one out",
         )
         require(

@@ -64,6 +64,8 @@ class _KeptBackend:
 class HybridEngine(ModelEngine):
     """The ModelEngine of an actor, which can also generate."""
 
+    samples_while_training = False
+
     def __init__(
         self,
         role: Role,
@@ -343,6 +345,8 @@ class HybridEngine(ModelEngine):
 
 class AbsentActor(AbsentEngine):
     """Placeholder for the actor on a rank that does not have it, and does not sample."""
+
+    samples_while_training = False
 
     def __init__(
         self, role: Role, world: World, facts: EngineFacts, *, tensor_parallel: int = 1, own: bool = False

@@ -59,6 +59,8 @@ class SamplingEngine(Protocol):
     """Time of the last weight sync on this rank, without the check."""
     weight_check_seconds: float
     """Time of the check after the last weight sync."""
+    samples_while_training: bool
+    """True if an open batch of `inference` may go on after that context."""
     max_logprob_diff: float
     """Limit of the mean difference of log-probs between sampler and trainer, in nats, beyond which a run stops."""
 

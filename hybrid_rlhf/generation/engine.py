@@ -244,7 +244,7 @@ class GenerationEngine:
             on_completed: called after each step with the number of completions that finished in it.
             begun: completions of an earlier call, with the same seeds: all samples of a prompt, or none; shorter than
                 `prompts` if the last ones have none. Finished ones are returned unchanged, others continue, also
-                with other weights; their prompt and tokens are recomputed. Native backend.
+                with other weights; their prompt and tokens are recomputed. Not by the module backend.
             until: return when enough prompts are finished, with the unfinished completions as they are. Native backend;
                 none: all are finished.
             adapters: name of the adapter of each prompt, None for the model itself; empty: no adapters.

@@ -26,7 +26,7 @@ import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.backends.backend import GenerationBackend
-from hybrid_rlhf.generation.backends.native import NativeBackend
+from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.batching.arrivals import Arrivals, Taken
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request, RequestMaker, continue_requests
 from hybrid_rlhf.generation.batching.rows import BatchLoad
@@ -238,7 +238,7 @@ class OpenBatch:
             deliver: called on the thread of the batch after each step with tokens of these prompts.
             top_logprobs: number of most likely tokens to report with each token, at most MOST_TOP_LOGPROBS.
             adapter: name of an adapter of the engine; none: the model itself.
-            begun: as in `generate`; nothing is delivered for finished samples. Native backend.
+            begun: as in `generate`; nothing is delivered for finished samples.
             record_routes: for each prompt, true to record the experts of its tokens; empty: for none.
             label: name in the order, unique in the batch.
             sends: this is the first of the tensor-parallel ranks, and the others do not make this call.
@@ -362,7 +362,7 @@ class OpenBatch:
             weight_version: version of the weights, recorded for every further token.
             recompute: compute the keys and values of running requests again; false: keep those of the older weights.
         """
-        assert isinstance(self._backend, NativeBackend), "a module's weights are its own"
+        assert not isinstance(self._backend, ModuleBackend), "a module's weights are its own"
         with self._lock:
             for request in self._owners:
                 request.stamp(self._weight_version)

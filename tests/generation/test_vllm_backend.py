@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.vllm import VLLMBackend, VLLMServer
+from tests.support.generation import wait_until
 from tests.support.tiny import VOCABULARY, tiny_tokenizer
 from tests.support.vllm_server import FakeVLLM, fake_vllm
 
@@ -152,6 +154,42 @@ def test_an_open_batch_completes_requests_as_they_arrive(model_folder: Path) -> 
             batch.submit(PROMPTS[:1], GREEDY, deliver)
             assert done.wait(30)
     assert tokens == expected * 2
+
+
+def test_a_paused_batch_goes_on_from_its_tokens(model_folder: Path) -> None:
+    """Requests at servers, beyond their limit and lost in the pause; tokens have the version of their weights."""
+    own = GenerationEngine.from_pretrained(str(model_folder), dtype=torch.float32)
+    own.maker.stop_token_ids = frozenset()
+    greedy = SamplingParams(max_new_tokens=20, temperature=0.0)
+    expected = [completion.token_ids for (completion,) in own.generate(PROMPTS, greedy)]
+    with fake_vllm(model_folder, token_seconds=0.02) as fake, fake_vllm(model_folder, token_seconds=0.02) as lost:
+        engine = engine_of(fake, lost, requests_per_server=1)
+        completions: dict[int, Any] = {}
+        done = threading.Event()
+
+        def deliver(new: list[Any]) -> None:
+            for token in new:
+                if token.completion is not None:
+                    completions[token.prompt] = token.completion
+            if not new or len(completions) == len(PROMPTS):
+                done.set()
+
+        with engine.open(rows=4, max_tokens=64) as batch:
+            submission = batch.submit(PROMPTS, greedy, deliver)
+            wait_until(lambda: len(fake.bodies) == len(lost.bodies) == 1)
+            time.sleep(0.1)
+            lost.intercept = lambda body: (0, None)  # hangs up from now on
+            with batch.paused():
+                so_far = [len(batch.completions(submission)[place, 0].token_ids) for place in range(len(PROMPTS))]
+                assert len(fake.bodies) == 1, "nothing is sent meanwhile"
+                batch.renew(7, recompute=True)
+            assert done.wait(30)
+        assert fake.calls.count("/pause") == fake.calls.count("/resume") == 1
+        assert any(body["prompt"][: len(PROMPTS[0])] == PROMPTS[0] for body in fake.bodies[1:])
+    assert 0 < so_far[0] < 20 and so_far[2] == 0, "two ran, the third waited"
+    assert [completions[place].token_ids for place in range(len(PROMPTS))] == expected
+    for place, count in enumerate(so_far):
+        assert completions[place].weight_versions == [0] * count + [7] * (20 - count)
 
 
 def test_a_closed_engine_stops_while_it_waits(model_folder: Path) -> None:

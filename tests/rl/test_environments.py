@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 import re
 import shlex
 import shutil
@@ -124,6 +125,23 @@ def turns_of(rollout: Rollout, place: int) -> list[list[int]]:
         else:
             runs.append([position])
     return runs
+
+
+class Uneven(Scripted):
+    """The same, in calls that take their own time."""
+
+    def step(self, completion: str) -> tuple[str | None, float, bool]:
+        time.sleep(random.random() / 20)
+        return super().step(completion)
+
+
+def test_the_time_of_tools_changes_no_bit(world: World, paths: dict[str, str]) -> None:
+    """Which turns are decoded together changes the last bits of log-probs, and a run would not resume bit for bit."""
+    of_scripted, of_uneven = (build(world, paths["actor"], kind).sampler for kind in (Scripted, Uneven))
+    expected = of_scripted.sample(PROMPTS, step=1)
+    found = of_uneven.sample(PROMPTS, step=1)
+    for name in ("input_ids", "sampled_logprobs", "drawn_logprobs", "turn_rewards"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
 def test_stop_strings_end_a_turn_where_they_are_complete(world: World, paths: dict[str, str]) -> None:

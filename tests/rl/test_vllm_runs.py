@@ -53,6 +53,24 @@ def test_grpo_samples_while_it_trains_on_sharded_weights(model_folder: Path, pai
     assert last["rollout/stale_updates"] > 0 and last["step"] == 4
 
 
+def test_a_run_streams_from_servers(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
+    """Completions that a weight sync interrupts go on; servers are left as they were found."""
+    with fake_vllm(model_folder, token_seconds=0.01) as one, fake_vllm(model_folder, token_seconds=0.12) as other:
+        line = [
+            *f"--algorithm rloo --model.path {model_folder} --data.sources {pair_rows}".split(),
+            *f"--output_dir {tmp_path / 'run'} --rollout.prompts_per_step 4 --rollout.sampling.n 2".split(),
+            *"--rollout.sampling.max_new_tokens 12 --rollout.streaming.max_lag 2 --train.max_steps 4".split(),
+            *("--reward.components", "[{function: 'tests/support/steps.py:brevity'}]"),
+            *urls_of(one, other),
+        ]
+        run_main(MODULES["ppo"], 2, line)
+        assert not one.paused and not other.paused
+    rows = [row for row in read_metrics(tmp_path / "run") if "rollout/updates" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert 0 < max(row["rollout/stale_updates_max"] for row in rows) <= 2
+    assert max(row["rollout/carried_ratio"] for row in rows) > 0
+
+
 def test_a_run_without_servers_ends_in_one_line(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
     errors = tmp_path / "errors.txt"
     with fake_vllm(model_folder) as fake:

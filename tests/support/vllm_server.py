@@ -50,6 +50,8 @@ class FakeVLLM:
     shift: float = 0.0
     """Added to the log-probs of prompts."""
     max_model_len: int = 256
+    token_seconds: float = 0.0
+    """Time of a token, after which a pause ends the completion."""
     _engine: GenerationEngine | None = None
     _running: int = 0
 
@@ -88,6 +90,8 @@ class FakeVLLM:
         return 200, {}
 
     def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        while self.paused:
+            time.sleep(0.01)
         with _LOCK:
             if self._engine is None:
                 self._engine = GenerationEngine.from_pretrained(str(self.folder), dtype=torch.float32)
@@ -106,10 +110,16 @@ class FakeVLLM:
                 seed=body["seed"],
             )
             ((completion,),) = self._engine.generate([prompt], params)
+        count = len(completion.token_ids)
+        for sampled in range(count if self.token_seconds else 0):
+            time.sleep(self.token_seconds)
+            if self.paused:
+                count = sampled
+                break
         choice = {
-            "token_ids": completion.token_ids,
-            "logprobs": {"token_logprobs": completion.sampling_logprobs},
-            "finish_reason": completion.finish_reason,
+            "token_ids": completion.token_ids[:count],
+            "logprobs": {"token_logprobs": completion.sampling_logprobs[:count]},
+            "finish_reason": completion.finish_reason if count == len(completion.token_ids) else "abort",
         }
         return 200, {"choices": [choice]}
 

@@ -121,18 +121,21 @@ def _raw_logprobs(actor: Any, prompt: list[int], completion: Any) -> list[float]
         return actor(ids, mask, mask)[0][0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
-def test_grpo_runs_with_a_server_by_url(wide_model: Path, url: str, pair_rows: Path, tmp_path: Path) -> None:
-    """While it samples the next rollout from older weights."""
+@pytest.mark.parametrize("ahead", ["async_sampling.policy_lag 1", "streaming.max_lag 2"])
+def test_grpo_runs_with_a_server_by_url(
+    ahead: str, wide_model: Path, url: str, pair_rows: Path, tmp_path: Path
+) -> None:
+    """While it samples later rollouts from older weights; a weight sync interrupts what streams."""
     line = [
         *f"--algorithm grpo --model.path {wide_model} --data.sources {pair_rows}".split(),
         *f"--output_dir {tmp_path / 'run'} --rollout.prompts_per_step 4 --rollout.sampling.n 4".split(),
-        *"--rollout.sampling.max_new_tokens 8 --rollout.async_sampling true --train.max_steps 3".split(),
+        *f"--rollout.sampling.max_new_tokens 64 --rollout.{ahead} --train.max_steps 4".split(),
         *("--reward.components", "[{function: 'tests/support/steps.py:brevity'}]"),
         *("--rollout.vllm.urls", json.dumps([url])),
     ]
     run_main(MODULES["ppo"], 1, line)
     last = read_metrics(tmp_path / "run")[-1]
-    assert last["step"] == 3 and last["rollout/stale_updates"] > 0
+    assert last["step"] == 4 and last["rollout/stale_updates"] > 0
 
 
 def own_servers() -> list[psutil.Process]:

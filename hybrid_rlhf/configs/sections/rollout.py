@@ -314,7 +314,7 @@ class RolloutConfig(Settings):
         for name, barred, needed in (
             ("async_sampling", self.async_sampling is not None, "null"),
             ("partial", self.partial is not None, "null"),
-            ("backend", self.backend != "auto", "auto"),
+            ("backend", self.backend == "module", "auto"),
             ("quantization", self.quantization is not None, "null"),
         ):
             require(
@@ -322,6 +322,12 @@ class RolloutConfig(Settings):
                 "rollout.streaming writes new weights under running completions, got "
                 f"rollout.{name} {getattr(self, name)}: give {needed}",
             )
+
+        require(
+            self.backend != "vllm" or self.streaming is None or self.streaming.replay_order is None,
+            "rollout.streaming.replay_order repeats what this library's engine has sampled, got rollout.backend vllm: "
+            "leave one out",
+        )
 
     def _check_async(self) -> None:
         for name, barred, needed in (

@@ -23,6 +23,8 @@ from hybrid_rlhf.runtime.world import World
 class JointSampler:
     """A SamplingEngine on the ranks of sampler and actor."""
 
+    samples_while_training = False
+
     def __init__(self, separate: SeparateSampler, actor: HybridEngine | None, *, world: World) -> None:
         """Combine both. Every rank of the run makes this call.
 

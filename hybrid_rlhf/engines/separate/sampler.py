@@ -43,6 +43,8 @@ T = TypeVar("T")
 class SeparateSampler:
     """A SamplingEngine for an actor on other ranks."""
 
+    samples_while_training = True
+
     def __init__(
         self,
         actor: HybridEngine | None,

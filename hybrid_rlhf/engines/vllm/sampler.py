@@ -10,7 +10,7 @@ forward. vLLM has no hidden states to compare, so that the message cannot name a
 
 Each rank of the actor samples its share of the prompts: with `rollout.vllm.python` at its own server, with
 `rollout.vllm.urls` at all servers, whose weights rank 0 updates. On a GPU, a rank's own server sleeps while the actor
-trains, unless it samples meanwhile (policy lag).
+trains, unless it samples meanwhile (policy lag, streaming).
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ class VLLMSampler:
         self._log = logs / f"vllm-rank-{world.rank}.log"
         self._process: ServerProcess | None = None
         self._restarts_left = _RESTARTS
-        self._sleeps = section.python is not None and self.device.type == "cuda" and not rollout.policy_lag
+        self.samples_while_training = rollout.streaming is not None
+        overlaps = rollout.policy_lag or self.samples_while_training
+        self._sleeps = section.python is not None and self.device.type == "cuda" and not overlaps
         with shared_user_errors(world):
             self._servers = [self._own_server()] if section.python is not None else self._servers_by_url()
             self._folder = self._weights_folder()

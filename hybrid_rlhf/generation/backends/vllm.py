@@ -2,7 +2,8 @@
 
 Requests go to the server that has the fewest, up to a limit for each. A server that stops answering is lost: its
 requests are sent again, with the same seeds, to the others; without others the owner of the servers is asked for a new
-one. Completions arrive whole, so none is continued from a lost server.
+one. Completions arrive whole, so none is continued from a lost server. An open batch that pauses makes its servers
+return what they have sampled, and continues from there with the weights that they have then.
 
 vLLM reports one log-prob per token. Under `processed_logprobs` it is that of the distribution at the temperature, which
 is what training computes if nothing is truncated or penalised. Seeds give vLLM's own random numbers: samples are
@@ -46,6 +47,8 @@ _POLL_SECONDS = 0.5
 """Longest time without a step, so that a closed engine stops."""
 _OPEN_POLL_SECONDS = 0.02
 """Longest time until requests that arrive in an open batch are sent, while others run."""
+_INTERRUPT_SECONDS = 2.0
+"""Longest time in which paused servers return the completions that they have begun; later ones have arrived after."""
 _TRIES = 3
 """Number of failures of a request at a server that calls itself healthy, after which the server is lost."""
 
@@ -171,7 +174,8 @@ class VLLMBackend:
         self.weight_label = ""
         """Label of the weights that every server must have at the end of a run of requests."""
         self.work = DecodeWork()
-        self.records_routes = self.continues = False
+        self.records_routes = False
+        self.continues = True
         self._max_positions = max_positions
         self._load = BatchLoad()
 
@@ -200,20 +204,40 @@ class VLLMBackend:
     def run_open(self, arrivals: Arrivals) -> Iterator[NewTokens]:
         """Complete requests as they arrive, until the batch is closed."""
         running = set[Request]()
-        with _Session(self) as session:
+        with _Session(self, takes_parts=True) as session:
             while not arrivals.closed:
+                interrupts = arrivals.choose(wait=not running) and bool(running)
+                if interrupts:
+                    self._require_weights()
+                    session.interrupt()
+                    for arrived in session.all_finished():
+                        yield from self._taken(arrived, running, session)
                 for request in arrivals.take(wait=not running):
                     running.add(request)
                     session.submit(request)
+                if interrupts and not arrivals.closed:
+                    session.go_on()
                 for request in arrivals.take_cancelled():
                     running.discard(request)
                     session.cancel(request)
                 self._load = BatchLoad(rows=len(running))
-                finished = session.next(_OPEN_POLL_SECONDS) if running else None
-                if finished is not None and finished[0] in running:
-                    running.discard(finished[0])
-                    yield from _appended(*finished)
+                if running and (finished := session.next(_OPEN_POLL_SECONDS)) is not None:
+                    yield from self._taken(finished, running, session)
         self._load = BatchLoad()
+
+    def _taken(self, finished: _Finished, running: set[Request], session: _Session) -> Iterator[NewTokens]:
+        """Append the tokens of a request, which is sent again if it was interrupted."""
+        request, choice = finished
+        if request not in running:
+            return
+        yield from _appended(request, choice)
+        if request.finish_reason is None:
+            session.submit(request)
+        else:
+            running.discard(request)
+
+    def renew(self, *, recompute: bool) -> None:
+        """Do nothing: servers compute the keys and values of what continues again."""
 
     @property
     def load(self) -> BatchLoad:
@@ -253,11 +277,17 @@ class VLLMBackend:
                 )
 
 
+_Finished = tuple[Request, dict[str, Any]]
+"""A request with the tokens of a server, which end it unless it was interrupted."""
+
+
 class _Session:
     """Requests at servers, sent by an event loop in a thread."""
 
-    def __init__(self, backend: VLLMBackend) -> None:
+    def __init__(self, backend: VLLMBackend, *, takes_parts: bool = False) -> None:
+        """Take the servers; `takes_parts`: requests may return unfinished, and are submitted again."""
         self._backend = backend
+        self._takes_parts = takes_parts
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-requests", daemon=True)
         self._finished: queue.SimpleQueue[tuple[Request, dict[str, Any] | Exception]] = queue.SimpleQueue()
@@ -265,10 +295,13 @@ class _Session:
         self._clients: dict[VLLMServer, httpx2.AsyncClient] = {}
         self._posts: dict[VLLMServer, set[asyncio.Future[Any]]] = {server: set() for server in backend.servers}
         self._in_flight = Counter[VLLMServer]()
+        self._sent = set[Request]()
+        """Requests that are at servers."""
         self._changed = asyncio.Condition()
         self._losses = Counter[VLLMServer]()
         self._failure: UserError | None = None
         """Reason why no server can be had."""
+        self._is_interrupted = False
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -291,14 +324,27 @@ class _Session:
         """Drop a request."""
         self._loop.call_soon_threadsafe(lambda: request in self._tasks and self._tasks[request].cancel())
 
-    def next(self, seconds: float) -> tuple[Request, dict[str, Any]] | None:
+    def interrupt(self) -> None:
+        """Make the servers return what they have sampled, and send nothing until `go_on`."""
+        asyncio.run_coroutine_threadsafe(self._interrupt(), self._loop).result()
+
+    def go_on(self) -> None:
+        """Let the servers sample again."""
+        asyncio.run_coroutine_threadsafe(self._go_on(), self._loop).result()
+
+    def all_finished(self) -> Iterator[_Finished]:
+        """Yield what has arrived."""
+        while (finished := self.next(0.0)) is not None:
+            yield finished
+
+    def next(self, seconds: float) -> _Finished | None:
         """Return a request and its completion; None if none arrives in time.
 
         Raises:
             Exception: the error of a request.
         """
         try:
-            request, result = self._finished.get(timeout=seconds)
+            request, result = self._finished.get(block=seconds > 0, timeout=seconds)
         except queue.Empty:
             return None
         if isinstance(result, Exception):
@@ -311,12 +357,44 @@ class _Session:
         self._watch = self._loop.create_task(self._watch_servers())
 
     async def _end(self) -> None:
+        if self._is_interrupted:
+            await self._tell_all("/resume")
         tasks = [self._watch, *self._tasks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for client in self._clients.values():
             await client.aclose()
+
+    async def _interrupt(self) -> None:
+        async with self._changed:  # no server is being started
+            self._is_interrupted = True
+        await self._tell_all("/pause", mode="abort")
+        posts = [post for posts in self._posts.values() for post in posts]
+        if posts:
+            await asyncio.wait(posts, timeout=_INTERRUPT_SECONDS)
+        tasks = [task for request, task in self._tasks.items() if request in self._sent]
+        for post in posts:
+            post.cancel()
+        await asyncio.gather(*tasks)
+
+    async def _go_on(self) -> None:
+        await self._tell_all("/resume")
+        async with self._changed:
+            self._is_interrupted = False
+            self._changed.notify_all()
+
+    async def _tell_all(self, path: str, **params: str) -> None:
+        """Call a route of all servers."""
+        import httpx2
+
+        async def tell(server: VLLMServer) -> None:
+            try:
+                server.content(await self._client(server).post(path, params=params, timeout=_CALL_SECONDS), path)
+            except (ServerLost, httpx2.TransportError) as error:
+                self._lose(server, _reason(error))
+
+        await asyncio.gather(*(tell(server) for server in self._backend.servers if server.lost is None))
 
     def _start(self, request: Request) -> None:
         self._tasks[request] = self._loop.create_task(self._complete(request))
@@ -335,14 +413,18 @@ class _Session:
         while True:
             server = await self._take_server()
             losses = self._losses[server]
+            self._sent.add(request)
             try:
                 return await self._choice(server, request)
             except ServerLost as error:
+                if self._is_interrupted:
+                    return _NOTHING
                 failures[server] += 1
                 is_lost = failures[server] >= _TRIES or not await self._is_healthy(server)
                 if is_lost and server.lost is None and losses == self._losses[server]:  # not another in its place
                     self._lose(server, str(error))
             finally:
+                self._sent.discard(request)
                 async with self._changed:
                     self._in_flight[server] -= 1
                     self._changed.notify_all()
@@ -352,6 +434,9 @@ class _Session:
         backend = self._backend
         async with self._changed:
             while True:
+                if self._is_interrupted:
+                    await self._changed.wait()
+                    continue
                 live = [server for server in backend.servers if server.lost is None]
                 if not live:  # the other requests wait for the lock meanwhile
                     await self._revive()
@@ -375,7 +460,7 @@ class _Session:
         """Return the completion of a server.
 
         Raises:
-            ServerLost: when it does not answer, or aborts the request.
+            ServerLost: when it does not answer, or aborts the request before it has begun.
             UserError: when it refuses the request, or returns no token ids or log-probs.
         """
         path = "/v1/completions"
@@ -388,7 +473,8 @@ class _Session:
                 f"a server of rollouts must return token_ids and logprobs of each token, {server.shown} does not: use "
                 "vLLM"
             )
-        if choice["finish_reason"] not in ("stop", "length") or not tokens:
+        whole = ("stop", "length", "abort") if self._takes_parts else ("stop", "length")
+        if choice["finish_reason"] not in whole or not tokens:
             raise ServerLost(f"it ended a completion of {len(tokens)} tokens by {choice['finish_reason']}")
         return choice
 
@@ -454,33 +540,41 @@ def _body(request: Request, model: str) -> dict[str, Any]:
     """Return the body of a request for one completion. Every parameter is given, so that no default of the server
     applies."""
     params = request.params
+    begun = len(request.token_ids)
     return {
         "model": model,
-        "prompt": list(request.prompt),
-        "max_tokens": len(request.uniforms),
+        "prompt": request.all_token_ids,
+        "max_tokens": len(request.uniforms) - begun,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
         "min_p": params.min_p,
         "repetition_penalty": params.repetition_penalty,
-        "min_tokens": params.min_new_tokens,
+        "min_tokens": max(0, params.min_new_tokens - begun),
         "stop": list(params.stop),
         "include_stop_str_in_output": True,
         "stop_token_ids": sorted(request.stop),
         "ignore_eos": True,  # the stop tokens are ours
-        "seed": int(request.uniforms[0] * 2**53),  # differs for each sample of a prompt
+        "seed": int(request.uniforms[begun] * 2**53),  # differs for each sample of a prompt
         "logprobs": 0,
         "return_token_ids": True,  # no password  # nosec B105
     }
 
 
+_NOTHING: dict[str, Any] = {"token_ids": [], "logprobs": {"token_logprobs": []}, "finish_reason": "abort"}
+"""What an interrupted request has that no server has begun."""
+
+
 def _appended(request: Request, choice: dict[str, Any]) -> Iterator[NewTokens]:
     """Append the tokens of a completion to its request, one in a step."""
+    is_whole = choice["finish_reason"] != "abort"
     left = len(choice["token_ids"])
     for token, logprob in zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True):
         left -= 1
         request.append(token, logprob, logprob)
-        if not left and request.finish_reason is None:  # the server's context is shorter, or it found a stop string
+        if (
+            not left and is_whole and request.finish_reason is None
+        ):  # the server's context is shorter, or it found a stop string
             request.finish_reason = choice["finish_reason"]
         yield [(request, token)]
         if request.finish_reason is not None:

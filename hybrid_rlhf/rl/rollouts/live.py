@@ -1,8 +1,8 @@
 """The open batch in which a rank samples across steps, with weights that change under running completions.
 
 A sampler on ranks of its own decodes without pause: each weight sync writes into its weights between two decoding
-steps. On the actor's ranks the batch is open only while the actor does not train; running completions then continue
-from their tokens in the next one.
+steps. So do vLLM's servers, which go on from the tokens so far. On the actor's ranks the batch is open only while the
+actor does not train; running completions then continue from their tokens in the next one.
 
 Each action of the main thread (prompts that begin, a weight sync, the end of a time slice) has a label, and
 `OpenBatch.order` records in which decoding step it took effect. A batch that is given this order samples the same
@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.engines.sampling_engine import SamplingEngine
-from hybrid_rlhf.engines.separate.sampler import SeparateSampler
 from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.arrivals import Taken
 from hybrid_rlhf.generation.batching.rows import BatchLoad
@@ -150,7 +149,7 @@ class LiveBatch:
         self.rows = rows
         self.max_tokens = config.max_prompt_tokens + config.sampling.max_new_tokens
         self._recorded = recorded
-        self.lasts = isinstance(engine, SeparateSampler)
+        self.lasts = engine.samples_while_training
         """True if the batch stays open between steps."""
         self._batch: OpenBatch | None = None
         self._weight_version = -1
@@ -494,5 +493,5 @@ class LiveBatch:
 
 def _capture_now(generation: GenerationEngine) -> None:
     """Capture CUDA graphs now, while the batch waits: the main thread uses the device while the batch decodes."""
-    assert isinstance(generation.backend, NativeBackend), "a stream has inference weights"
-    generation.backend.capture_between_runs()
+    if isinstance(generation.backend, NativeBackend):
+        generation.backend.capture_between_runs()
