@@ -373,10 +373,10 @@ class _Session:
         posts = [post for posts in self._posts.values() for post in posts]
         if posts:
             await asyncio.wait(posts, timeout=_INTERRUPT_SECONDS)
-        tasks = [task for request, task in self._tasks.items() if request in self._sent]
         for post in posts:
             post.cancel()
-        await asyncio.gather(*tasks)
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._sent)
 
     async def _go_on(self) -> None:
         await self._tell_all("/resume")
@@ -424,8 +424,8 @@ class _Session:
                 if is_lost and server.lost is None and losses == self._losses[server]:  # not another in its place
                     self._lose(server, str(error))
             finally:
-                self._sent.discard(request)
                 async with self._changed:
+                    self._sent.discard(request)
                     self._in_flight[server] -= 1
                     self._changed.notify_all()
 
@@ -572,9 +572,8 @@ def _appended(request: Request, choice: dict[str, Any]) -> Iterator[NewTokens]:
     for token, logprob in zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True):
         left -= 1
         request.append(token, logprob, logprob)
-        if (
-            not left and is_whole and request.finish_reason is None
-        ):  # the server's context is shorter, or it found a stop string
+        # the server's context is shorter, or it found a stop string
+        if is_whole and not left and request.finish_reason is None:
             request.finish_reason = choice["finish_reason"]
         yield [(request, token)]
         if request.finish_reason is not None:

@@ -376,7 +376,7 @@ class Costs:
                     self._shares(groups), prompt_tokens=self.job.lengths.prompt_tokens, rows_at_once=at_once
                 ),
             )
-            decode = self._decode_steps(segments, together, hosts)
+            decode = self.decode_steps(segments, together, hosts)
             compute, wire = (np.add.reduceat(part * segments.steps, segments.groups) for part in decode)
             work = []
             for group, rows in enumerate(segments.completions):
@@ -422,8 +422,8 @@ class Costs:
         whole = self.job.config.model.quantization is not None
         return ModelPasses(self.curves, self.job.actor.sizes, self._inference_dtype, whole_products=whole)
 
-    def _decode_steps(self, s: DecodeSegments, together: int, hosts: int) -> tuple[Numbers, Numbers]:
-        """Seconds of compute and wire of one decoding step of each segment."""
+    def decode_steps(self, s: DecodeSegments, together: int, hosts: int) -> tuple[Numbers, Numbers]:
+        """Seconds of compute and wire of one decoding step of each segment, on groups of so many ranks and hosts."""
         sizes = self.job.actor.sizes
         c = self.curves
         item_bytes = self.job.inference_dtype.itemsize

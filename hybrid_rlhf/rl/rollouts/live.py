@@ -330,6 +330,9 @@ class LiveBatch:
         """Let the batch end by itself, after an error on this rank."""
         if self._batch is not None:
             self._batch.close(wait=False)
+        self._is_closed = True
+        if self._served is not None:
+            self._served.close()
 
     @property
     def failure(self) -> BaseException | None:
