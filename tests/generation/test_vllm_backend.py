@@ -162,7 +162,7 @@ def test_a_paused_batch_goes_on_from_its_tokens(model_folder: Path) -> None:
     own.maker.stop_token_ids = frozenset()
     greedy = SamplingParams(max_new_tokens=20, temperature=0.0)
     expected = [completion.token_ids for (completion,) in own.generate(PROMPTS, greedy)]
-    with fake_vllm(model_folder, token_seconds=0.02) as fake, fake_vllm(model_folder, token_seconds=0.02) as lost:
+    with fake_vllm(model_folder, token_seconds=0.2) as fake, fake_vllm(model_folder, token_seconds=0.2) as lost:
         engine = engine_of(fake, lost, requests_per_server=1)
         completions: dict[int, Any] = {}
         done = threading.Event()
@@ -177,11 +177,12 @@ def test_a_paused_batch_goes_on_from_its_tokens(model_folder: Path) -> None:
         with engine.open(rows=4, max_tokens=64) as batch:
             submission = batch.submit(PROMPTS, greedy, deliver)
             wait_until(lambda: len(fake.bodies) == len(lost.bodies) == 1)
-            time.sleep(0.1)
+            time.sleep(0.5)
             lost.intercept = lambda body: (0, None)  # hangs up from now on
             with batch.paused():
                 so_far = [len(batch.completions(submission)[place, 0].token_ids) for place in range(len(PROMPTS))]
                 assert len(fake.bodies) == 1, "nothing is sent meanwhile"
+                fake.token_seconds = lost.token_seconds = 0.0
                 batch.renew(7, recompute=True)
             assert done.wait(30)
         assert fake.calls.count("/pause") == fake.calls.count("/resume") == 1
