@@ -52,6 +52,8 @@ MEAN_PART = 0.25
 """Mean length of completions as a part of the limit: a tail of four times the mean."""
 SAMPLERS = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 """Parts of the ranks that may sample."""
+CONTEXTS = (512.0, 4096.0)
+"""Mean tokens of a row between which the seconds of a decoding step are taken as linear."""
 STEPS = 16
 FIRST = 6
 """Steps before the steady state."""
@@ -172,11 +174,12 @@ def _decoding(costs: Costs, plan: StepPlan, most_rows: int) -> tuple[list[float]
     """Seconds of a decoding step by number of rows, and those of each token of mean context besides."""
     rows = np.unique(np.geomspace(1, max(2, most_rows), 40).round())
     tables = []
-    for context in (0.0, 1.0):
+    for context in CONTEXTS:
         segments = DecodeSegments(rows, np.full_like(rows, context), np.ones_like(rows), [0], [1])
         compute, wire = costs.decode_steps(segments, plan.sampling.tensor_parallel, 1)
         tables.append(np.interp(np.arange(most_rows + 1), rows, compute + wire))
-    return tables[0].tolist(), (tables[1] - tables[0]).tolist()
+    by_token = (tables[1] - tables[0]) / (CONTEXTS[1] - CONTEXTS[0])
+    return (tables[0] - CONTEXTS[0] * by_token).tolist(), by_token.tolist()
 
 
 def searched(config: RLConfig, ranks: int) -> Search:

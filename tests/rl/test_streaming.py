@@ -72,7 +72,15 @@ PLACED = {
 """Number of ranks, and settings."""
 
 
-@pytest.mark.parametrize("placed", PLACED)
+FAST = ("one rank", "a sampler of two")
+
+
+def marked(placed: str, *more: str) -> Any:
+    """Parameters of a test: four runs each, so most are slow."""
+    return pytest.param(placed, *more, marks=() if placed in FAST else pytest.mark.slow, id="-".join([placed, *more]))
+
+
+@pytest.mark.parametrize("placed", map(marked, PLACED))
 def test_without_a_lag_it_is_the_synchronous_loop_and_an_order_repeats_a_run(
     placed: str, model: Path, tmp_path: Path
 ) -> None:
@@ -263,9 +271,10 @@ def play_slowly(base_url: str, api_key: str, model: str, row: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("placed", "kind", "name"),
     [
-        *((placed, "path", "SlowTool") for placed in PLACED),
+        *(marked(placed, "path", "SlowTool") for placed in PLACED),
         # requests outlive the time slices of a batch, and ranks that share the model are told of them
-        *((placed, "program", "play_slowly") for placed in ("two that share the model", "a sampler")),
+        ("two that share the model", "program", "play_slowly"),
+        marked("a sampler", "program", "play_slowly"),
     ],
 )
 def test_episodes_stream_and_an_order_repeats_them(
