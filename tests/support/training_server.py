@@ -183,10 +183,17 @@ def loaded_base(*, rows: int = 8, batch_tokens: int = 64, tokens: int = 64) -> L
     lm = tiny_model().eval()
     use_packing(lm)
     engine = AdapterEngine(lm, world=solo_world(lm.device), micro_batch_tokens=batch_tokens)
-    generation = GenerationEngine.from_model(lm, tokenizer=tiny_tokenizer(), cuda_graphs=False)
+    tokenizer = tiny_tokenizer()
+    generation = GenerationEngine.from_model(lm, tokenizer=tokenizer, cuda_graphs=False)
     batch = generation.open(rows=rows, max_tokens=tokens, memory_share=0.1)
     trainer = Trainer(
-        engine, AdapterRow, base_model=BASE, tokenizer="unused", max_tokens=tokens, batch_tokens=batch_tokens
+        engine,
+        AdapterRow,
+        base_model=BASE,
+        tokenizer=tokenizer,
+        tokenizer_id="unused",
+        max_tokens=tokens,
+        batch_tokens=batch_tokens,
     )
     return LoadedBase(trainer, generation, batch)
 
@@ -218,7 +225,7 @@ def training_server(
 def training_server_process(model: str, folder: Path, *words: str) -> Iterator[tuple[ServerProcess, str]]:
     """The command in a process of its own, on a free port, and its URL; killed at the end."""
     printed, output = FORKSERVER.Pipe(duplex=False)
-    line = ["train-server", model, "--model_name", BASE, "--output_dir", str(folder), "--port", "0", *words]
+    line = ["train-server", model, "--output_dir", str(folder), "--port", "0", *words]
     process = FORKSERVER.Process(target=_serve, args=(line, output))
     process.start()
     output.close()

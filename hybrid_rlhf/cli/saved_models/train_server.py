@@ -51,7 +51,8 @@ def main(config: TrainServerConfig) -> None:
             engine,
             AdapterRow,
             base_model=config.served_name,
-            tokenizer=str((folder / "tokenizer").absolute()),
+            tokenizer=place.tokenizer,
+            tokenizer_id=str((folder / "tokenizer").absolute()),
             max_tokens=batch.max_tokens,
             batch_tokens=config.micro_batch_tokens,
         )

@@ -53,7 +53,7 @@ from hybrid_rlhf.serving.training.bodies import (
 from hybrid_rlhf.serving.training.futures import Gone
 from hybrid_rlhf.serving.training.messages import read_forward_backward
 from hybrid_rlhf.serving.training.service import TrainingService
-from hybrid_rlhf.serving.training.store import KINDS, Checkpoint, Run, UnknownObject
+from hybrid_rlhf.serving.training.store import KINDS, META_FILE, Checkpoint, Run, UnknownObject
 from hybrid_rlhf.serving.training.tenants import QuotaExceeded, Tenant
 from hybrid_rlhf.serving.web import AccessRules, add_error_answers
 
@@ -307,7 +307,7 @@ def _command_routes(service: TrainingService, body: _BodyReader) -> APIRouter:
             "model_data": {
                 "arch": architecture,
                 "model_name": trainer.base_model,
-                "tokenizer_id": trainer.tokenizer,
+                "tokenizer_id": trainer.tokenizer_id,
             },
             "is_lora": True,
             "lora_rank": run.rank,
@@ -481,7 +481,7 @@ def _file_routes(service: TrainingService, body: _BodyReader, max_body_bytes: in
         checkpoint = store.find(f"tinker://{run_id}/{kind}/{name}", _tenant(request).name)
         expires = int(time.time()) + _FILE_SECONDS
         urls = {}
-        for file in sorted(checkpoint.folder.iterdir()):
+        for file in sorted(set(checkpoint.folder.iterdir()) - {checkpoint.folder / META_FILE}):
             place = f"{expires}/{run_id}/{kind}/{name}/{file.name}"
             urls[file.name] = f"{request.base_url}{_FILES[1:]}{signature(place)}/{quote(place)}"
         return {"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()}

@@ -110,6 +110,10 @@ def check_loss(name: str, config: Mapping[str, float | str]) -> None:
     Raises:
         UserError: for a loss or a key of its config that there is not, or a value that is not a finite number.
     """
+    if name == "stable_reinforce":
+        raise UserError(
+            "stable_reinforce cannot be computed here, its objective is not published: take ppo or importance_sampling"
+        )
     if name not in _LOSSES:
         raise UserError(f"loss_fn must be one of {', '.join(_LOSSES)}, got {name[:100]!r}: name one of them")
     for key, value in config.items():

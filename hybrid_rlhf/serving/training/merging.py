@@ -6,20 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.models.pretrained.adapters import LowRank
 
 
 @torch.no_grad()
-def write_merged(lm: PreTrainedModel, factors: Mapping[str, LowRank], folder: Path, *, tokenizer: str) -> None:
+def write_merged(
+    lm: PreTrainedModel, factors: Mapping[str, LowRank], folder: Path, *, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Write a merged model; the model itself is unchanged.
 
     Args:
         lm: the base.
         factors: changes by the names of its weights.
         folder: folder to write.
-        tokenizer: folder or hub name of its tokenizer, which is written too.
+        tokenizer: its tokenizer, which is written too.
     """
     weights = lm.state_dict()
     for name, change in factors.items():
@@ -27,4 +29,4 @@ def write_merged(lm: PreTrainedModel, factors: Mapping[str, LowRank], folder: Pa
         product = change.up.float() @ change.down.float()
         weights[name] = (base.float() + (product.t() if change.transposed else product)).to(base.dtype)
     lm.save_pretrained(folder, state_dict=weights)
-    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -461,7 +461,8 @@ class TrainingService:
         model.has_gradient = False
         model.saved = False
         self.metrics.steps.labels(model.run.tenant).inc()
-        return {"metrics": stats, "type": "optim_step"}
+        metrics = {key: stats[key] for key in ("grad_norm", "skipped")}  # a step would replace the client's own
+        return {"metrics": metrics, "type": "optim_step"}
 
     def _load(self, model: Model, body: LoadBody) -> Callable[[], Answer]:
         def run() -> Answer:

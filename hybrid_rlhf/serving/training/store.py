@@ -30,7 +30,7 @@ from hybrid_rlhf.runtime.files.reading import stored_object
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: dict[str, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """The client's names of the kinds of checkpoints, by their part of a path."""
-_META = "checkpoint.json"
+META_FILE = "checkpoint.json"
 _PATH = re.compile(r"tinker://([\w.:-]+)/(weights|sampler_weights|external_weights)/([\w.-]+)")
 _NAME = re.compile(r"\w[\w.-]{0,127}")
 _KEPT_SAMPLERS = 8
@@ -117,7 +117,7 @@ class Store:
         self.samplers = {file.stem: _object(file) for file in self._samplers_folder.glob("*.json")}
         """tenant and path (None: the base model) of sampling sessions by id."""
         self._checkpoints: dict[str, Checkpoint] = {}
-        for meta in self._runs_folder.glob(f"*/*/*/{_META}"):
+        for meta in self._runs_folder.glob(f"*/*/*/{META_FILE}"):
             self._remember(Checkpoint(**_object(meta), folder=meta.parent))
 
     def write_run(self, run: Run) -> None:
@@ -169,7 +169,7 @@ class Store:
         try:
             save(beside)
             checkpoint.size_bytes = sum(file.stat().st_size for file in beside.iterdir())
-            write_whole(beside / _META, _content(checkpoint))
+            write_whole(beside / META_FILE, _content(checkpoint))
             for file in beside.iterdir():
                 flush(file)
             if folder.exists():
@@ -198,7 +198,7 @@ class Store:
     def set_ttl(self, checkpoint: Checkpoint, seconds: int | None) -> None:
         """Set the time after which a checkpoint is deleted; None: never."""
         checkpoint.expires = None if seconds is None else time.time() + seconds
-        write_whole(checkpoint.folder / _META, _content(checkpoint))
+        write_whole(checkpoint.folder / META_FILE, _content(checkpoint))
 
     def expire(self) -> None:
         """Delete the checkpoints whose time is over."""

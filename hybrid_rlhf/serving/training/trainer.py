@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import AdamStep
@@ -62,8 +62,9 @@ class Trainer:
     make_row: RowMaker
     base_model: str
     """Name of the base model in requests."""
-    tokenizer: str
-    """Folder or hub name of its tokenizer, which clients load."""
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_id: str
+    """Folder or hub name that clients load the tokenizer from."""
     max_tokens: int
     """Longest sequence."""
     batch_tokens: int
