@@ -1,5 +1,4 @@
-"""The cookbook's RL loop, unmodified, in an environment that rewards one token. Run in its environment: MODEL LOG_FOLDER
-[LOSS]."""
+"""The cookbook's RL loop, unmodified, in an environment that rewards one token. Run as: MODEL LOG_FOLDER [LOSS]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that trains two adapters at once, samples them, saves, loads, and uses every loss. Run in its environment."""
+"""A client that trains two adapters at once, samples, saves, loads, and uses every loss. Run in its environment."""
 
 from __future__ import annotations
 

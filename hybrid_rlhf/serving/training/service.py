@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,6 +82,8 @@ class Model:
     """Why a backward pass since the last step has failed: the step would use a part of the gradient."""
     saved: bool = True
     """True if its state is its run's saved one."""
+    leaving: list[Callable[[], None]] = field(default_factory=list)
+    """What is called when it has left the engine; not empty: it leaves after its commands."""
 
 
 class TrainingService:
@@ -259,17 +261,19 @@ class TrainingService:
         return run
 
     def unload(self, tenant: Tenant, model_id: str, content: bytes) -> dict[str, Any]:
-        """Accept the end of a model; raises as `create_model`, or Gone."""
-
-        def end(model: Model, _: int) -> Callable[[], Answer]:
-            def run() -> Answer:
-                model.ready = False
-                self.trainer.engine.remove(model_id)
-                return {"model_id": model_id, "type": "unload_model"}
-
-            return run
-
-        return self._submit(tenant, "unload_model", CommandBody(model_id=model_id), content, end)
+        """Accept the end of a model, after its commands so far; raises as `create_model`."""
+        self.info(tenant, model_id)
+        request_id = f"{model_id}:unload:{secrets.token_hex(4)}"
+        future, _ = self.futures.open(request_id, tenant, content)
+        answer = {"model_id": model_id, "type": "unload_model"}
+        model = self.models.get(model_id)
+        if model is None:
+            future.finish(answer)
+        else:
+            model.leaving.append(lambda: future.finish(answer))
+            self._next_sweep = 0.0
+            self._wake.set()
+        return {"request_id": request_id, "model_id": model_id}
 
     # -- commands
 
@@ -731,8 +735,9 @@ class TrainingService:
         for model in list(self.models.values()):
             session = self.sessions.get(model.run.session_id)
             ended = session is None or session.finished or session.last_seen < limit
-            if ended and model.ready and not model.queue.waiting:
-                await self.on_engine(partial(self.trainer.engine.remove, model.run.run_id))
+            if (ended or model.leaving) and not model.queue.waiting:
+                if model.ready:
+                    await self.on_engine(partial(self.trainer.engine.remove, model.run.run_id))
                 self._forget(model)
         await self.on_engine(self.store.expire)
 
@@ -740,6 +745,8 @@ class TrainingService:
         """Forget a model's state; commands that wait for it fail."""
         del self.models[model.run.run_id]
         del self._queue.models[model.run.run_id]
+        for call in model.leaving:
+            call()
         for command in model.queue.waiting.values():
             command.future.fail("the model has been unloaded, or was never made", by_user=True)
 
