@@ -43,7 +43,9 @@ _STOP_REASONS = {"stop": 0, "length": 1}
 
 
 def _message_classes() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(name="hybrid_rlhf/tinker.proto", package="hybrid_rlhf_tinker")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="hybrid_rlhf/tinker.proto", package="hybrid_rlhf_tinker", syntax="proto3"
+    )  # proto3: a string that is not UTF-8 is an error
     kinds = descriptor_pb2.FieldDescriptorProto
     for line in _SCHEMA.replace(";\n", "; ").strip().splitlines():
         name, _, fields = line.partition(":")
@@ -112,7 +114,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         raise UserError("model_id must name a model, got none: create one and send its id")
     config: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
     for entry in message.loss_fn_config_v2:
-        config[entry.key] = entry.value.text if entry.value.HasField("text") else entry.value.number
+        config[entry.key] = entry.value.text or entry.value.number
     return ForwardBackward(
         message.model_id, message.seq_id or None, message.data, message.loss_fn, config, message.forward_only
     )

@@ -37,6 +37,7 @@ from hybrid_rlhf.serving.training.bodies import (
     SaveBody,
     SaveExternalBody,
     SaveForSamplerBody,
+    read_body,
 )
 from hybrid_rlhf.serving.training.futures import Answer, Futures, Gone
 from hybrid_rlhf.serving.training.losses import check_loss, sequence_loss
@@ -279,7 +280,7 @@ class TrainingService:
 
     def forward_backward(self, tenant: Tenant, request: ForwardBackward, content: bytes) -> dict[str, Any]:
         """Accept a forward pass, usually with a backward pass; raises as `create_model`, or Gone."""
-        body = CommandBody(model_id=request.model_id, seq_id=request.seq_id)
+        body = read_body({"model_id": request.model_id, "seq_id": request.seq_id}, CommandBody)
         return self._submit(tenant, "forward_backward", body, content, lambda model, _: self._rows(model, request))
 
     def optim_step(self, tenant: Tenant, body: OptimStepBody, content: bytes) -> dict[str, Any]:
