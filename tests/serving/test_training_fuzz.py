@@ -28,6 +28,9 @@ VALUES: list[Any] = [
 
 def bodies(session: str, model: str) -> dict[str, dict[str, Any]]:
     """A good body of each route with JSON."""
+    path = f"tinker://{model}/weights/a"
+    sampling = {"max_tokens": 2, "seed": 1, "stop": ["x"], "temperature": 0.5, "top_k": 3, "top_p": 0.9}
+    save = {"path": "fuzz", "ttl_seconds": 4000, "user_metadata": {"a": "b"}}
     command = {"model_id": model, "seq_id": 10_000}
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
     return {
@@ -45,15 +48,15 @@ def bodies(session: str, model: str) -> dict[str, dict[str, Any]]:
         },
         "get_info": {"model_id": model},
         "optim_step": {**command, "adam_params": {"learning_rate": 1e-3, "beta1": 0.9, "eps": 1e-8}},
-        "save_weights": {**command, "path": "fuzz", "ttl_seconds": 4000, "overwrite": True, "user_metadata": {"a": "b"}},
+        "save_weights": {**command, **save, "overwrite": True},
         "save_weights_for_sampler": {**command, "sampling_session_seq_id": 1, "kind": "snapshot"},
         "save_weights_external": {**command, "path": "fuzz"},
-        "load_weights": {"session_id": session, "model_seq_id": 6, "path": f"tinker://{model}/weights/a", "optimizer": True},
+        "load_weights": {"session_id": session, "model_seq_id": 6, "path": path, "optimizer": True},
         "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE},
         "join_sampling_session": {"sampling_session_id": f"{session}:sample:0"},
         "asample": {
             "prompt": prompt,
-            "sampling_params": {"max_tokens": 2, "seed": 1, "stop": ["x"], "temperature": 0.5, "top_k": 3, "top_p": 0.9},
+            "sampling_params": sampling,
             "num_samples": 2,
             "base_model": BASE,
             "prompt_logprobs": True,
@@ -61,8 +64,8 @@ def bodies(session: str, model: str) -> dict[str, dict[str, Any]]:
         },
         "retrieve_future": {"request_id": f"{model}:0"},
         "cancel_future": {"request_id": f"{model}:0"},
-        "weights_info": {"tinker_path": f"tinker://{model}/weights/a"},
-    }  # fmt: skip
+        "weights_info": {"tinker_path": path},
+    }
 
 
 def mutated(body: Any, rng: random.Random) -> Any:
