@@ -213,7 +213,7 @@ class GenerationEngine:
         """Names of the adapters that a prompt may choose."""
         return tuple(self.maker.adapters)
 
-    def put_adapter(self, name: str, factors: Mapping[str, LowRank]) -> None:
+    def set_adapter(self, name: str, factors: Mapping[str, LowRank]) -> None:
         """Add an adapter, or replace the one of this name.
 
         Its number is new, so that no cached prefix matches. In an open batch, call this by `OpenBatch.call`; the
@@ -230,8 +230,8 @@ class GenerationEngine:
         self._replace_adapters({**self._adapters, name: NumberedAdapter(number, factors)})
         self._last_number = number
 
-    def drop_adapter(self, name: str) -> None:
-        """Remove an adapter, which must have no running requests; called as `put_adapter`."""
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter, which must have no running requests; called as `set_adapter`."""
         self._replace_adapters({other: adapter for other, adapter in self._adapters.items() if other != name})
 
     def _replace_adapters(self, adapters: dict[str, NumberedAdapter]) -> None:
