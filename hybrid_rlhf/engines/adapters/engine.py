@@ -111,7 +111,7 @@ class AdapterEngine:
         self._layers = {name: _linear_layer(name, module) for name, module in modules.items()}
         self._transposed = any(isinstance(module, Conv1D) for module in modules.values())
         self._products = AdapterProducts(modules)
-        self._stacked: tuple[Any, StackedFactors] | None = None
+        self._stack: tuple[Any, StackedFactors] | None = None
         self._adapters: OrderedDict[str, Adapter] = OrderedDict()
         """Adapters by name, the one that was used last at the end."""
         self._parked: dict[str, ParkedTensors] = {}
@@ -239,10 +239,19 @@ class AdapterEngine:
         self._check(rows)
         names = list(dict.fromkeys(row.adapter for row in rows))
         batches = [[name] for name in names] if self._deterministic else [names] if names else []
+        learning = {row.adapter for row in rows if row.loss is not None}
         results: dict[int, RowResult] = {}
+        computed = []
         for batch in batches:
             numbers = [number for number, row in enumerate(rows) if row.adapter in batch]
-            results |= self._computed(rows, numbers, [self._resident(name) for name in batch], batch)
+            adapters = [self._resident(name) for name in batch]
+            stacked = self._take_stack(adapters)
+            with torch.set_grad_enabled(not learning.isdisjoint(batch)):
+                results |= self._computed(rows, numbers, adapters, batch, stacked)
+            computed.append((batch, adapters, stacked))
+        for batch, adapters, stacked in computed:  # after an exception all gradients are as before
+            stacked.add_gradients(adapters, [name in learning for name in batch])
+            self._stack = (StackedFactors.key(adapters), stacked)
         self._park_oldest()
         return [results[number] for number in range(len(rows))]
 
@@ -304,11 +313,14 @@ class AdapterEngine:
     # -- a packed batch
 
     def _computed(
-        self, rows: Sequence[AdapterRow], numbers: Sequence[int], adapters: Sequence[Adapter], names: Sequence[str]
+        self,
+        rows: Sequence[AdapterRow],
+        numbers: Sequence[int],
+        adapters: Sequence[Adapter],
+        names: Sequence[str],
+        stacked: StackedFactors,
     ) -> dict[int, RowResult]:
-        """Results of the rows with these numbers, which are of these adapters."""
-        learns = any(rows[number].loss is not None for number in numbers)
-        stacked = self._stack(adapters)
+        """Results of the rows with these numbers, which are of these adapters; their gradients are in `stacked`."""
         stacked.read(adapters)
         results: dict[int, RowResult] = {}
         for micro_batch in shard_batch(
@@ -322,13 +334,9 @@ class AdapterEngine:
             chosen.sort(key=lambda number: -len(rows[number].tokens))
             by_adapter = [[number for number in chosen if rows[number].adapter == name] for name in names]
             if chosen:
-                with torch.set_grad_enabled(learns):
-                    results |= self._micro_batch(rows, by_adapter, adapters, stacked)
-        if learns:
-            stacked.add_gradients(adapters)
-        return {
-            number: result for of_rank in self.world.all_gather_objects(results) for number, result in of_rank.items()
-        }
+                results |= self._micro_batch(rows, by_adapter, adapters, stacked)
+        of_ranks = self.world.all_gather_objects(results)
+        return {number: result for of_rank in of_ranks for number, result in of_rank.items()}
 
     def _micro_batch(
         self,
@@ -375,13 +383,12 @@ class AdapterEngine:
         logprobs, _ = self._head(hidden[places], targets[places], 1.0)
         return logprobs.new_zeros(len(targets)).index_copy(0, places, logprobs)
 
-    def _stack(self, adapters: Sequence[Adapter]) -> StackedFactors:
-        """Memory for the factors of adapters: that of the last batch if it serves them."""
-        key = StackedFactors.key(adapters)
-        if self._stacked is None or self._stacked[0] != key:
-            self._stacked = None
-            self._stacked = (key, StackedFactors(adapters, self.world.device))
-        return self._stacked[1]
+    def _take_stack(self, adapters: Sequence[Adapter]) -> StackedFactors:
+        """Memory for the factors of adapters, with gradients of 0: that of the last batch if it serves them."""
+        known = self._stack
+        self._stack = None
+        fits = known is not None and known[0] == StackedFactors.key(adapters)
+        return known[1] if known is not None and fits else StackedFactors(adapters, self.world.device)
 
     def _check(self, rows: Sequence[AdapterRow]) -> None:
         vocabulary = self.lm.get_input_embeddings().num_embeddings
