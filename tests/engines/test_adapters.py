@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.training import AdamStep
 from hybrid_rlhf.engines.adapters import AdapterEngine, AdapterRow, RowResult
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
@@ -375,6 +375,12 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="an adapter with its optimizer has optimizer.safetensors"):
         engine.load("b", Path(fits), with_optimizer=True)
     assert engine.names == ("a",)
+    odd = engine_of(tiny_model(intermediate_size=44))
+    with pytest.raises(UserError, match="multiples of 8, .*gate_proj has 32 inputs and 44 outputs"):
+        odd.add("a", LoraConfig(), seed=0)
+    odd.add("a", LoraConfig(target_modules=["q_proj"]), seed=0)
+    with pytest.raises(UserError, match="in the model's dtype, got model.quantization nf4"):
+        AdapterEngine.from_pretrained("m", world=odd.world, model=ModelConfig(quantization="nf4"))
     few = engine_of(build_model("gpt2"))
     few.add("a", LoraConfig(), seed=0)
     with pytest.raises(UserError, match="a row must have at most 64 tokens, .*GPT2LMHeadModel.*row 0 has 65"):

@@ -23,12 +23,12 @@ from transformers.pytorch_utils import Conv1D
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
-from hybrid_rlhf.configs.sections.rules import nearest_hint
+from hybrid_rlhf.configs.sections.rules import nearest_hint, require
 from hybrid_rlhf.configs.sections.training import AdamStep, MicroBatches
 from hybrid_rlhf.data.loaders import shard_batch
 from hybrid_rlhf.engines.adapters.adapter import Adapter, LinearLayer
 from hybrid_rlhf.engines.adapters.files import ParkedTensors, read_optimizer, read_state, write_folder
-from hybrid_rlhf.engines.adapters.products import AdapterProducts, StackedFactors
+from hybrid_rlhf.engines.adapters.products import SIZE_MULTIPLE, AdapterProducts, StackedFactors
 from hybrid_rlhf.models.lora import linear_layers
 from hybrid_rlhf.models.packing import pack_parts, pads
 from hybrid_rlhf.models.policy import HeadLogprobs
@@ -127,9 +127,14 @@ class AdapterEngine:
             options: keywords of the constructor.
 
         Raises:
-            UserError: when it cannot be loaded, or has no packed rows.
+            UserError: when it cannot be loaded, or has no packed rows, or its weights would be quantised.
         """
         config = model or ModelConfig()
+        require(
+            config.quantization is None,
+            f"several adapters train on weights in the model's dtype, got model.quantization {config.quantization}: "
+            "leave it out",
+        )
         resolved = resolve_model(path, world=world)
         lm, _ = load_model(resolved, "causal_lm", config=config, dtype=training_dtype(config, world.device))
         lm.to(world.device)  # type: ignore[arg-type]
@@ -418,6 +423,12 @@ class AdapterEngine:
     # -- the adapters
 
     def _new(self, layers: Sequence[LinearLayer], *, rank: int, alpha: float) -> Adapter:
+        for layer in layers:
+            require(
+                layer.inputs % SIZE_MULTIPLE == layer.outputs % SIZE_MULTIPLE == 0,
+                f"layers of several adapters have sizes that are multiples of {SIZE_MULTIPLE}, {layer.name} has "
+                f"{layer.inputs} inputs and {layer.outputs} outputs: name others in lora.target_modules",
+            )
         return Adapter(layers, rank=rank, alpha=alpha, device=self.world.device)
 
     def _known(self, name: str) -> Adapter:

@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from hybrid_rlhf.engines.adapters.adapter import Adapter
 
-RANK_MULTIPLE = 8
-"""Ranks are padded to a multiple of this, as rows of a grouped product are multiples of 16 bytes."""
+SIZE_MULTIPLE = 8
+"""Sizes are multiples of this, and ranks are padded to one: rows of a grouped product are multiples of 16 bytes."""
 
 
 class StackedFactors:
@@ -33,7 +33,7 @@ class StackedFactors:
     def __init__(self, adapters: Sequence[Adapter], device: torch.device) -> None:
         """Allocate memory for adapters with these ranks and layers."""
         layers = {layer.name: layer for adapter in adapters for layer in adapter.layers}
-        self._rank = -max(adapter.rank for adapter in adapters) // RANK_MULTIPLE * -RANK_MULTIPLE
+        self._rank = -max(adapter.rank for adapter in adapters) // SIZE_MULTIPLE * -SIZE_MULTIPLE
         shapes = [
             (len(adapters), self._rank, size) for layer in layers.values() for size in (layer.inputs, layer.outputs)
         ]
