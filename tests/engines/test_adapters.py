@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.training import AdamStep
 from hybrid_rlhf.engines.adapters import AdapterEngine, AdapterRow, RowResult
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.models import build_model, checkpointed, random_adapter
@@ -292,6 +294,61 @@ def test_rows_without_a_loss_leave_no_gradient(tmp_path: Path) -> None:
     assert engine.forward_backward([]) == []
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_exception_leaves_every_gradient_as_it_was(deterministic: bool, tmp_path: Path) -> None:
+    """Also where an earlier micro-batch, or adapter, had its backward pass."""
+    engine = engine_of(tiny_model(), micro_batch_tokens=40, deterministic=deterministic)
+    add(engine, list(TENANTS))
+    rows = [row for name in TENANTS for row in rows_of(name)]
+    for number in range(len(rows)):
+        broken = [replace(row, loss=fails) if place == number else row for place, row in enumerate(rows)]
+        with pytest.raises(ZeroDivisionError):
+            engine.forward_backward(broken)
+    train(engine, list(TENANTS))
+    wanted = trained(list(TENANTS), tmp_path, micro_batch_tokens=40, deterministic=deterministic)
+    for name in TENANTS:
+        assert difference(weights(engine, name, tmp_path), wanted[name]) == 0.0
+
+
+def fails(logprobs: Tensor) -> Tensor:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_sampling_has_the_current_weights_of_each_adapter(family: str) -> None:
+    """Handed over in memory, by name and version, while the base is not loaded again; an older version stays."""
+    engine = engine_of(build_model(family))
+    generation = GenerationEngine.from_model(engine.lm, stop_token_ids=[])
+    names = ["narrow", "mlp"]
+    for name in names:
+        engine.add(name, LoraConfig(rank=4, alpha=400), seed=1)
+        generation.set_adapter(f"{name}/0", engine.factors(name))
+    prompt = [7, 8, 9, 30]
+    greedy = SamplingParams(max_new_tokens=6, temperature=0.0)
+    (base,), *before = generation.generate([prompt] * 3, greedy, adapters=[None, *(f"{name}/0" for name in names)])
+    assert [one.token_ids for (one,) in before] == [base.token_ids] * 2, "fresh adapters change nothing"
+    for step in range(2):
+        engine.forward_backward([short(row) for name in names for row in rows_of(name, step)])
+        for name in names:
+            engine.step(name, AdamStep(lr=0.01))
+    for name in names:
+        generation.set_adapter(f"{name}/2", engine.factors(name))
+    versions = [f"{name}/{version}" for version in (0, 2) for name in names]
+    completions = [one for (one,) in generation.generate([prompt] * 4, greedy, adapters=versions)]
+    assert completions[0].logprobs == completions[1].logprobs
+    for name, completion in zip(names, completions[2:], strict=True):
+        sequence = torch.tensor([*prompt, *completion.token_ids])
+        (result,) = engine.forward_backward([AdapterRow(name, sequence[:-1], sequence[1:])])
+        torch.testing.assert_close(
+            result.logprobs[len(prompt) - 1 :], torch.tensor(completion.logprobs), atol=1e-4, rtol=0
+        )
+        assert max(abs(a - b) for a, b in zip(completion.logprobs, base.logprobs, strict=True)) > 1e-2
+
+
+def short(row: AdapterRow) -> AdapterRow:
+    return AdapterRow(row.adapter, row.tokens[:40], row.targets[:40], row.loss)
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     engine = engine_of(tiny_model())
     engine.add("a", LoraConfig(), seed=0)
@@ -318,6 +375,12 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="an adapter with its optimizer has optimizer.safetensors"):
         engine.load("b", Path(fits), with_optimizer=True)
     assert engine.names == ("a",)
+    odd = engine_of(tiny_model(intermediate_size=44))
+    with pytest.raises(UserError, match="multiples of 8, .*gate_proj has 32 inputs and 44 outputs"):
+        odd.add("a", LoraConfig(), seed=0)
+    odd.add("a", LoraConfig(target_modules=["q_proj"]), seed=0)
+    with pytest.raises(UserError, match="in the model's dtype, got model.quantization nf4"):
+        AdapterEngine.from_pretrained("m", world=odd.world, model=ModelConfig(quantization="nf4"))
     few = engine_of(build_model("gpt2"))
     few.add("a", LoraConfig(), seed=0)
     with pytest.raises(UserError, match="a row must have at most 64 tokens, .*GPT2LMHeadModel.*row 0 has 65"):

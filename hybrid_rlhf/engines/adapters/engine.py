@@ -23,12 +23,12 @@ from transformers.pytorch_utils import Conv1D
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
-from hybrid_rlhf.configs.sections.rules import nearest_hint
+from hybrid_rlhf.configs.sections.rules import nearest_hint, require
 from hybrid_rlhf.configs.sections.training import AdamStep, MicroBatches
 from hybrid_rlhf.data.loaders import shard_batch
 from hybrid_rlhf.engines.adapters.adapter import Adapter, LinearLayer
 from hybrid_rlhf.engines.adapters.files import ParkedTensors, read_optimizer, read_state, write_folder
-from hybrid_rlhf.engines.adapters.products import AdapterProducts, StackedFactors
+from hybrid_rlhf.engines.adapters.products import SIZE_MULTIPLE, AdapterProducts, StackedFactors
 from hybrid_rlhf.models.lora import linear_layers
 from hybrid_rlhf.models.packing import pack_parts, pads
 from hybrid_rlhf.models.policy import HeadLogprobs
@@ -111,7 +111,7 @@ class AdapterEngine:
         self._layers = {name: _linear_layer(name, module) for name, module in modules.items()}
         self._transposed = any(isinstance(module, Conv1D) for module in modules.values())
         self._products = AdapterProducts(modules)
-        self._stacked: tuple[Any, StackedFactors] | None = None
+        self._stack: tuple[Any, StackedFactors] | None = None
         self._adapters: OrderedDict[str, Adapter] = OrderedDict()
         """Adapters by name, the one that was used last at the end."""
         self._parked: dict[str, ParkedTensors] = {}
@@ -127,9 +127,14 @@ class AdapterEngine:
             options: keywords of the constructor.
 
         Raises:
-            UserError: when it cannot be loaded, or has no packed rows.
+            UserError: when it cannot be loaded, or has no packed rows, or its weights would be quantised.
         """
         config = model or ModelConfig()
+        require(
+            config.quantization is None,
+            f"several adapters train on weights in the model's dtype, got model.quantization {config.quantization}: "
+            "leave it out",
+        )
         resolved = resolve_model(path, world=world)
         lm, _ = load_model(resolved, "causal_lm", config=config, dtype=training_dtype(config, world.device))
         lm.to(world.device)  # type: ignore[arg-type]
@@ -239,10 +244,19 @@ class AdapterEngine:
         self._check(rows)
         names = list(dict.fromkeys(row.adapter for row in rows))
         batches = [[name] for name in names] if self._deterministic else [names] if names else []
+        learning = {row.adapter for row in rows if row.loss is not None}
         results: dict[int, RowResult] = {}
+        computed = []
         for batch in batches:
             numbers = [number for number, row in enumerate(rows) if row.adapter in batch]
-            results |= self._computed(rows, numbers, [self._resident(name) for name in batch], batch)
+            adapters = [self._resident(name) for name in batch]
+            stacked = self._take_stack(adapters)
+            with torch.set_grad_enabled(not learning.isdisjoint(batch)):
+                results |= self._computed(rows, numbers, adapters, batch, stacked)
+            computed.append((batch, adapters, stacked))
+        for batch, adapters, stacked in computed:  # after an exception all gradients are as before
+            stacked.add_gradients(adapters, [name in learning for name in batch])
+            self._stack = (StackedFactors.key(adapters), stacked)
         self._park_oldest()
         return [results[number] for number in range(len(rows))]
 
@@ -304,11 +318,14 @@ class AdapterEngine:
     # -- a packed batch
 
     def _computed(
-        self, rows: Sequence[AdapterRow], numbers: Sequence[int], adapters: Sequence[Adapter], names: Sequence[str]
+        self,
+        rows: Sequence[AdapterRow],
+        numbers: Sequence[int],
+        adapters: Sequence[Adapter],
+        names: Sequence[str],
+        stacked: StackedFactors,
     ) -> dict[int, RowResult]:
-        """Results of the rows with these numbers, which are of these adapters."""
-        learns = any(rows[number].loss is not None for number in numbers)
-        stacked = self._stack(adapters)
+        """Results of the rows with these numbers, which are of these adapters; their gradients are in `stacked`."""
         stacked.read(adapters)
         results: dict[int, RowResult] = {}
         for micro_batch in shard_batch(
@@ -322,13 +339,9 @@ class AdapterEngine:
             chosen.sort(key=lambda number: -len(rows[number].tokens))
             by_adapter = [[number for number in chosen if rows[number].adapter == name] for name in names]
             if chosen:
-                with torch.set_grad_enabled(learns):
-                    results |= self._micro_batch(rows, by_adapter, adapters, stacked)
-        if learns:
-            stacked.add_gradients(adapters)
-        return {
-            number: result for of_rank in self.world.all_gather_objects(results) for number, result in of_rank.items()
-        }
+                results |= self._micro_batch(rows, by_adapter, adapters, stacked)
+        of_ranks = self.world.all_gather_objects(results)
+        return {number: result for of_rank in of_ranks for number, result in of_rank.items()}
 
     def _micro_batch(
         self,
@@ -375,13 +388,12 @@ class AdapterEngine:
         logprobs, _ = self._head(hidden[places], targets[places], 1.0)
         return logprobs.new_zeros(len(targets)).index_copy(0, places, logprobs)
 
-    def _stack(self, adapters: Sequence[Adapter]) -> StackedFactors:
-        """Memory for the factors of adapters: that of the last batch if it serves them."""
-        key = StackedFactors.key(adapters)
-        if self._stacked is None or self._stacked[0] != key:
-            self._stacked = None
-            self._stacked = (key, StackedFactors(adapters, self.world.device))
-        return self._stacked[1]
+    def _take_stack(self, adapters: Sequence[Adapter]) -> StackedFactors:
+        """Memory for the factors of adapters, with gradients of 0: that of the last batch if it serves them."""
+        known = self._stack
+        self._stack = None
+        fits = known is not None and known[0] == StackedFactors.key(adapters)
+        return known[1] if known is not None and fits else StackedFactors(adapters, self.world.device)
 
     def _check(self, rows: Sequence[AdapterRow]) -> None:
         vocabulary = self.lm.get_input_embeddings().num_embeddings
@@ -411,6 +423,12 @@ class AdapterEngine:
     # -- the adapters
 
     def _new(self, layers: Sequence[LinearLayer], *, rank: int, alpha: float) -> Adapter:
+        for layer in layers:
+            require(
+                layer.inputs % SIZE_MULTIPLE == layer.outputs % SIZE_MULTIPLE == 0,
+                f"layers of several adapters have sizes that are multiples of {SIZE_MULTIPLE}, {layer.name} has "
+                f"{layer.inputs} inputs and {layer.outputs} outputs: name others in lora.target_modules",
+            )
         return Adapter(layers, rank=rank, alpha=alpha, device=self.world.device)
 
     def _known(self, name: str) -> Adapter:

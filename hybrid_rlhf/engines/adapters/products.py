@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from hybrid_rlhf.engines.adapters.adapter import Adapter
 
-RANK_MULTIPLE = 8
-"""Ranks are padded to a multiple of this, as rows of a grouped product are multiples of 16 bytes."""
+SIZE_MULTIPLE = 8
+"""Sizes are multiples of this, and ranks are padded to one: rows of a grouped product are multiples of 16 bytes."""
 
 
 class StackedFactors:
@@ -33,7 +33,7 @@ class StackedFactors:
     def __init__(self, adapters: Sequence[Adapter], device: torch.device) -> None:
         """Allocate memory for adapters with these ranks and layers."""
         layers = {layer.name: layer for adapter in adapters for layer in adapter.layers}
-        self._rank = -max(adapter.rank for adapter in adapters) // RANK_MULTIPLE * -RANK_MULTIPLE
+        self._rank = -max(adapter.rank for adapter in adapters) // SIZE_MULTIPLE * -SIZE_MULTIPLE
         shapes = [
             (len(adapters), self._rank, size) for layer in layers.values() for size in (layer.inputs, layer.outputs)
         ]
@@ -49,13 +49,12 @@ class StackedFactors:
         self.of_layer = dict(zip(layers, zip(factors[::2], factors[1::2], strict=True), strict=True))
         """First factor [A, R, K] and second one [A, R, N] of each layer, by its name."""
         self._values: list[Tensor] = []
-        self._gradients: list[Tensor] = []
+        self._gradients: list[list[Tensor]] = []
         for number, adapter in enumerate(adapters):
-            for layer in adapter.layers:
-                for factor in self.of_layer[layer.name]:
-                    assert factor.grad is not None
-                    self._values.append(factor.detach()[number, : adapter.rank])
-                    self._gradients.append(factor.grad[number, : adapter.rank])
+            factors = [factor for layer in adapter.layers for factor in self.of_layer[layer.name]]
+            self._values += [factor.detach()[number, : adapter.rank] for factor in factors]
+            gradients = [factor.grad for factor in factors if factor.grad is not None]
+            self._gradients.append([gradient[number, : adapter.rank] for gradient in gradients])
 
     @staticmethod
     def key(adapters: Sequence[Adapter]) -> tuple[Any, ...]:
@@ -68,10 +67,13 @@ class StackedFactors:
         torch._foreach_copy_(self._values, [part for adapter in adapters for part in adapter.parts("weights")])
 
     @torch.no_grad()
-    def add_gradients(self, adapters: Sequence[Adapter]) -> None:
-        """Add the gradients to those of the adapters, and set them to 0."""
-        torch._foreach_add_([part for adapter in adapters for part in adapter.parts("gradient")], self._gradients)
-        self.gradient.zero_()
+    def add_gradients(self, adapters: Sequence[Adapter], learns: Sequence[bool]) -> None:
+        """Add the gradients to those of the adapters that learn, and set them to 0."""
+        for adapter, gradients, wanted in zip(adapters, self._gradients, learns, strict=True):
+            if wanted:
+                torch._foreach_add_(adapter.parts("gradient"), gradients)
+        if any(learns):
+            self.gradient.zero_()
 
 
 class AdapterProducts:
