@@ -207,7 +207,8 @@ class TrainServerConfig(SavedModelConfig):
     max_stored_gib: Positive = 64.0
     """Checkpoints that a key may have, in GiB."""
     session_minutes: Positive = setting(60.0, advanced=True)
-    """Time without a heartbeat of a client after which its models leave the server; their checkpoints stay."""
+    """Time without a heartbeat or a command of a client after which its models leave the server; their checkpoints
+    stay."""
     shutdown_seconds: Count = setting(30, advanced=True)
     """Time for requests to finish after SIGTERM or SIGINT."""
 

@@ -247,22 +247,32 @@ class Hold:
 
 
 def test_a_long_batch_of_one_does_not_hold_up_another(
-    served: tuple[str, TrainingService], alice: Client, bob: Client
+    served: tuple[str, TrainingService], alice: Client, bob: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """60 rows of alice are 15 batches; bob's row is in the first one that is put together after it came."""
+    """60 rows of alice are 15 batches; bob's row is in the one after that which is computed when it comes."""
     _, service = served
     long = alice.model()
     short = bob.model()
-    with Hold(service):
-        waiting = alice.forward_backward(long, 1, [list(range(3, 20))] * 60)
-    before = service.metrics.batch_seconds._sum.get()
-    result = bob.result(bob.forward_backward(short, 1))
-    assert loss_of(result) > 0
-    unfinished = alice.request("retrieve_future", {"request_id": waiting})
-    assert (
-        unfinished.headers["content-type"] == "application/json" or before == service.metrics.batch_seconds._sum.get()
-    )
-    assert loss_of(alice.result(waiting)) > 0
+    engine = service.trainer.engine
+    compute = engine.forward_backward
+    begun = threading.Event()
+    released = threading.Event()
+    batches: list[set[str]] = []
+
+    def observed(rows: Any) -> Any:
+        batches.append({row.adapter for row in rows})
+        begun.set()
+        assert released.wait(30)
+        return compute(rows)
+
+    monkeypatch.setattr(engine, "forward_backward", observed)
+    waiting = alice.forward_backward(long, 1, [list(range(3, 20))] * 60)
+    assert begun.wait(30)
+    request = bob.forward_backward(short, 1)
+    released.set()
+    assert loss_of(bob.result(request)) > 0 and loss_of(alice.result(waiting)) > 0
+    assert batches[:2] == [{long}, {long, short}]
+    assert len(batches) >= 15 and all(batch == {long} for batch in batches[2:])
 
 
 # -- failures of the engine
@@ -496,6 +506,21 @@ def test_a_finished_session_lets_its_models_go(served: tuple[str, TrainingServic
         time.sleep(0.05)
     assert model not in service.models and model not in service.trainer.engine.names  # type: ignore[attr-defined]
     assert alice.post("weights_info", tinker_path=path)["lora_rank"] == 4
+
+
+def test_a_session_without_a_sign_of_life_lets_its_models_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_rlhf.serving.training.service._SWEEP_SECONDS", 0.1)
+    with training_server(tmp_path, session_minutes=0.05) as (url, service):
+        alice = Client(url, ALICE)
+        session = alice.session()
+        alive = alice.model(session)
+        gone = alice.model()
+        deadline = time.monotonic() + 60
+        while gone in service.models and time.monotonic() < deadline:
+            alice.post("session_heartbeat", session_id=session)
+            time.sleep(0.05)
+        assert set(service.models) == {alive}
+        assert service.trainer.engine.names == (alive,)  # type: ignore[attr-defined]
 
 
 def test_an_unloaded_model_goes_on_only_from_what_it_saved(alice: Client) -> None:

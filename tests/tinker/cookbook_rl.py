@@ -1,4 +1,4 @@
-"""The cookbook's RL loop, unmodified, in an environment that rewards one token. Run as: MODEL LOG_FOLDER [LOSS]."""
+"""The cookbook's RL loop, unmodified, in an environment that rewards low tokens. Run as: MODEL LOG_FOLDER [LOSS]."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import tinker
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.types import ActionExtra, Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder, StepResult
 
-WANTED = 40
+REWARDED_BELOW = 130
 
 
-class RewardedToken(Env):
+class LowTokens(Env):
     async def initial_observation(self) -> tuple[tinker.ModelInput, list[int]]:
         return tinker.ModelInput.from_ints([5, 6, 7]), [2]
 
     async def step(self, action: list[int], *, extra: ActionExtra | None = None) -> StepResult:
         return StepResult(
-            reward=float(action.count(WANTED)),
+            reward=sum(token < REWARDED_BELOW for token in action) / len(action),
             episode_done=True,
             next_observation=tinker.ModelInput.from_ints([]),
             next_stop_condition=[2],
@@ -29,7 +29,7 @@ class RewardedToken(Env):
 
 class Group(EnvGroupBuilder):
     async def make_envs(self) -> Sequence[Env]:
-        return [RewardedToken() for _ in range(16)]
+        return [LowTokens() for _ in range(16)]
 
 
 class Groups(RLDataset):

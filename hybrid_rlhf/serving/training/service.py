@@ -107,7 +107,7 @@ class TrainingService:
             samplers: what samples.
             store: runs and checkpoints on disk.
             tenants: the keys.
-            session_seconds: time without a heartbeat after which the models of a session leave the engine.
+            session_seconds: time without a heartbeat or a command after which the models of a session leave the engine.
             metrics: what is counted.
         """
         self.trainer = trainer
@@ -330,6 +330,8 @@ class TrainingService:
         """Accept a command; `prepare` returns what the engine's thread does, or the rows that it computes."""
         run = self.info(tenant, body.model_id)
         run.last_request = time.time()
+        if (session := self.sessions.get(run.session_id)) is not None:
+            session.last_seen = time.monotonic()
         known = self.models.get(run.run_id)
         if known is not None:
             seq = known.queue.last_seq + 1 if body.seq_id is None else body.seq_id
@@ -485,12 +487,7 @@ class TrainingService:
     ) -> dict[str, Any]:
         run = model.run
         engine = self.trainer.engine
-        stored = self.store.stored_bytes(run.tenant)
-        quota = model.queue.tenant.quotas.stored_bytes
-        if stored >= quota:
-            raise UserError(
-                f"key {run.tenant} has {stored} bytes of checkpoints, at most {quota}: delete some, or give ttl_seconds"
-            )
+        self._require_room(model.queue.tenant)
         sampler = body.sampling_session_seq_id if isinstance(body, SaveForSamplerBody) else None
         checkpoint = Checkpoint(
             run.run_id,
@@ -526,6 +523,14 @@ class TrainingService:
             run.saved_seq = seq
             self.store.write_run(run)
         return self._saved_answer(checkpoint)
+
+    def _require_room(self, tenant: Tenant) -> None:
+        stored = self.store.stored_bytes(tenant.name)
+        quota = tenant.quotas.stored_bytes
+        if stored >= quota:
+            raise UserError(
+                f"key {tenant.name} has {stored} bytes of checkpoints, at most {quota}: delete some, or set ttl_seconds"
+            )
 
     @staticmethod
     def _saved_answer(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -609,8 +614,9 @@ class TrainingService:
             its path.
 
         Raises:
-            UserError: when it is no adapter of this base.
+            UserError: when it is no adapter of this base, or the key has too many checkpoints.
         """
+        self._require_room(tenant)
         run_id = f"import-{secrets.token_hex(4)}"
         checkpoint = Checkpoint(run_id, "weights", checked_name(name), tenant.name, 0, 0, time.time(), 0)
 

@@ -192,8 +192,9 @@ class Store:
         """Delete a checkpoint: it is renamed first, so that no half of it is ever read."""
         checkpoint = self._checkpoints.pop(path)
         gone = checkpoint.folder.with_name(f".{checkpoint.name}.deleted.partial")
-        checkpoint.folder.rename(gone)
-        shutil.rmtree(gone)
+        if checkpoint.folder.exists():  # else somebody has removed it
+            checkpoint.folder.rename(gone)
+            shutil.rmtree(gone)
 
     def set_ttl(self, checkpoint: Checkpoint, seconds: int | None) -> None:
         """Set the time after which a checkpoint is deleted; None: never."""
