@@ -35,7 +35,6 @@ def sampled(client: Client, place: int, sampler: str) -> Any:
     return samples_of(client.result(request.json()["request_id"]))[0]
 
 
-@pytest.mark.slow
 def test_a_killed_server_comes_back_with_all_that_was_saved(model_folder: Path, tmp_path: Path) -> None:
     """And with no more: an update that was not saved is never silently missing from what comes after."""
     folder = tmp_path / "server"

@@ -532,6 +532,13 @@ def test_an_unloaded_model_goes_on_only_from_what_it_saved(alice: Client) -> Non
     assert alice.train(model, 6, 1)[0] < wanted[-1], "it was saved after the last command that changed it"
     alice.done("unload_model", model_id=model)
     lost = alice.request("forward_backward", forward_backward(model, 8, [SEQUENCE]))
+    assert lost.status_code == 410
+    model = alice.model()
+    alice.done("save_weights", model_id=model, seq_id=1, path="state")
+    alice.forward_backward(model, 2)
+    alice.done("save_weights_for_sampler", model_id=model, seq_id=3, path="sampler")
+    alice.done("unload_model", model_id=model)  # with a gradient, which is not saved
+    lost = alice.request("forward_backward", forward_backward(model, 4, [SEQUENCE]))
     assert lost.status_code == 410 and f"tinker://{model}/weights/state" in lost.json()["error"]
 
 

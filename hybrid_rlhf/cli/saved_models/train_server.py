@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import TrainServerConfig
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
@@ -41,6 +42,11 @@ def main(config: TrainServerConfig) -> None:
         generation = GenerationEngine.from_model(
             lm, tokenizer=place.tokenizer, kv_cache_gib=config.kv_cache_gib, cuda_graphs=False
         )
+        if not generation.backend.continues:
+            raise UserError(
+                f"train-server samples with inference weights, {type(lm).__name__} has none: train it with its own run "
+                "(lora)"
+            )
         generation.maker.stop_token_ids |= {*stop_token_ids(place.tokenizer, None)}
         batch = generation.open(
             rows=config.max_batch_rows,

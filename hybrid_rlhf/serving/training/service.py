@@ -516,12 +516,13 @@ class TrainingService:
         if kind == "sampler_weights":
             factors = engine.factors(run.run_id)
             self._loop.call_soon_threadsafe(self.samplers.keep, checkpoint, factors)
-        if kind == "weights" and not model.has_gradient and model.broken is None:
-            model.saved = True
-            run.saved_path = checkpoint.path
-        if model.saved:
-            run.saved_seq = seq
-            self.store.write_run(run)
+        if not model.has_gradient and model.broken is None:  # a gradient is not saved
+            if kind == "weights":
+                model.saved = True
+                run.saved_path = checkpoint.path
+            if model.saved:
+                run.saved_seq = seq
+                self.store.write_run(run)
         return self._saved_answer(checkpoint)
 
     def _require_room(self, tenant: Tenant) -> None:
