@@ -162,10 +162,12 @@ def test_two_ranks_learn_what_one_does(deterministic: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("family", "extra"), [("gpt2", {"n_positions": 96}), ("gemma2", {}), ("qwen3", {}), ("phi3", {})]
+    ("family", "extra"),
+    [("gpt2", {"n_positions": 96}), ("gemma2", {}), ("qwen3", {"intermediate_size": 46}), ("phi3", {})],
 )
 def test_families_with_other_layers_learn_as_in_peft(family: str, extra: dict[str, int], tmp_path: Path) -> None:
-    """Weights stored [in, out], soft caps, norms of queries, fused products; activations are recomputed."""
+    """Weights stored [in, out], soft caps, norms of queries, fused products, sizes that grouped products pad;
+    activations are recomputed."""
     lm = build_model(family, **extra)
     checkpointed(lm)
     engine = engine_of(lm)
@@ -176,7 +178,8 @@ def test_families_with_other_layers_learn_as_in_peft(family: str, extra: dict[st
     for name in ("narrow", "mlp"):
         wanted = train_in_peft(build_model(family, **extra), tmp_path / name, name)
         engine.save(name, tmp_path / "now")
-        assert difference(load_file(tmp_path / "now" / "adapter_model.safetensors"), wanted) < 2e-6
+        # of up to 8e-3 that a weight moves: Adam divides rounding by small gradients
+        assert difference(load_file(tmp_path / "now" / "adapter_model.safetensors"), wanted) < 4e-6
 
 
 def test_a_diverged_neighbour_reaches_no_other_adapter(tmp_path: Path) -> None:
@@ -375,12 +378,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="an adapter with its optimizer has optimizer.safetensors"):
         engine.load("b", Path(fits), with_optimizer=True)
     assert engine.names == ("a",)
-    odd = engine_of(tiny_model(intermediate_size=44))
-    with pytest.raises(UserError, match="multiples of 8, .*gate_proj has 32 inputs and 44 outputs"):
-        odd.add("a", LoraConfig(), seed=0)
-    odd.add("a", LoraConfig(target_modules=["q_proj"]), seed=0)
     with pytest.raises(UserError, match="in the model's dtype, got model.quantization nf4"):
-        AdapterEngine.from_pretrained("m", world=odd.world, model=ModelConfig(quantization="nf4"))
+        AdapterEngine.from_pretrained("m", world=engine.world, model=ModelConfig(quantization="nf4"))
     few = engine_of(build_model("gpt2"))
     few.add("a", LoraConfig(), seed=0)
     with pytest.raises(UserError, match="a row must have at most 64 tokens, .*GPT2LMHeadModel.*row 0 has 65"):

@@ -28,7 +28,7 @@ from hybrid_rlhf.configs.sections.training import AdamStep, MicroBatches
 from hybrid_rlhf.data.loaders import shard_batch
 from hybrid_rlhf.engines.adapters.adapter import Adapter, LinearLayer
 from hybrid_rlhf.engines.adapters.files import ParkedTensors, read_optimizer, read_state, write_folder
-from hybrid_rlhf.engines.adapters.products import SIZE_MULTIPLE, AdapterProducts, StackedFactors
+from hybrid_rlhf.engines.adapters.products import AdapterProducts, StackedFactors
 from hybrid_rlhf.models.lora import linear_layers
 from hybrid_rlhf.models.packing import pack_parts, pads
 from hybrid_rlhf.models.policy import HeadLogprobs
@@ -423,12 +423,6 @@ class AdapterEngine:
     # -- the adapters
 
     def _new(self, layers: Sequence[LinearLayer], *, rank: int, alpha: float) -> Adapter:
-        for layer in layers:
-            require(
-                layer.inputs % SIZE_MULTIPLE == layer.outputs % SIZE_MULTIPLE == 0,
-                f"layers of several adapters have sizes that are multiples of {SIZE_MULTIPLE}, {layer.name} has "
-                f"{layer.inputs} inputs and {layer.outputs} outputs: name others in lora.target_modules",
-            )
         return Adapter(layers, rank=rank, alpha=alpha, device=self.world.device)
 
     def _known(self, name: str) -> Adapter:
