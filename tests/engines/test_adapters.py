@@ -317,6 +317,37 @@ def fails(logprobs: Tensor) -> Tensor:
     raise ZeroDivisionError
 
 
+def fails_on_a_rank(world: World, folder: Path) -> tuple[str, dict[str, Tensor]]:
+    """The exception of a loss that only one rank calls, and what is learned afterwards."""
+    engine = engine_of(tiny_model(), world)
+    add(engine, ["mlp"])
+    rows = rows_of("mlp")
+    try:
+        engine.forward_backward([replace(rows[0], loss=fails), *rows[1:]])
+    except (ZeroDivisionError, RuntimeError) as error:
+        text = repr(error)
+    train(engine, ["mlp"])
+    return text, weights(engine, "mlp", folder)
+
+
+def test_an_exception_on_a_rank_is_one_on_all(tmp_path: Path) -> None:
+    """The others would wait for its results."""
+    (first, after), (second, _) = run_ranks(fails_on_a_rank, 2, tmp_path / "ranks", tmp_path)
+    assert {first[:10], second[:10]} == {"ZeroDivisi", "RuntimeErr"}
+    assert difference(after, trained(["mlp"], tmp_path)["mlp"]) < 1e-6
+
+
+def test_an_adapter_that_cannot_be_parked_stays(tmp_path: Path) -> None:
+    (tmp_path / "park").write_text("a file, where a folder should be")
+    engine = engine_of(tiny_model(), park_folder=tmp_path / "park")
+    add(engine, ["mlp"])
+    before = weights(engine, "mlp", tmp_path)
+    with pytest.raises(OSError):
+        engine.park("mlp")
+    assert engine.parked == ()
+    assert difference(weights(engine, "mlp", tmp_path), before) == 0.0
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_sampling_has_the_current_weights_of_each_adapter(family: str) -> None:
     """Handed over in memory, by name and version, while the base is not loaded again; an older version stays."""
