@@ -162,10 +162,12 @@ def test_two_ranks_learn_what_one_does(deterministic: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("family", "extra"), [("gpt2", {"n_positions": 96}), ("gemma2", {}), ("qwen3", {}), ("phi3", {})]
+    ("family", "extra"),
+    [("gpt2", {"n_positions": 96}), ("gemma2", {}), ("qwen3", {"intermediate_size": 46}), ("phi3", {})],
 )
 def test_families_with_other_layers_learn_as_in_peft(family: str, extra: dict[str, int], tmp_path: Path) -> None:
-    """Weights stored [in, out], soft caps, norms of queries, fused products; activations are recomputed."""
+    """Weights stored [in, out], soft caps, norms of queries, fused products, sizes that grouped products pad;
+    activations are recomputed."""
     lm = build_model(family, **extra)
     checkpointed(lm)
     engine = engine_of(lm)
@@ -176,7 +178,8 @@ def test_families_with_other_layers_learn_as_in_peft(family: str, extra: dict[st
     for name in ("narrow", "mlp"):
         wanted = train_in_peft(build_model(family, **extra), tmp_path / name, name)
         engine.save(name, tmp_path / "now")
-        assert difference(load_file(tmp_path / "now" / "adapter_model.safetensors"), wanted) < 2e-6
+        # of up to 8e-3 that a weight moves: Adam divides rounding by small gradients
+        assert difference(load_file(tmp_path / "now" / "adapter_model.safetensors"), wanted) < 4e-6
 
 
 def test_a_diverged_neighbour_reaches_no_other_adapter(tmp_path: Path) -> None:
@@ -314,6 +317,37 @@ def fails(logprobs: Tensor) -> Tensor:
     raise ZeroDivisionError
 
 
+def fails_on_a_rank(world: World, folder: Path) -> tuple[str, dict[str, Tensor]]:
+    """The exception of a loss that only one rank calls, and what is learned afterwards."""
+    engine = engine_of(tiny_model(), world)
+    add(engine, ["mlp"])
+    rows = rows_of("mlp")
+    try:
+        engine.forward_backward([replace(rows[0], loss=fails), *rows[1:]])
+    except (ZeroDivisionError, RuntimeError) as error:
+        text = repr(error)
+    train(engine, ["mlp"])
+    return text, weights(engine, "mlp", folder)
+
+
+def test_an_exception_on_a_rank_is_one_on_all(tmp_path: Path) -> None:
+    """The others would wait for its results."""
+    (first, after), (second, _) = run_ranks(fails_on_a_rank, 2, tmp_path / "ranks", tmp_path)
+    assert {first[:10], second[:10]} == {"ZeroDivisi", "RuntimeErr"}
+    assert difference(after, trained(["mlp"], tmp_path)["mlp"]) < 1e-6
+
+
+def test_an_adapter_that_cannot_be_parked_stays(tmp_path: Path) -> None:
+    (tmp_path / "park").write_text("a file, where a folder should be")
+    engine = engine_of(tiny_model(), park_folder=tmp_path / "park")
+    add(engine, ["mlp"])
+    before = weights(engine, "mlp", tmp_path)
+    with pytest.raises(OSError):
+        engine.park("mlp")
+    assert engine.parked == ()
+    assert difference(weights(engine, "mlp", tmp_path), before) == 0.0
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_sampling_has_the_current_weights_of_each_adapter(family: str) -> None:
     """Handed over in memory, by name and version, while the base is not loaded again; an older version stays."""
@@ -375,12 +409,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="an adapter with its optimizer has optimizer.safetensors"):
         engine.load("b", Path(fits), with_optimizer=True)
     assert engine.names == ("a",)
-    odd = engine_of(tiny_model(intermediate_size=44))
-    with pytest.raises(UserError, match="multiples of 8, .*gate_proj has 32 inputs and 44 outputs"):
-        odd.add("a", LoraConfig(), seed=0)
-    odd.add("a", LoraConfig(target_modules=["q_proj"]), seed=0)
     with pytest.raises(UserError, match="in the model's dtype, got model.quantization nf4"):
-        AdapterEngine.from_pretrained("m", world=odd.world, model=ModelConfig(quantization="nf4"))
+        AdapterEngine.from_pretrained("m", world=engine.world, model=ModelConfig(quantization="nf4"))
     few = engine_of(build_model("gpt2"))
     few.add("a", LoraConfig(), seed=0)
     with pytest.raises(UserError, match="a row must have at most 64 tokens, .*GPT2LMHeadModel.*row 0 has 65"):

@@ -15,8 +15,6 @@ from torch.optim.adamw import adamw
 
 from hybrid_rlhf.configs.sections.training import AdamStep
 
-_STATES = ("weights", "gradient", "exp_avg", "exp_avg_sq")
-
 
 @dataclass(frozen=True)
 class LinearLayer:
@@ -58,11 +56,6 @@ class Adapter:
         """Factor of the adapter's output."""
         return self.alpha / self.rank
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the tensors that exist."""
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
     def initialise(self, seed: int) -> None:
         """Draw the first factors as peft does, uniform in +-1 / sqrt(K), on the host: equal on every device. The second
         ones are 0."""
@@ -90,23 +83,14 @@ class Adapter:
 
     def flat(self, state: str) -> Tensor:
         """A state as one tensor [P]."""
-        if state not in self._tensors:
+        if state != "weights" and state not in self._tensors:
             self._tensors[state] = torch.zeros(self.size, device=self._device)
         return self._tensors[state]
 
-    def has(self, state: str) -> bool:
-        """Return True if a state exists."""
-        return state in self._tensors
-
     def zero_gradient(self) -> None:
         """Remove the gradient."""
-        self._remove("gradient")
-
-    def forget_optimizer(self) -> None:
-        """Begin the optimizer anew."""
-        self._remove("exp_avg")
-        self._remove("exp_avg_sq")
-        self.steps = 0
+        self._tensors.pop("gradient", None)
+        self._parts.pop("gradient", None)
 
     def step(self, adam: AdamStep) -> dict[str, float]:
         """Update the weights with the gradient, and remove it. An update whose gradient is not finite is skipped.
@@ -140,17 +124,16 @@ class Adapter:
         self.zero_gradient()
         return {"grad_norm": float(norm), "step": float(self.steps), "skipped": float(not finite)}
 
-    def take(self) -> dict[str, Tensor]:
-        """Remove and return all tensors, for parking; `give` returns them."""
-        tensors = self._tensors
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The states that exist, by name."""
+        return dict(self._tensors)
+
+    def release(self) -> None:
+        """Remove all states, which are parked; `give` returns them."""
         self._tensors = {}
         self._parts = {}
-        return tensors
 
     def give(self, tensors: dict[str, Tensor]) -> None:
-        """Take tensors back onto the device."""
-        self._tensors = {state: tensors[state].to(self._device) for state in _STATES if state in tensors}
-
-    def _remove(self, state: str) -> None:
-        self._tensors.pop(state, None)
-        self._parts.pop(state, None)
+        """Take states back onto the device."""
+        self._tensors = {state: tensor.to(self._device) for state, tensor in tensors.items()}

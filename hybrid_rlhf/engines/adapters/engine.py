@@ -28,7 +28,7 @@ from hybrid_rlhf.configs.sections.training import AdamStep, MicroBatches
 from hybrid_rlhf.data.loaders import shard_batch
 from hybrid_rlhf.engines.adapters.adapter import Adapter, LinearLayer
 from hybrid_rlhf.engines.adapters.files import ParkedTensors, read_optimizer, read_state, write_folder
-from hybrid_rlhf.engines.adapters.products import SIZE_MULTIPLE, AdapterProducts, StackedFactors
+from hybrid_rlhf.engines.adapters.products import AdapterProducts, StackedFactors
 from hybrid_rlhf.models.lora import linear_layers
 from hybrid_rlhf.models.packing import pack_parts, pads
 from hybrid_rlhf.models.policy import HeadLogprobs
@@ -240,6 +240,8 @@ class AdapterEngine:
 
         Raises:
             UserError: for an unknown adapter, or a row that the model cannot compute.
+            Exception: that of a loss, on the rank that called it; RuntimeError on the others. All gradients are then as
+                before the call.
         """
         self._check(rows)
         names = list(dict.fromkeys(row.adapter for row in rows))
@@ -254,7 +256,7 @@ class AdapterEngine:
             with torch.set_grad_enabled(not learning.isdisjoint(batch)):
                 results |= self._computed(rows, numbers, adapters, batch, stacked)
             computed.append((batch, adapters, stacked))
-        for batch, adapters, stacked in computed:  # after an exception all gradients are as before
+        for batch, adapters, stacked in computed:  # not before all are computed
             stacked.add_gradients(adapters, [name in learning for name in batch])
             self._stack = (StackedFactors.key(adapters), stacked)
         self._park_oldest()
@@ -300,7 +302,8 @@ class AdapterEngine:
         """
         adapter = self._known(name)
         if name not in self._parked:
-            self._parked[name] = ParkedTensors(name, adapter.take(), self._park_folder)
+            self._parked[name] = ParkedTensors(name, adapter.tensors, self._park_folder)
+            adapter.release()
 
     def factors(self, name: str) -> dict[str, LowRank]:
         """Copies of an adapter's current factors by the names of the weights, for a generation engine.
@@ -328,20 +331,29 @@ class AdapterEngine:
         """Results of the rows with these numbers, which are of these adapters; their gradients are in `stacked`."""
         stacked.read(adapters)
         results: dict[int, RowResult] = {}
-        for micro_batch in shard_batch(
-            numbers,
-            [len(rows[number].tokens) for number in numbers],
-            rank=self.world.rank,
-            ranks=self.world.size,
-            micro_batches=self._micro_batches,
-        ):
-            chosen = [number for number in micro_batch if number is not None]
-            chosen.sort(key=lambda number: -len(rows[number].tokens))
-            by_adapter = [[number for number in chosen if rows[number].adapter == name] for name in names]
-            if chosen:
-                results |= self._micro_batch(rows, by_adapter, adapters, stacked)
-        of_ranks = self.world.all_gather_objects(results)
-        return {number: result for of_rank in of_ranks for number, result in of_rank.items()}
+        failure = None
+        try:
+            for micro_batch in shard_batch(
+                numbers,
+                [len(rows[number].tokens) for number in numbers],
+                rank=self.world.rank,
+                ranks=self.world.size,
+                micro_batches=self._micro_batches,
+            ):
+                chosen = [number for number in micro_batch if number is not None]
+                chosen.sort(key=lambda number: -len(rows[number].tokens))
+                by_adapter = [[number for number in chosen if rows[number].adapter == name] for name in names]
+                if chosen:
+                    results |= self._micro_batch(rows, by_adapter, adapters, stacked)
+        except Exception as error:  # noqa: BLE001 - raised below, on all ranks, which would wait for this one
+            failure = error
+        of_ranks = self.world.all_gather_objects((results, None if failure is None else repr(failure)))
+        if failure is not None:
+            raise failure
+        for rank, (_, text) in enumerate(of_ranks):
+            if text is not None:
+                raise RuntimeError(f"rank {rank} failed in forward_backward: {text}")
+        return {number: result for of_rank, _ in of_ranks for number, result in of_rank.items()}
 
     def _micro_batch(
         self,
@@ -423,12 +435,6 @@ class AdapterEngine:
     # -- the adapters
 
     def _new(self, layers: Sequence[LinearLayer], *, rank: int, alpha: float) -> Adapter:
-        for layer in layers:
-            require(
-                layer.inputs % SIZE_MULTIPLE == layer.outputs % SIZE_MULTIPLE == 0,
-                f"layers of several adapters have sizes that are multiples of {SIZE_MULTIPLE}, {layer.name} has "
-                f"{layer.inputs} inputs and {layer.outputs} outputs: name others in lora.target_modules",
-            )
         return Adapter(layers, rank=rank, alpha=alpha, device=self.world.device)
 
     def _known(self, name: str) -> Adapter:
@@ -444,8 +450,9 @@ class AdapterEngine:
     def _resident(self, name: str) -> Adapter:
         """An adapter, on the device."""
         adapter = self._known(name)
-        if (parked := self._parked.pop(name, None)) is not None:
-            adapter.give(parked.take())
+        if name in self._parked:
+            adapter.give(self._parked[name].read())
+            self._parked.pop(name).discard()
         self._adapters.move_to_end(name)
         return adapter
 

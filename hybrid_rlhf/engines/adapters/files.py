@@ -115,13 +115,9 @@ class ParkedTensors:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._file, save(tensors))
 
-    def take(self) -> dict[str, Tensor]:
-        """Return the tensors, and remove the file."""
-        if self._file is None:
-            return self._tensors
-        tensors = load_file(self._file)
-        self._file.unlink()
-        return tensors
+    def read(self) -> dict[str, Tensor]:
+        """Return the tensors."""
+        return self._tensors if self._file is None else load_file(self._file)
 
     def discard(self) -> None:
         """Remove the file."""

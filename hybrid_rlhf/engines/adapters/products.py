@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from hybrid_rlhf.engines.adapters.adapter import Adapter
 
-SIZE_MULTIPLE = 8
-"""Sizes are multiples of this, and ranks are padded to one: rows of a grouped product are multiples of 16 bytes."""
+_MULTIPLE = 8
+"""Rows of a grouped product are multiples of 16 bytes, so factors are padded to multiples of this with zeros."""
 
 
 class StackedFactors:
@@ -33,9 +33,10 @@ class StackedFactors:
     def __init__(self, adapters: Sequence[Adapter], device: torch.device) -> None:
         """Allocate memory for adapters with these ranks and layers."""
         layers = {layer.name: layer for adapter in adapters for layer in adapter.layers}
-        self._rank = -max(adapter.rank for adapter in adapters) // SIZE_MULTIPLE * -SIZE_MULTIPLE
         shapes = [
-            (len(adapters), self._rank, size) for layer in layers.values() for size in (layer.inputs, layer.outputs)
+            (len(adapters), _padded(max(adapter.rank for adapter in adapters)), _padded(size))
+            for layer in layers.values()
+            for size in (layer.inputs, layer.outputs)
         ]
         sizes = [count * rank * width for count, rank, width in shapes]
         self.gradient = torch.zeros(sum(sizes), device=device)
@@ -47,14 +48,18 @@ class StackedFactors:
             factor.grad = gradient.view(shape)  # backward adds to it in place
             factors.append(factor)
         self.of_layer = dict(zip(layers, zip(factors[::2], factors[1::2], strict=True), strict=True))
-        """First factor [A, R, K] and second one [A, R, N] of each layer, by its name."""
+        """First factor [A, R, K] and second one [A, R, N] of each layer, padded, by its name."""
         self._values: list[Tensor] = []
         self._gradients: list[list[Tensor]] = []
         for number, adapter in enumerate(adapters):
-            factors = [factor for layer in adapter.layers for factor in self.of_layer[layer.name]]
-            self._values += [factor.detach()[number, : adapter.rank] for factor in factors]
-            gradients = [factor.grad for factor in factors if factor.grad is not None]
-            self._gradients.append([gradient[number, : adapter.rank] for gradient in gradients])
+            of_adapter: list[Tensor] = []
+            for layer in adapter.layers:
+                for factor, size in zip(self.of_layer[layer.name], (layer.inputs, layer.outputs), strict=True):
+                    assert factor.grad is not None
+                    place = (number, slice(adapter.rank), slice(size))
+                    self._values.append(factor.detach()[place])
+                    of_adapter.append(factor.grad[place])
+            self._gradients.append(of_adapter)
 
     @staticmethod
     def key(adapters: Sequence[Adapter]) -> tuple[Any, ...]:
@@ -113,5 +118,12 @@ class AdapterProducts:
         rows = x.flatten(0, -2)
         if len(rows) != len(self._scales):
             raise RuntimeError(f"layer {name} has {len(rows)} tokens, the packed batch {len(self._scales)}")
+        if padding := down.shape[2] - rows.shape[1]:
+            rows = functional.pad(rows, (0, padding))
         inner = functional.grouped_mm(rows, down.transpose(1, 2), offs=self._ends) * self._scales.to(x.dtype)
-        return output + functional.grouped_mm(inner, up, offs=self._ends).view_as(output)
+        added = functional.grouped_mm(inner, up, offs=self._ends)
+        return output + added[:, : output.shape[-1]].view_as(output)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _MULTIPLE) * _MULTIPLE
