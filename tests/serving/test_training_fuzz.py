@@ -116,8 +116,8 @@ def test_malformed_requests_never_fail_the_server_and_change_nothing_of_others(t
 
         alice = Client(url, ALICE)
         session = alice.session()
-        own = alice.model(session)
-        alice.done("save_weights", model_id=own, seq_id=1, path="a")
+        mine = alice.model(session)
+        alice.done("save_weights", model_id=mine, seq_id=1, path="a")
         statuses: dict[int, int] = {}
 
         def send(answer: httpx2.Response, what: object) -> None:
@@ -126,7 +126,7 @@ def test_malformed_requests_never_fail_the_server_and_change_nothing_of_others(t
             if answer.status_code >= 400:
                 assert answer.json()["error"], what
 
-        for route, body in bodies(session, own).items():
+        for route, body in bodies(session, mine).items():
             for _ in range(15):
                 changed = mutated(body, rng)
                 send(alice.request(route, changed), (route, changed))
@@ -142,7 +142,7 @@ def test_malformed_requests_never_fail_the_server_and_change_nothing_of_others(t
             ):
                 send(alice.request(route, raw, **{"Content-Type": "application/json"}), (route, raw))
         inputs = [{"logprobs": [-1.0] * 8, "advantages": [0.5] * 8}]
-        good = forward_backward(own, 20_000, [SEQUENCE], loss="ppo", inputs=inputs, config={"clip_low_threshold": 0.9})
+        good = forward_backward(mine, 20_000, [SEQUENCE], loss="ppo", inputs=inputs, config={"clip_low_threshold": 0.9})
         for _ in range(200):
             changed = damaged(good, rng)
             send(alice.request("forward_backward", changed), changed)
@@ -159,7 +159,7 @@ def test_malformed_requests_never_fail_the_server_and_change_nothing_of_others(t
             send(alice.get(place), place)
         assert statuses[400] > 250 and statuses[200] > 50, statuses
 
-        assert not service.models[own].broken
+        assert not service.models[mine].broken
         assert losses + bob.train(model, 6, 2) == wanted, "another client's model is what it was"
         assert {file.name: file.read_bytes() for file in service.store.find(path, "bob").folder.iterdir()} == files
-        assert alice.post("get_info", model_id=own)["is_lora"]
+        assert alice.post("get_info", model_id=mine)["is_lora"]

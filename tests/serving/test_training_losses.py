@@ -73,10 +73,10 @@ def test_a_loss_is_that_of_the_documentation(name: str) -> None:
     check_loss(name, config)
     inputs = {key: INPUTS[key] for key in keys}
     loss = sequence_loss(name, config, Datum(np.zeros(LENGTH, np.int64), inputs), 0)
-    own = value_and_gradient(loss)
+    result = value_and_gradient(loss)
     wanted = value_and_gradient(lambda logprobs: formula(logprobs, *(torch.tensor(INPUTS[key]) for key in keys)))
-    torch.testing.assert_close(own, wanted)
-    assert own[1].abs().max() > 0
+    torch.testing.assert_close(result, wanted)
+    assert result[1].abs().max() > 0
 
 
 def test_a_bound_may_be_given_for_each_token() -> None:

@@ -150,8 +150,8 @@ class Later:
 
 def test_keys_name_their_tenants() -> None:
     keys = Tenants({"alice": "tml-a", "bob": "tml-b"}, QUOTAS)
-    found: Any = [keys.of_key(key) for key in ("tml-a", "tml-b", "tml-c", "", "tml-ä")]
-    assert [None if entry is None else entry.name for entry in found] == ["alice", "bob", None, None, None]
+    tenants: Any = [keys.of_key(key) for key in ("tml-a", "tml-b", "tml-c", "", "tml-ä")]
+    assert [None if entry is None else entry.name for entry in tenants] == ["alice", "bob", None, None, None]
     assert Tenants({}, QUOTAS).of_key("x") is None
     local = Tenants({}, QUOTAS).of_key("tml-x")
     assert local is not None and local.name == "local"

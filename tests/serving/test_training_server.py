@@ -428,8 +428,8 @@ def test_an_adapter_is_merged_into_a_model_that_transformers_loads(alice: Client
     merged = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
         logits = merged(torch.tensor([SEQUENCE[:-1]])).logits[0].log_softmax(-1)
-    own = logits.gather(1, torch.tensor(SEQUENCE[1:])[:, None])[:, 0]
-    np.testing.assert_allclose(own.numpy(), wanted, atol=1e-4)
+    logprobs_of_merged = logits.gather(1, torch.tensor(SEQUENCE[1:])[:, None])[:, 0]
+    np.testing.assert_allclose(logprobs_of_merged.numpy(), wanted, atol=1e-4)
     session = alice.session()
     refused = alice.done(
         "load_weights",
@@ -570,13 +570,15 @@ def test_a_sampling_session_keeps_its_weights_while_training_goes_on(alice: Clie
 def test_samples_have_what_was_asked_for(alice: Client) -> None:
     def ask(place: int, **more: Any) -> Any:
         params = {"max_tokens": 6, "seed": 3, **more.pop("sampling_params", {})}
-        session = alice.post("create_sampling_session", session_id=own, sampling_session_seq_id=0, base_model=BASE)
+        session = alice.post(
+            "create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model=BASE
+        )
         body = {"prompt": {"chunks": [{"tokens": [5, 6]}, {"tokens": [7]}]}, "sampling_params": params, "seq_id": place}
         request = alice.post("asample", **session, **body, **more)
         result = alice.result(request["request_id"])
         return MESSAGES["SampleResponse"].FromString(result) if isinstance(result, bytes) else result
 
-    own = alice.session()
+    session_id = alice.session()
     first = ask(0, num_samples=3, topk_sample_logprobs=2)
     tokens = [np.frombuffer(sequence.tokens, "<i4").tolist() for sequence in first.sequences]
     assert len({tuple(entry) for entry in tokens}) == 3

@@ -279,10 +279,10 @@ def _session_routes(service: TrainingService, body: _BodyReader) -> APIRouter:
 
     @router.get("/sessions/{session_id}")
     async def session(request: Request, session_id: str) -> dict[str, Any]:
-        found = service.session(session_id, _tenant(request))
+        opened = service.session(session_id, _tenant(request))
         runs = [run.run_id for run in list(service.store.runs.values()) if run.session_id == session_id]
         samplers = [key for key in list(service.store.samplers) if key.startswith(f"{session_id}:sample:")]
-        return {"training_run_ids": runs, "sampler_ids": samplers, "user_metadata": found.metadata}
+        return {"training_run_ids": runs, "sampler_ids": samplers, "user_metadata": opened.metadata}
 
     return router
 

@@ -37,53 +37,53 @@ class _Loss:
     optional: tuple[str, ...] = ()
 
 
-def _cross_entropy(logprobs: Tensor, given: _Tensors) -> Tensor:
-    return -(logprobs * given["weights"]).sum()
+def _cross_entropy(logprobs: Tensor, inputs: _Tensors) -> Tensor:
+    return -(logprobs * inputs["weights"]).sum()
 
 
-def _log_ratio(logprobs: Tensor, given: _Tensors) -> Tensor:
-    return logprobs - given["logprobs"]
+def _log_ratio(logprobs: Tensor, inputs: _Tensors) -> Tensor:
+    return logprobs - inputs["logprobs"]
 
 
 def _everywhere(logprobs: Tensor) -> Tensor:
     return torch.ones_like(logprobs, dtype=torch.bool)
 
 
-def _importance_sampling(logprobs: Tensor, given: _Tensors) -> Tensor:
-    ratio = bounded_ratio(_log_ratio(logprobs, given), mask=_everywhere(logprobs))
-    return -(ratio * given["advantages"]).sum()
+def _importance_sampling(logprobs: Tensor, inputs: _Tensors) -> Tensor:
+    ratio = bounded_ratio(_log_ratio(logprobs, inputs), mask=_everywhere(logprobs))
+    return -(ratio * inputs["advantages"]).sum()
 
 
-def _clipped(log_ratio: Tensor, given: _Tensors) -> Tensor:
+def _clipped(log_ratio: Tensor, inputs: _Tensors) -> Tensor:
     return clipped_surrogate(
         log_ratio,
-        advantages=given["advantages"],
+        advantages=inputs["advantages"],
         mask=_everywhere(log_ratio),
-        clip_low=1 - given["clip_low_threshold"],  # type: ignore[arg-type]  # a bound for each token
-        clip_high=given["clip_high_threshold"] - 1,  # type: ignore[arg-type]
+        clip_low=1 - inputs["clip_low_threshold"],  # type: ignore[arg-type]  # a bound for each token
+        clip_high=inputs["clip_high_threshold"] - 1,  # type: ignore[arg-type]
     ).total
 
 
-def _ppo(logprobs: Tensor, given: _Tensors) -> Tensor:
-    return _clipped(_log_ratio(logprobs, given), given)
+def _ppo(logprobs: Tensor, inputs: _Tensors) -> Tensor:
+    return _clipped(_log_ratio(logprobs, inputs), inputs)
 
 
-def _gspo(logprobs: Tensor, given: _Tensors) -> Tensor:
+def _gspo(logprobs: Tensor, inputs: _Tensors) -> Tensor:
     """Every token has the ratio of the sequence and its own gradient (GSPO-token)."""
-    counts = given["sequence_ratio_mask"] != 0
-    of_sequence = _log_ratio(logprobs.detach(), given)[counts].sum() / counts.sum().clamp(min=1)
-    return _clipped(of_sequence + logprobs - logprobs.detach(), given)
+    counts = inputs["sequence_ratio_mask"] != 0
+    of_sequence = _log_ratio(logprobs.detach(), inputs)[counts].sum() / counts.sum().clamp(min=1)
+    return _clipped(of_sequence + logprobs - logprobs.detach(), inputs)
 
 
-def _cispo(logprobs: Tensor, given: _Tensors) -> Tensor:
-    ratio = bounded_ratio(_log_ratio(logprobs, given).detach(), mask=_everywhere(logprobs))
-    clipped = ratio.clamp(given["clip_low_threshold"], given["clip_high_threshold"])
-    return -(clipped * logprobs * given["advantages"]).sum()
+def _cispo(logprobs: Tensor, inputs: _Tensors) -> Tensor:
+    ratio = bounded_ratio(_log_ratio(logprobs, inputs).detach(), mask=_everywhere(logprobs))
+    clipped = ratio.clamp(inputs["clip_low_threshold"], inputs["clip_high_threshold"])
+    return -(clipped * logprobs * inputs["advantages"]).sum()
 
 
-def _dro(logprobs: Tensor, given: _Tensors) -> Tensor:
-    penalty = 0.5 * given["beta"] * _log_ratio(logprobs, given).square()
-    return (penalty - logprobs * given["advantages"]).sum()
+def _dro(logprobs: Tensor, inputs: _Tensors) -> Tensor:
+    penalty = 0.5 * inputs["beta"] * _log_ratio(logprobs, inputs).square()
+    return (penalty - logprobs * inputs["advantages"]).sum()
 
 
 _POLICY = ("logprobs", "advantages")
@@ -140,21 +140,23 @@ def sequence_loss(name: str, config: Mapping[str, float | str], datum: Datum, in
     """
     loss = _LOSSES[name]
     known = {*loss.inputs, *loss.config}
-    given = {}
+    inputs = {}
     for key, values in datum.inputs.items():
         if key in _IGNORED:
             continue
         if key not in known:
-            raise UserError(f"{name} takes the inputs {', '.join(sorted(known))}, datum {index} has {key[:100]!r}")
-        given[key] = _checked(key, values, len(datum.tokens), index)
+            raise UserError(
+                f"{name} takes the inputs {', '.join(sorted(known))}, datum {index} has {key[:100]!r}: leave it out"
+            )
+        inputs[key] = _checked(key, values, len(datum.tokens), index)
     for key in loss.inputs:
-        if key not in given:
+        if key not in inputs:
             raise UserError(f"{name} needs {key} of each datum, datum {index} has none: send it")
     for key, default in loss.config.items():
-        given.setdefault(key, np.full(len(datum.tokens), float(config.get(key, default)), np.float32))
+        inputs.setdefault(key, np.full(len(datum.tokens), float(config.get(key, default)), np.float32))
 
     def compute(logprobs: Tensor) -> Tensor:
-        tensors = {key: torch.from_numpy(values).to(logprobs.device) for key, values in given.items()}
+        tensors = {key: torch.from_numpy(values).to(logprobs.device) for key, values in inputs.items()}
         return loss.compute(logprobs, tensors)
 
     return compute

@@ -92,28 +92,28 @@ class Samplers:
             UserError: when it cannot be sampled.
         """
         prompt = body.prompt.tokens
-        given = body.sampling_params
+        params = body.sampling_params
         room = self.batch.max_tokens - len(prompt)
         if room < 1 or not prompt:
             raise UserError(
                 f"prompt must have 1 to {self.batch.max_tokens - 1} tokens, got {len(prompt)}: send one that fits"
             )
-        if given.stop == []:
+        if params.stop == []:
             raise UserError("stop must name what ends a completion, or be left out, got an empty list: leave it out")
         if body.topk_sample_logprobs > MOST_TOP_LOGPROBS:
             raise UserError(
                 f"topk_sample_logprobs must be at most {MOST_TOP_LOGPROBS}, got {body.topk_sample_logprobs}: lower it"
             )
-        stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
+        stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
         sampling = SamplingParams(
             n=body.num_samples,
-            max_new_tokens=min(room, given.max_tokens or room),
-            temperature=given.temperature,
-            top_p=given.top_p,
-            top_k=max(0, given.top_k),
+            max_new_tokens=min(room, params.max_tokens or room),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(0, params.top_k),
             stop=tuple(text for text in stop if isinstance(text, str)),
             stop_token_ids=tuple(token for token in stop if isinstance(token, int)),
-            seed=given.seed,
+            seed=params.seed,
         )
         wanted = body.prompt_logprobs_last_n or len(prompt)
         return SampleJob(

@@ -285,13 +285,13 @@ class TrainingService:
 
     def optim_step(self, tenant: Tenant, body: OptimStepBody, content: bytes) -> dict[str, Any]:
         """Accept an update; raises as `create_model`, or Gone."""
-        given = body.adam_params
+        params = body.adam_params
         adam = AdamStep(
-            lr=given.learning_rate,
-            betas=(given.beta1, given.beta2),
-            eps=given.eps,
-            weight_decay=given.weight_decay,
-            max_grad_norm=given.grad_clip_norm,
+            lr=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+            max_grad_norm=params.grad_clip_norm,
         )
         return self._submit(tenant, "optim_step", body, content, lambda model, _: lambda: self._step(model, adam))
 
@@ -694,17 +694,17 @@ class TrainingService:
             await self._compute_together(rows)
         except Exception as error:  # noqa: BLE001 - the client is told, the server goes on
             logger.error("a packed batch of %d commands has failed", len(groups), exc_info=error)
-            for command, own_rows in groups.items():
+            for command, command_rows in groups.items():
                 failure: Exception | None = error
                 if len(groups) > 1:
                     try:
-                        await self._compute_together(own_rows)
+                        await self._compute_together(command_rows)
                         failure = None
                     except Exception as alone:  # noqa: BLE001 - as above
                         logger.error("%s has failed alone too", command.name, exc_info=alone)
                         failure = alone
                 if failure is not None:
-                    self._break(self.models[own_rows[0].queue.model_id], command, failure)
+                    self._break(self.models[command_rows[0].queue.model_id], command, failure)
         self.metrics.batch_seconds.observe(time.perf_counter() - start)
         self.metrics.batch_models.observe(len({row.queue.model_id for row in rows}))
 
