@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.inference import (
     GenerateConfig,
     PushConfig,
     ServeConfig,
+    TrainServerConfig,
 )
 from hybrid_rlhf.configs.parsing.building import config_tree
 from hybrid_rlhf.configs.parsing.derived import derived_defaults
@@ -45,6 +46,7 @@ COMMANDS = {
     **{"chat": ChatConfig, "generate": GenerateConfig, "serve": ServeConfig, "evaluate": EvaluateConfig},
     **{"export": ExportConfig, "push": PushConfig, "board": BoardConfig, "replay": ReplayConfig},
     **{"data check": CheckConfig, "data convert": ConvertConfig, "data split": SplitConfig, "data blend": BlendConfig},
+    "train-server": TrainServerConfig,
     "calibrate": CalibrateConfig,
 }
 ITEMS = {

@@ -29,6 +29,7 @@ COMMANDS = {
     "chat": ("saved_models.chat", "Chat with a saved model, or two models side by side, in the terminal"),
     "generate": ("saved_models.generate", "Complete the prompts of a file"),
     "serve": ("saved_models.serve", "Serve a saved model over HTTP with OpenAI's API"),
+    "train-server": ("saved_models.train_server", "Train and sample adapters of a model over HTTP, with Tinker's API"),
     "evaluate": ("saved_models.evaluate", "Evaluate a saved model: perplexity, accuracy, win rate, pass@k, lm-eval"),
     "export": ("saved_models.export", "Export a model: merged adapters, another dtype, GGUF"),
     "push": ("saved_models.push", "Upload a saved model to the Hugging Face hub"),

@@ -1,4 +1,4 @@
-"""Settings of the commands on saved models: chat, generate, serve, evaluate, export, push."""
+"""Settings of the commands on saved models: chat, generate, serve, train-server, evaluate, export, push."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _chat_sampling() -> SamplingParams:
     return SamplingParams(max_new_tokens=256, temperature=0.7, top_p=0.95)
 
 
-class InferenceConfig(Settings):
-    """The model, where it runs and how it samples."""
+class SavedModelConfig(Settings):
+    """A saved model, and where it runs."""
 
     path: str = ""
     """Model: a folder that a step saved, a hub name, a .gguf file, or "embedded"."""
@@ -46,11 +46,19 @@ class InferenceConfig(Settings):
     chat_template_kwargs: dict[str, Any] = setting(default_factory=dict, advanced=True)
     """Variables of the chat template, such as {enable_thinking: false}; the saved model already contains those of
     training."""
-    sampling: SamplingParams = setting(default_factory=_chat_sampling)
 
     def _check(self) -> None:
         require_template_variables(self.chat_template_kwargs)
         require(bool(self.path), "a model must be named, got none: give its folder, for example output/step3_ppo/actor")
+
+
+class InferenceConfig(SavedModelConfig):
+    """A saved model, and how it samples."""
+
+    sampling: SamplingParams = setting(default_factory=_chat_sampling)
+
+    def _check(self) -> None:
+        super()._check()
         require(
             self.sampling.min_new_tokens <= self.sampling.max_new_tokens,
             f"sampling.min_new_tokens must be at most max_new_tokens {self.sampling.max_new_tokens}, got "
@@ -160,6 +168,92 @@ class ServeConfig(InferenceConfig):
                 f"{name} is read where the served model generates, {self.path} is a reward model, got {value}: leave "
                 "it out",
             )
+
+
+class TrainServerConfig(SavedModelConfig):
+    """Train and sample many adapters of one model over HTTP, with the API of Tinker's client."""
+
+    output_dir: str = "train_server"
+    """Folder of sessions, runs and checkpoints, which a server that starts again continues with."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0: all interfaces. An address that other machines can reach needs api_keys."""
+    port: Port = 8077
+    """Port to listen on; 0: any free port."""
+    api_keys: dict[str, str] = setting(default_factory=dict)
+    """Keys that clients must have, by the names of their tenants; each begins with tml- and is usually ${NAME} of an
+    environment variable; none: any such key, for one tenant."""
+    model_name: str | None = None
+    """Name of the base model in requests; null: its path."""
+    adapters: dict[str, str] = setting(default_factory=dict)
+    """Adapters that all clients may begin with: peft folders by NAME, as tinker://server/weights/NAME."""
+    max_sequence_tokens: Annotated[int, "2 or more"] = 4096
+    """Maximum number of tokens of a row, and of a prompt and its completion."""
+    micro_batch_tokens: Annotated[int, "2 or more"] = 8192
+    """Tokens of a packed forward and backward; the rows of all clients that wait take turns in it."""
+    max_batch_rows: Count = 64
+    """Maximum number of completions decoded together."""
+    max_resident_adapters: Count = 16
+    """Adapters in training that stay on the device, and as many for sampling; others wait in host memory or on disk."""
+    kv_cache_gib: Positive | None = setting(None, advanced=True)
+    """Memory for keys and values, in GiB; null: as for serve, in half of the free memory of a GPU."""
+    max_requests: Count = 4096
+    """Requests without a result that a key may have; further ones are rejected with status 429."""
+    max_queued_mib: Positive = 512.0
+    """Their bodies together, in MiB."""
+    max_body_mib: Positive = 64.0
+    """Largest body of a request, in MiB."""
+    max_models: Count = 16
+    """Adapters in training that a key may have at a time."""
+    max_stored_gib: Positive = 64.0
+    """Checkpoints that a key may have, in GiB."""
+    session_minutes: Positive = setting(60.0, advanced=True)
+    """Time without a heartbeat or a command of a client after which its models leave the server; their checkpoints
+    stay."""
+    shutdown_seconds: Count = setting(30, advanced=True)
+    """Time for requests to finish after SIGTERM or SIGINT."""
+
+    def _check(self) -> None:
+        super()._check()
+        require(
+            bool(self.api_keys) or is_own_host(self.host),
+            f"a server that other machines reach needs api_keys, got host {self.host} without any: give "
+            "--api_keys '{NAME: ${KEY}}', or leave host out",
+        )
+        for name in self.api_keys:
+            require(
+                re.fullmatch(r"[\w.-]{1,64}", name) is not None,
+                f"api_keys are by names of letters, digits, _, . and -, got {name}: choose another",
+            )
+        for name in self.adapters:
+            require(
+                re.fullmatch(r"\w[\w.-]{0,127}", name) is not None,
+                f"adapters are by names of letters, digits, _, . and -, got {name}: choose another",
+            )
+        require(
+            self.micro_batch_tokens >= self.max_sequence_tokens,
+            f"micro_batch_tokens must be at least max_sequence_tokens {self.max_sequence_tokens}, got "
+            f"{self.micro_batch_tokens}: raise it",
+        )
+
+    def expanded_api_keys(self) -> dict[str, str]:
+        """The API keys with their environment variables replaced; they must not be logged.
+
+        Raises:
+            UserError: for a key that the client does not accept, or two equal ones.
+        """
+        keys = {name: expanded(key, key=f"api_keys.{name}") for name, key in self.api_keys.items()}
+        for name, key in keys.items():
+            require(
+                key.startswith("tml-") and len(key) >= 12,
+                f"api_keys.{name} must begin with tml- and have at least 12 characters, it does not: choose another",
+            )
+        require(len(set(keys.values())) == len(keys), "api_keys must differ, got two equal ones: choose another")
+        return keys
+
+    @property
+    def served_name(self) -> str:
+        """Name of the base model in requests."""
+        return self.model_name or self.path.rstrip("/")
 
 
 class JudgeConfig(Settings):

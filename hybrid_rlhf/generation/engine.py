@@ -31,6 +31,7 @@ from hybrid_rlhf.generation.batching.requests import (
 from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.generation.ops.quantisation import Quantization
 from hybrid_rlhf.generation.sampling import Completion, FinishedShare, SamplingParams
+from hybrid_rlhf.generation.weights.adapters import NumberedAdapter
 from hybrid_rlhf.generation.weights.inference_weights import SharedWeights
 from hybrid_rlhf.generation.weights.probe import check_inference_weights
 from hybrid_rlhf.models.head_check import module_logprobs, probe_tokens
@@ -51,7 +52,7 @@ class GenerationEngine:
         stop_token_ids: Iterable[int] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
-        adapters: Sequence[str] = (),
+        adapters: Mapping[str, NumberedAdapter] | None = None,
         shared: SharedWeights | None = None,
         keeps_backend: bool = False,
     ) -> None:
@@ -62,7 +63,7 @@ class GenerationEngine:
             stop_token_ids: tokens that end every completion.
             tokenizer: for stop strings.
             weight_version: version of the weights, recorded for every token.
-            adapters: names of the backend's adapters, in the order of their indices.
+            adapters: the backend's adapters by name.
             shared: inference weights that follow the trained model; none: the caller updates the backend.
             keeps_backend: do not close the backend with the engine, so that a later engine can use it.
         """
@@ -76,9 +77,11 @@ class GenerationEngine:
             backend.vocab_size,
             frozenset(stop_token_ids),
             tokenizer,
-            tuple(adapters),
+            {name: adapter.number for name, adapter in (adapters or {}).items()},
         )
         """Turns prompts into requests."""
+        self._adapters = dict(adapters or {})
+        self._last_number = len(self._adapters)
         self._work_before = backend.work
         self._work = DecodeWork()
 
@@ -122,13 +125,16 @@ class GenerationEngine:
         if adapters and (quantization is not None or backend == "module"):
             option = f"quantization {quantization}" if quantization is not None else "backend module"
             raise UserError(f"adapters need inference weights in the model's dtype, got {option}: leave it out")
-        read = {name: read_adapter(lm, folder) for name, folder in (adapters or {}).items()}
+        read = {
+            name: NumberedAdapter(number, read_adapter(lm, folder))
+            for number, (name, folder) in enumerate((adapters or {}).items(), start=1)
+        }
         shared = _shared_weights(lm, backend, quantization, world=solo_world(lm.device), dtype=lm.dtype, adapters=read)
         return cls(
             _backend(lm, shared, bool(adapters), max_batch_rows, kv_cache_gib, prefill_tokens, cuda_graphs),
             stop_token_ids=default_stop_token_ids(lm) if stop_token_ids is None else stop_token_ids,
             tokenizer=tokenizer,
-            adapters=tuple(adapters or ()),
+            adapters=read,
             shared=shared,
         )
 
@@ -205,7 +211,39 @@ class GenerationEngine:
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters that a prompt may choose."""
-        return self.maker.adapters
+        return tuple(self.maker.adapters)
+
+    def set_adapter(self, name: str, factors: Mapping[str, LowRank]) -> None:
+        """Add an adapter, or replace the one of this name.
+
+        Its number is new, so that no cached prefix matches. In an open batch, call this by `OpenBatch.call`; the
+        adapter that is replaced must have no running requests.
+
+        Args:
+            name: for prompts.
+            factors: as `read_adapter` returns them.
+
+        Raises:
+            UserError: for an engine without inference weights or with CUDA graphs, or a product without adapters.
+        """
+        number = self._last_number + 1
+        self._replace_adapters({**self._adapters, name: NumberedAdapter(number, factors)})
+        self._last_number = number
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter, which must have no running requests; called as `set_adapter`."""
+        self._replace_adapters({other: adapter for other, adapter in self._adapters.items() if other != name})
+
+    def _replace_adapters(self, adapters: dict[str, NumberedAdapter]) -> None:
+        backend = self.backend
+        if self._shared is None or not isinstance(backend, NativeBackend) or backend.captures:
+            raise UserError(
+                "adapters that come and go need inference weights without CUDA graphs, this engine has others: pass "
+                "cuda_graphs=False"
+            )
+        self._shared.replace_adapters(backend.decoder, adapters)
+        self._adapters = adapters
+        self.maker.adapters = {name: adapter.number for name, adapter in adapters.items()}
 
     @property
     def max_positions(self) -> int | None:
@@ -362,7 +400,7 @@ def _shared_weights(
     *,
     world: World,
     dtype: torch.dtype,
-    adapters: Mapping[str, Mapping[str, LowRank]] | None = None,
+    adapters: Mapping[str, NumberedAdapter] | None = None,
 ) -> SharedWeights | None:
     """Return inference weights; None for backend module, or a model without them."""
     if backend != "module":

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -228,11 +228,20 @@ def write_adapter(folder: Path, tensors: Iterable[tuple[str, Tensor | None]], *,
     config = dataclasses.replace(
         config, base_model_name_or_path=lm.name_or_path, modules_to_save=heads or None, inference_mode=True
     )
+    write_adapter_folder(folder, weights, config)
+
+
+def write_adapter_folder(
+    folder: Path, weights: Mapping[str, Tensor], config: PeftLoraConfig, *, files: Mapping[str, bytes] | None = None
+) -> None:
+    """Write a peft folder from weights, config and further files; it appears once complete, and replaces another."""
     beside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)  # left by an interrupted save
     try:
         beside.mkdir()
-        save_file(weights, beside / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(dict(weights), beside / "adapter_model.safetensors", metadata={"format": "pt"})
+        for name, content in (files or {}).items():
+            (beside / name).write_bytes(content)
         config.save_pretrained(beside)
         for file in beside.iterdir():
             flush(file)

@@ -28,7 +28,7 @@ from hybrid_rlhf.serving.web import WebServer, bound_socket, url_of
 
 FAILED_EXIT_CODE = 70
 """Exit code of a failed server, the same as of a run that its watchdog ends: EX_SOFTWARE of sysexits.h."""
-_CPU_MEMORY_SHARE = 1 / 8
+CPU_MEMORY_SHARE = 1 / 8
 """Largest share of a host's free memory for the KV cache; a GPU's memory is available to the server alone."""
 _LAST_SECONDS = 5.0
 """Time for clients to receive the last events."""
@@ -169,7 +169,7 @@ def _service(config: ServeConfig, model: LoadedModel) -> Service:
         model.engine.open(
             rows=config.max_batch_rows,
             max_tokens=config.max_sequence_tokens,
-            memory_share=_CPU_MEMORY_SHARE if model.device.type == "cpu" else None,
+            memory_share=CPU_MEMORY_SHARE if model.device.type == "cpu" else None,
         ),
         model.tokenizer,
         name=config.served_name,

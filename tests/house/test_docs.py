@@ -34,6 +34,7 @@ from hybrid_rlhf.configs.inference import (
     GenerateConfig,
     PushConfig,
     ServeConfig,
+    TrainServerConfig,
 )
 from hybrid_rlhf.configs.parsing.schema import Layer, UnknownKey, find_hints, resolve
 from hybrid_rlhf.configs.pipeline import CalibrateConfig, DemoConfig, PipelineConfig, PlanConfig
@@ -54,13 +55,14 @@ CONFIGS: dict[str, type] = {
     **{"demo": DemoConfig, "train": PipelineConfig, "plan": PlanConfig, "calibrate": CalibrateConfig},
     **{"sft": SFTConfig, "reward": RewardConfig, "preference": PreferenceStepConfig, "rl": RLConfig},
     **{"chat": ChatConfig, "generate": GenerateConfig, "serve": ServeConfig},
+    **{"train-server": TrainServerConfig},
     **{"evaluate": EvaluateConfig, "export": ExportConfig, "push": PushConfig},
     **{"board": BoardConfig, "replay": ReplayConfig, "env": EnvConfig, "completion": CompletionConfig},
     **{"data check": CheckConfig, "data convert": ConvertConfig, "data split": SplitConfig, "data blend": BlendConfig},
 }
 POSITIONAL: dict[str, str | tuple[str, ...]] = {
     **{"chat": ("path", "compare"), "push": ("path", "repo"), "board": "folders", "completion": "shell"},
-    **dict.fromkeys(("generate", "serve", "evaluate", "export", "replay"), "path"),
+    **dict.fromkeys(("generate", "serve", "train-server", "evaluate", "export", "replay"), "path"),
     **{"data check": "path", "data convert": "path", "data split": "path", "data blend": "sources"},
 }
 """Keys that the first words give."""

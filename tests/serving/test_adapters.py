@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.open_batch import StreamedToken
 from hybrid_rlhf.models.pretrained.adapters import read_adapter
 from tests.support.families import variant
 from tests.support.models import random_adapter
@@ -55,6 +58,43 @@ def test_a_batch_of_several_adapters_computes_what_merged_models_do(family: str,
             )
     firsts = {own[1][0].logprobs[0] for own in alone}
     assert len(firsts) == 3, "the adapters change something"
+
+
+def test_adapters_come_and_go_while_an_open_batch_decodes(tmp_path: Path) -> None:
+    """A replaced adapter's cached prefixes do not match, and a request that decodes meanwhile keeps its own."""
+    folders = [random_adapter(tiny_model(), tmp_path / str(n), n, ["q_proj", "v_proj", "down_proj"]) for n in range(3)]
+    lm = tiny_model().eval()
+    factors = [read_adapter(lm, folder) for folder in folders]
+    alone = [GenerationEngine.from_model(merged(tiny_model(), folder), stop_token_ids=[]) for folder in folders]
+    wanted = [engine.generate([PROMPT * 9], GREEDY)[0][0] for engine in alone]
+    engine = GenerationEngine.from_model(lm, stop_token_ids=[], cuda_graphs=False)
+    plain = engine.generate([PROMPT * 9], GREEDY)[0][0]
+    with engine.open(rows=4, max_tokens=100) as batch:
+
+        def ask(adapter: str | None) -> Future[list[int]]:
+            ended: Future[list[int]] = Future()
+            tokens: list[int] = []
+
+            def deliver(new: list[StreamedToken]) -> None:
+                tokens.extend(token.token_id for token in new)
+                if new[-1].finish_reason is not None:
+                    ended.set_result(tokens)
+
+            batch.submit([PROMPT * 9], GREEDY, deliver, adapter=adapter)
+            return ended
+
+        batch.call(lambda: engine.set_adapter("kept", factors[0])).result()
+        running = ask("kept")
+        for number in (1, 2, 1):
+            batch.call(partial(engine.set_adapter, "a", factors[number])).result()
+            assert ask("a").result() == wanted[number].token_ids
+        assert running.result() == ask("kept").result() == wanted[0].token_ids
+        batch.call(lambda: engine.remove_adapter("a")).result()
+        assert engine.adapters == ("kept",)
+        batch.call(lambda: engine.remove_adapter("kept")).result()
+        assert ask(None).result() == plain.token_ids
+        with pytest.raises(UserError, match="an adapter must be one of the engine's, none, got a"):
+            ask("a")
 
 
 def test_a_rank_above_the_width_of_a_weight_is_kept(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.inference import InferenceConfig
+from hybrid_rlhf.configs.inference import InferenceConfig, SavedModelConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.generation import GenerationEngine
@@ -35,7 +35,7 @@ class Place:
     trust_remote_code: bool
 
 
-def find_model(config: InferenceConfig, name: str | None = None) -> Place:
+def find_model(config: SavedModelConfig, name: str | None = None) -> Place:
     """The model of a config.
 
     Args:

@@ -53,6 +53,27 @@ class OptimizerConfig(Settings):
         )
 
 
+class AdamStep(Settings):
+    """One AdamW update of an adapter among others (engines/adapters), with the constants of this update."""
+
+    lr: NonNegative = 1e-4
+    """Learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's averaging coefficients."""
+    eps: Positive = 1e-8
+    """Added to Adam's denominator."""
+    weight_decay: NonNegative = 0.0
+    """Weight decay per step, times lr."""
+    max_grad_norm: Annotated[float, "0 (off) or more"] = 0.0
+    """The gradient is clipped to this norm; 0: not clipped."""
+
+    def _check(self) -> None:
+        require(
+            all(0 <= beta < 1 for beta in self.betas),
+            f"betas must be in [0, 1), got {self.betas}: give for example [0.9, 0.95]",
+        )
+
+
 def require_trainable(
     model: ModelConfig, optimizer: OptimizerConfig, lora: LoraConfig | None, *, section: str, stage: int
 ) -> None:

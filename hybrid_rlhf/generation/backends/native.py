@@ -268,6 +268,11 @@ class NativeBackend:
         return self.workspace is not None and self.workspace.accepts(request)
 
     @property
+    def captures(self) -> bool:
+        """True if decoding steps are captured in CUDA graphs."""
+        return self._cuda_graphs and self.decoder.world.device.type == "cuda"
+
+    @property
     def load(self) -> BatchLoad:
         """Numbers of running and waiting requests and of pages in `run_open`; zeros otherwise."""
         batch = self._open

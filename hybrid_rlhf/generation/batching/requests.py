@@ -236,8 +236,8 @@ class RequestMaker:
     """Tokens that end every completion."""
     tokenizer: PreTrainedTokenizerBase | None
     """Tokenizer for stop strings; none: stop strings are refused."""
-    adapters: tuple[str, ...]
-    """Names of the adapters that a prompt may choose."""
+    adapters: dict[str, int]
+    """Numbers, from 1 on, of the adapters that a prompt may choose, by name."""
 
     def adapter_number(self, name: str | None) -> int:
         """Return the number of an adapter, from 1 on; 0: the model itself.
@@ -248,7 +248,7 @@ class RequestMaker:
         if name is not None and name not in self.adapters:
             known = ", ".join(self.adapters) or "none"
             raise UserError(f"an adapter must be one of the engine's, {known}, got {name}: name one of them")
-        return 0 if name is None else 1 + self.adapters.index(name)
+        return 0 if name is None else self.adapters[name]
 
     def requests(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]

@@ -49,7 +49,7 @@ class AdaptedLinear:
 
     def __init__(self, base: Linear, changes: Sequence[LowRankChange], chosen: ChosenAdapters) -> None:
         """Args: the base layer, the changes of all adapters, and the adapters of the tokens."""
-        self._base = base
+        self.base = base
         self._chosen = chosen
         self.outputs = base.outputs
         self.inputs = base.inputs
@@ -65,7 +65,7 @@ class AdaptedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map inputs [T, K] to outputs [T, N]."""
-        result = self._base(x)
+        result = self.base(x)
         chosen = self._chosen.of_tokens
         if chosen is None:
             return result

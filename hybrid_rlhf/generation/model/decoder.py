@@ -19,7 +19,7 @@ from hybrid_rlhf.generation.architecture.model_description import ModelDescripti
 from hybrid_rlhf.generation.model.adapters import AdaptedLinear, ChosenAdapters, LowRankChange
 from hybrid_rlhf.generation.model.attention import StepAttention
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
-from hybrid_rlhf.generation.model.decoder_weights import DecoderWeights, LayerWeights
+from hybrid_rlhf.generation.model.decoder_weights import LAYER_PRODUCTS, DecoderWeights, LayerWeights
 from hybrid_rlhf.generation.model.latent import Table
 from hybrid_rlhf.generation.model.layers import Norm, QuantisedLinear, norm_heads
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
@@ -91,13 +91,16 @@ class Decoder:
         """True if tokens may have adapters."""
         return self._chosen is not None
 
-    def add_adapters(self, changes: Mapping[tuple[int, str], Sequence[LowRankChange]]) -> None:
-        """Add the changes of adapters to products, which are given by layer and name. `hidden` selects adapters by
-        token."""
+    def set_adapters(self, changes: Mapping[tuple[int, str], Sequence[LowRankChange]]) -> None:
+        """Add the changes of adapters to products, which are given by layer and name, in place of earlier ones.
+        `hidden` selects adapters by token."""
         self._chosen = ChosenAdapters()
-        for (layer, name), layer_changes in changes.items():
-            weights = self._weights.layers[layer]
-            setattr(weights, name, AdaptedLinear(getattr(weights, name), layer_changes, self._chosen))
+        for layer, weights in enumerate(self._weights.layers):
+            for name in LAYER_PRODUCTS:
+                product = getattr(weights, name)
+                base = product.base if isinstance(product, AdaptedLinear) else product
+                added = changes.get((layer, name))
+                setattr(weights, name, AdaptedLinear(base, added, self._chosen) if added else base)
 
     @property
     def quantisation_errors(self) -> dict[str, Tensor]:

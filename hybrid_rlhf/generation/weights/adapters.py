@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,22 +23,31 @@ Place = tuple[int, str]
 """Index of a layer, and name of a product in it."""
 
 
+@dataclass(frozen=True)
+class NumberedAdapter:
+    """An adapter and its number in a batch, from 1 on."""
+
+    number: int
+    factors: Mapping[str, LowRank]
+    """Changes by the names of training weights."""
+
+
 def adapter_changes(
-    adapters: Mapping[str, Mapping[str, LowRank]],
+    adapters: Mapping[str, NumberedAdapter],
     parameters: Mapping[str, Tensor],
     targets: Mapping[str, Sequence[tuple[str, int, Pick]]],
 ) -> dict[Place, list[LowRankChange]]:
     """Return the low-rank changes of each product, for a single rank.
 
     Args:
-        adapters: changes of training weights by adapter; adapters are numbered from 1 in this order.
+        adapters: adapters by name.
         parameters: training weights by name.
         targets: `InferenceWeights.targets`.
 
     Raises:
         UserError: when an adapter changes a weight whose product does not support adapters.
     """
-    changed = {name for adapter in adapters.values() for name in adapter}
+    changed = {name for adapter in adapters.values() for name in adapter.factors}
     keys = {key for name in changed for key, _, _ in targets.get(name, ())}
     rows: dict[str, dict[int, int]] = defaultdict(dict)
     for name, places in targets.items():
@@ -45,12 +55,12 @@ def adapter_changes(
             if key in keys and name in parameters:
                 rows[key][part] = len(pick(parameters[name]))
     changes_of: dict[Place, list[LowRankChange]] = defaultdict(list)
-    for number, (adapter, changes) in enumerate(adapters.items(), start=1):
-        for name, change in changes.items():
+    for adapter_name, adapter in adapters.items():
+        for name, change in adapter.factors.items():
             products = [(*_place(key), key, part, pick) for key, part, pick in targets.get(name, ())]
             if not products or any(role not in LAYER_PRODUCTS for _, role, *_ in products):
                 raise UserError(
-                    f"adapters are for products of attention and dense MLPs, {adapter} changes {name}: merge it "
+                    f"adapters are for products of attention and dense MLPs, {adapter_name} changes {name}: merge it "
                     "into the model (hybrid-rlhf export --adapter) and serve that"
                 )
             for layer, role, key, part, pick in products:
@@ -58,7 +68,7 @@ def adapter_changes(
                 first = sum(size for before, size in rows[key].items() if before < part)
                 up = _picked(change, pick).to(weight)
                 down = change.down.to(weight)
-                changes_of[int(layer), role].append(LowRankChange(number, first, up, down))
+                changes_of[int(layer), role].append(LowRankChange(adapter.number, first, up, down))
     return dict(changes_of)
 
 

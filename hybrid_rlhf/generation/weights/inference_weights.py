@@ -39,7 +39,7 @@ from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Linea
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.quantisation import Quantization
-from hybrid_rlhf.generation.weights.adapters import adapter_changes
+from hybrid_rlhf.generation.weights.adapters import NumberedAdapter, adapter_changes
 from hybrid_rlhf.generation.weights.picks import (
     Pick,
     Scaled,
@@ -57,7 +57,6 @@ from hybrid_rlhf.generation.weights.picks import (
 )
 from hybrid_rlhf.models.families import has_float32_logits, unread_weights
 from hybrid_rlhf.models.four_bit import FourBitWeight
-from hybrid_rlhf.models.pretrained.adapters import LowRank
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.world import World
 
@@ -527,9 +526,7 @@ def plan_inference_weights(
 class SharedWeights:
     """Inference weights that share memory with a model where possible, and follow its training."""
 
-    def __init__(
-        self, lm: PreTrainedModel, weights: InferenceWeights, adapters: Mapping[str, Mapping[str, LowRank]]
-    ) -> None:
+    def __init__(self, lm: PreTrainedModel, weights: InferenceWeights, adapters: Mapping[str, NumberedAdapter]) -> None:
         """Args: the model, which is weakly referenced, the plan of its inference weights, and adapters by name."""
         self._lm = weakref.ref(lm)
         self._weights = weights
@@ -544,7 +541,7 @@ class SharedWeights:
         world: World,
         dtype: torch.dtype,
         quantization: Quantization | None = None,
-        adapters: Mapping[str, Mapping[str, LowRank]] | None = None,
+        adapters: Mapping[str, NumberedAdapter] | None = None,
     ) -> SharedWeights | None:
         """Plan the inference weights of a model; None as in `plan_inference_weights`.
 
@@ -553,7 +550,7 @@ class SharedWeights:
             world: the tensor-parallel ranks.
             dtype: dtype of the inference weights.
             quantization: quantization of the products of layers; none: they keep the dtype.
-            adapters: adapters by name, numbered from 1; on a single rank only.
+            adapters: adapters by name; on a single rank only.
 
         Raises:
             UserError: as in `plan_inference_weights`; with adapters, also when the model has no inference weights.
@@ -582,8 +579,19 @@ class SharedWeights:
         self._version = version
         decoder = self._weights.build((name, tensor, True) for name, tensor in parameters.items())
         if self._adapters and not decoder.has_adapters:
-            decoder.add_adapters(adapter_changes(self._adapters, parameters, self._weights.targets))
+            decoder.set_adapters(adapter_changes(self._adapters, parameters, self._weights.targets))
         return decoder
+
+    def replace_adapters(self, decoder: Decoder, adapters: Mapping[str, NumberedAdapter]) -> None:
+        """Replace the adapters of the decoder, which `newer` has returned. An error leaves it unchanged.
+
+        Raises:
+            UserError: when a product does not support its adapters.
+        """
+        lm = self._lm()
+        assert lm is not None, "a model outlives its inference weights"
+        decoder.set_adapters(adapter_changes(adapters, dict(lm.named_parameters()), self._weights.targets))
+        self._adapters = adapters
 
 
 def decoder_of(

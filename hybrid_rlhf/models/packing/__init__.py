@@ -9,7 +9,16 @@ that several ranks compute together).
 """
 
 from hybrid_rlhf.models.packing.attention import PACKED_ATTENTION
-from hybrid_rlhf.models.packing.batches import PackedBatch, layer_masks, pack, packs, pads, use_packing, why_padded
+from hybrid_rlhf.models.packing.batches import (
+    PackedBatch,
+    layer_masks,
+    pack,
+    pack_parts,
+    packs,
+    pads,
+    use_packing,
+    why_padded,
+)
 from hybrid_rlhf.models.packing.exchange import (
     set_sequence_world,
     set_tensor_world,
@@ -30,6 +39,7 @@ __all__ = [
     "SequenceShard",
     "layer_masks",
     "pack",
+    "pack_parts",
     "packs",
     "pads",
     "places",

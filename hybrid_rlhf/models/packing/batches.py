@@ -97,6 +97,32 @@ def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Pack
     return PackedBatch(_arguments(lm, input_ids, real, places(sizes, groups, device=real.device)), order)
 
 
+def pack_parts(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, parts: Sequence[int]) -> dict[str, Any]:
+    """Arguments of the backbone for rows [B, T] that keep their order in the packed row.
+
+    Args:
+        lm: the model.
+        input_ids: [B, T] int64.
+        attention_mask: [B, T], true on real tokens.
+        parts: number of rows of each part. The rows of a part are in descending order of length; rows of different
+            parts share an attention call only if all rows do.
+    """
+    real = attention_mask.bool()
+    if lm.config._attn_implementation != PACKED_ATTENTION:
+        return _arguments(lm, input_ids, real, None)
+    if has_varlen_kernel(lm, real.device):
+        return _arguments(lm, input_ids, real, ends(real.sum(dim=1)))
+    sizes = real.sum(dim=1).tolist()
+    groups = like_lengths(sorted(sizes, reverse=True), real.device)
+    if len(groups) > 1:
+        groups = []
+        start = 0
+        for part in parts:
+            groups += like_lengths(sizes[start : start + part], real.device) if part else []
+            start += part
+    return _arguments(lm, input_ids, real, places(sizes, groups, device=real.device))
+
+
 def layer_masks(lm: PreTrainedModel, mask: Tensor) -> Tensor | dict[str, Tensor]:
     """The boundaries of rows in the form that a model takes: with mixers one mask for each kind of layer, since
     transformers passes no 4D mask to recurrent layers."""

@@ -1,7 +1,8 @@
 """Adapters of peft folders: merged into a model, or as the low-rank factors of the weights that they change.
 
 `models/lora.py` has the adapter that trains; here adapters are read from folders. `merge_adapter` serves export;
-`read_adapter` leaves a model unchanged, and generation adds the factors to its outputs (generation/model/adapters.py).
+`read_adapter` leaves a model unchanged, and generation adds the factors to its outputs (generation/model/adapters.py);
+`stored_adapter` reads the factors alone, to train them on (engines/adapters/).
 peft is imported where it is needed, as in `models/lora.py`.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -21,12 +23,14 @@ from hybrid_rlhf.models.pretrained.folders import reading
 from hybrid_rlhf.runtime.files.reading import user_path
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel
     from peft.tuners.lora import LoraLayer
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _NAME = "default"
+_PREFIX = "base_model.model."
+_FACTORS = (".lora_A.weight", ".lora_B.weight")
 _FIX = "give the model that it was trained on"
 _BEYOND_FACTORS = (
     "use_dora",
@@ -70,8 +74,62 @@ def read_adapter(model: PreTrainedModel, folder: str) -> dict[str, LowRank]:
     Raises:
         UserError: when the folder has no adapter of this model that consists of such factors.
     """
-    from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
+
+    config = _plain_lora(folder)
+    model.requires_grad_(False)
+    wrapped = _wrapped(model, folder, config)
+    try:
+        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
+        return {f"{name}.weight": _factors(name, layer, folder) for name, layer in layers}
+    finally:
+        wrapped.unload()
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """Factors of a peft folder as they were trained, for training on."""
+
+    rank: int
+    alpha: float
+    """The product is scaled by alpha / rank."""
+    factors: dict[str, Tensor]
+    """Weights by layer and factor: NAME.lora_A.weight [r, K] and NAME.lora_B.weight [N, r]."""
+
+
+def stored_adapter(folder: str) -> StoredAdapter:
+    """The factors of a peft folder, with the same rank in all layers.
+
+    Raises:
+        UserError: when the folder has no adapter that consists of such factors.
+    """
+    config = _plain_lora(folder)
+    if config.rank_pattern or config.alpha_pattern:
+        raise UserError(
+            f"an adapter that trains has one rank and alpha, {folder} has rank_pattern or alpha_pattern: merge it into "
+            "the base (hybrid-rlhf export --adapter) and train a new one"
+        )
+    path = user_path(folder) / _WEIGHTS
+    with reading(f"an adapter's weights must be safetensors, {path} is not", "save it again with peft"):
+        stored = load_file(path)
+    factors = {name.removeprefix(_PREFIX): value.float() for name, value in stored.items()}
+    faulty = [name for name, value in factors.items() if not name.endswith(_FACTORS) or config.r not in value.shape]
+    if faulty:
+        raise UserError(
+            f"an adapter must change linear layers by factors of rank {config.r}, {folder} has {faulty[0]}: save it "
+            "again with peft"
+        )
+    alpha = config.lora_alpha * (config.r**0.5 if config.use_rslora else 1.0)
+    return StoredAdapter(config.r, float(alpha), factors)
+
+
+def _plain_lora(folder: str) -> LoraConfig:
+    """The config of an adapter that only adds low-rank factors to weights.
+
+    Raises:
+        UserError: for any other adapter.
+    """
+    from peft import LoraConfig
 
     config = _adapter_config(folder)
     unsupported = [key for key in _BEYOND_FACTORS if getattr(config, key, None)]
@@ -83,13 +141,7 @@ def read_adapter(model: PreTrainedModel, folder: str) -> dict[str, LowRank]:
             f"an adapter must be LoRA that changes weights alone, {folder} is {kind}: merge it into the model and "
             "serve that"
         )
-    model.requires_grad_(False)
-    wrapped = _wrapped(model, folder, config)
-    try:
-        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
-        return {f"{name}.weight": _factors(name, layer, folder) for name, layer in layers}
-    finally:
-        wrapped.unload()
+    return config
 
 
 def _adapter_config(folder: str) -> PeftConfig:

@@ -1,0 +1,103 @@
+"""Results that clients poll for, by the id of their request.
+
+The id follows from what is asked (the model and the place of the command in its order, or the sampling session and the
+place of the request), so that a request that is sent again finds the first one's result and nothing is done twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.training.tenants import Tenant
+
+Answer = bytes | Mapping[str, Any]
+"""A protobuf message, or an object for JSON."""
+_KEPT_SECONDS = 900.0
+"""Time after which a finished result is forgotten."""
+
+
+class Gone(Exception):
+    """A result is not there any more, or its server was killed: the client sends its request again."""
+
+
+@dataclass(eq=False)
+class Future:
+    """The result of one request."""
+
+    request_id: str
+    tenant: Tenant
+    content: int
+    """Hash of what was asked."""
+    size: int
+    """Bytes of the request."""
+    created: float = field(default_factory=time.monotonic)
+    finished: float | None = None
+    answer: Answer | None = None
+    cancel: Callable[[], None] | None = None
+    """Ends the work early; None: that is not possible, or not yet."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def finish(self, answer: Answer) -> None:
+        """Set the result; the first one counts. Called on the event loop."""
+        if self.finished is None:
+            self.answer = answer
+            self.finished = time.monotonic()
+            self.tenant.requests -= 1
+            self.tenant.queued_bytes -= self.size
+            self.done.set()
+
+    def fail(self, message: str, *, by_user: bool) -> None:
+        """Set an error as the result."""
+        self.finish({"error": message, "category": "user" if by_user else "server"})
+
+
+class Futures:
+    """The results of a server. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Future] = {}
+
+    def open(self, request_id: str, tenant: Tenant, content: bytes) -> tuple[Future, bool]:
+        """The future of a request, and True if it is new.
+
+        Raises:
+            QuotaExceeded: when the key has too much in flight.
+            UserError: when another request had this id.
+        """
+        self._forget()
+        known = self._by_id.get(request_id)
+        digest = hash(content)
+        if known is not None:
+            if known.content != digest or known.tenant is not tenant:
+                raise UserError(
+                    f"a request that is sent again must be the same, {request_id} has changed: number it anew"
+                )
+            return known, False
+        tenant.admit(len(content))
+        future = self._by_id[request_id] = Future(request_id, tenant, digest, len(content))
+        return future, True
+
+    def find(self, request_id: str, tenant: Tenant) -> Future:
+        """A future by its id.
+
+        Raises:
+            Gone: when there is none of this key.
+        """
+        future = self._by_id.get(request_id)
+        if future is None or future.tenant is not tenant:
+            raise Gone(f"the result of {request_id[:200]} is not here, or no longer: send the request again")
+        return future
+
+    def _forget(self) -> None:
+        """Forget results that finished long ago, which are at the beginning."""
+        limit = time.monotonic() - _KEPT_SECONDS
+        for request_id, future in list(self._by_id.items()):
+            if future.created > limit:
+                break
+            if future.finished is not None and future.finished < limit:
+                del self._by_id[request_id]

@@ -1,0 +1,127 @@
+"""The process of a training server: its folder, its socket, and its end.
+
+A signal ends it as `serve`: it refuses further requests, and what runs on the device ends. What was not saved is lost,
+and clients are told so, as after a kill.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import TrainServerConfig
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.open_batch import OpenBatch
+from hybrid_rlhf.models.pretrained.adapters import stored_adapter
+from hybrid_rlhf.runtime.files.folder_lock import FolderLock
+from hybrid_rlhf.runtime.files.reading import user_path
+from hybrid_rlhf.serving.admission import Activity
+from hybrid_rlhf.serving.server import StoppingServer
+from hybrid_rlhf.serving.training.app import build_app
+from hybrid_rlhf.serving.training.metrics import TrainingMetrics
+from hybrid_rlhf.serving.training.sampling import Samplers
+from hybrid_rlhf.serving.training.service import TrainingService
+from hybrid_rlhf.serving.training.store import Checkpoint, Store
+from hybrid_rlhf.serving.training.tenants import Quotas, Tenants
+from hybrid_rlhf.serving.training.trainer import Trainer
+from hybrid_rlhf.serving.web import bound_socket, url_of
+
+SERVER_RUN = "server"
+"""Run of the adapters that the operator of a server gives to all."""
+_MIB = 2**20
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class LoadedBase:
+    """A base model that trains and generates."""
+
+    trainer: Trainer
+    generation: GenerationEngine
+    batch: OpenBatch
+
+
+def serve_training(
+    config: TrainServerConfig,
+    load: Callable[[Path], LoadedBase],
+    *,
+    api_keys: dict[str, str],
+    report: Callable[[str, str], None],
+) -> bool:
+    """Serve until a signal; return False if the service has failed.
+
+    Args:
+        config: the settings.
+        load: returns the model, which may keep files in the folder that it receives; called after the address is bound.
+        api_keys: keys by the names of their tenants.
+        report: receives the name of the model and the URL of the server when it accepts requests.
+
+    Raises:
+        UserError: when the address or the folder is in use, or the model does not fit.
+    """
+    folder = user_path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder)
+    owner = lock.acquire()
+    if owner is not None:
+        raise UserError(f"output_dir is for one server at a time, {folder} is in use by {owner}: choose another")
+    listener = bound_socket(config.host, config.port)
+    base = load(folder)
+    service = training_service(config, base, folder, api_keys)
+    activity = Activity()
+    app = build_app(service, host=config.host, activity=activity, max_body_bytes=int(config.max_body_mib * _MIB))
+
+    def failed() -> bool:
+        return app.state.failed or base.batch.failure is not None
+
+    def started() -> None:
+        report(config.served_name, url_of(*listener.getsockname()[:2]))
+
+    server = StoppingServer(
+        app, activity, seconds=config.shutdown_seconds, failed=failed, started=started, close=base.batch.close
+    )
+    try:
+        server.run(sockets=[listener])
+    finally:
+        service.close()
+        base.batch.close()
+        base.generation.close()
+        lock.release()
+    return not failed()
+
+
+def training_service(
+    config: TrainServerConfig, base: LoadedBase, folder: Path, api_keys: dict[str, str]
+) -> TrainingService:
+    """The service of a base model.
+
+    Raises:
+        UserError: for an adapter of the config that does not fit the base.
+    """
+    store = Store(folder)
+    metrics = TrainingMetrics()
+    quotas = Quotas(
+        requests=config.max_requests,
+        queued_bytes=int(config.max_queued_mib * _MIB),
+        models=config.max_models,
+        stored_bytes=int(config.max_stored_gib * _GIB),
+    )
+    engine = base.trainer.engine
+    for name, adapter in config.adapters.items():
+        place = user_path(adapter)
+        engine.load(SERVER_RUN, place)
+        engine.remove(SERVER_RUN)
+        rank = stored_adapter(str(place)).rank
+        store.add_folder(Checkpoint(SERVER_RUN, "weights", name, None, rank, 0, time.time(), 0, folder=place))
+    samplers = Samplers(engine.lm, base.generation, base.batch, resident=config.max_resident_adapters, metrics=metrics)
+    return TrainingService(
+        base.trainer,
+        samplers,
+        store,
+        Tenants(api_keys, quotas),
+        session_seconds=config.session_minutes * 60,
+        metrics=metrics,
+    )

@@ -1,0 +1,283 @@
+"""Training runs and their checkpoints on disk: what a killed server comes back with.
+
+    runs/RUN/run.json                              who owns it, its adapter, and which saved state it continues from
+    runs/RUN/weights/NAME/                         a PEFT folder with the optimizer's state
+    runs/RUN/sampler_weights/NAME/                 a PEFT folder
+    runs/RUN/external_weights/NAME/                a Hugging Face folder of the merged model
+    sessions/SESSION.json                          who owns it
+    samplers/SAMPLER.json                          the weights that a sampling session has
+
+A checkpoint is written beside, with its checkpoint.json, and renamed: it is whole or not there, and never changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.files.atomic import write_whole
+from hybrid_rlhf.runtime.files.durable import flush
+from hybrid_rlhf.runtime.files.reading import stored_object
+
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: dict[str, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+"""The client's names of the kinds of checkpoints, by their part of a path."""
+META_FILE = "checkpoint.json"
+_PATH = re.compile(r"tinker://([\w.:-]+)/(weights|sampler_weights|external_weights)/([\w.-]+)")
+_NAME = re.compile(r"\w[\w.-]{0,127}")
+_KEPT_SAMPLERS = 8
+"""Number of unnamed sampler checkpoints of a run that are kept."""
+
+
+class UnknownObject(Exception):
+    """A request names something that is not there, or that another key owns."""
+
+
+@dataclass
+class Run:
+    """One adapter in training."""
+
+    run_id: str
+    tenant: str
+    """Name of the key that owns it."""
+    session_id: str
+    rank: int
+    targets: list[str]
+    """Kinds of layers with an adapter: attn, mlp."""
+    seed: int
+    created: float
+    """Seconds since 1970."""
+    initial_path: str | None = None
+    """Checkpoint that it began with; None: a new adapter."""
+    initial_optimizer: bool = False
+    """True if it began with the optimizer's state too."""
+    saved_path: str | None = None
+    """Newest saved state; None: none since it began."""
+    saved_seq: int = 0
+    """Last command after which the state was the saved one."""
+    last_request: float = 0.0
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Checkpoint:
+    """One saved state."""
+
+    run_id: str
+    kind: Kind
+    name: str
+    tenant: str | None
+    """Name of the key that owns it; None: all keys may read it."""
+    rank: int
+    seq: int
+    """Command that wrote it."""
+    created: float
+    """Seconds since 1970."""
+    size_bytes: int
+    expires: float | None = None
+    unnamed: bool = False
+    """True for the weights of one sampling session."""
+    sampler: str | None = None
+    """That sampling session."""
+    metadata: dict[str, str] = field(default_factory=dict)
+    folder: Path = field(default=Path(), compare=False)
+    """Where it is; not in its file."""
+
+    @property
+    def path(self) -> str:
+        """The path that clients name it by."""
+        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+
+class Store:
+    """The folder of a server. Methods that write are called on one thread; the others on any."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read what is there, and remove what a killed server has not finished."""
+        self._runs_folder = folder / "runs"
+        self._sessions_folder = folder / "sessions"
+        self._samplers_folder = folder / "samplers"
+        for place in (self._runs_folder, self._sessions_folder, self._samplers_folder):
+            place.mkdir(parents=True, exist_ok=True)
+        for partial in [*folder.glob("runs/.*.partial"), *folder.glob("runs/*/*/.*.partial")]:
+            shutil.rmtree(partial)
+        runs = [Run(**_object(file)) for file in self._runs_folder.glob("*/run.json")]
+        self.runs = {run.run_id: run for run in runs}
+        """Runs by id."""
+        self.sessions = {file.stem: _object(file) for file in self._sessions_folder.glob("*.json")}
+        """tenant and metadata of sessions by id."""
+        self.samplers = {file.stem: _object(file) for file in self._samplers_folder.glob("*.json")}
+        """tenant and path (None: the base model) of sampling sessions by id."""
+        self._checkpoints: dict[str, Checkpoint] = {}
+        for meta in self._runs_folder.glob(f"*/*/*/{META_FILE}"):
+            self._remember(Checkpoint(**_object(meta), folder=meta.parent))
+
+    def write_run(self, run: Run) -> None:
+        """Write a run, and know it."""
+        folder = self._runs_folder / run.run_id
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / "run.json", json.dumps(dataclasses.asdict(run)))
+        flush(self._runs_folder)
+        self.runs[run.run_id] = run
+
+    def write_session(self, session_id: str, tenant: str, metadata: dict[str, Any] | None) -> None:
+        """Write a session."""
+        record = {"tenant": tenant, "metadata": metadata}
+        write_whole(self._sessions_folder / f"{session_id}.json", json.dumps(record))
+        self.sessions[session_id] = record
+
+    def delete_session(self, session_id: str) -> None:
+        """Forget a session."""
+        del self.sessions[session_id]
+        (self._sessions_folder / f"{session_id}.json").unlink()
+
+    def write_sampler(self, sampler_id: str, tenant: str, path: str | None) -> None:
+        """Write the weights of a sampling session."""
+        record = {"tenant": tenant, "path": path}
+        write_whole(self._samplers_folder / f"{sampler_id}.json", json.dumps(record))
+        self.samplers[sampler_id] = record
+
+    def write_checkpoint(self, checkpoint: Checkpoint, save: Callable[[Path], None], *, overwrite: bool) -> Checkpoint:
+        """Write a checkpoint.
+
+        Args:
+            checkpoint: what is known of it before; its size is counted here.
+            save: writes the files into a folder that it makes.
+            overwrite: replace one of this name, which its owner asks for.
+
+        Returns:
+            the checkpoint.
+
+        Raises:
+            UserError: when there is one of this name.
+        """
+        if checkpoint.path in self._checkpoints and not overwrite:
+            raise UserError(f"a checkpoint never changes, {checkpoint.path} exists: give another name, or overwrite")
+        kind_folder = self._runs_folder / checkpoint.run_id / checkpoint.kind
+        kind_folder.mkdir(parents=True, exist_ok=True)
+        folder = kind_folder / checkpoint.name
+        beside = kind_folder / f".{checkpoint.name}.partial"
+        shutil.rmtree(beside, ignore_errors=True)
+        try:
+            save(beside)
+            checkpoint.size_bytes = sum(file.stat().st_size for file in beside.iterdir())
+            write_whole(beside / META_FILE, _content(checkpoint))
+            for file in beside.iterdir():
+                flush(file)
+            if folder.exists():
+                self.delete(checkpoint.path)
+            beside.rename(folder)
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)  # free its space, which a full disk needs
+            raise
+        flush(kind_folder)
+        checkpoint.folder = folder
+        self._remember(checkpoint)
+        self._prune(checkpoint)
+        return checkpoint
+
+    def add_folder(self, checkpoint: Checkpoint) -> None:
+        """Know a checkpoint whose folder is elsewhere."""
+        self._remember(checkpoint)
+
+    def delete(self, path: str) -> None:
+        """Delete a checkpoint: it is renamed first, so that no half of it is ever read."""
+        checkpoint = self._checkpoints.pop(path)
+        gone = checkpoint.folder.with_name(f".{checkpoint.name}.deleted.partial")
+        if checkpoint.folder.exists():  # else somebody has removed it
+            checkpoint.folder.rename(gone)
+            shutil.rmtree(gone)
+
+    def set_ttl(self, checkpoint: Checkpoint, seconds: int | None) -> None:
+        """Set the time after which a checkpoint is deleted; None: never."""
+        checkpoint.expires = None if seconds is None else time.time() + seconds
+        write_whole(checkpoint.folder / META_FILE, _content(checkpoint))
+
+    def expire(self) -> None:
+        """Delete the checkpoints whose time is over."""
+        for checkpoint in self.checkpoints():
+            if checkpoint.expires is not None and checkpoint.expires < time.time():
+                self.delete(checkpoint.path)
+
+    def checkpoints(self, tenant: str | None = None, run_id: str | None = None) -> list[Checkpoint]:
+        """Checkpoints of a key, of a run, or all, oldest first."""
+        chosen = [
+            checkpoint
+            for checkpoint in list(self._checkpoints.values())
+            if tenant in (None, checkpoint.tenant) and run_id in (None, checkpoint.run_id)
+        ]
+        return sorted(chosen, key=lambda checkpoint: checkpoint.created)
+
+    def find(self, path: str, tenant: str) -> Checkpoint:
+        """The checkpoint of a path.
+
+        Raises:
+            UserError: for a text that is no path.
+            UnknownObject: when there is none that this key may read.
+        """
+        if _PATH.fullmatch(path) is None:
+            raise UserError(
+                f"a path is tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME, got {path[:200]!r}: give "
+                "what a save has returned"
+            )
+        checkpoint = self._checkpoints.get(path)
+        if checkpoint is None or checkpoint.tenant not in (None, tenant):
+            raise UnknownObject(f"there is no checkpoint {path}: it was deleted, has expired, or is of another key")
+        return checkpoint
+
+    def of_command(self, run_id: str, seq: int) -> Checkpoint | None:
+        """The checkpoint that a command of a run wrote, if it wrote one."""
+        return next((saved for saved in self.checkpoints(run_id=run_id) if saved.seq == seq), None)
+
+    def stored_bytes(self, tenant: str) -> int:
+        """Bytes of the checkpoints of a key."""
+        return sum(checkpoint.size_bytes for checkpoint in self.checkpoints(tenant))
+
+    def _remember(self, checkpoint: Checkpoint) -> None:
+        self._checkpoints[checkpoint.path] = checkpoint
+
+    def _prune(self, newest: Checkpoint) -> None:
+        """Delete unnamed checkpoints of the run that are older than the last ones."""
+        unnamed = [saved for saved in self.checkpoints(run_id=newest.run_id) if saved.unnamed]
+        for saved in unnamed[:-_KEPT_SAMPLERS]:
+            self.delete(saved.path)
+
+
+def _content(checkpoint: Checkpoint) -> str:
+    content = dataclasses.asdict(checkpoint)
+    del content["folder"]
+    return json.dumps(content)
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The object of a file of a server.
+
+    Raises:
+        UserError: when it has another content.
+    """
+    content = stored_object(file)
+    if not content:
+        raise UserError(f"a server's folder has the files that it wrote, {file} was changed: delete its folder")
+    return content
+
+
+def checked_name(name: str) -> str:
+    """A checkpoint's name.
+
+    Raises:
+        UserError: for a text that cannot be one.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise UserError(
+            f"a checkpoint's name is 1 to 128 letters, digits, _, . and -, the first no . or -, got {name[:200]!r}: "
+            "choose another"
+        )
+    return name

@@ -1,0 +1,113 @@
+"""The keys of a server: who sends a request, what each has in flight, and whose turn is next."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+ItemT = TypeVar("ItemT")
+KEY_START = "tml-"
+"""Beginning of every key, which the client requires."""
+ONLY_TENANT = "local"
+"""Name of the only tenant of a server without keys."""
+
+
+class QuotaExceeded(Exception):
+    """A key has as much as it may have in flight; the client tries again."""
+
+
+@dataclass(frozen=True)
+class Quotas:
+    """What each key may have at a time."""
+
+    requests: int
+    """Requests without a result."""
+    queued_bytes: int
+    """Bytes of their bodies."""
+    models: int
+    """Adapters in training."""
+    stored_bytes: int
+    """Bytes of checkpoints."""
+
+
+@dataclass(eq=False)
+class Tenant:
+    """One key."""
+
+    name: str
+    quotas: Quotas
+    requests: int = 0
+    queued_bytes: int = 0
+
+    def admit(self, size: int) -> None:
+        """Count a request of this many bytes.
+
+        Raises:
+            QuotaExceeded: when that would be too much.
+        """
+        quotas = self.quotas
+        if self.requests >= quotas.requests or self.queued_bytes + size > max(quotas.queued_bytes, size):
+            raise QuotaExceeded(
+                f"key {self.name} has {self.requests} requests of {self.queued_bytes} bytes in flight, at most "
+                f"{quotas.requests} of {quotas.queued_bytes} bytes: wait for results"
+            )
+        self.requests += 1
+        self.queued_bytes += size
+
+
+class Tenants:
+    """All keys."""
+
+    def __init__(self, keys: Mapping[str, str], quotas: Quotas) -> None:
+        """Take the keys by the names of their tenants; none: any key is accepted, for one tenant."""
+        self._keys = keys
+        self.has_keys = bool(keys)
+        """True if only these keys are accepted."""
+        self._by_name = {name: Tenant(name, quotas) for name in keys or [ONLY_TENANT]}
+
+    def of_key(self, key: str) -> Tenant | None:
+        """The tenant of a key; None for an unknown one."""
+        if not self._keys:
+            return self._by_name[ONLY_TENANT] if key.startswith(KEY_START) else None
+        name = None
+        for candidate, expected in self._keys.items():  # all of them, so that the time tells nothing
+            if hmac.compare_digest(key.encode(), expected.encode()):
+                name = candidate
+        return None if name is None else self._by_name[name]
+
+    def __iter__(self) -> Iterator[Tenant]:
+        """All tenants."""
+        return iter(self._by_name.values())
+
+
+class FairShare:
+    """Whose turn it is: that of the tenant with work that has had the least.
+
+    A tenant that begins to wait is set to the present time, which is the work that the tenant served last had had
+    before, so that no one saves up turns, and no one is behind for what it had while it was alone: start-time fair
+    queueing (Goyal et al. 1996).
+    """
+
+    def __init__(self) -> None:
+        self._time = 0.0
+        self._served: dict[Tenant, float] = {}
+        self._waiting: set[Tenant] = set()
+
+    def update(self, waiting: Iterable[Tenant]) -> None:
+        """Take the tenants that have work now."""
+        now = set(waiting)
+        for tenant in now - self._waiting:
+            self._served[tenant] = max(self._served.get(tenant, 0.0), self._time)
+        self._waiting = now
+
+    def next(self, items: Iterable[ItemT], tenant_of: Callable[[ItemT], Tenant]) -> ItemT:
+        """The first item of the tenant that has had the least; all tenants were given to `update`."""
+        chosen = min(items, key=lambda item: self._served[tenant_of(item)])
+        self._time = max(self._time, self._served[tenant_of(chosen)])
+        return chosen
+
+    def charge(self, tenant: Tenant, tokens: float) -> None:
+        """Count work for a tenant."""
+        self._served[tenant] += tokens

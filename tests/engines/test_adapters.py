@@ -1,0 +1,419 @@
+"""Adapters that train together: each learns what it learns alone, in peft and in this engine."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
+from hybrid_rlhf.configs.sections.training import AdamStep
+from hybrid_rlhf.engines.adapters import AdapterEngine, AdapterRow, RowResult
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.models.packing import use_packing
+from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.models import build_model, checkpointed, random_adapter
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_model
+
+TENANTS = {
+    "narrow": (LoraConfig(rank=1, alpha=4, target_modules=["q_proj"]), AdamStep(lr=1e-3, weight_decay=0.1)),
+    "wide": (LoraConfig(rank=12, alpha=6), AdamStep(lr=3e-4, betas=(0.8, 0.99), max_grad_norm=0.05)),
+    "mlp": (LoraConfig(rank=4, alpha=8, target_modules=["gate_proj", "down_proj"]), AdamStep(lr=2e-3, eps=1e-6)),
+}
+LENGTHS = {"narrow": [3, 90, 11], "wide": [40, 1], "mlp": [12, 12, 30, 7]}
+STEPS = 4
+
+
+def engine_of(lm: PreTrainedModel, world: World | None = None, **options: Any) -> AdapterEngine:
+    use_packing(lm)
+    return AdapterEngine(lm, world=world or solo_world(torch.device("cpu")), **options)
+
+
+def rows_of(name: str, step: int = 0) -> list[AdapterRow]:
+    """Rows of an adapter, with losses of two kinds and one mask."""
+    generator = torch.Generator().manual_seed(100 * sorted(TENANTS).index(name) + step)
+    rows = []
+    for number, length in enumerate(LENGTHS[name]):
+        ids = torch.randint(3, 200, (2, length), generator=generator)
+        mask = torch.arange(length) % 2 == 0 if number == 1 else None
+        rows.append(AdapterRow(name, ids[0], ids[1], square if number % 2 else surprise, mask))
+    return rows
+
+
+def surprise(logprobs: Tensor) -> Tensor:
+    return -logprobs.sum() / 50
+
+
+def square(logprobs: Tensor) -> Tensor:
+    return (logprobs / 10).square().sum()
+
+
+def train(engine: AdapterEngine, names: Sequence[str], steps: range = range(STEPS)) -> list[list[RowResult]]:
+    """The results of each step."""
+    history = []
+    for step in steps:
+        history.append(engine.forward_backward([row for name in names for row in rows_of(name, step)]))
+        for name in names:
+            engine.step(name, TENANTS[name][1])
+    return history
+
+
+def add(engine: AdapterEngine, names: Sequence[str]) -> None:
+    for name in names:
+        engine.add(name, TENANTS[name][0], seed=7)
+
+
+def weights(engine: AdapterEngine, name: str, folder: Path) -> dict[str, Tensor]:
+    engine.save(name, folder / name)
+    return load_file(folder / name / "adapter_model.safetensors")
+
+
+def trained(names: Sequence[str], folder: Path, world: World | None = None, **options: Any) -> dict[str, Any]:
+    """Weights of some adapters that train together, and the results of the last step."""
+    engine = engine_of(tiny_model(), world, **options)
+    add(engine, names)
+    history = train(engine, names)
+    folder.mkdir(exist_ok=True)
+    return {name: weights(engine, name, folder) for name in names} | {"results": history[-1]}
+
+
+def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+def train_in_peft(lm: PreTrainedModel, folder: Path, name: str) -> dict[str, Tensor]:
+    """The weights of an adapter that starts from a folder and trains in peft with torch's optimizer."""
+    model = PeftModel.from_pretrained(lm, folder, is_trainable=True)
+    adam = TENANTS[name][1]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters, lr=adam.lr, betas=adam.betas, eps=adam.eps, weight_decay=adam.weight_decay
+    )
+    for step in range(STEPS):
+        total = torch.zeros(())
+        for row in rows_of(name, step):
+            logprobs = model(row.tokens[None]).logits[0].log_softmax(-1).gather(1, row.targets[:, None])[:, 0]
+            assert row.loss is not None
+            total = total + row.loss(logprobs if row.mask is None else torch.where(row.mask, logprobs, 0.0))
+        optimizer.zero_grad()
+        total.backward()
+        if adam.max_grad_norm:
+            assert float(torch.nn.utils.clip_grad_norm_(parameters, adam.max_grad_norm)) > adam.max_grad_norm
+        optimizer.step()
+    model.save_pretrained(folder / "peft")
+    return load_file(folder / "peft" / "adapter_model.safetensors")
+
+
+def test_each_adapter_learns_what_it_learns_alone_in_peft(tmp_path: Path) -> None:
+    """Beside adapters with other ranks, layers, rates and losses; in one step of the engine their attention is in
+    several groups."""
+    engine = engine_of(tiny_model(), micro_batch_tokens=100)
+    add(engine, list(TENANTS))
+    before = {name: weights(engine, name, tmp_path) for name in TENANTS}
+    train(engine, list(TENANTS))
+    for name in TENANTS:
+        wanted = train_in_peft(tiny_model(), tmp_path / name, name)
+        assert difference(before[name], wanted) > 2e-4, "it learns"
+        assert difference(weights(engine, name, tmp_path), wanted) < 1e-6
+
+
+def test_neighbours_change_nothing_and_not_a_bit_if_deterministic(tmp_path: Path) -> None:
+    together = trained(list(TENANTS), tmp_path)
+    apart = trained(list(TENANTS), tmp_path, deterministic=True)
+    for name in TENANTS:
+        alone = trained([name], tmp_path, deterministic=True)
+        assert difference(together[name], alone[name]) < 1e-6
+        assert difference(apart[name], alone[name]) == 0.0
+        adapters = [row.adapter for tenant in TENANTS for row in rows_of(tenant)]
+        mine = [result for result, adapter in zip(apart["results"], adapters, strict=True) if adapter == name]
+        for result, wanted in zip(mine, alone["results"], strict=True):
+            assert torch.equal(result.logprobs, wanted.logprobs) and result.loss == wanted.loss
+
+
+def on_ranks(world: World, folder: Path, deterministic: bool, names: Sequence[str]) -> dict[str, Any]:
+    return trained(names, folder, world, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_two_ranks_learn_what_one_does(deterministic: bool, tmp_path: Path) -> None:
+    both = run_ranks(on_ranks, 2, tmp_path / "both", tmp_path, deterministic, list(TENANTS))
+    one = trained(list(TENANTS), tmp_path)
+    for name in TENANTS:
+        assert difference(both[0][name], one[name]) < 1e-6
+    for first, second, wanted in zip(both[0]["results"], both[1]["results"], one["results"], strict=True):
+        assert torch.equal(first.logprobs, second.logprobs) and first.loss == second.loss
+        torch.testing.assert_close(first.logprobs, wanted.logprobs, atol=1e-5, rtol=1e-5)
+    if deterministic:
+        alone = run_ranks(on_ranks, 2, tmp_path / "alone", tmp_path, True, ["wide"])
+        assert difference(alone[0]["wide"], both[0]["wide"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [("gpt2", {"n_positions": 96}), ("gemma2", {}), ("qwen3", {"intermediate_size": 46}), ("phi3", {})],
+)
+def test_families_with_other_layers_learn_as_in_peft(family: str, extra: dict[str, int], tmp_path: Path) -> None:
+    """Weights stored [in, out], soft caps, norms of queries, fused products, sizes that grouped products pad;
+    activations are recomputed."""
+    lm = build_model(family, **extra)
+    checkpointed(lm)
+    engine = engine_of(lm)
+    for name, rank in (("narrow", 3), ("mlp", 9)):
+        engine.add(name, LoraConfig(rank=rank, alpha=8), seed=rank)
+        engine.save(name, tmp_path / name)
+    train(engine, ["narrow", "mlp"])
+    for name in ("narrow", "mlp"):
+        wanted = train_in_peft(build_model(family, **extra), tmp_path / name, name)
+        engine.save(name, tmp_path / "now")
+        # of up to 8e-3 that a weight moves: Adam divides rounding by small gradients
+        assert difference(load_file(tmp_path / "now" / "adapter_model.safetensors"), wanted) < 4e-6
+
+
+def test_a_diverged_neighbour_reaches_no_other_adapter(tmp_path: Path) -> None:
+    """Its values that are not finite are in the same products, forward and backward; its own update is skipped."""
+    engine = engine_of(tiny_model())
+    add(engine, list(TENANTS))
+    engine.save("wide", tmp_path / "nan")
+    file = tmp_path / "nan" / "adapter_model.safetensors"
+    save_file({name: torch.full_like(x, float("nan")) for name, x in load_file(file).items()}, file)
+    engine.load("wide", tmp_path / "nan")
+    for step in range(STEPS):
+        results = engine.forward_backward([row for name in TENANTS for row in rows_of(name, step)])
+        assert sum(bool(result.logprobs.isnan().any()) for result in results) == len(LENGTHS["wide"])
+        skipped = {name: engine.step(name, TENANTS[name][1])["skipped"] for name in TENANTS}
+        assert skipped == {"narrow": 0.0, "wide": 1.0, "mlp": 0.0}
+    assert engine.steps("wide") == 0
+    for name in ("narrow", "mlp"):
+        assert difference(weights(engine, name, tmp_path), trained([name], tmp_path)[name]) < 1e-6
+
+
+@pytest.mark.parametrize("how", ["saved", "parked on disk", "parked on the host"])
+def test_an_adapter_comes_back_bit_for_bit(how: str, tmp_path: Path) -> None:
+    """With its optimizer, and where it is parked also with a gradient that waits for its step."""
+    names = list(TENANTS)
+    wanted = trained(names, tmp_path)
+    engine = engine_of(tiny_model(), park_folder=tmp_path / "park" if how == "parked on disk" else None)
+    add(engine, names)
+    train(engine, names, range(2))
+    if how == "saved":
+        engine.save("wide", tmp_path / "saved", with_optimizer=True)
+        engine.remove("wide")
+        engine.load("wide", tmp_path / "saved", with_optimizer=True)
+    else:
+        engine.park("wide")
+        assert engine.parked == ("wide",)
+    engine.forward_backward([row for name in names for row in rows_of(name, 2)])
+    if how != "saved":
+        assert engine.parked == ()
+        engine.park("wide")
+    for name in names:
+        engine.step(name, TENANTS[name][1])
+    train(engine, names, range(3, STEPS))
+    assert engine.steps("wide") == STEPS
+    for name in names:
+        assert difference(weights(engine, name, tmp_path), wanted[name]) == 0.0
+    assert not list((tmp_path / "park").rglob("*.safetensors")), "parked files go when their adapters are back"
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensors of this process."""
+    gc.collect()
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects() if torch.is_tensor(x)
+    }
+    return sum(storages.values())
+
+
+def test_an_adapter_costs_its_weights_and_optimizer_and_idle_ones_are_on_disk(tmp_path: Path) -> None:
+    lora = LoraConfig(rank=8)
+    engine = engine_of(tiny_model(), park_folder=tmp_path, max_resident=2)
+    engine.add("first", lora, seed=0)
+    start = tensor_bytes()
+    engine.add("second", lora, seed=1)
+    size = tensor_bytes() - start
+    per_layer = sum(layer.in_features + layer.out_features for layer in layers_of(engine.lm))
+    assert size == 4 * 8 * per_layer
+    rows = [AdapterRow("second", torch.tensor([5, 6]), torch.tensor([6, 7]), surprise)]
+    engine.forward_backward(rows)
+    with_gradient = tensor_bytes()
+    engine.step("second", AdamStep())
+    assert tensor_bytes() == with_gradient + size, "two averages come, the gradient goes"
+    before = tensor_bytes()
+    for number in range(64):
+        engine.add(f"idle/{number}", lora, seed=number)
+    assert len(engine.parked) == 64 and len(engine.names) == 66
+    assert tensor_bytes() <= before
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 64
+    engine.remove("idle/3")
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 63
+
+
+def layers_of(lm: PreTrainedModel) -> list[torch.nn.Linear]:
+    head = lm.get_output_embeddings()
+    return [module for module in lm.modules() if isinstance(module, torch.nn.Linear) and module is not head]
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_an_adapter_of_peft_can_be_trained_on(use_rslora: bool, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = PeftConfig(r=6, lora_alpha=9, target_modules=["v_proj", "up_proj"], use_rslora=use_rslora)
+    theirs = get_peft_model(tiny_model(), config)
+    for name, parameter in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    engine = engine_of(tiny_model())
+    engine.load("mlp", tmp_path / "theirs")
+    train(engine, ["mlp"])
+    wanted = train_in_peft(tiny_model(), tmp_path / "theirs", "mlp")
+    assert difference(weights(engine, "mlp", tmp_path), wanted) < 1e-6
+
+
+def test_rows_without_a_loss_leave_no_gradient(tmp_path: Path) -> None:
+    engine = engine_of(tiny_model())
+    add(engine, ["narrow", "mlp"])
+    silent = [AdapterRow("narrow", row.tokens, row.targets) for row in rows_of("narrow")]
+    assert all(result.loss is None for result in engine.forward_backward(silent))
+    results = engine.forward_backward([*silent, *rows_of("mlp")])
+    assert engine.step("narrow", AdamStep())["grad_norm"] == 0.0
+    assert engine.step("mlp", AdamStep())["grad_norm"] > 0.0
+    engine.forward_backward(rows_of("mlp"))
+    engine.zero_gradient("mlp")
+    assert engine.step("mlp", AdamStep())["grad_norm"] == 0.0
+    assert results[0].logprobs.shape == (3,)
+    assert engine.forward_backward([]) == []
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_exception_leaves_every_gradient_as_it_was(deterministic: bool, tmp_path: Path) -> None:
+    """Also where an earlier micro-batch, or adapter, had its backward pass."""
+    engine = engine_of(tiny_model(), micro_batch_tokens=40, deterministic=deterministic)
+    add(engine, list(TENANTS))
+    rows = [row for name in TENANTS for row in rows_of(name)]
+    for number in range(len(rows)):
+        broken = [replace(row, loss=fails) if place == number else row for place, row in enumerate(rows)]
+        with pytest.raises(ZeroDivisionError):
+            engine.forward_backward(broken)
+    train(engine, list(TENANTS))
+    wanted = trained(list(TENANTS), tmp_path, micro_batch_tokens=40, deterministic=deterministic)
+    for name in TENANTS:
+        assert difference(weights(engine, name, tmp_path), wanted[name]) == 0.0
+
+
+def fails(logprobs: Tensor) -> Tensor:
+    raise ZeroDivisionError
+
+
+def fails_on_a_rank(world: World, folder: Path) -> tuple[str, dict[str, Tensor]]:
+    """The exception of a loss that only one rank calls, and what is learned afterwards."""
+    engine = engine_of(tiny_model(), world)
+    add(engine, ["mlp"])
+    rows = rows_of("mlp")
+    try:
+        engine.forward_backward([replace(rows[0], loss=fails), *rows[1:]])
+    except (ZeroDivisionError, RuntimeError) as error:
+        text = repr(error)
+    train(engine, ["mlp"])
+    return text, weights(engine, "mlp", folder)
+
+
+def test_an_exception_on_a_rank_is_one_on_all(tmp_path: Path) -> None:
+    """The others would wait for its results."""
+    (first, after), (second, _) = run_ranks(fails_on_a_rank, 2, tmp_path / "ranks", tmp_path)
+    assert {first[:10], second[:10]} == {"ZeroDivisi", "RuntimeErr"}
+    assert difference(after, trained(["mlp"], tmp_path)["mlp"]) < 1e-6
+
+
+def test_an_adapter_that_cannot_be_parked_stays(tmp_path: Path) -> None:
+    (tmp_path / "park").write_text("a file, where a folder should be")
+    engine = engine_of(tiny_model(), park_folder=tmp_path / "park")
+    add(engine, ["mlp"])
+    before = weights(engine, "mlp", tmp_path)
+    with pytest.raises(OSError):
+        engine.park("mlp")
+    assert engine.parked == ()
+    assert difference(weights(engine, "mlp", tmp_path), before) == 0.0
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_sampling_has_the_current_weights_of_each_adapter(family: str) -> None:
+    """Handed over in memory, by name and version, while the base is not loaded again; an older version stays."""
+    engine = engine_of(build_model(family))
+    generation = GenerationEngine.from_model(engine.lm, stop_token_ids=[])
+    names = ["narrow", "mlp"]
+    for name in names:
+        engine.add(name, LoraConfig(rank=4, alpha=400), seed=1)
+        generation.set_adapter(f"{name}/0", engine.factors(name))
+    prompt = [7, 8, 9, 30]
+    greedy = SamplingParams(max_new_tokens=6, temperature=0.0)
+    (base,), *before = generation.generate([prompt] * 3, greedy, adapters=[None, *(f"{name}/0" for name in names)])
+    assert [one.token_ids for (one,) in before] == [base.token_ids] * 2, "fresh adapters change nothing"
+    for step in range(2):
+        engine.forward_backward([short(row) for name in names for row in rows_of(name, step)])
+        for name in names:
+            engine.step(name, AdamStep(lr=0.01))
+    for name in names:
+        generation.set_adapter(f"{name}/2", engine.factors(name))
+    versions = [f"{name}/{version}" for version in (0, 2) for name in names]
+    completions = [one for (one,) in generation.generate([prompt] * 4, greedy, adapters=versions)]
+    assert completions[0].logprobs == completions[1].logprobs
+    for name, completion in zip(names, completions[2:], strict=True):
+        sequence = torch.tensor([*prompt, *completion.token_ids])
+        (result,) = engine.forward_backward([AdapterRow(name, sequence[:-1], sequence[1:])])
+        torch.testing.assert_close(
+            result.logprobs[len(prompt) - 1 :], torch.tensor(completion.logprobs), atol=1e-4, rtol=0
+        )
+        assert max(abs(a - b) for a, b in zip(completion.logprobs, base.logprobs, strict=True)) > 1e-2
+
+
+def short(row: AdapterRow) -> AdapterRow:
+    return AdapterRow(row.adapter, row.tokens[:40], row.targets[:40], row.loss)
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    engine = engine_of(tiny_model())
+    engine.add("a", LoraConfig(), seed=0)
+    ids = torch.tensor([4, 5])
+    with pytest.raises(UserError, match="an adapter must have a new name, a exists"):
+        engine.add("a", LoraConfig(), seed=0)
+    with pytest.raises(UserError, match="an adapter must have been added, got ab: the nearest is a"):
+        engine.forward_backward([AdapterRow("ab", ids, ids)])
+    with pytest.raises(UserError, match="tokens, targets and mask of a row have one length"):
+        engine.forward_backward([AdapterRow("a", ids, ids[:1])])
+    with pytest.raises(UserError, match=r"token ids must be in 0..258, row 0 has 4..300"):
+        engine.forward_backward([AdapterRow("a", ids, torch.tensor([4, 300]))])
+    for target in ("lm_head", "norm", "nothing"):
+        with pytest.raises(
+            UserError, match=f"must name linear layers of LlamaForCausalLM except the head, got .*{target}"
+        ):
+            engine.add("b", LoraConfig(target_modules=["q_proj", target]), seed=0)
+    with pytest.raises(UserError, match="an adapter is a folder with adapter_config.json"):
+        engine.load("b", tmp_path)
+    other = random_adapter(tiny_model(hidden_size=64), tmp_path / "other", 0, ["q_proj"])
+    with pytest.raises(UserError, match=r"an adapter must fit its base, .* has \[4, 64\] for .*q_proj.lora_A.weight"):
+        engine.load("b", Path(other))
+    fits = random_adapter(tiny_model(), tmp_path / "fits", 0, ["q_proj"])
+    with pytest.raises(UserError, match="an adapter with its optimizer has optimizer.safetensors"):
+        engine.load("b", Path(fits), with_optimizer=True)
+    assert engine.names == ("a",)
+    with pytest.raises(UserError, match="in the model's dtype, got model.quantization nf4"):
+        AdapterEngine.from_pretrained("m", world=engine.world, model=ModelConfig(quantization="nf4"))
+    few = engine_of(build_model("gpt2"))
+    few.add("a", LoraConfig(), seed=0)
+    with pytest.raises(UserError, match="a row must have at most 64 tokens, .*GPT2LMHeadModel.*row 0 has 65"):
+        few.forward_backward([AdapterRow("a", torch.ones(65).long(), torch.ones(65).long())])
+    with pytest.raises(UserError, match="several adapters train in packed rows, BloomForCausalLM computes padding"):
+        engine_of(build_model("bloom"))

@@ -1,0 +1,166 @@
+"""Which commands run next, and whose: without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybrid_rlhf.serving.training.futures import Future, Futures, Gone
+from hybrid_rlhf.serving.training.queue import Command, CommandQueue, ModelQueue, PackedRow, TakenRow
+from hybrid_rlhf.serving.training.tenants import FairShare, QuotaExceeded, Quotas, Tenant, Tenants
+
+QUOTAS = Quotas(requests=3, queued_bytes=100, models=2, stored_bytes=1000)
+
+
+def tenant(name: str) -> Tenant:
+    return Tenant(name, QUOTAS)
+
+
+def command(owner: Tenant, rows: list[int]) -> Command:
+    """A command with rows of these numbers of tokens."""
+    future = Future("id", owner, 0, 0)
+    return Command("forward_backward", future, rows=[PackedRow(None, tokens) for tokens in rows])
+
+
+def model(queue: CommandQueue, owner: Tenant, name: str) -> ModelQueue:
+    queue.models[name] = ModelQueue(name, owner, next_seq=1)
+    return queue.models[name]
+
+
+def tokens_by_tenant(rows: list[TakenRow]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.queue.tenant.name] = counts.get(row.queue.tenant.name, 0) + row.row.tokens
+    return counts
+
+
+def test_a_short_command_is_in_the_next_batch_whatever_others_have_queued() -> None:
+    queue = CommandQueue(batch_tokens=100)
+    alice = tenant("alice")
+    bob = tenant("bob")
+    model(queue, alice, "a").add(1, command(alice, [10] * 1000))
+    for _ in range(50):  # alice is alone, and gets all of it
+        assert tokens_by_tenant(queue.next_rows()) == {"alice": 100}
+    model(queue, bob, "b").add(1, command(bob, [10, 10, 10]))
+    assert tokens_by_tenant(queue.next_rows()) == {"alice": 70, "bob": 30}
+    assert tokens_by_tenant(queue.next_rows()) == {"alice": 100}
+
+
+def test_tenants_share_equally_from_now_on_whatever_they_had_before() -> None:
+    """Neither is one ahead for having been idle, nor behind for having been alone, nor for having several models."""
+    queue = CommandQueue(batch_tokens=60)
+    alice = tenant("alice")
+    bob = tenant("bob")
+    carol = tenant("carol")
+    model(queue, alice, "a").add(1, command(alice, [10] * 600))
+    for _ in range(20):
+        queue.next_rows()
+    for number in range(5):
+        model(queue, bob, f"b{number}").add(1, command(bob, [5] * 600))
+    model(queue, carol, "c").add(1, command(carol, [20] * 600))
+    counts = {"alice": 0, "bob": 0, "carol": 0}
+    for _ in range(30):
+        for name, tokens in tokens_by_tenant(queue.next_rows()).items():
+            counts[name] += tokens
+    assert max(counts.values()) - min(counts.values()) <= 20, counts
+    assert {entry.served_tokens for entry in queue.models.values() if entry.tenant is bob} <= {115, 120, 125}
+
+
+def test_one_that_leaves_and_comes_back_waits_no_longer_for_it() -> None:
+    """A client sends its next command when it has the last result: its queue is empty in between."""
+    queue = CommandQueue(batch_tokens=40)
+    alice = tenant("alice")
+    bob = tenant("bob")
+    long = model(queue, alice, "a")
+    short = model(queue, bob, "b")
+    long.add(1, command(alice, [10] * 10_000))
+    batches = 0
+    for seq in range(1, 101):
+        short.add(seq, command(bob, [10, 10]))
+        while (head := short.head) is not None and head.taken < 2:
+            queue.next_rows()
+            batches += 1
+        short.end()
+        queue.next_rows()  # without bob
+    assert batches == 100
+
+
+def test_commands_run_in_order_and_those_after_a_gap_wait() -> None:
+    queue = CommandQueue(batch_tokens=100)
+    alice = tenant("alice")
+    queue_of_model = model(queue, alice, "a")
+    step = Command("optim_step", Future("id", alice, 0, 0), run=dict)
+    queue_of_model.add(3, step)
+    queue_of_model.add(2, command(alice, [10]))
+    assert not queue.next_runs() and not queue.next_rows()
+    queue_of_model.add(1, command(alice, [10, 120]))
+    assert [row.row.tokens for row in queue.next_rows()] == [10]
+    assert [row.row.tokens for row in queue.next_rows()] == [120], "a row that is longer than a batch is one of its own"
+    assert not queue.next_rows(), "the second command waits until the first has ended"
+    queue_of_model.end()
+    assert len(queue.next_rows()) == 1
+    assert not queue.next_runs()
+    queue_of_model.end()
+    assert queue.next_runs() == [(queue_of_model, step)]
+    assert queue.waiting_tokens(alice) == 0
+
+
+def test_quotas_count_what_is_in_flight() -> None:
+    futures = Futures()
+    alice = tenant("alice")
+    first, is_new = futures.open("1", alice, b"x" * 60)
+    assert is_new
+    assert futures.open("1", alice, b"x" * 60) == (first, False), "sent again: the same, and counted once"
+    with pytest.raises(QuotaExceeded, match="key alice has 1 requests of 60 bytes in flight, at most 3 of 100 bytes"):
+        futures.open("2", alice, b"x" * 41)
+    futures.open("3", alice, b"x" * 20)
+    futures.open("4", alice, b"")
+    with pytest.raises(QuotaExceeded, match="3 requests of 80 bytes"):
+        futures.open("5", alice, b"")
+    first.finish({"type": "done"})
+    first.fail("too late", by_user=True)
+    assert first.answer == {"type": "done"}
+    assert (alice.requests, alice.queued_bytes) == (2, 20)
+    futures.open("6", tenant("bob"), b"x" * 200)  # one that is larger than the quota goes alone
+    with pytest.raises(Gone):
+        futures.find("6", alice)
+
+
+def test_results_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    futures = Futures()
+    alice = tenant("alice")
+    done, _ = futures.open("done", alice, b"")
+    futures.open("runs", alice, b"")
+    done.finish({})
+    monkeypatch.setattr("hybrid_rlhf.serving.training.futures.time", Later())
+    futures.open("new", alice, b"")
+    with pytest.raises(Gone):
+        futures.find("done", alice)
+    assert futures.find("runs", alice).answer is None
+
+
+class Later:
+    @staticmethod
+    def monotonic() -> float:
+        import time
+
+        return time.monotonic() + 1000
+
+
+def test_keys_name_their_tenants() -> None:
+    keys = Tenants({"alice": "tml-a", "bob": "tml-b"}, QUOTAS)
+    tenants: Any = [keys.of_key(key) for key in ("tml-a", "tml-b", "tml-c", "", "tml-ä")]
+    assert [None if entry is None else entry.name for entry in tenants] == ["alice", "bob", None, None, None]
+    assert Tenants({}, QUOTAS).of_key("x") is None
+    local = Tenants({}, QUOTAS).of_key("tml-x")
+    assert local is not None and local.name == "local"
+
+
+def test_the_share_of_a_tenant_is_what_it_was_served() -> None:
+    share = FairShare()
+    alice = tenant("alice")
+    bob = tenant("bob")
+    share.update([alice, bob])
+    share.charge(share.next([alice, bob], lambda entry: entry), 10)
+    assert share.next([alice, bob], lambda entry: entry) is bob

@@ -1,0 +1,166 @@
+"""`hybrid-rlhf train-server` in a process that is killed, and started again in its folder."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import TrainServerConfig
+from hybrid_rlhf.serving.training.store import Checkpoint, Store, UnknownObject
+from tests.support.training_server import (
+    SEQUENCE,
+    Client,
+    forward_backward,
+    samples_of,
+    training_server_process,
+)
+
+KEY = "tml-any"
+
+
+def sampled(client: Client, place: int, sampler: str) -> Any:
+    request = client.request(
+        "asample",
+        {
+            "sampling_session_id": sampler,
+            "seq_id": place,
+            "prompt": {"chunks": [{"tokens": SEQUENCE[:1]}]},
+            "sampling_params": {"max_tokens": 8, "temperature": 0},
+        },
+    )
+    return samples_of(client.result(request.json()["request_id"]))[0]
+
+
+def test_a_killed_server_comes_back_with_all_that_was_saved(model_folder: Path, tmp_path: Path) -> None:
+    """And with no more: an update that was not saved is never silently missing from what comes after."""
+    folder = tmp_path / "server"
+    base = {"model_name": "tiny"}
+    words = ["--model_name", "tiny"]
+    with training_server_process(str(model_folder), folder, *words) as (process, url):
+        client = Client(url, KEY)
+        session = client.session()
+        exact, lost, new, reference = (client.model(session, number) for number in range(4))
+        client.train(exact, 1, 3)
+        state = client.done("save_weights", model_id=exact, seq_id=7, path="state")["path"]
+        saved = client.done("save_weights_for_sampler", model_id=exact, seq_id=8, sampling_session_seq_id=0)
+        sampler = saved["sampling_session_id"]
+        tokens = sampled(client, 0, sampler)
+        client.train(lost, 1, 1)
+        client.done("save_weights", model_id=lost, seq_id=3, path="early")
+        client.train(lost, 4, 2)
+        wanted = client.train(reference, 1, 6)[3:]
+        long = client.forward_backward(lost, 8, [list(range(3, 60))] * 500)  # seconds of work
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(30) == -signal.SIGKILL
+    runs = folder / "runs"
+    (runs / exact / "weights" / ".half.partial").mkdir()
+
+    with training_server_process(str(model_folder), folder, *words) as (process, url):
+        client = Client(url, KEY)
+        assert not (runs / exact / "weights" / ".half.partial").exists()
+        unfinished = client.request("retrieve_future", {"request_id": long})
+        assert unfinished.status_code == 410 and "send the request again" in unfinished.json()["error"]
+        assert client.post("session_heartbeat", session_id=session)
+        # saved by its last commands: goes on exactly, also if the answer of the last one was lost
+        assert client.done("save_weights_for_sampler", model_id=exact, seq_id=8, sampling_session_seq_id=0) == saved
+        assert sampled(client, 1, sampler) == tokens
+        losses = client.train(exact, 9, 3)
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        # updates are lost: says so
+        answer = client.request("forward_backward", forward_backward(lost, 8, [SEQUENCE]))
+        assert answer.status_code == 410 and f"tinker://{lost}/weights/early" in answer.json()["error"]
+        # never trained: is what it was
+        first = client.train(new, 1, 1)
+        assert first == client.train(client.model(session, 4), 1, 1)
+        loaded = client.done("load_weights", session_id=session, model_seq_id=5, path=state, optimizer=True)
+        assert client.train(loaded["model_id"], 1, 3) == losses
+        assert client.request("create_model", _model(session, 0, **base)).status_code == 200
+        listed = client.get("training_runs").json()["training_runs"]
+        assert {exact, lost, new, reference} <= {run["training_run_id"] for run in listed}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def _model(session: str, number: int, **more: Any) -> dict[str, Any]:
+    return {"session_id": session, "model_seq_id": number, "base_model": more["model_name"]}
+
+
+def test_two_servers_do_not_share_a_folder(model_folder: Path, tmp_path: Path) -> None:
+    from hybrid_rlhf.serving.training.server import serve_training
+
+    with training_server_process(str(model_folder), tmp_path):
+        config = TrainServerConfig(path=str(model_folder), output_dir=str(tmp_path), port=0)
+        with pytest.raises(UserError, match="output_dir is for one server at a time, .* is in use by process"):
+            serve_training(config, lambda _: pytest.fail("it loads nothing"), api_keys={}, report=print)
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
+    """Whenever the writer is killed."""
+    store = Store(tmp_path)
+    checkpoint = Checkpoint("run", "weights", "a", "alice", 4, 1, 1.0, 0)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "half").write_text("half")
+        raise Killed
+
+    with pytest.raises(Killed):
+        store.write_checkpoint(checkpoint, killed, overwrite=False)
+    assert not list((tmp_path / "runs" / "run" / "weights").iterdir())
+
+    def whole(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "all").write_text("all")
+
+    store.write_checkpoint(checkpoint, whole, overwrite=False)
+    again = Store(tmp_path)
+    assert again.find("tinker://run/weights/a", "alice").size_bytes == 3
+    for path, tenant in (("tinker://run/weights/b", "alice"), ("tinker://run/weights/a", "bob")):
+        with pytest.raises(UnknownObject):
+            again.find(path, tenant)
+    with pytest.raises(UserError, match="a path is tinker://RUN/weights/NAME"):
+        again.find("tinker://run/../weights/a", "alice")
+    (tmp_path / "runs" / "run" / "weights" / "a" / "checkpoint.json").write_text("{")
+    with pytest.raises(UserError, match="a server's folder has the files that it wrote, .*checkpoint.json was changed"):
+        Store(tmp_path)
+
+
+def test_only_the_last_unnamed_weights_are_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for number in range(12):
+        checkpoint = Checkpoint(
+            "run", "sampler_weights", f"{number}", "a", 4, number, float(number), 0, unnamed=number != 3
+        )
+        store.write_checkpoint(checkpoint, lambda folder: folder.mkdir(), overwrite=False)
+    assert sorted(int(entry.name) for entry in store.checkpoints()) == [3, 4, 5, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"host": "0.0.0.0"}, "a server that other machines reach needs api_keys, got host 0.0.0.0 without any"),
+        ({"api_keys": {"a b": "x"}}, "api_keys are by names of letters, digits"),
+        ({"adapters": {"../x": "y"}}, "adapters are by names of letters, digits"),
+        ({"micro_batch_tokens": 100}, "micro_batch_tokens must be at least max_sequence_tokens 4096, got 100"),
+    ],
+)
+def test_mistakes_in_settings_are_named(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        TrainServerConfig(path="m", **settings)
+
+
+def test_keys_are_checked_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONE", "tml-one-secret")
+    monkeypatch.setenv("BAD", "sk-secret-secret")
+    assert TrainServerConfig(path="m", api_keys={"a": "${ONE}"}).expanded_api_keys() == {"a": "tml-one-secret"}
+    for keys in ({"a": "${BAD}"}, {"a": "tml-x"}, {"a": "${ONE}", "b": "${ONE}"}):
+        with pytest.raises(UserError) as raised:
+            TrainServerConfig(path="m", api_keys=keys).expanded_api_keys()
+        assert "secret" not in str(raised.value)

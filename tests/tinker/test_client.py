@@ -1,0 +1,92 @@
+"""The training server asked by Tinker's client and its cookbook's training loops, unmodified (tests/tinker/install.sh).
+
+Skipped, with the reason, where their environment is not built. They are Apache-2.0; no code of theirs is here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.training_server import ALICE, SEQUENCE, training_server, training_server_process
+
+_CACHE = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+_FOLDER = Path(os.environ.get("HYBRID_RLHF_TINKER_ENV") or Path(_CACHE) / "hybrid_rlhf" / "tinker")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (_FOLDER / ".complete").exists(), reason=f"Tinker's client is not in {_FOLDER}: run tests/tinker/install.sh"
+    ),
+]
+
+
+def run(url: str, script: str, *words: str) -> str:
+    """The output of a script of this folder in the client's environment."""
+    environment = {
+        **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        "TINKER_BASE_URL": url,
+        "TINKER_API_KEY": ALICE,
+        "TINKER_TELEMETRY": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    line = [str(_FOLDER / "bin" / "python"), "-W", "ignore", str(Path(__file__).with_name(script)), *words]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_two_adapters_learn_their_sequences_at_once_and_sample_them(tmp_path: Path) -> None:
+    with training_server(tmp_path, poll_seconds=20) as (url, _):
+        result = json.loads(run(url, "two_adapters.py"))
+    first, last = result["losses"]
+    assert all(after < 0.3 * before for before, after in zip(first, last, strict=True))
+    assert result["sampled"] == [[row[1:]] * 2 for row in (SEQUENCE, SEQUENCE[::-1])]
+    assert result["base_sampled"][0] != SEQUENCE[1:]
+    assert result["logprobs"][0] is None and result["logprobs"][1] < 1e-4, "sampling and training agree"
+    run_id = result["paths"][0].split("/")[2]
+    assert result["paths"] == [f"tinker://{run_id}/weights/first", f"tinker://{run_id}/sampler_weights/named"]
+    assert result["loaded"] == result["named"] == result["sampled"][0]
+    assert result["info"] == ["tiny", 4]
+    assert set(result["of_losses"]) == {"importance_sampling", "ppo", "cispo", "dro", "gspo"}
+    assert "its objective is not published" in result["refused"]
+    assert result["custom"][0] == pytest.approx(result["custom"][1], rel=1e-4), "a custom loss runs in the client"
+    assert result["many"] == 2100
+    assert result["runs"] == 3
+    assert result["checkpoints"] == ["sampler_weights/named", "weights/first"] and result["after"] == 1
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= result["files"].keys()
+
+
+@pytest.fixture(scope="module")
+def process(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of the command in a process; the name of its model is a folder with its tokenizer."""
+    with training_server_process(str(model_folder), tmp_path_factory.mktemp("server")) as (_, url):
+        yield url
+
+
+def test_the_supervised_loop_of_the_cookbook(process: str, model_folder: Path, tmp_path: Path) -> None:
+    run(process, "cookbook_sft.py", str(model_folder), str(tmp_path))
+    losses = [line["train_mean_nll"] for line in lines(tmp_path / "metrics.jsonl") if "train_mean_nll" in line]
+    assert len(losses) == 10 and losses[-1] < 0.5 * losses[0]
+    names = [line["name"] for line in lines(tmp_path / "checkpoints.jsonl")]
+    assert names == ["000004", "000008", "final"]
+    saved = lines(tmp_path / "checkpoints.jsonl")[-1]
+    assert saved["state_path"].endswith("/weights/final")
+
+
+def test_the_rl_loop_of_the_cookbook(process: str, model_folder: Path, tmp_path: Path) -> None:
+    run(process, "cookbook_rl.py", str(model_folder), str(tmp_path))
+    steps = [line for line in lines(tmp_path / "metrics.jsonl") if "env/all/reward/total" in line]
+    rewards = [step["env/all/reward/total"] for step in steps]
+    assert len(rewards) == 15 and sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
+    divergences = [abs(step["optim/kl_sample_train_v1"]) for step in steps]
+    assert max(divergences) < 1e-3, "sampling and training compute the same policy"
