@@ -41,6 +41,9 @@ MODES: list[dict[str, Any]] = [
     {"repetition_penalty": 1.5},
     {"min_new_tokens": 2},
     {"repetition_penalty": 1.2, "min_new_tokens": 2, "top_p": 0.9, "temperature": 0.8},
+    {"logit_bias": {0: 2.5, 1: -100.0}},
+    {"presence_penalty": 1.3, "frequency_penalty": 0.7},
+    {"frequency_penalty": -0.7, "logit_bias": {1: 0.3}, "repetition_penalty": 1.2, "temperature": 0.8, "top_k": 20},
 ]
 
 
@@ -93,6 +96,8 @@ def test_kernels_draw_what_torch_draws(vocabulary: int, kernel: str) -> None:
         Request(r.prompt, i, r.params, frozenset({vocabulary // 2, vocabulary - 1}), r.uniforms)
         for i, r in enumerate(asked)
     ]
+    for request in asked[::2]:
+        request.token_ids = [1, 0, 1]
     logits[::5, 1:].masked_fill_(torch.rand(logits[::5, 1:].shape) < 0.5, -torch.inf)
     assert_same(kernel, logits, asked)
 
@@ -164,6 +169,33 @@ def test_a_row_does_not_depend_on_threads_or_other_rows(kernel: str) -> None:
         assert torch.equal(alone.tokens[0], together.tokens[row])
         assert torch.equal(alone.logprobs[0], together.logprobs[row])
         assert torch.equal(alone.sampling_logprobs[0], together.sampling_logprobs[row])
+
+
+@pytest.mark.parametrize("by", ["compiled", "triton", "torch"])
+def test_penalties_count_on_the_device_as_in_a_new_table(by: str) -> None:
+    """A preempted request is filled in again: its next tokens must not depend on when."""
+    if by == "compiled" and not cpu_kernels.available():
+        pytest.skip("the CPU kernels cannot be compiled here")
+    if by == "triton":
+        pytest.importorskip("triton")
+    params = [
+        SamplingParams(presence_penalty=0.37, frequency_penalty=0.11, logit_bias={1: 0.3}),
+        SamplingParams(),
+        SamplingParams(frequency_penalty=-0.1),
+    ]
+    with device_of(by if by == "triton" else "compiled") as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "kernels_for", lambda device, dtype: None if by == "torch" else module_of(by))
+        asked = requests_for(params)
+        rows = DecodeBatch.of(asked, vocab_size=3, device=torch.zeros(()).device)
+        sampler = Sampler(3, sampling_mode(asked), solo_world(rows.integers.device))
+        for _ in range(4):
+            drawn = sampler(torch.zeros(3, 3), rows).tokens.tolist()
+            for request, token in zip(asked, drawn, strict=True):
+                request.token_ids.append(token)
+        again = DecodeBatch.of(asked, vocab_size=3, device=rows.integers.device)
+        assert rows.bias is not None and again.bias is not None and device is not None
+        assert torch.equal(rows.bias, again.bias) and torch.equal(rows.seen, again.seen)
+        assert not rows.bias[1].any() and rows.bias[0].any()
 
 
 def test_the_compiled_kernel_refuses_what_it_would_read_wrong() -> None:

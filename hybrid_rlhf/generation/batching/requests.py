@@ -220,6 +220,8 @@ NewTokens = list[tuple[Request, int]]
 
 
 _MOST_TOP_K = 2**31 - 1
+_TOKEN_KEYS = ("stop_token_ids", "logit_bias")
+"""Sampling parameters with token ids."""
 _CHANGES_WITH_LENGTH = " (original_max_position_embeddings; in longer sequences its rotary positions all change)"
 
 
@@ -264,7 +266,7 @@ class RequestMaker:
                 list(prompt),
                 index,
                 params,
-                self.stop_token_ids | set(params.stop_token_ids),
+                frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_token_ids),
                 uniform_stream(params.seed or 0, sample, self._longest_completion(index, prompt, params)),
                 stop_strings(self.tokenizer, params.stop) if params.stop and self.tokenizer is not None else None,
             )
@@ -279,7 +281,8 @@ class RequestMaker:
         if not len(prompt):
             raise UserError(f"a prompt has at least one token, prompt {index} has none: drop it")
         most = self.vocab_size - 1
-        for name, tokens in ((f"prompt {index}", prompt), ("stop_token_ids", params.stop_token_ids)):
+        named = ((f"prompt {index}", prompt), *((key, [*getattr(params, key)]) for key in _TOKEN_KEYS))
+        for name, tokens in named:
             if len(tokens) and (min(tokens) < 0 or max(tokens) > most):
                 unknown = next(token for token in tokens if not 0 <= token <= most)
                 raise UserError(f"token ids must be in 0..{most}, {name} has {unknown}: remove it")
