@@ -103,6 +103,8 @@ class ServeConfig(InferenceConfig):
     """Required bearer token of requests, usually ${NAME} of an environment variable; null: none."""
     cors_origins: list[str] = setting(default_factory=list, advanced=True)
     """Origins of pages on other sites that may send requests, such as https://app.example; empty: none may."""
+    access_log: bool = setting(False, advanced=True)
+    """Log method, path, status and seconds of each request on stderr."""
     model_name: str | None = None
     """Name of the model in requests; null: its path."""
     adapters: dict[str, str] = setting(default_factory=dict)

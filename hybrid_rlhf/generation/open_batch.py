@@ -30,7 +30,7 @@ from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.arrivals import Arrivals, Taken
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request, RequestMaker, continue_requests
 from hybrid_rlhf.generation.batching.rows import BatchLoad
-from hybrid_rlhf.generation.sampling import Completion, FinishReason, SamplingParams, per_request
+from hybrid_rlhf.generation.sampling import Completion, FinishReason, PromptLogprobs, SamplingParams, per_request
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.openmp import release_workers
 from hybrid_rlhf.runtime.world import World
@@ -305,10 +305,12 @@ class OpenBatch:
         self._weight_version = weight_version
         self._backend.renew(recompute=recompute)
 
-    def prompt_logprobs(self, tokens: Sequence[int], *, adapter: str | None = None) -> Future[list[float]]:
-        """Return a future with the log-probs of all tokens of a prompt but the first, at temperature 1."""
+    def prompt_logprobs(
+        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0
+    ) -> Future[PromptLogprobs]:
+        """Return a future with the log-probs of a prompt, and the `top` most likely tokens at each place."""
         number = self._maker.adapter_number(adapter)
-        return self.call(lambda: self._backend.prompt_logprobs(tokens, number))
+        return self.call(lambda: self._backend.prompt_logprobs(tokens, number, top))
 
     def close(self, *, wait: bool = True) -> None:
         """End the batch after the present step. Unfinished submissions receive their last, empty delivery.

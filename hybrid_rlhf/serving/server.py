@@ -132,7 +132,7 @@ def serve(
         )
     created = int(time.time())
     activity = Activity()
-    access = Access(config.host, api_key, config.cors_origins)
+    access = Access(config.host, api_key, config.cors_origins, config.access_log)
     if service is not None:
         app = build_app(service, access, created=created, activity=activity, scores=served.scores)
     else:

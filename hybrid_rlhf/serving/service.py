@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,12 +20,19 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.data.chat.template import leading_bos
+from hybrid_rlhf.data.chat.template import leading_bos, render, render_unfinished, token_ids
 from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import SamplingParams
-from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, ContextTooLong, GenerationBody, KeyRejected
+from hybrid_rlhf.serving.bodies import (
+    ChatBody,
+    CompletionBody,
+    ContextTooLong,
+    DetokenizeBody,
+    GenerationBody,
+    KeyRejected,
+    TokenizeBody,
+)
 from hybrid_rlhf.serving.conversations import check_text, read_conversation, request_errors
 from hybrid_rlhf.serving.metrics import ServerMetrics
 from hybrid_rlhf.serving.token_text import TokenText, characters, longest_token
@@ -255,7 +263,7 @@ class Service:
                 "requests"
             )
         self._check_queue(wanted)
-        prompts = [self._chat_prompt(body)] if isinstance(body, ChatBody) else self._prompts(body)
+        prompts = [self.prompt_ids(body)] if isinstance(body, ChatBody) else self._prompts(body)
         longest = max(map(len, prompts), default=0)
         sampling = self.sampling(body, longest_prompt=longest)
         if longest + sampling.max_new_tokens > self.batch.max_tokens:
@@ -281,9 +289,10 @@ class Service:
         for text in sampling.stop:
             check_text(text, "stop")
         most = self.batch.vocab_size - 1
-        unknown = [token for token in sampling.stop_token_ids if not 0 <= token <= most]
-        if unknown:
-            raise KeyRejected("stop_token_ids", f"must be token ids in 0..{most}, got {unknown[0]}: remove it")
+        for key in ("stop_token_ids", "logit_bias"):
+            unknown = [token for token in getattr(sampling, key) if not 0 <= token <= most]
+            if unknown:
+                raise KeyRejected(key, f"must be token ids in 0..{most}, got {unknown[0]}: remove it")
         return sampling
 
     def check_name(self, name: str) -> None:
@@ -329,23 +338,30 @@ class Service:
         except RuntimeError as error:
             raise _ended(self.batch) from error
 
-    async def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
-        """Log-probs of a prompt's tokens in vLLM's form; None for the first token."""
+    async def prompt_tokens(self, prompt: Sequence[int], *, top: int) -> list[StreamedToken]:
+        """The tokens of a prompt with their log-probs, that of the first one NaN, and the most likely tokens."""
         try:
-            future = self.batch.prompt_logprobs(prompt, adapter=self._adapter)
+            future = self.batch.prompt_logprobs(prompt, adapter=self._adapter, top=top)
         except RuntimeError as error:
             raise _ended(self.batch) from error
-        logprobs = await asyncio.wrap_future(future)
-        shown: list[dict[str, Any] | None] = [None]
-        for token, logprob in zip(prompt[1:], logprobs, strict=True):
-            shown.append({str(token): {"logprob": logprob, "decoded_token": self.tokenizer.decode([token])}})
-        return shown
+        known = await asyncio.wrap_future(future)
+        values = zip(prompt, [math.nan, *known.logprobs], [[], *known.top], strict=True)
+        return [StreamedToken(0, 0, token, logprob, logprob, None, likely) for token, logprob, likely in values]
 
-    def _chat_prompt(self, body: ChatBody) -> list[int]:
+    def prompt_ids(self, body: ChatBody) -> list[int]:
+        """Token ids of the prompt of a chat request."""
         if body.prompt_token_ids is not None:
             return body.prompt_token_ids
+        text = self.rendered(body, self.messages(body))
+        return token_ids(text, self.tokenizer)
+
+    def rendered(self, body: ChatBody, messages: Sequence[Message]) -> str:
+        """The text of the prompt of a chat request."""
+        settings: dict[str, Any] = {"tools": body.used_tools, "variables": body.chat_template_kwargs}
         with request_errors("messages"):
-            return encode_prompt(self.messages(body), self.tokenizer, tools=body.used_tools)
+            if body.continue_final_message:
+                return render_unfinished(messages, self.tokenizer, **settings)
+            return render(messages, self.tokenizer, add_generation_prompt=body.add_generation_prompt, **settings)
 
     def _prompts(self, body: GenerationBody) -> list[list[int]]:
         assert isinstance(body, CompletionBody)
@@ -353,16 +369,38 @@ class Service:
 
     def messages(self, body: ChatBody) -> list[Message]:
         """The conversation of a request, normalised by `read_conversation`."""
-        self._check_characters("messages", characters(body.messages) + characters(body.tools))
+        count = sum(map(characters, (body.messages, body.tools, body.chat_template_kwargs)))
+        self._check_characters("messages", count)
+        check_text(json.dumps(body.chat_template_kwargs, ensure_ascii=False), "chat_template_kwargs")
         check_text(json.dumps(body.tools, ensure_ascii=False), "tools")
         return read_conversation("messages", body.messages)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, adds_bos: bool = True) -> list[int]:
         """Token ids of plain text, with BOS if the tokenizer adds it."""
         self._check_characters("prompt", len(text))
         check_text(text, "prompt")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [*leading_bos(text, self.tokenizer, plain=True), *ids]
+        return [*(leading_bos(text, self.tokenizer, plain=True) if adds_bos else ()), *ids]
+
+    def tokenized(self, body: TokenizeBody) -> dict[str, Any]:
+        """The tokens of a text or a conversation, in vLLM's form."""
+        self.check_name(body.model)
+        chat = body.conversation()
+        if chat is not None:
+            ids = self.prompt_ids(chat)
+        else:
+            ids = self.encode(body.prompt or "", adds_bos=body.add_special_tokens)
+        texts = {"token_strs": self.tokenizer.convert_ids_to_tokens(ids)} if body.return_token_strs else {}
+        return {"count": len(ids), "max_model_len": self.batch.max_tokens, "tokens": ids, **texts}
+
+    def detokenized(self, body: DetokenizeBody) -> dict[str, Any]:
+        """The text of tokens, special ones included."""
+        self.check_name(body.model)
+        most = self.batch.vocab_size - 1
+        unknown = next((token for token in body.tokens if not 0 <= token <= most), None)
+        if unknown is not None:
+            raise KeyRejected("tokens", f"must be token ids in 0..{most}, got {unknown}: remove it")
+        return {"prompt": self.tokenizer.decode(body.tokens)}
 
     def _check_characters(self, key: str, count: int) -> None:
         """Refuse a text that is too long for any tokenization, before it is tokenized."""

@@ -140,11 +140,14 @@ def test_prompt_logprobs_are_those_of_the_training_forward(backend: str) -> None
     model, prompt = tiny_model(), random_tokens(40)
     engine = engine_of(model, backend=backend)
     with engine.open(rows=2, max_tokens=100) as batch, torch.no_grad():
-        found = batch.prompt_logprobs(prompt).result()
+        found = batch.prompt_logprobs(prompt, top=3).result()
         ids = torch.tensor([prompt])
         expected = token_logprobs(model(ids).logits[:, :-1], labels=ids[:, 1:])[0]
-        torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
-        assert batch.prompt_logprobs([5]).result() == []
+        torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-4, rtol=0)
+        values, tokens = model(ids).logits[0, :-1].log_softmax(dim=-1).topk(3)
+        assert [[token for token, _ in pairs] for pairs in found.top] == tokens.tolist()
+        torch.testing.assert_close(torch.tensor(found.top)[..., 1], values, atol=1e-4, rtol=0)
+        assert batch.prompt_logprobs([5]).result().logprobs == []
 
 
 def test_what_is_too_long_or_does_not_fit_is_refused() -> None:

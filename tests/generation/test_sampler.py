@@ -167,7 +167,7 @@ def test_repetition_penalty_and_min_new_tokens(by: None) -> None:
 
 
 def test_penalties_and_biases_are_those_of_hugging_face_and_openai(by: None) -> None:
-    """Biases by Hugging Face's processors; the penalties by OpenAI's formula: counts of the completion's tokens only."""
+    """Biases by Hugging Face's processors; penalties by OpenAI's formula: counts of the completion's tokens only."""
     torch.manual_seed(0)
     logits = 3 * torch.randn(4, 40)
     drawn_ids = [3, 7, 3, 3]

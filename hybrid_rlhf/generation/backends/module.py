@@ -25,8 +25,9 @@ from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.batching.sampler import DecodeBatch, Sampler, sampling_mode
+from hybrid_rlhf.generation.sampling import PromptLogprobs
 from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE
-from hybrid_rlhf.models.head_check import agreement, module_logprobs, probe_tokens
+from hybrid_rlhf.models.head_check import agreement, probe_tokens
 from hybrid_rlhf.models.policy import wide_logits
 from hybrid_rlhf.models.pretrained.loading import position_limit
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -115,9 +116,11 @@ class ModuleBackend:
         """0: the cache grows with its rows."""
         return 0
 
-    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
-        """Log-probs of all tokens but the first, at temperature 1. There are no adapters."""
-        return module_logprobs(self.module.lm, tokens).tolist()  # type: ignore[no-any-return]
+    @torch.no_grad()
+    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0, top: int = 0) -> PromptLogprobs:
+        """Log-probs of a prompt, with the `top` most likely tokens. There are no adapters."""
+        ids = torch.tensor([tokens], device=self.module.device)
+        return PromptLogprobs.of(self.module.lm(ids, use_cache=False).logits[0, :-1], ids[0, 1:], top)
 
     def reset(self) -> None:
         """Clear the load after an exception in `run_open`."""

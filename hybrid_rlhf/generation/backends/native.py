@@ -38,8 +38,8 @@ from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache, bytes_per_token, page_bytes
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
-from hybrid_rlhf.generation.sampling import SamplingParams
-from hybrid_rlhf.generation.scoring import InferencePolicy
+from hybrid_rlhf.generation.sampling import PromptLogprobs, SamplingParams
+from hybrid_rlhf.generation.scoring import prompt_logprobs
 
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Prompt tokens per prefill, by device type."""
@@ -278,12 +278,9 @@ class NativeBackend:
         """Bytes of the KV cache; 0 before the first call."""
         return 0 if self.held is None else self.held.cache.bytes
 
-    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
-        """Log-probs of all tokens but the first, at temperature 1. `adapter` is the number of an adapter; 0: none."""
-        ids = torch.tensor([tokens], device=self.decoder.world.device)
-        places = torch.arange(len(tokens), device=ids.device)[None]
-        logprobs, _ = InferencePolicy(self.decoder, adapter)(ids, torch.ones_like(ids), places > 0)
-        return logprobs[0, 1:].tolist()  # type: ignore[no-any-return]
+    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0, top: int = 0) -> PromptLogprobs:
+        """Log-probs of a prompt, with the `top` most likely tokens. `adapter` is the number of an adapter; 0: none."""
+        return prompt_logprobs(self.decoder, tokens, adapter, top)
 
     def reset(self) -> None:
         """Release the KV cache and the workspace, which an exception in `run_open` may have left inconsistent."""

@@ -77,8 +77,8 @@ class SamplingRows:
     seen: Tensor | None
     """[S, V] uint8, bits IN_TEXT and IN_COMPLETION of each token; none without penalties and biases."""
     bias: Tensor | None
-    """[S, V] float32, added to the logits: biases, minus the presence and frequency penalties of the tokens so far; none
-    without them."""
+    """[S, V] float32, added to the logits: biases, minus the presence and frequency penalties of the tokens so far;
+    none without them."""
 
     def append(self, tokens: Tensor) -> None:
         """Append one sampled token [S] to each row."""
