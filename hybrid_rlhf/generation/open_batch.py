@@ -224,6 +224,14 @@ class OpenBatch:
             request.records_routes = record_routes[request.prompt_index]
         return requests
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile the grammar of sampling parameters, which takes longer than `submit`.
+
+        Raises:
+            UserError: for a grammar that does not compile.
+        """
+        self._maker.grammar(params)
+
     def completions(self, submission: Submission) -> dict[tuple[int, int], Completion]:
         """Unfinished samples of a submission as they are, by the indices of their prompts and samples; the batch must
         be paused."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
@@ -24,10 +24,8 @@ from hybrid_rlhf.generation.sampling import MOST_TOP_LOGPROBS
 from hybrid_rlhf.serving.web import StrictBody
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
     "best_of": (None, 1),
-    "tool_choice": (None, "auto", "none"),
     "modalities": (None, ["text"]),
 }
 """Keys of other servers, with the values that this server accepts."""
@@ -122,6 +120,7 @@ class GenerationBody(StrictBody):
     frequency_penalty: float | None = Field(None, ge=-_MOST_ADDED_PENALTY, le=_MOST_ADDED_PENALTY)
     logit_bias: Annotated[dict[str, _Bias], Field(max_length=_MOST_BIASES)] | None = None
     """Biases by token id, which JSON writes as text."""
+    response_format: dict[str, Any] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     min_tokens: int | None = Field(None, le=MOST_INTEGER)
@@ -229,7 +228,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
-    tool_choice: str | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """False limits the answer to one call."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST_VARIABLES)] | None = None
@@ -245,6 +244,16 @@ class ChatBody(GenerationBody):
     def prompt_key(self) -> str:
         """The key of the prompts: messages, or their token ids."""
         return "messages" if self.prompt_token_ids is None else "prompt_token_ids"
+
+    @property
+    def required_tools(self) -> list[dict[str, Any]]:
+        """The tools among which `tool_choice` requires a call; empty if it requires none."""
+        return _required_tools(self.tools or [], self.tool_choice)
+
+    @property
+    def may_call_several(self) -> bool:
+        """True if a required call may be followed by others: not of a named function."""
+        return self.parallel_tool_calls is not False and self.tool_choice == "required"
 
     @property
     def used_tools(self) -> list[dict[str, Any]] | None:
@@ -279,6 +288,7 @@ class ChatBody(GenerationBody):
                 "top_logprobs", f"needs logprobs true, got top_logprobs {self.top_logprobs} alone: send both"
             )
         require_template_variables(self.chat_template_kwargs or {})
+        _required_tools(self.tools or [], self.tool_choice)
         if self.continue_final_message and self.messages[-1].get("role") != "assistant":
             raise KeyRejected(
                 "continue_final_message",
@@ -424,6 +434,31 @@ class ScoreBody(StrictBody):
             [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
+
+
+def _required_tools(tools: Sequence[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
+    """The tools among which a choice requires a call; empty if it requires none.
+
+    Raises:
+        UserError: for a choice that is unknown, or names a function that is not offered.
+    """
+    if choice in (None, "auto", "none"):
+        return []
+    known = [tool for tool in tools if isinstance(tool.get("function"), dict) and tool["function"].get("name")]
+    if choice == "required":
+        chosen = known
+    else:
+        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if name is None:
+            raise KeyRejected(
+                "tool_choice",
+                f"must be auto, none, required or a function by name, got {choice!r:.80}: change it",
+            )
+        chosen = [tool for tool in known if tool["function"]["name"] == name]
+    if not chosen:
+        raise KeyRejected("tool_choice", f"must have a function among tools, got {choice!r:.80}: add its tool")
+    return chosen
 
 
 async def read_request(request: Request, kind: type[BodyT]) -> BodyT:

@@ -34,6 +34,7 @@ from hybrid_rlhf.serving.bodies import (
     TokenizeBody,
 )
 from hybrid_rlhf.serving.conversations import check_text, read_conversation, request_errors
+from hybrid_rlhf.serving.formats import grammar_key, response_format
 from hybrid_rlhf.serving.metrics import ServerMetrics
 from hybrid_rlhf.serving.token_text import TokenText, characters, longest_token
 
@@ -265,7 +266,7 @@ class Service:
         self._check_queue(wanted)
         prompts = [self.prompt_ids(body)] if isinstance(body, ChatBody) else self._prompts(body)
         longest = max(map(len, prompts), default=0)
-        sampling = self.sampling(body, longest_prompt=longest)
+        sampling = self._constrained(self.sampling(body, longest_prompt=longest), body, prompts)
         if longest + sampling.max_new_tokens > self.batch.max_tokens:
             raise ContextTooLong(
                 body.prompt_key,
@@ -273,6 +274,24 @@ class Service:
                 f"tokens and {body.key_of('max_new_tokens')} {sampling.max_new_tokens}: shorten one of them",
             )
         return Job(prompts, sampling, body.most_likely, adapter=self._adapter)
+
+    def _constrained(
+        self, sampling: SamplingParams, body: GenerationBody, prompts: Sequence[Sequence[int]]
+    ) -> SamplingParams:
+        """Sampling parameters with the grammar of a request, which is compiled."""
+        key = grammar_key(body)
+        try:
+            given = response_format(body, self.tokenizer, prompts[0] if prompts else ())
+            if given is not None:
+                sampling = replace(sampling, response_format=given)
+                self.batch.prepare(sampling)
+        except KeyRejected:
+            raise
+        except UserError as error:
+            raise KeyRejected(key, str(error).removeprefix("response_format ")) from error
+        except RecursionError as error:
+            raise KeyRejected(key, "has a schema that is nested too deeply: simplify it") from error
+        return sampling
 
     def sampling(self, body: GenerationBody, *, longest_prompt: int) -> SamplingParams:
         """The sampling parameters of a request.

@@ -1,4 +1,4 @@
-"""Options of a request, asked by the openai client: what the prompt becomes, how tokens are sampled, what is answered."""
+"""Options of a request, asked by the openai client: its prompt, how tokens are sampled, and what is answered."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ OpenAI.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from hybrid_rlhf.configs.sections.rules import Settings, require, setting
 
@@ -46,6 +47,9 @@ class SamplingParams(Settings):
     """Token ids that end a completion, in addition to the model's own."""
     ignore_eos: bool = setting(False, advanced=True)
     """Continue after the model's own stop tokens; only stop_token_ids and stop end a completion early."""
+    response_format: dict[str, Any] | None = setting(None, advanced=True)
+    """Format of a completion, as in OpenAI's API: {type: json_object}, or {type: json_schema, json_schema: {schema:
+    ...}}; also {type: lark, lark: ...}, a grammar of llguidance. Null: any text."""
     seed: int | None = None
     """Seed of the sampling; null: a new one for each call."""
 
@@ -68,6 +72,10 @@ class SamplingParams(Settings):
         }
         for rule, holds in rules.items():
             require(holds, f"{rule}, got {getattr(self, rule.split()[0])}: change it")
+        require(
+            self.response_format is None or not (self.min_new_tokens or self.ignore_eos),
+            "response_format decides where a completion ends, got min_new_tokens or ignore_eos too: leave them out",
+        )
 
     @property
     def greedy(self) -> bool:
@@ -83,7 +91,8 @@ class SamplingParams(Settings):
     def draws_from_all(self) -> bool:
         """True if tokens are sampled from the full distribution at the temperature, without truncation or penalties."""
         cut = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-        return not cut and self.repetition_penalty == 1 and self.min_new_tokens == 0 and not self.adds_to_logits
+        changes = self.repetition_penalty != 1 or self.min_new_tokens > 0 or self.adds_to_logits
+        return not (cut or changes or self.response_format is not None)
 
     @property
     def adds_to_logits(self) -> bool:

@@ -121,6 +121,11 @@ class ChatTemplate:
         return self._render(self._normalised(messages), tools)
 
     @cached_property
+    def call_text(self) -> str:
+        """The text of a conversation with a tool call; empty if the template refuses it."""
+        return self._try_render([_USER, _CALL]) or ""
+
+    @cached_property
     def turn_suffix(self) -> str | None:
         """The text after the content of a final assistant turn; None if the template does not render the content."""
         _, shown, suffix = (self._try_render([_USER, _ASSISTANT]) or "").rpartition(_PROBE)

@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hybrid_rlhf.generation.architecture.hugging_face import trained_positions
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
+from hybrid_rlhf.generation.batching.grammar import TokenMasks
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.batching.sampler import DecodeBatch, Sampler, sampling_mode
@@ -219,6 +220,9 @@ class _ModuleBatch:
         self._live = list(requests)
         self._sampler = Sampler(module.vocab_size, sampling_mode(requests), solo_world(module.device))
         self._rows = DecodeBatch.of(requests, vocab_size=module.vocab_size, device=module.device)
+        self._masks = None
+        if self._rows.allowed is not None:
+            self._masks = TokenMasks(len(requests), module.vocab_size, module.device)
 
     @torch.no_grad()
     def steps(self) -> Iterator[NewTokens]:
@@ -231,6 +235,7 @@ class _ModuleBatch:
             state.repeat(n)
             logits = logits.repeat_interleave(n, dim=0)
         while True:
+            self._mask()
             drawn = self._sampler(logits.float(), self._rows)
             yield self._append(drawn.stacked().tolist())
             live = [slot for slot, request in enumerate(self._live) if request.finish_reason is None]
@@ -244,6 +249,14 @@ class _ModuleBatch:
                 self._rows = self._rows.select(selected)
                 self._live = [self._live[slot] for slot in live]
             logits = module.step(state, tokens)
+
+    def _mask(self) -> None:
+        """Write the bits of the tokens that grammars allow next; a finished row keeps its last ones."""
+        if self._masks is not None and self._rows.allowed is not None:
+            running = [(place, r.grammar) for place, r in enumerate(self._live) if r.finish_reason is None]
+            grammars = [(place, grammar) for place, grammar in running if grammar is not None]
+            if grammars:
+                self._masks.begin(grammars).write(self._rows.allowed)
 
     def _append(self, columns: list[list[float]]) -> NewTokens:
         new: NewTokens = []

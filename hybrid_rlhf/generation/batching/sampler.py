@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.architecture.model_description import share
+from hybrid_rlhf.generation.batching.grammar import WORD_TOKENS
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.sampling import (
@@ -58,6 +59,7 @@ def sampling_mode(requests: Sequence[Request]) -> SamplingMode:
         repetition_penalty=any(p.repetition_penalty != 1 for p in distinct),
         bias=any(p.adds_to_logits for p in distinct),
         min_new_tokens=any(p.min_new_tokens > 0 for p in distinct),
+        grammar=any(request.grammar is not None for request in requests),
         top_logprobs=any(request.top_logprobs for request in requests),
     )
 
@@ -80,9 +82,12 @@ class DecodeBatch(SamplingRows):
         if mode.repetition_penalty or mode.bias:
             seen = torch.zeros(rows, vocab_size, dtype=torch.uint8, device=device)
         bias = torch.zeros(rows, vocab_size, device=device) if mode.bias else None
+        allowed = None
+        if mode.grammar:
+            allowed = torch.zeros(rows, -(-vocab_size // WORD_TOKENS), dtype=torch.int32, device=device)
         integers = torch.zeros(rows, len(INTEGERS) + stops, dtype=torch.long, device=device)
         floats = torch.ones(rows, len(FLOATS) + longest, dtype=torch.float64, device=device)
-        return cls(integers, floats, seen, bias, torch.zeros(rows, dtype=torch.long, device=device))
+        return cls(integers, floats, seen, bias, allowed, torch.zeros(rows, dtype=torch.long, device=device))
 
     @classmethod
     def of(cls, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
@@ -98,7 +103,8 @@ class DecodeBatch(SamplingRows):
         fits = all(len(request.stop) <= stops and len(request.uniforms) <= longest for request in requests)
         mode = sampling_mode(requests)
         has_seen = self.seen is not None or not (mode.repetition_penalty or mode.bias)
-        return fits and has_seen and (self.bias is not None or not mode.bias)
+        has_bias = self.bias is not None or not mode.bias
+        return fits and has_seen and has_bias and (self.allowed is not None or not mode.grammar)
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +125,7 @@ class DecodeBatch(SamplingRows):
             params = request.params
             least = params.min_new_tokens if stop else 0
             drawn = len(request.token_ids)
-            flags = [int(params.greedy), least, int(params.adds_to_logits)]
+            flags = [int(params.greedy), least, int(params.adds_to_logits), int(request.grammar is not None)]
             integers[row, :numbers] = [0, request.tokens - 1, drawn, params.top_k, *flags]
             # Rows with fewer stop tokens repeat their first one.
             integers[row, numbers:] = (stop + stop[:1] * integers.shape[1])[: integers.shape[1] - numbers] or 0
@@ -169,10 +175,11 @@ class DecodeBatch(SamplingRows):
         """Return a part of all tables."""
         seen = None if self.seen is None else part(self.seen)
         bias = None if self.bias is None else part(self.bias)
-        return DecodeBatch(part(self.integers), part(self.floats), seen, bias, part(self.adapter))
+        allowed = None if self.allowed is None else part(self.allowed)
+        return DecodeBatch(part(self.integers), part(self.floats), seen, bias, allowed, part(self.adapter))
 
     def _tables(self) -> list[Tensor]:
-        wide = [table for table in (self.seen, self.bias) if table is not None]
+        wide = [table for table in (self.seen, self.bias, self.allowed) if table is not None]
         return [self.integers, self.floats, self.adapter, *wide]
 
 
@@ -254,13 +261,16 @@ class Sampler:
         return logits / rows.temperature if self._mode.temperature else logits
 
     def _penalised(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Apply the repetition penalty (arXiv 1909.05858, section 4.1), add biases, exclude stop tokens before
-        min_new_tokens."""
+        """Apply the repetition penalty (arXiv 1909.05858, section 4.1), add biases, exclude tokens that the grammar
+        does not allow, and stop tokens before min_new_tokens."""
         if rows.seen is not None and self._mode.repetition_penalty:
             penalty = rows.repetition_penalty
             logits = torch.where(rows.seen > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
         if rows.bias is not None and self._mode.bias:
             logits = logits + rows.bias
+        forbidden = rows.forbidden if self._mode.grammar else None
+        if forbidden is not None:
+            logits = logits.masked_fill(forbidden[:, : logits.shape[-1]], -torch.inf)
         if self._mode.min_new_tokens:
             stops, early = rows.early_stops
             logits = logits.scatter(1, stops, logits.gather(1, stops).masked_fill(early, -torch.inf))

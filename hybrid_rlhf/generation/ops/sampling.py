@@ -34,7 +34,7 @@ from hybrid_rlhf.functional.triton_language import tl, triton
 from hybrid_rlhf.generation.architecture.model_description import share
 from hybrid_rlhf.runtime.world import World
 
-INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens", "biased")
+INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens", "biased", "constrained")
 FLOATS = ("divisor", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 IN_TEXT = 1
 """Bit of a token of prompt or completion in `SamplingRows.seen`."""
@@ -53,6 +53,7 @@ class SamplingMode:
     repetition_penalty: bool
     bias: bool
     min_new_tokens: bool
+    grammar: bool
     top_logprobs: bool
 
     def covers(self, other: SamplingMode) -> bool:
@@ -63,7 +64,7 @@ class SamplingMode:
     def draws_from_all(self) -> bool:
         """True if tokens are drawn from the whole distribution, without truncation or penalty."""
         penalises = self.repetition_penalty or self.bias or self.min_new_tokens
-        return not (self.top_k_top_p or self.min_p or penalises)
+        return not (self.top_k_top_p or self.min_p or penalises or self.grammar)
 
 
 @dataclass
@@ -71,7 +72,7 @@ class SamplingRows:
     """Tables of S rows."""
 
     integers: Tensor
-    """[S, 7 + stop tokens] int64, columns INTEGERS, then stop tokens."""
+    """[S, 8 + stop tokens] int64, columns INTEGERS, then stop tokens."""
     floats: Tensor
     """[S, 6 + longest completion] float64, columns FLOATS, then uniform numbers."""
     seen: Tensor | None
@@ -79,6 +80,8 @@ class SamplingRows:
     bias: Tensor | None
     """[S, V] float32, added to the logits: biases, minus the presence and frequency penalties of the tokens so far;
     none without them."""
+    allowed: Tensor | None
+    """[S, V / 32] int32, one bit for each token that a row's grammar allows next; none without grammars."""
 
     def append(self, tokens: Tensor) -> None:
         """Append one sampled token [S] to each row."""
@@ -126,6 +129,14 @@ class SamplingRows:
     def early_stops(self) -> tuple[Tensor, Tensor]:
         """Stop tokens [S, n] int64; and [S, 1] bool, true where they are not allowed yet."""
         return self.integers[:, len(INTEGERS) :], (self.drawn < self.integers[:, 5])[:, None]
+
+    @property
+    def forbidden(self) -> Tensor | None:
+        """[S, 32 words] bool, true for tokens that the grammar of a row does not allow next; None without grammars."""
+        if self.allowed is None:
+            return None
+        bits = self.allowed[:, :, None] >> torch.arange(32, device=self.allowed.device, dtype=torch.int32)
+        return (bits & 1 == 0).flatten(1) & self.integers[:, 7:8].bool()
 
     @property
     def temperature(self) -> Tensor:
@@ -293,6 +304,7 @@ def _weigh_kernel(
     floats,
     seen,
     bias,
+    allowed,
     scores,
     tops,
     sums,
@@ -307,6 +319,7 @@ def _weigh_kernel(
     SCORES: tl.constexpr,
     PENALTY: tl.constexpr,
     BIAS: tl.constexpr,
+    GRAMMAR: tl.constexpr,
     STOPS: tl.constexpr,
     CLEARED: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -334,6 +347,11 @@ def _weigh_kernel(
         if BIAS:
             biased = inside & (tl.load(row_integers + 6) != 0)  # other rows read no bias
             logit += tl.load(bias + row * vocabulary + token, mask=biased, other=0.0)
+        if GRAMMAR:
+            constrained = inside & (tl.load(row_integers + 7) != 0)
+            words = allowed + row * tl.cdiv(vocabulary, 32)
+            word = tl.load(words + token // 32, mask=constrained, other=-1)
+            logit = tl.where(((word >> (token % 32)) & 1) != 0, logit, float("-inf"))
         early = tl.load(row_integers + 2) < tl.load(row_integers + 5)
         for place in range(STOPS):
             logit = tl.where(early & (token == tl.load(row_integers + _STOPS + place)), float("-inf"), logit)
@@ -677,6 +695,7 @@ def _draw_kernel(
     floats,
     seen,
     bias,
+    allowed,
     scores,
     tops,
     sums,
@@ -789,7 +808,7 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
     table = integers.new_empty(count, _COLUMNS) if with_bounds else integers
     seen = integers if rows.seen is None else rows.seen
     bias = tops if rows.bias is None else rows.bias
-    tables = (logits, integers, floats, seen, bias)
+    tables = (logits, integers, floats, seen, bias, integers if rows.allowed is None else rows.allowed)
     weights = (scores, tops, sums, all_tops, all_sums)
     _weigh_kernel[count, blocks](
         *tables,
@@ -800,6 +819,7 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
         SCORES=with_scores,
         PENALTY=mode.repetition_penalty,
         BIAS=mode.bias,
+        GRAMMAR=mode.grammar,
         STOPS=integers.shape[1] - len(INTEGERS) if mode.min_new_tokens else 0,
         CLEARED=triton.next_power_of_2(triton.cdiv(_COLUMNS, blocks)) if with_bounds else 0,
         COLUMNS=_COLUMNS,

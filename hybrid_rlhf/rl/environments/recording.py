@@ -139,6 +139,8 @@ class EpisodeService(Service):
     def _fixed(self, body: GenerationBody, prompts: Sequence[_Prompt]) -> SamplingParams:
         """Sampling parameters of a request, with those that training must know replaced by the run's."""
         asked = self.sampling(body, longest_prompt=max(len(prompt.ids) for prompt in prompts))
+        if body.response_format is not None or (isinstance(body, ChatBody) and body.required_tools):
+            _warn_once("a program asks for a response format or a required call: rollouts are sampled without grammars")
         changed = [name for name in _FIXED if getattr(asked, name) != getattr(self.defaults, name)]
         for name in changed:
             _warn_once(
