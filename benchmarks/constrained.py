@@ -78,7 +78,10 @@ def main() -> None:
     prompts = [[100 + (7 * row + place) % 200 for place in range(48 + row % 5)] for row in range(rows)]
     longest = 64 + options.new_tokens
     taken: dict[str, list[float]] = {name: [] for name in ways}
-    with engines[0].open(rows=rows, max_tokens=longest) as first, engines[1].open(rows=rows, max_tokens=longest) as other:
+    with (
+        engines[0].open(rows=rows, max_tokens=longest) as first,
+        engines[1].open(rows=rows, max_tokens=longest) as other,
+    ):
         batches = (first, other)
         for name in reversed(ways):  # the tables of the second batch grow once
             milliseconds(batches[ways[name][0]], prompts, ways[name][1])

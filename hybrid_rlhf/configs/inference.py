@@ -19,7 +19,16 @@ from hybrid_rlhf.configs.sections.rules import (
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 _SERVE_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_GENERATING_KEYS = ("adapters", "reward_model", "max_batch_rows", "max_sequence_tokens", "kv_cache_gib", "sampling")
+_GENERATING_KEYS = (
+    "adapters",
+    "adapters_from",
+    "follow",
+    "reward_model",
+    "max_batch_rows",
+    "max_sequence_tokens",
+    "kv_cache_gib",
+    "sampling",
+)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*]+")
 _CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
 _MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks", "inspect": "inspect_tasks"}  # nosec B105
@@ -109,6 +118,10 @@ class ServeConfig(InferenceConfig):
     """Name of the model in requests; null: its path."""
     adapters: dict[str, str] = setting(default_factory=dict)
     """LoRA adapters of the model: peft folders by the names that requests use."""
+    adapters_from: str | None = setting(None, advanced=True)
+    """Folder of the LoRA adapters that requests may load, replace and unload at /v1/adapters; null: none may."""
+    follow: str | None = None
+    """Folder of a run that trains the served model: its newest checkpoint replaces the weights; null: they stay."""
     reward_model: str | None = None
     """Reward model that scores conversations at /score: a folder or hub name, which is also its name in requests."""
     max_queue: Natural = 256
@@ -141,6 +154,10 @@ class ServeConfig(InferenceConfig):
         require(
             self.served_name not in self.adapters,
             f"adapters must have other names than the model, got {self.served_name}: rename one",
+        )
+        require(
+            self.adapters_from is None or self.api_key is not None,
+            f"adapters_from needs an api_key, got {self.adapters_from} without one: give --api_key '${{NAME}}'",
         )
 
     def expanded_api_key(self) -> str | None:

@@ -6,7 +6,7 @@ alone (`GenerationEngine.from_pretrained`) and on the actor of a training run (e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -69,6 +69,8 @@ class GenerationEngine:
         self._backend: GenerationBackend | None = backend
         self.weight_version = weight_version
         self._shared = shared
+        self._slots: list[tuple[str, Mapping[str, LowRank]]] = [(name, {}) for name in adapters]
+        """Adapters by their numbers less 1; an unused number has an empty name."""
         self._keeps_backend = keeps_backend
         self.maker = RequestMaker(
             backend.max_positions,
@@ -124,13 +126,15 @@ class GenerationEngine:
             raise UserError(f"adapters need inference weights in the model's dtype, got {option}: leave it out")
         read = {name: read_adapter(lm, folder) for name, folder in (adapters or {}).items()}
         shared = _shared_weights(lm, backend, quantization, world=solo_world(lm.device), dtype=lm.dtype, adapters=read)
-        return cls(
+        engine = cls(
             _backend(lm, shared, bool(adapters), max_batch_rows, kv_cache_gib, prefill_tokens, cuda_graphs),
             stop_token_ids=default_stop_token_ids(lm) if stop_token_ids is None else stop_token_ids,
             tokenizer=tokenizer,
             adapters=tuple(adapters or ()),
             shared=shared,
         )
+        engine._slots = list(read.items())
+        return engine
 
     @classmethod
     def from_pretrained(
@@ -179,6 +183,7 @@ class GenerationEngine:
             _backend(lm, shared, True, max_batch_rows, kv_cache_gib),
             stop_token_ids=default_stop_token_ids(lm),
             tokenizer=load_tokenizer(resolved, trust_remote_code=trust_remote_code),
+            shared=shared,
         )
 
     @property
@@ -328,6 +333,68 @@ class GenerationEngine:
             order=order,
             world=world,
         )
+
+    def load_adapter(self, lm: PreTrainedModel, name: str, folder: str, batch: OpenBatch) -> None:
+        """Add an adapter while an open batch runs, between two of its steps.
+
+        Args:
+            lm: a model of the same architecture on the host, whose weights do not matter.
+            name: a name that no other adapter has.
+            folder: its peft folder.
+            batch: the engine's open batch.
+
+        Raises:
+            UserError: as in `from_model`.
+        """
+        if self._shared is None or not isinstance(self.backend, NativeBackend):
+            raise UserError("adapters need inference weights, this model has none: serve merged models")
+        self._set_slots(lm, self._with_slot(name, read_adapter(lm, folder)), batch)
+
+    def unload_adapters(self, lm: PreTrainedModel, names: Collection[str], batch: OpenBatch) -> None:
+        """Remove adapters that no running request of an open batch uses; arguments as in `load_adapter`."""
+        slots = [("", {}) if slot[0] in names else slot for slot in self._slots]
+        self._set_slots(lm, slots, batch)
+
+    def replace_weights(self, lm: PreTrainedModel, version: int, batch: OpenBatch) -> None:
+        """Take the weights of another model of the same architecture, while an open batch has no requests.
+
+        Args:
+            lm: the model, on the host or the device.
+            version: recorded for each further token.
+            batch: the engine's open batch.
+
+        Raises:
+            UserError: when the model has no inference weights.
+        """
+        shared = self._shared
+        if shared is None or not isinstance(self.backend, NativeBackend):
+            raise UserError("weights are replaced where there are inference weights, this model has none: restart")
+        changes = shared.changes(
+            lm, {name or f"unused {place}": read for place, (name, read) in enumerate(self._slots)}
+        )
+        with batch.paused():
+            decoder = shared.replaced(lm)
+            if changes:
+                decoder.set_adapters(changes)
+            self.backend.exchange(decoder)
+            batch.renew(version, recompute=False)
+        self.weight_version = version
+
+    def _with_slot(self, name: str, changes: Mapping[str, LowRank]) -> list[tuple[str, Mapping[str, LowRank]]]:
+        """Adapters with another one, at the first unused number."""
+        slots = list(self._slots)
+        place = next((place for place, (used, _) in enumerate(slots) if not used), len(slots))
+        slots[place:] = [(name, changes), *slots[place + 1 :]]
+        return slots
+
+    def _set_slots(self, lm: PreTrainedModel, slots: list[tuple[str, Mapping[str, LowRank]]], batch: OpenBatch) -> None:
+        assert self._shared is not None and isinstance(self.backend, NativeBackend)
+        named = {name or f"unused {place}": changes for place, (name, changes) in enumerate(slots)}
+        changes = self._shared.changes(lm, named)
+        with batch.paused():
+            self.backend.set_adapters(changes)
+            self.maker.adapters = tuple(name for name, _ in slots)
+        self._slots = slots
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
         """Complete one prompt; yields each token when it is sampled, including the stop token."""

@@ -55,6 +55,8 @@ class Answer:
     ) -> None:
         """Take the request, its prompts and sampling, the tokenizer of the text, and the text of single tokens."""
         self._body = body
+        self.version: str | None = None
+        """Version of the weights or of the adapter."""
         self.echoed: list[list[StreamedToken]] = []
         """Tokens of each prompt with their log-probs, if the answer has them."""
         self._job = job
@@ -110,7 +112,13 @@ class Answer:
             piece.calls = rest.calls
         choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
         kind = "chat.completion" if self._is_chat else "text_completion"
-        answer = {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+        answer = {
+            **self._head,
+            "system_fingerprint": self.version,
+            "object": kind,
+            "choices": choices,
+            "usage": self._usage(),
+        }
         if self._is_chat and self._body.return_token_ids:
             answer["prompt_token_ids"] = self._job.prompts[0]
         return answer
@@ -120,7 +128,11 @@ class Answer:
         options = self._body.stream_options
         wants_tokens = self._body.wants_logprobs or self._body.return_token_ids
         usage = {"usage": None} if options is not None and options.include_usage else {}
-        head = {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
+        head = {
+            **self._head,
+            "system_fingerprint": self.version,
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+        }
         if self._is_chat:
             ids = {"prompt_token_ids": self._job.prompts[0]} if self._body.return_token_ids else {}
             for index in range(len(self._streams)):

@@ -21,6 +21,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.serving.admission import CLIENT_CLOSED, Activity, Admission, error_response
 from hybrid_rlhf.serving.answers import Answer
 from hybrid_rlhf.serving.bodies import (
+    AdapterBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -43,6 +44,7 @@ from hybrid_rlhf.serving.service import (
     UnknownEpisode,
     UnknownModel,
 )
+from hybrid_rlhf.serving.updates import ModelUpdates
 from hybrid_rlhf.serving.web import AccessRules, add_error_answers
 
 _STATUSES: dict[type[Exception], int] = {
@@ -80,6 +82,7 @@ def build_app(
     episodes: Callable[[str], Service] | None = None,
     queue: EpisodeQueue | None = None,
     scores: ScoreService | None = None,
+    updates: ModelUpdates | None = None,
 ) -> FastAPI:
     """The application of a model that generates.
 
@@ -92,6 +95,7 @@ def build_app(
             UnknownEpisode; None: the API of `service` is at /v1.
         queue: episodes for programs outside of this process; None without such episodes.
         scores: service of a reward model at /score and /v1/score; None without these routes.
+        updates: changes of the adapters at /v1/adapters; None without this route.
     """
     app = _bare_app(service.metrics, access, activity, lambda: service.failed)
 
@@ -101,6 +105,8 @@ def build_app(
     app.include_router(_api(asked, created, scores), prefix="/v1" if episodes is None else "/episodes/{episode}/v1")
     if episodes is None:
         _add_tokenizer(app, service)
+    if updates is not None:
+        _add_updates(app, service, updates, created)
     if queue is not None:
         app.include_router(episode_routes(queue))
     if scores is not None:
@@ -220,6 +226,21 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         return JSONResponse(await asyncio.to_thread(service.of_model(body.model).detokenized, body))
 
 
+def _add_updates(app: FastAPI, service: Service, updates: ModelUpdates, created: int) -> None:
+    """Add the routes that change the adapters."""
+
+    @app.post("/v1/adapters")
+    async def load(request: Request) -> Response:
+        body = await read_request(request, AdapterBody)
+        loaded = await updates.load_adapter(body.name, body.path)
+        return JSONResponse(_model(loaded, service, created))
+
+    @app.delete("/v1/adapters/{name:path}")
+    async def unload(name: str) -> Response:
+        await updates.unload_adapter(name)
+        return JSONResponse({"id": name, "object": "model", "deleted": True})
+
+
 def _add_scores(app: FastAPI, scores: ScoreService, call: Callable[[Callable[[], Tensor]], Future[Tensor]]) -> None:
     """Add the routes of scores; `call` runs a function on the thread that uses the device."""
 
@@ -253,6 +274,8 @@ async def _generate(
     service = asked.of_model(body.model)
     job = await asyncio.to_thread(service.job, body)
     answer = Answer(body, job, service.tokenizer, service.token_text)  # first: an error must not leave a stream open
+    await service.admits.wait()  # other weights are being loaded
+    answer.version = service.version
     stream = service.start(job, whole=not body.stream) if body.generates else None
     if body.stream:
         assert stream is not None
@@ -315,7 +338,7 @@ async def _closed_by_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 def _model(service: Service, base: Service, created: int) -> dict[str, Any]:
-    entry = {**_entry(service.name, created), "max_model_len": service.batch.max_tokens}
+    entry = {**_entry(service.name, created), "max_model_len": service.batch.max_tokens, "version": service.version}
     return entry if service is base else {**entry, "parent": base.name}
 
 

@@ -389,6 +389,15 @@ class DetokenizeBody(StrictBody):
     tokens: _TokenIds
 
 
+class AdapterBody(StrictBody):
+    """POST /v1/adapters."""
+
+    name: str = Field(min_length=1, max_length=200)
+    """Name of the adapter in requests."""
+    path: str = Field(min_length=1, max_length=1000)
+    """Its peft folder, in the folder that the server allows."""
+
+
 class RewardBody(StrictBody):
     """POST /episodes/NAME/reward."""
 

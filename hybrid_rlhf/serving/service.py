@@ -123,12 +123,21 @@ class TokenStream:
     """The tokens of a job, which is submitted at once and cancelled by `close`."""
 
     def __init__(
-        self, batch: OpenBatch, job: Job, metrics: ServerMetrics, deliveries: _Deliveries, *, whole: bool
+        self,
+        batch: OpenBatch,
+        job: Job,
+        metrics: ServerMetrics,
+        deliveries: _Deliveries,
+        *,
+        whole: bool,
+        ended: Callable[[], None],
     ) -> None:
+        self._ended = ended
         self._batch = batch
         self._job = job
         self._metrics = metrics
         self._start = time.perf_counter()
+        self._is_open = True
         self._steps: asyncio.Queue[list[StreamedToken]] = asyncio.Queue()
         self._kept: list[StreamedToken] = []
         """Tokens of a whole answer, until a completion ends: they are not needed earlier."""
@@ -180,6 +189,9 @@ class TokenStream:
     def close(self) -> None:
         """Cancel the unfinished completions."""
         self._batch.cancel(self._submission)
+        if self._is_open:
+            self._is_open = False
+            self._ended()
 
     def _record(self, tokens: Sequence[StreamedToken], record: Callable[[int, list[StreamedToken]], None]) -> None:
         for token in tokens:
@@ -219,13 +231,19 @@ class Service:
         self.tokenizer = tokenizer
         self.name = name
         self.metrics = ServerMetrics(batch) if metrics is None else metrics
-        self._adapter = adapter
+        self.adapter = adapter
+        self.version = "0"
+        """Version of the weights or of the adapter, which answers contain."""
+        self.running = 0
+        """Number of requests that are being answered."""
+        self.admits = asyncio.Event()
+        """Set unless requests wait for other weights."""
+        self.admits.set()
         self._deliveries = _Deliveries()
-        shared: dict[str, Any] = {"sampling": sampling, "max_queue": max_queue, "metrics": self.metrics}
-        self.adapters = {name: Service(batch, tokenizer, name=name, adapter=name, **shared) for name in adapters}
-        """Services of the adapters."""
         self.defaults = sampling
         self.max_queue = max_queue
+        self.adapters = {name: self.with_adapter(name, name) for name in adapters}
+        """Services of the adapters."""
         self._most_characters = batch.max_tokens * longest_token(tokenizer)
 
     @cached_property
@@ -242,6 +260,25 @@ class Service:
         service = self.adapters.get(name, self)
         service.check_name(name)
         return service
+
+    def with_adapter(self, name: str, adapter: str, *, version: str = "0") -> Service:
+        """The service of an adapter of the model, by its names in requests and in the engine."""
+        service = Service(
+            self.batch,
+            self.tokenizer,
+            name=name,
+            sampling=self.defaults,
+            max_queue=self.max_queue,
+            metrics=self.metrics,
+            adapter=adapter,
+        )
+        service.admits = self.admits
+        service.version = version
+        return service
+
+    def set_version(self, version: str) -> None:
+        """Set the version of the weights."""
+        self.version = version
 
     @property
     def failed(self) -> bool:
@@ -273,7 +310,7 @@ class Service:
                 f"must leave room in the maximum context length of {self.batch.max_tokens} tokens, got {longest} "
                 f"tokens and {body.key_of('max_new_tokens')} {sampling.max_new_tokens}: shorten one of them",
             )
-        return Job(prompts, sampling, body.most_likely, adapter=self._adapter)
+        return Job(prompts, sampling, body.most_likely, adapter=self.adapter)
 
     def _constrained(
         self, sampling: SamplingParams, body: GenerationBody, prompts: Sequence[Sequence[int]]
@@ -333,7 +370,12 @@ class Service:
             BatchEnded: when the server stops.
         """
         self._check_queue(len(job.prompts) * job.sampling.n)
-        return TokenStream(self.batch, job, self.metrics, self._deliveries, whole=whole)
+        stream = TokenStream(self.batch, job, self.metrics, self._deliveries, whole=whole, ended=self._end)
+        self.running += 1
+        return stream
+
+    def _end(self) -> None:
+        self.running -= 1
 
     @property
     def _most_completions(self) -> int:
@@ -360,7 +402,7 @@ class Service:
     async def prompt_tokens(self, prompt: Sequence[int], *, top: int) -> list[StreamedToken]:
         """The tokens of a prompt with their log-probs, that of the first one NaN, and the most likely tokens."""
         try:
-            future = self.batch.prompt_logprobs(prompt, adapter=self._adapter, top=top)
+            future = self.batch.prompt_logprobs(prompt, adapter=self.adapter, top=top)
         except RuntimeError as error:
             raise _ended(self.batch) from error
         known = await asyncio.wrap_future(future)

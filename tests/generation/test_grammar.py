@@ -14,8 +14,7 @@ from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching import capacity
 from hybrid_rlhf.generation.batching import rows as rows_module
 from hybrid_rlhf.generation.batching.grammar import grammar_of, source_of
-from tests.generation.test_open_batch import Steps, completed, ids_of
-from tests.support.generation import keep_in_flight, token_ids_of
+from tests.support.generation import Steps, completed, ids_of, keep_in_flight, token_ids_of
 from tests.support.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 
 pytest.importorskip("llguidance")

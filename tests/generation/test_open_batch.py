@@ -6,7 +6,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from queue import SimpleQueue
 
 import psutil
 import pytest
@@ -28,36 +27,20 @@ from tests.support.generation import (
     PROMPTS,
     SAMPLED,
     STOP_TOKEN_IDS,
+    Steps,
+    completed,
     completions_alone,
     engine_of,
+    ids_of,
     keep_in_flight,
     random_tokens,
     wait_until,
 )
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
-Tokens = list[list[list[int]]]
-Steps = SimpleQueue[list[StreamedToken]]
-"""What a submission delivers."""
-
 
 def tiny_engine(**settings: object) -> GenerationEngine:
     return engine_of(stop=STOP_TOKEN_IDS, tokenizer=tiny_tokenizer(), **settings)
-
-
-def completed(batch: OpenBatch, prompts: list[list[int]], sampling: SamplingParams) -> list[list[list[StreamedToken]]]:
-    """All tokens of each sample, as they are delivered."""
-    steps = Steps()
-    found: list[list[list[StreamedToken]]] = [[[] for _ in range(sampling.n)] for _ in prompts]
-    unfinished = len(prompts) * sampling.n
-    batch.submit(prompts, sampling, steps.put)
-    while unfinished:
-        tokens = steps.get(timeout=60)
-        assert tokens, "the batch has ended"
-        for token in tokens:
-            found[token.prompt][token.sample].append(token)
-            unfinished -= token.finish_reason is not None
-    return found
 
 
 def submitted(batch: OpenBatch, prompts: list[list[int]], each: list[SamplingParams]) -> list[tuple[Submission, Steps]]:
@@ -67,10 +50,6 @@ def submitted(batch: OpenBatch, prompts: list[list[int]], each: list[SamplingPar
         steps = Steps()
         submissions.append((batch.submit([prompt], [params], steps.put), steps))
     return submissions
-
-
-def ids_of(found: list[list[list[StreamedToken]]]) -> Tokens:
-    return [[[token.token_id for token in sample] for sample in samples] for samples in found]
 
 
 @pytest.mark.parametrize(("backend", "rows"), [("auto", 3), ("auto", 64), ("module", 3)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,6 +35,7 @@ from hybrid_rlhf.generation.batching.preparation import log_compilation
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.batching.workspace import Workspace
+from hybrid_rlhf.generation.model.adapters import LowRankChange
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache, bytes_per_token, page_bytes
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
@@ -241,6 +242,15 @@ class NativeBackend:
             self.preemptions = self.preemptions + batch.preemptions
             self.work += batch.work
             requests = sorted(live, key=lambda request: request.prompt_index)
+
+    def set_adapters(self, changes: Mapping[tuple[int, str], Sequence[LowRankChange]]) -> None:
+        """Replace the adapters, also in a `run_open` whose thread waits. A number that changes its adapter must be that
+        of no running request."""
+        self.decoder.set_adapters(changes)
+        if self.workspace is not None:
+            self.workspace.forget_graphs()
+        if self.held is not None:
+            self.held.pool.forget_prefixes()  # they are keyed by the adapters' numbers
 
     def exchange(self, decoder: Decoder) -> None:
         """Generate with newer weights from now on, also in a `run_open` whose thread waits; call `renew` then.

@@ -114,6 +114,12 @@ class Workspace:
                 self.clear()
                 graphs.capture_missing(step)
 
+    def forget_graphs(self) -> None:
+        """Capture all steps again, as the addresses in them are no longer those of the weights; no step is running."""
+        for graphs in (self._graphs, self._logits_graphs):
+            if graphs is not None:
+                graphs.forget()
+
     def close(self) -> None:
         """Release the CUDA graphs and their memory; the rest is freed with the last reference. Idempotent."""
         held = [graphs for graphs in (self._graphs, self._logits_graphs) if graphs is not None]
@@ -346,12 +352,16 @@ class _Graphs:
 
     def close(self) -> None:
         """Destroy the graphs, which frees their memory, and release the stream for reuse."""
+        self.forget()
+        self._idle.append(self._stream)
+
+    def forget(self) -> None:
+        """Destroy the graphs, and capture them again when they are needed."""
         self._stream.synchronize()
         torch.cuda.current_stream().synchronize()  # a replay may still run
         for graph, _ in self._captured.values():
             graph.reset()
         self._captured.clear()
-        self._idle.append(self._stream)
 
     def _capture(self, step: Step, batch: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         start = time.perf_counter()

@@ -21,7 +21,7 @@ from hybrid_rlhf.generation.model.attention import StepAttention
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.model.decoder_weights import DecoderWeights, LayerWeights
 from hybrid_rlhf.generation.model.latent import Table
-from hybrid_rlhf.generation.model.layers import Norm, QuantisedLinear, norm_heads
+from hybrid_rlhf.generation.model.layers import Linear, Norm, QuantisedLinear, norm_heads
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
@@ -48,6 +48,8 @@ class Decoder:
         self._fused = choice.fused_kernels(self.kernels)
         self._weights = weights
         self._chosen: ChosenAdapters | None = None
+        self._bases: list[tuple[LayerWeights, str, Linear]] = []
+        """Products without their adapters, for each that has some."""
         # as Hugging Face, which multiplies by the scale in the dtype of the weights
         self._embed_scale = float(torch.tensor(architecture.embed_scale, dtype=weights.embed.dtype))
         self._input_scale = float(torch.tensor(architecture.layer_input_size**0.5, dtype=weights.embed.dtype))
@@ -91,13 +93,18 @@ class Decoder:
         """True if tokens may have adapters."""
         return self._chosen is not None
 
-    def add_adapters(self, changes: Mapping[tuple[int, str], Sequence[LowRankChange]]) -> None:
-        """Add the changes of adapters to products, which are given by layer and name. `hidden` selects adapters by
+    def set_adapters(self, changes: Mapping[tuple[int, str], Sequence[LowRankChange]]) -> None:
+        """Replace all adapters by changes of products, which are given by layer and name. `hidden` selects adapters by
         token."""
+        for weights, name, base in self._bases:
+            setattr(weights, name, base)
+        self._bases.clear()
         self._chosen = ChosenAdapters()
         for (layer, name), layer_changes in changes.items():
             weights = self._weights.layers[layer]
-            setattr(weights, name, AdaptedLinear(getattr(weights, name), layer_changes, self._chosen))
+            base = getattr(weights, name)
+            self._bases.append((weights, name, base))
+            setattr(weights, name, AdaptedLinear(base, layer_changes, self._chosen))
 
     @property
     def quantisation_errors(self) -> dict[str, Tensor]:

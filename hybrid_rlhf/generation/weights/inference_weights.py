@@ -24,6 +24,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.architecture.hugging_face import SCORE_HEAD, NotDescribed, describe
 from hybrid_rlhf.generation.architecture.model_description import Experts, Latent, ModelDescription, Split, share
 from hybrid_rlhf.generation.architecture.recurrence import Recurrence
+from hybrid_rlhf.generation.model.adapters import LowRankChange
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.decoder_weights import (
     LAYER_NORMS,
@@ -39,7 +40,7 @@ from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Linea
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.quantisation import Quantization
-from hybrid_rlhf.generation.weights.adapters import adapter_changes
+from hybrid_rlhf.generation.weights.adapters import Place, adapter_changes
 from hybrid_rlhf.generation.weights.picks import (
     Pick,
     Scaled,
@@ -139,6 +140,11 @@ class InferenceWeights:
         self._plan()
         if unknown := sorted(self._parameters - set(self.targets)):
             raise NotDescribed(f"the decoder has no use for the weight {unknown[0]}")
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self._world.device
 
     def picks(self, name: str) -> list[Pick]:
         """Return the functions that select this rank's parts of a full training weight."""
@@ -582,8 +588,26 @@ class SharedWeights:
         self._version = version
         decoder = self._weights.build((name, tensor, True) for name, tensor in parameters.items())
         if self._adapters and not decoder.has_adapters:
-            decoder.add_adapters(adapter_changes(self._adapters, parameters, self._weights.targets))
+            decoder.set_adapters(adapter_changes(self._adapters, parameters, self._weights.targets))
         return decoder
+
+    def replaced(self, lm: PreTrainedModel) -> Decoder:
+        """Return the decoder of the weights of another model of the same architecture, whose memory it does not keep.
+        On a GPU, these are written in place. There must be no adapters."""
+        return self._weights.build((name, tensor, False) for name, tensor in lm.named_parameters())
+
+    def changes(
+        self, lm: PreTrainedModel, adapters: Mapping[str, Mapping[str, LowRank]]
+    ) -> dict[Place, list[LowRankChange]]:
+        """Return the changes of products of adapters, numbered from 1, on the device of the decoder; `lm` has the
+        shapes of the weights.
+
+        Raises:
+            UserError: when a product does not support its adapter.
+        """
+        return adapter_changes(
+            adapters, dict(lm.named_parameters()), self._weights.targets, device=self._weights.device
+        )
 
 
 def decoder_of(
