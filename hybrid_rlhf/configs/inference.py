@@ -310,6 +310,9 @@ class ExportConfig(Settings):
     """PEFT adapter to merge into the model: a folder with adapter_config.json."""
     shard_gib: Positive = 4.0
     """Largest weights file of a folder, in GiB."""
+    check: bool = False
+    """Compare the greedy tokens of the exported model on ten prompts with those of the source: in transformers, or in
+    llama.cpp for gguf. A difference beyond rounding is exit code 1."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 
