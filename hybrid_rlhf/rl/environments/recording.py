@@ -140,7 +140,7 @@ class EpisodeService(Service):
         """Sampling parameters of a request, with those that training must know replaced by the run's."""
         asked = self.sampling(body, longest_prompt=max(len(prompt.ids) for prompt in prompts))
         if body.response_format is not None or (isinstance(body, ChatBody) and body.required_tools):
-            _warn_once("a program asks for a response format or a required call: rollouts are sampled without grammars")
+            _warn_once("a program asks for a response format or a required call: rollout.sampling decides")
         changed = [name for name in _FIXED if getattr(asked, name) != getattr(self.defaults, name)]
         for name in changed:
             _warn_once(
@@ -148,7 +148,7 @@ class EpisodeService(Service):
                 f"{getattr(self.defaults, name)}: rollout.sampling decides, as training computes its distribution"
             )
         fixed = {name: getattr(self.defaults, name) for name in _FIXED}
-        return replace(asked, **fixed, min_new_tokens=0)
+        return replace(asked, **fixed, min_new_tokens=0, response_format=self.defaults.response_format)
 
     def _limited(self, sampling: SamplingParams, prompts: Sequence[_Prompt]) -> SamplingParams:
         room = min(map(self._room, prompts))
