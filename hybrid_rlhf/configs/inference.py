@@ -19,7 +19,16 @@ from hybrid_rlhf.configs.sections.rules import (
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
 _SERVE_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_GENERATING_KEYS = ("adapters", "reward_model", "max_batch_rows", "max_sequence_tokens", "kv_cache_gib", "sampling")
+_GENERATING_KEYS = (
+    "adapters",
+    "adapters_from",
+    "follow",
+    "reward_model",
+    "max_batch_rows",
+    "max_sequence_tokens",
+    "kv_cache_gib",
+    "sampling",
+)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*]+")
 _CHAT_KEYS = tuple(name for name in vars(SamplingParams()) if name != "n")
 _MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks", "inspect": "inspect_tasks"}  # nosec B105
@@ -111,10 +120,16 @@ class ServeConfig(InferenceConfig):
     """Required bearer token of requests, usually ${NAME} of an environment variable; null: none."""
     cors_origins: list[str] = setting(default_factory=list, advanced=True)
     """Origins of pages on other sites that may send requests, such as https://app.example; empty: none may."""
+    access_log: bool = setting(False, advanced=True)
+    """Log method, path, status and seconds of each request on stderr."""
     model_name: str | None = None
     """Name of the model in requests; null: its path."""
     adapters: dict[str, str] = setting(default_factory=dict)
     """LoRA adapters of the model: peft folders by the names that requests use."""
+    adapters_from: str | None = setting(None, advanced=True)
+    """Folder of the LoRA adapters that requests may load, replace and unload at /v1/adapters; null: none may."""
+    follow: str | None = None
+    """Folder of a run that trains the served model: its newest checkpoint replaces the weights; null: they stay."""
     reward_model: str | None = None
     """Reward model that scores conversations at /score: a folder or hub name, which is also its name in requests."""
     max_queue: Natural = 256
@@ -147,6 +162,10 @@ class ServeConfig(InferenceConfig):
         require(
             self.served_name not in self.adapters,
             f"adapters must have other names than the model, got {self.served_name}: rename one",
+        )
+        require(
+            self.adapters_from is None or self.api_key is not None,
+            f"adapters_from needs an api_key, got {self.adapters_from} without one: give --api_key '${{NAME}}'",
         )
 
     def expanded_api_key(self) -> str | None:
@@ -385,6 +404,9 @@ class ExportConfig(Settings):
     """PEFT adapter to merge into the model: a folder with adapter_config.json."""
     shard_gib: Positive = 4.0
     """Largest weights file of a folder, in GiB."""
+    check: bool = False
+    """Compare the greedy tokens of the exported model on ten prompts with those of the source: in transformers, or in
+    llama.cpp for gguf. A difference beyond rounding is exit code 1."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 

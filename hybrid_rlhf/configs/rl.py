@@ -249,7 +249,7 @@ class RLConfig(StepConfig):
                 raise UserError(
                     "samples of other weights than those that train need algorithm.correction, got algorithm "
                     f"{name} without: give another, or leave out rollout.async_sampling, rollout.partial, "
-                    "rollout.streaming, rollout.quantization and rollout.vllm"
+                    "rollout.streaming, rollout.quantization, rollout.vllm and rollout.sampling.response_format"
                 )
             default = self.algorithm.default_correction
             object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.engines.deepspeed_internals import release_gathered
-from hybrid_rlhf.engines.saved.fragments import Fragment, local_values, parameter_fragments
+from hybrid_rlhf.engines.saved.fragments import local_values, parameter_fragments
+from hybrid_rlhf.models.fragment_files import Fragment
 from hybrid_rlhf.runtime.world import World
 
 

@@ -6,7 +6,7 @@ alone (`GenerationEngine.from_pretrained`) and on the actor of a training run (e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -185,6 +185,7 @@ class GenerationEngine:
             _backend(lm, shared, True, max_batch_rows, kv_cache_gib),
             stop_token_ids=default_stop_token_ids(lm),
             tokenizer=load_tokenizer(resolved, trust_remote_code=trust_remote_code),
+            shared=shared,
         )
 
     @property
@@ -213,35 +214,35 @@ class GenerationEngine:
         """Names of the adapters that a prompt may choose."""
         return tuple(self.maker.adapters)
 
-    def set_adapter(self, name: str, factors: Mapping[str, LowRank]) -> None:
+    def set_adapter(self, name: str, factors: Mapping[str, LowRank], *, like: PreTrainedModel | None = None) -> None:
         """Add an adapter, or replace the one of this name.
 
-        Its number is new, so that no cached prefix matches. In an open batch, call this by `OpenBatch.call`; the
-        adapter that is replaced must have no running requests.
+        Its number is new, so that no cached prefix matches. While an open batch runs, call this between two of its
+        steps (`OpenBatch.call`, or `paused` on a GPU); the adapter that is replaced must have no running requests.
 
         Args:
             name: for prompts.
             factors: as `read_adapter` returns them.
+            like: a model with the shapes of the weights; none: the one that the engine was built from, which still
+                exists.
 
         Raises:
-            UserError: for an engine without inference weights or with CUDA graphs, or a product without adapters.
+            UserError: for an engine without inference weights, or a product without adapters.
         """
         number = self._last_number + 1
-        self._replace_adapters({**self._adapters, name: NumberedAdapter(number, factors)})
+        self._replace_adapters({**self._adapters, name: NumberedAdapter(number, factors)}, like)
         self._last_number = number
 
-    def remove_adapter(self, name: str) -> None:
-        """Remove an adapter, which must have no running requests; called as `set_adapter`."""
-        self._replace_adapters({other: adapter for other, adapter in self._adapters.items() if other != name})
+    def remove_adapters(self, names: Collection[str], *, like: PreTrainedModel | None = None) -> None:
+        """Remove adapters, which must have no running requests; called as `set_adapter`."""
+        kept = {name: adapter for name, adapter in self._adapters.items() if name not in names}
+        self._replace_adapters(kept, like)
 
-    def _replace_adapters(self, adapters: dict[str, NumberedAdapter]) -> None:
+    def _replace_adapters(self, adapters: dict[str, NumberedAdapter], like: PreTrainedModel | None) -> None:
         backend = self.backend
-        if self._shared is None or not isinstance(backend, NativeBackend) or backend.captures:
-            raise UserError(
-                "adapters that come and go need inference weights without CUDA graphs, this engine has others: pass "
-                "cuda_graphs=False"
-            )
-        self._shared.replace_adapters(backend.decoder, adapters)
+        if self._shared is None or not isinstance(backend, NativeBackend):
+            raise UserError("adapters need inference weights, this model has none: serve merged models")
+        backend.set_adapters(self._shared.replace_adapters(adapters, like))
         self._adapters = adapters
         self.maker.adapters = {name: adapter.number for name, adapter in adapters.items()}
 
@@ -366,6 +367,29 @@ class GenerationEngine:
             order=order,
             world=world,
         )
+
+    def replace_weights(self, lm: PreTrainedModel, version: int, batch: OpenBatch) -> None:
+        """Take the weights of another model of the same architecture, while an open batch has no requests.
+
+        Args:
+            lm: the model, on the host or the device.
+            version: recorded for each further token.
+            batch: the engine's open batch.
+
+        Raises:
+            UserError: when the model has no inference weights.
+        """
+        shared = self._shared
+        if shared is None or not isinstance(self.backend, NativeBackend):
+            raise UserError("weights are replaced where there are inference weights, this model has none: restart")
+        changes = shared.replace_adapters(self._adapters, lm)
+        with batch.paused():
+            decoder = shared.replaced(lm)
+            if changes:
+                decoder.set_adapters(changes)
+            self.backend.exchange(decoder)
+            batch.renew(version, recompute=False)
+        self.weight_version = version
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
         """Complete one prompt; yields each token when it is sampled, including the stop token."""

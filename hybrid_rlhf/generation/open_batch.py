@@ -30,7 +30,7 @@ from hybrid_rlhf.generation.backends.module import ModuleBackend
 from hybrid_rlhf.generation.batching.arrivals import Arrivals, Taken
 from hybrid_rlhf.generation.batching.requests import NewTokens, Request, RequestMaker, continue_requests
 from hybrid_rlhf.generation.batching.rows import BatchLoad
-from hybrid_rlhf.generation.sampling import Completion, FinishReason, SamplingParams, per_request
+from hybrid_rlhf.generation.sampling import Completion, FinishReason, PromptLogprobs, SamplingParams, per_request
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.openmp import release_workers
 from hybrid_rlhf.runtime.world import World
@@ -123,7 +123,12 @@ class RequestBatch(TokenSource, Protocol):
     def close(self) -> None:
         """As in OpenBatch."""
 
-    def prompt_logprobs(self, tokens: Sequence[int], *, adapter: str | None = None) -> Future[list[float]]:
+    def prepare(self, params: SamplingParams) -> None:
+        """As in OpenBatch."""
+
+    def prompt_logprobs(
+        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0
+    ) -> Future[PromptLogprobs]:
         """As in OpenBatch."""
 
 
@@ -286,6 +291,14 @@ class OpenBatch:
             request.records_routes = record_routes[request.prompt_index]
         return requests
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile the grammar of sampling parameters, which takes longer than `submit`.
+
+        Raises:
+            UserError: for a grammar that does not compile.
+        """
+        self._maker.grammar(params)
+
     def completions(self, submission: Submission) -> dict[tuple[int, int], Completion]:
         """Unfinished samples of a submission as they are, by the indices of their prompts and samples; the batch must
         be paused."""
@@ -369,10 +382,12 @@ class OpenBatch:
         self._weight_version = weight_version
         self._backend.renew(recompute=recompute)
 
-    def prompt_logprobs(self, tokens: Sequence[int], *, adapter: str | None = None) -> Future[list[float]]:
-        """Return a future with the log-probs of all tokens of a prompt but the first, at temperature 1."""
+    def prompt_logprobs(
+        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0
+    ) -> Future[PromptLogprobs]:
+        """Return a future with the log-probs of a prompt, and the `top` most likely tokens at each place."""
         number = self._maker.adapter_number(adapter)
-        return self.call(lambda: self._backend.prompt_logprobs(tokens, number))
+        return self.call(lambda: self._backend.prompt_logprobs(tokens, number, top))
 
     def close(self, *, wait: bool = True) -> None:
         """End the batch after the present step. Unfinished submissions receive their last, empty delivery.

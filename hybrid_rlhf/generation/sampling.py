@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 
@@ -39,6 +40,24 @@ class Completion:
     routes: np.ndarray | None = field(default=None, compare=False)
     """[tokens of prompt and completion, mixtures, experts per token] int8 or int16: the experts that computed each
     token, if they are recorded; -1 for the last token, which no layer has read."""
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probs of all tokens of a prompt but the first, at temperature 1."""
+
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+    """For each of these tokens, the most likely tokens at its place with their log-probs, most likely first."""
+
+    @classmethod
+    def of(cls, logits: Tensor, labels: Tensor, top: int) -> PromptLogprobs:
+        """Those of labels [n] under logits [n, V], with the `top` most likely tokens."""
+        logprobs = logits.float().log_softmax(dim=-1)
+        values, tokens = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+        pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+        chosen = logprobs.gather(1, labels[:, None])[:, 0].tolist()
+        return cls(chosen, [list(zip(*pair, strict=True)) for pair in pairs])
 
 
 @dataclass(frozen=True)

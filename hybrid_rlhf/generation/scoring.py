@@ -10,7 +10,7 @@ R tensor-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,6 +23,8 @@ from hybrid_rlhf.generation.architecture.hugging_face import SCORE_HEAD, NotDesc
 from hybrid_rlhf.generation.model.attention import Attention, Chunks
 from hybrid_rlhf.generation.model.cache import CacheLayout, blocks_of
 from hybrid_rlhf.generation.model.decoder import Decoder
+from hybrid_rlhf.generation.ops.sampling import gather_vocabulary
+from hybrid_rlhf.generation.sampling import PromptLogprobs
 from hybrid_rlhf.generation.weights.inference_weights import DescribedModel, InferenceWeights
 from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE
 from hybrid_rlhf.models.head_check import agreement, module_logprobs, probe_tokens
@@ -67,6 +69,22 @@ class InferenceScorer:
         """Return the output of the head [B, T] after each real token, as Scorer."""
         real = attention_mask.bool()
         return scatter_tokens(self._decoder.logits(whole_hidden(self._decoder, input_ids, real)).squeeze(-1), real)
+
+
+@torch.no_grad()
+def prompt_logprobs(decoder: Decoder, tokens: Sequence[int], adapter: int, top: int) -> PromptLogprobs:
+    """Return the log-probs of a prompt's tokens but the first, with the `top` most likely tokens."""
+    ids = torch.tensor([tokens], device=decoder.world.device)
+    states = whole_hidden(decoder, ids, torch.ones_like(ids, dtype=torch.bool), adapter)[:-1]
+    logprobs = list[float]()
+    tops = list[list[tuple[int, float]]]()
+    for start in range(0, len(tokens) - 1, HEAD_CHUNK_TOKENS):
+        part = slice(start, start + HEAD_CHUNK_TOKENS)
+        logits = gather_vocabulary(decoder.logits(states[part]), decoder.architecture.vocab_size, decoder.world)
+        found = PromptLogprobs.of(logits, ids[0, 1:][part], top)
+        logprobs += found.logprobs
+        tops += found.top
+    return PromptLogprobs(logprobs, tops)
 
 
 def whole_hidden(decoder: Decoder, input_ids: Tensor, real: Tensor, adapter: int = 0) -> Tensor:

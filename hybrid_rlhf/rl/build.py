@@ -307,7 +307,7 @@ def _log_correction(config: RLConfig) -> None:
     correction = algorithm.correction
     if config.rollout.samples_otherwise:
         logger.info(
-            "algorithm.correction.ratio %s, method %s, clip %g: other weights or products than those that train sample",
+            "algorithm.correction.ratio %s, method %s, clip %g: another policy than the trained one samples",
             correction.ratio,
             correction.method,
             correction.clip,
@@ -317,6 +317,7 @@ def _log_correction(config: RLConfig) -> None:
         "completions of several weight versions (rollout.partial)": config.rollout.partial is not None,
         "completions of several weight versions (rollout.streaming)": config.rollout.streaming is not None,
         "8-bit sampling of long completions (rollout.quantization)": config.rollout.quantization is not None,
+        "a grammar (rollout.sampling.response_format)": config.rollout.sampling.response_format is not None,
     }
     for case in (case for case, is_on in cases.items() if is_on and correction.ratio == "token"):
         logger.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from dataclasses import dataclass
 
 from fastapi.responses import JSONResponse
@@ -11,7 +12,9 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.serving.metrics import ServerMetrics
+from hybrid_rlhf.serving.tracing import begin_span, end_span
 from hybrid_rlhf.serving.web import AccessRules
 
 CLIENT_CLOSED = 499
@@ -20,6 +23,8 @@ _OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no key, as they contain no texts."""
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 """OpenAI's types of errors with these statuses."""
+_MOST_LOGGED = 200
+"""Number of characters of a path in the log."""
 _RETRY_SECONDS = 5
 """Time after which a client may repeat a request to a stopping server, or to its successor."""
 
@@ -39,13 +44,20 @@ class Admission:
     the server stops."""
 
     def __init__(
-        self, app: ASGIApp, metrics: ServerMetrics, api_key: str | None, rules: AccessRules, activity: Activity
+        self,
+        app: ASGIApp,
+        metrics: ServerMetrics,
+        api_key: str | None,
+        rules: AccessRules,
+        activity: Activity,
+        logs_requests: bool = False,
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._api_key = api_key
         self._rules = rules
         self._activity = activity
+        self._logs_requests = logs_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -59,7 +71,10 @@ class Admission:
             status = message.get("status", status)
             await send(message)
 
-        refusal = self._refusal(scope, Headers(scope=scope))
+        headers = Headers(scope=scope)
+        start = time.perf_counter()
+        span = begin_span(scope["method"], headers)
+        refusal = self._refusal(scope, headers)
         counts = refusal is None and scope["path"] not in _OPEN_PATHS
         self._activity.requests += counts
         try:
@@ -71,6 +86,12 @@ class Admission:
             self._activity.requests -= counts
             path = getattr(scope.get("route"), "path", "other")  # few values of a label, whatever clients request
             self._metrics.requests.labels(path, str(status)).inc()
+            if self._logs_requests:
+                seconds = time.perf_counter() - start
+                asked = scope["path"][:_MOST_LOGGED]
+                logger.info("request %s %r: status %d after %.3f s", scope["method"], asked, status, seconds)
+            if span is not None:
+                end_span(span, scope["method"], path, status)
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         """The answer that refuses a request; None if it is admitted.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -13,12 +14,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.data.chat.calls import ToolCall, function_names
+from hybrid_rlhf.data.chat.template import ChatTemplate
 from hybrid_rlhf.generation.open_batch import StreamedToken
-from hybrid_rlhf.serving.bodies import ChatBody, GenerationBody
+from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
 from hybrid_rlhf.serving.service import BatchEnded, Job, TokenStream
-from hybrid_rlhf.serving.text_stream import ReplyStream, TextStream
+from hybrid_rlhf.serving.text_stream import ReasoningSplit, ReplyPiece, ReplyStream, TextStream
 from hybrid_rlhf.serving.token_text import TokenText
 
+_MARK_TOKENS = 16
+"""Number of last tokens of a prompt among which a mark opens the reasoning of the completion."""
 _ABORTED = "abort"
 """Finish reason of a completion that ends because the server stops (vLLM's name)."""
 
@@ -30,10 +34,15 @@ class AnswerPart:
     text: str = ""
     tokens: list[StreamedToken] = field(default_factory=list)
     calls: Sequence[ToolCall] = ()
+    reasoning: str = ""
+    is_aborted: bool = False
+    """True if the completion ends because the server stops."""
 
     @property
     def finish_reason(self) -> str | None:
         """Finish reason of the last token; tool_calls if the completion ends with calls."""
+        if self.is_aborted:
+            return _ABORTED
         reason = self.tokens[-1].finish_reason if self.tokens else None
         return "tool_calls" if self.calls and reason == "stop" else reason
 
@@ -46,6 +55,10 @@ class Answer:
     ) -> None:
         """Take the request, its prompts and sampling, the tokenizer of the text, and the text of single tokens."""
         self._body = body
+        self.version: str | None = None
+        """Version of the weights or of the adapter."""
+        self.echoed: list[list[StreamedToken]] = []
+        """Tokens of each prompt with their log-probs, if the answer has them."""
         self._job = job
         self._tokenizer = tokenizer
         self._token_text = token_text
@@ -55,9 +68,17 @@ class Answer:
         drops_space = self._is_chat and tokenizer.chat_template is None
 
         names = function_names(body.used_tools) if isinstance(body, ChatBody) else frozenset[str]()
+        marks = thinking_marks(body, tokenizer)
+        special = set(tokenizer.all_special_tokens)
+        shown = tokenizer.convert_tokens_to_ids([mark for mark in marks or () if mark in special])
+        self._skipped = set(tokenizer.all_special_ids) - set(shown) if shown else None
+        """Special tokens that are not shown, if others are: marks of reasoning."""
+        tail = job.prompts[0][0 if isinstance(body, ChatBody) and body.continue_final_message else -_MARK_TOKENS :]
+        is_open = marks is not None and opens_thinking(str(tokenizer.decode(tail)), marks)
 
         def stream() -> ReplyStream:
-            return ReplyStream(TextStream(self._decode, job.sampling.stop, drops_space=drops_space), names)
+            text = TextStream(self._decode, job.sampling.stop, drops_space=drops_space)
+            return ReplyStream(text, names, None if marks is None else ReasoningSplit(*marks, is_open=is_open))
 
         self._streams = [stream() for _ in range(len(job.prompts) * job.sampling.n)]
         self._unfinished = dict.fromkeys(range(len(self._streams)))
@@ -72,23 +93,32 @@ class Answer:
             "model": body.model,
         }
 
-    async def whole(self, stream: TokenStream) -> dict[str, Any]:
-        """The complete answer, after the last token.
+    async def whole(self, stream: TokenStream | None) -> dict[str, Any]:
+        """The complete answer, after the last token; without a stream, the answer is the prompts alone.
 
         Text is decoded at the end: decoding between two steps would delay the batch, as Python runs one thread at a
         time.
         """
         pieces = [AnswerPart() for _ in self._streams]
-        async for tokens in stream.steps():
-            for token in tokens:
-                pieces[self._index(token)].tokens.append(token)
+        if stream is not None:
+            async for tokens in stream.steps():
+                for token in tokens:
+                    pieces[self._index(token)].tokens.append(token)
         for piece in pieces:
-            before, _ = self._add(piece.tokens[:-1])
-            rest, piece.calls = self._add(piece.tokens[-1:])
-            piece.text = before + rest
+            before = self._add(piece.tokens[:-1])
+            rest = self._add(piece.tokens[-1:])
+            piece.text = before.text + rest.text
+            piece.reasoning = before.reasoning + rest.reasoning
+            piece.calls = rest.calls
         choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
         kind = "chat.completion" if self._is_chat else "text_completion"
-        answer = {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+        answer = {
+            **self._head,
+            "system_fingerprint": self.version,
+            "object": kind,
+            "choices": choices,
+            "usage": self._usage(),
+        }
         if self._is_chat and self._body.return_token_ids:
             answer["prompt_token_ids"] = self._job.prompts[0]
         return answer
@@ -98,64 +128,79 @@ class Answer:
         options = self._body.stream_options
         wants_tokens = self._body.wants_logprobs or self._body.return_token_ids
         usage = {"usage": None} if options is not None and options.include_usage else {}
-        head = {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
+        head = {
+            **self._head,
+            "system_fingerprint": self.version,
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+        }
         if self._is_chat:
             ids = {"prompt_token_ids": self._job.prompts[0]} if self._body.return_token_ids else {}
             for index in range(len(self._streams)):
                 delta = {"role": "assistant", "content": ""}
                 choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
-                yield _event({**head, **ids, "choices": [choice], **usage})
+                yield event({**head, **ids, "choices": [choice], **usage})
+        async for index, part in self.parts(stream):
+            if part.text or part.reasoning or part.finish_reason or wants_tokens:
+                yield event({**head, "choices": [self._choice(index, part, streamed=True)], **usage})
+        if usage:
+            yield event({**head, "choices": [], "usage": self._usage()})
+        yield "data: [DONE]\n\n"
+
+    async def parts(self, stream: TokenStream) -> AsyncIterator[tuple[int, AnswerPart]]:
+        """Yield the parts of all choices, by index, one for each token; when the server stops, the rest of each."""
         try:
             async for tokens in stream.steps():
                 for token in tokens:
                     index = self._index(token)
-                    (text, calls) = self._add([token])
-                    if text or token.finish_reason or wants_tokens:
-                        choices = [self._choice(index, AnswerPart(text, [token], calls), streamed=True)]
-                        yield _event({**head, "choices": choices, **usage})
+                    added = self._add([token])
+                    yield index, AnswerPart(added.text, [token], added.calls, added.reasoning)
                     if token.finish_reason is not None:
                         del self._unfinished[index]
         except BatchEnded:
             for index in self._unfinished:
-                rest, _ = self._streams[index].add([], "length")
-                choice = self._choice(index, AnswerPart(rest), streamed=True)
-                yield _event({**head, "choices": [{**choice, "finish_reason": _ABORTED}], **usage})
-        if usage:
-            yield _event({**head, "choices": [], "usage": self._usage()})
-        yield "data: [DONE]\n\n"
+                rest = self._streams[index].add([], "length")
+                yield index, AnswerPart(rest.text, reasoning=rest.reasoning, is_aborted=True)
 
     def _index(self, token: StreamedToken) -> int:
         """Index of the token's choice."""
         return token.prompt * self._job.sampling.n + token.sample
 
-    def _add(self, tokens: Sequence[StreamedToken]) -> tuple[str, Sequence[ToolCall]]:
-        """The text and calls that tokens of one choice complete."""
+    def _add(self, tokens: Sequence[StreamedToken]) -> ReplyPiece:
+        """What tokens of one choice complete."""
         if not tokens:
-            return "", ()
+            return ReplyPiece()
         self._completion_tokens += len(tokens)
         ids = [token.token_id for token in tokens]
-        text, calls = self._streams[self._index(tokens[0])].add(ids, tokens[-1].finish_reason)
-        return text, calls[: self._most_calls]
+        piece = self._streams[self._index(tokens[0])].add(ids, tokens[-1].finish_reason)
+        return piece._replace(calls=piece.calls[: self._most_calls])
 
     def _choice(self, index: int, piece: AnswerPart, *, streamed: bool = False) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish_reason, "logprobs": None}
+        prompt = index // self._job.sampling.n
         if not self._is_chat:
-            choice["text"] = piece.text
+            choice["text"] = self._prompt_text(prompt) + piece.text if self._body.echoes else piece.text
+            if not self._body.generates:
+                choice["finish_reason"] = "length"
         elif streamed:
             choice["delta"] = {"content": piece.text} if piece.text else {}
+            if piece.reasoning:
+                choice["delta"]["reasoning_content"] = piece.reasoning
             if piece.calls:
                 choice["delta"]["tool_calls"] = _shown_calls(piece.calls, indexed=True)
         else:
             content = piece.text if piece.text or not piece.calls else None
             choice["message"] = {"role": "assistant", "content": content, "refusal": None}
+            if piece.reasoning:
+                choice["message"]["reasoning_content"] = piece.reasoning
             if piece.calls:
                 choice["message"]["tool_calls"] = _shown_calls(piece.calls)
         if self._body.wants_logprobs:
-            choice["logprobs"] = self._chat_logprobs(piece) if self._is_chat else self._text_logprobs(index, piece)
+            tokens = [*(self.echoed[prompt] if self.echoed else ()), *piece.tokens]
+            choice["logprobs"] = self._chat_logprobs(piece) if self._is_chat else self._text_logprobs(index, tokens)
         if self._body.return_token_ids:
             choice["token_ids"] = [token.token_id for token in piece.tokens]
             if not self._is_chat:
-                choice["prompt_token_ids"] = self._job.prompts[index // self._job.sampling.n]
+                choice["prompt_token_ids"] = self._job.prompts[prompt]
         return choice
 
     def _chat_logprobs(self, piece: AnswerPart) -> dict[str, Any]:
@@ -169,20 +214,42 @@ class Answer:
         known = self._token_text
         return {"token": known.text(token), "logprob": logprob, "bytes": list(known.content(token))}
 
-    def _text_logprobs(self, index: int, piece: AnswerPart) -> dict[str, Any]:
+    def prompt_logprobs(self, tokens: Sequence[StreamedToken], top: int) -> list[dict[str, Any] | None]:
+        """Log-probs of a prompt's tokens in vLLM's form, with the `top` most likely ones; None for the first token."""
+        shown = list[dict[str, Any] | None]([None])
+        for token in tokens[1:]:
+            likely = {token.token_id: token.logprob} | dict(token.top[:top])
+            shown.append(
+                {
+                    str(candidate): {"logprob": value, "decoded_token": self._tokenizer.decode([candidate])}
+                    for candidate, value in likely.items()
+                }
+            )
+        return shown
+
+    def _prompt_text(self, prompt: int) -> str:
+        """The text of a prompt, as it was sent, or decoded."""
+        assert isinstance(self._body, CompletionBody)
+        sent = self._body.prompts[prompt]
+        return sent if isinstance(sent, str) else self._decode(sent)
+
+    def _text_logprobs(self, index: int, tokens: Sequence[StreamedToken]) -> dict[str, Any]:
         known = self._token_text
         texts = list[str]()
         offsets = list[int]()
-        for token in piece.tokens:
+        for token in tokens:
             texts.append(known.label(token.token_id))
             offsets.append(self._offsets[index])
             self._offsets[index] += len(self._decoders[index].decode(known.content(token.token_id)))
-        values = [token.logprob for token in piece.tokens]
-        top = [self._labelled(token) for token in piece.tokens] if self._job.top_logprobs else None
+        values = [None if math.isnan(token.logprob) else token.logprob for token in tokens]  # that of the first token
+        top = [self._labelled(token) for token in tokens] if self._job.top_logprobs else None
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
-    def _labelled(self, token: StreamedToken) -> dict[str, float]:
-        """Log-probs of the likely tokens by label; a token whose label is already used is named by its id."""
+    def _labelled(self, token: StreamedToken) -> dict[str, float] | None:
+        """Log-probs of the likely tokens by label; a token whose label is already used is named by its id. None for the
+        first token of a prompt."""
+        if math.isnan(token.logprob):
+            return None
         logprobs = {self._token_text.label(token.token_id): token.logprob}
         for candidate, value in token.top:
             if candidate != token.token_id:
@@ -190,13 +257,32 @@ class Answer:
                 logprobs[f"token_id:{candidate}" if label in logprobs else label] = value
         return logprobs
 
+    @property
+    def completion_tokens(self) -> int:
+        """Number of tokens of all choices so far."""
+        return self._completion_tokens
+
     def _usage(self) -> dict[str, int]:
         prompt = sum(map(len, self._job.prompts))
         completion = self._completion_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        if self._skipped is not None and self._body.skip_special_tokens:
+            return str(self._tokenizer.decode([token for token in ids if token not in self._skipped]))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._body.skip_special_tokens))
+
+
+def thinking_marks(body: GenerationBody, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+    """The marks of reasoning in the completions of a request; None for plain text, or if the template has none."""
+    template = ChatTemplate.of(tokenizer, body.used_tools) if isinstance(body, ChatBody) else None
+    return None if template is None else template.thinking_marks
+
+
+def opens_thinking(prompt: str, marks: tuple[str, str]) -> bool:
+    """Return True if the end of a prompt is within the reasoning."""
+    opening, closing = marks
+    return prompt.rfind(opening) > prompt.rfind(closing)
 
 
 def _with_sampled(token: StreamedToken) -> Sequence[tuple[int, float]]:
@@ -218,5 +304,6 @@ def _shown_calls(calls: Sequence[ToolCall], *, indexed: bool = False) -> list[di
     ]
 
 
-def _event(content: dict[str, Any]) -> str:
+def event(content: dict[str, Any]) -> str:
+    """A server-sent event with JSON data."""
     return f"data: {json.dumps(content)}\n\n"

@@ -20,9 +20,19 @@ from torch import Tensor
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.serving.admission import CLIENT_CLOSED, Activity, Admission, error_response
 from hybrid_rlhf.serving.answers import Answer
-from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody, ScoreBody, read_request
+from hybrid_rlhf.serving.bodies import (
+    AdapterBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    ScoreBody,
+    TokenizeBody,
+    read_request,
+)
 from hybrid_rlhf.serving.episodes import EpisodeQueue, episode_routes
 from hybrid_rlhf.serving.metrics import ServerMetrics
+from hybrid_rlhf.serving.responses import ResponseBody, response_events, response_of
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import (
     BatchEnded,
@@ -34,6 +44,7 @@ from hybrid_rlhf.serving.service import (
     UnknownEpisode,
     UnknownModel,
 )
+from hybrid_rlhf.serving.updates import ModelUpdates
 from hybrid_rlhf.serving.web import AccessRules, add_error_answers
 
 _STATUSES: dict[type[Exception], int] = {
@@ -58,6 +69,8 @@ class Access:
     """Bearer token that requests to the API must send; None requires no token."""
     origins: Sequence[str] = ()
     """Origins of other sites whose pages may send requests."""
+    logs_requests: bool = False
+    """True if each request is logged."""
 
 
 def build_app(
@@ -69,6 +82,7 @@ def build_app(
     episodes: Callable[[str], Service] | None = None,
     queue: EpisodeQueue | None = None,
     scores: ScoreService | None = None,
+    updates: ModelUpdates | None = None,
 ) -> FastAPI:
     """The application of a model that generates.
 
@@ -81,6 +95,7 @@ def build_app(
             UnknownEpisode; None: the API of `service` is at /v1.
         queue: episodes for programs outside of this process; None without such episodes.
         scores: service of a reward model at /score and /v1/score; None without these routes.
+        updates: changes of the adapters at /v1/adapters; None without this route.
     """
     app = _bare_app(service.metrics, access, activity, lambda: service.failed)
 
@@ -88,6 +103,10 @@ def build_app(
         return service if episodes is None else episodes(request.path_params["episode"])
 
     app.include_router(_api(asked, created, scores), prefix="/v1" if episodes is None else "/episodes/{episode}/v1")
+    if episodes is None:
+        _add_tokenizer(app, service)
+    if updates is not None:
+        _add_updates(app, service, updates, created)
     if queue is not None:
         app.include_router(episode_routes(queue))
     if scores is not None:
@@ -128,7 +147,14 @@ def _bare_app(metrics: ServerMetrics, access: Access, activity: Activity | None,
     app = FastAPI(title="hybrid-rlhf serve", docs_url=None, redoc_url=None)
     add_error_answers(app, _STATUSES, _error_answer, internal="internal error, see the server's log: report it")
     rules = AccessRules(access.host, access.origins)
-    app.add_middleware(Admission, metrics=metrics, api_key=access.api_key, rules=rules, activity=activity)
+    app.add_middleware(
+        Admission,
+        metrics=metrics,
+        api_key=access.api_key,
+        rules=rules,
+        activity=activity,
+        logs_requests=access.logs_requests,
+    )
     if access.origins:  # the outermost middleware: errors need its headers too, and preflights have no key
         app.add_middleware(
             CORSMiddleware, allow_origins=access.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -174,11 +200,45 @@ def _api(asked: Callable[[Request], Service], created: int, scores: ScoreService
     async def chat_completions(request: Request) -> Response:
         return await _generate(asked(request), request, await read_request(request, ChatBody))
 
+    @router.post("/responses")
+    async def responses(request: Request) -> Response:
+        body = await read_request(request, ResponseBody)
+        return await _generate(asked(request), request, body.chat(), body)
+
     @router.post("/completions")
     async def completions(request: Request) -> Response:
         return await _generate(asked(request), request, await read_request(request, CompletionBody))
 
     return router
+
+
+def _add_tokenizer(app: FastAPI, service: Service) -> None:
+    """Add vLLM's routes of the tokenizer."""
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await read_request(request, TokenizeBody)
+        return JSONResponse(await asyncio.to_thread(service.of_model(body.model).tokenized, body))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = await read_request(request, DetokenizeBody)
+        return JSONResponse(await asyncio.to_thread(service.of_model(body.model).detokenized, body))
+
+
+def _add_updates(app: FastAPI, service: Service, updates: ModelUpdates, created: int) -> None:
+    """Add the routes that change the adapters."""
+
+    @app.post("/v1/adapters")
+    async def load(request: Request) -> Response:
+        body = await read_request(request, AdapterBody)
+        loaded = await updates.load_adapter(body.name, body.path)
+        return JSONResponse(_model(loaded, service, created))
+
+    @app.delete("/v1/adapters/{name:path}")
+    async def unload(name: str) -> Response:
+        await updates.unload_adapter(name)
+        return JSONResponse({"id": name, "object": "model", "deleted": True})
 
 
 def _add_scores(app: FastAPI, scores: ScoreService, call: Callable[[Callable[[], Tensor]], Future[Tensor]]) -> None:
@@ -207,27 +267,40 @@ class EventStream(StreamingResponse):
             self._stream.close()
 
 
-async def _generate(asked: Service, request: Request, body: GenerationBody) -> Response:
+async def _generate(
+    asked: Service, request: Request, body: GenerationBody, as_response: ResponseBody | None = None
+) -> Response:
+    """Answer a request; `as_response`: in the form of the Responses API, which asks for it."""
     service = asked.of_model(body.model)
     job = await asyncio.to_thread(service.job, body)
     answer = Answer(body, job, service.tokenizer, service.token_text)  # first: an error must not leave a stream open
-    stream = service.start(job, whole=not body.stream)
+    await service.admits.wait()  # other weights are being loaded
+    answer.version = service.version
+    stream = service.start(job, whole=not body.stream) if body.generates else None
     if body.stream:
-        return EventStream(_closed_by_errors(answer.events(stream)), stream)
+        assert stream is not None
+        events = answer.events(stream) if as_response is None else response_events(as_response, answer, job, stream)
+        return EventStream(_closed_by_errors(events), stream)
 
     async def work() -> dict[str, Any]:
+        echoes = body.echoes and body.wants_logprobs
+        if echoes or body.prompt_logprobs is not None:
+            top = max(job.top_logprobs * echoes, body.prompt_logprobs or 0)
+            prompts = [await service.prompt_tokens(prompt, top=top) for prompt in job.prompts]
+            answer.echoed = prompts if echoes else []
         whole = await answer.whole(stream)
         if body.prompt_logprobs is not None:
-            prompt_logprobs = [await service.prompt_logprobs(prompt) for prompt in job.prompts]
             holders = [whole] if isinstance(body, ChatBody) else whole["choices"]
             for place, holder in enumerate(holders):
-                holder["prompt_logprobs"] = prompt_logprobs[place // job.sampling.n]
-        return whole
+                tokens = prompts[place // job.sampling.n]
+                holder["prompt_logprobs"] = answer.prompt_logprobs(tokens, body.prompt_logprobs)
+        return whole if as_response is None else response_of(as_response, job, whole)
 
     try:
         whole = await _until_disconnect(request.receive, work())
     finally:
-        stream.close()
+        if stream is not None:
+            stream.close()
     return _whole(whole)
 
 
@@ -265,7 +338,7 @@ async def _closed_by_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 def _model(service: Service, base: Service, created: int) -> dict[str, Any]:
-    entry = {**_entry(service.name, created), "max_model_len": service.batch.max_tokens}
+    entry = {**_entry(service.name, created), "max_model_len": service.batch.max_tokens, "version": service.version}
     return entry if service is base else {**entry, "parent": base.name}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request
@@ -18,23 +18,18 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.sections.rules import nearest_hint
+from hybrid_rlhf.configs.sections.rules import nearest_hint, require_template_variables
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.generation.sampling import MOST_TOP_LOGPROBS
 from hybrid_rlhf.serving.web import StrictBody
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
-    "echo": (None, False),
     "best_of": (None, 1),
-    "tool_choice": (None, "auto", "none"),
     "modalities": (None, ["text"]),
 }
 """Keys of other servers, with the values that this server accepts."""
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 _SUBJECT = re.compile("^(Input|List|String) should ")
 """Beginning of pydantic's messages."""
 _IGNORED = (
@@ -53,15 +48,32 @@ _MOST_TOOLS = 1024
 _MOST_STOPS = 64
 _MOST_STOP_CHARACTERS = 1000
 _MOST_STOP_TOKENS = 128
-_MOST_INTEGER = 2**31 - 1
+_MOST_BIASES = 1024
+_MOST_VARIABLES = 64
+MOST_INTEGER = 2**31 - 1
 _MOST_TEMPERATURE = 100.0
 _MOST_PENALTY = 100.0
+_MOST_ADDED_PENALTY = 2.0
+"""Limit of OpenAI on presence and frequency penalties."""
+_MOST_BIAS = 100.0
+"""Limit of OpenAI on `logit_bias`."""
 _MOST_REWARD = 1e6
+_Bias = Annotated[float, Field(ge=-_MOST_BIAS, le=_MOST_BIAS)]
 _TokenIds = Annotated[list[int], Field(fail_fast=True)]
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST_MESSAGES)]
 _Conversation = Annotated[_Objects, Field(min_length=1)]
 _Texts = Annotated[list[str], Field(fail_fast=True, max_length=_MOST_PROMPTS)]
 _StopText = Annotated[str, Field(max_length=_MOST_STOP_CHARACTERS)]
+_CODES = {
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_required_parameter",
+    "greater_than_equal": "integer_below_min_value",
+    "less_than_equal": "integer_above_max_value",
+    "string_too_long": "string_above_max_length",
+    "too_long": "array_above_max_length",
+    "too_short": "empty_array",
+}
+"""OpenAI's codes of errors, by pydantic's type."""
 BodyT = TypeVar("BodyT", bound=StrictBody)
 
 
@@ -70,17 +82,20 @@ class KeyRejected(UserError):
 
     Attributes:
         key: the key, `param` of OpenAI's error object.
+        code: OpenAI's code of the error.
     """
 
-    def __init__(self, key: str, rest: str) -> None:
+    def __init__(self, key: str, rest: str, code: str = "invalid_value") -> None:
         super().__init__(f"{key} {rest}")
         self.key = key
+        self.code = code
 
 
 class ContextTooLong(KeyRejected):
     """A prompt, alone or with its completion, is longer than a sequence may be."""
 
-    code = "context_length_exceeded"
+    def __init__(self, key: str, rest: str) -> None:
+        super().__init__(key, rest, "context_length_exceeded")
 
 
 class StreamOptions(StrictBody):
@@ -95,20 +110,27 @@ class GenerationBody(StrictBody):
 
     model: str
     n: int = Field(1, ge=1, le=_MOST_SAMPLES)
-    max_tokens: int | None = Field(None, le=_MOST_INTEGER)
+    max_tokens: int | None = Field(None, le=MOST_INTEGER)
     temperature: float | None = Field(None, le=_MOST_TEMPERATURE)
     top_p: float | None = None
-    top_k: int | None = Field(None, le=_MOST_INTEGER)
+    top_k: int | None = Field(None, le=MOST_INTEGER)
     min_p: float | None = None
     repetition_penalty: float | None = Field(None, ge=1 / _MOST_PENALTY, le=_MOST_PENALTY)
-    min_tokens: int | None = Field(None, le=_MOST_INTEGER)
+    presence_penalty: float | None = Field(None, ge=-_MOST_ADDED_PENALTY, le=_MOST_ADDED_PENALTY)
+    frequency_penalty: float | None = Field(None, ge=-_MOST_ADDED_PENALTY, le=_MOST_ADDED_PENALTY)
+    logit_bias: Annotated[dict[str, _Bias], Field(max_length=_MOST_BIASES)] | None = None
+    """Biases by token id, which JSON writes as text."""
+    response_format: dict[str, Any] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int | None = Field(None, le=MOST_INTEGER)
     stop: _StopText | Annotated[list[_StopText], Field(fail_fast=True, max_length=_MOST_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=_MOST_STOP_TOKENS)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    prompt_logprobs: int | None = None
-    """0 requests the log-probs of the prompt's tokens."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    """Number of most likely tokens in the answer for each token of the prompt; 0: its tokens alone."""
     return_token_ids: bool = False
     """Add the token ids of prompts and completions to the answer."""
 
@@ -130,6 +152,10 @@ class GenerationBody(StrictBody):
             "top_k": 0 if self.top_k == -1 else self.top_k,  # vLLM's value for all tokens
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias and self._biases(self.logit_bias),
+            "ignore_eos": self.ignore_eos or None,
             "min_new_tokens": self.min_tokens,
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
             "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
@@ -141,6 +167,13 @@ class GenerationBody(StrictBody):
         except UserError as error:  # the text begins with the engine's name of the key
             name, _, rest = str(error).partition(" ")
             raise KeyRejected(self.key_of(name), rest) from None
+
+    def _biases(self, given: Mapping[str, float]) -> dict[int, float]:
+        """Biases by token id."""
+        unknown = next((token for token in given if not _TOKEN_ID.fullmatch(token)), None)
+        if unknown is not None:
+            raise KeyRejected("logit_bias", f"must have token ids as keys, got {unknown[:40]!r}: write a number")
+        return {int(token): bias for token, bias in given.items()}
 
     def key_of(self, parameter: str) -> str:
         """The key of this body from which a sampling parameter is read."""
@@ -162,6 +195,16 @@ class GenerationBody(StrictBody):
         return self.n
 
     @property
+    def echoes(self) -> bool:
+        """True if the answer begins with the prompt."""
+        return False
+
+    @property
+    def generates(self) -> bool:
+        """True if tokens are sampled; false for an answer that is the prompt alone."""
+        return True
+
+    @property
     def wants_logprobs(self) -> bool:
         """True if the answer has the log-probs of its tokens."""
         return False
@@ -173,11 +216,6 @@ class GenerationBody(StrictBody):
 
     def check(self) -> None:
         """Raise UserError for keys that exclude each other."""
-        if self.prompt_logprobs:
-            raise KeyRejected(
-                "prompt_logprobs",
-                f"must be 0 (of the prompt's tokens), the engine keeps no others, got {self.prompt_logprobs}: send 0",
-            )
         if self.prompt_logprobs is not None and self.stream:
             raise KeyRejected("prompt_logprobs", "needs stream false, got true: leave one out")
 
@@ -186,13 +224,19 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: _Objects = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, le=_MOST_INTEGER)
+    max_completion_tokens: int | None = Field(None, le=MOST_INTEGER)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
-    tool_choice: str | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """False limits the answer to one call."""
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST_VARIABLES)] | None = None
+    """Variables of the chat template, besides those of the server."""
+    add_generation_prompt: bool = True
+    """False: the prompt does not open a turn of the assistant."""
+    continue_final_message: bool = False
+    """True: the prompt ends within the last message, which is the assistant's."""
     prompt_token_ids: _TokenIds | None = None
     """Tokens of the prompt, used in place of rendered messages, so that an agent's turns are never tokenized again."""
 
@@ -200,6 +244,16 @@ class ChatBody(GenerationBody):
     def prompt_key(self) -> str:
         """The key of the prompts: messages, or their token ids."""
         return "messages" if self.prompt_token_ids is None else "prompt_token_ids"
+
+    @property
+    def required_tools(self) -> list[dict[str, Any]]:
+        """The tools among which `tool_choice` requires a call; empty if it requires none."""
+        return _required_tools(self.tools or [], self.tool_choice)
+
+    @property
+    def may_call_several(self) -> bool:
+        """True if a required call may be followed by others: not of a named function."""
+        return self.parallel_tool_calls is not False and self.tool_choice == "required"
 
     @property
     def used_tools(self) -> list[dict[str, Any]] | None:
@@ -233,6 +287,13 @@ class ChatBody(GenerationBody):
             raise KeyRejected(
                 "top_logprobs", f"needs logprobs true, got top_logprobs {self.top_logprobs} alone: send both"
             )
+        require_template_variables(self.chat_template_kwargs or {})
+        _required_tools(self.tools or [], self.tool_choice)
+        if self.continue_final_message and self.messages[-1].get("role") != "assistant":
+            raise KeyRejected(
+                "continue_final_message",
+                f"needs a last message of the assistant, got role {self.messages[-1].get('role')!r:.40}: add one",
+            )
 
 
 class CompletionBody(GenerationBody):
@@ -240,6 +301,29 @@ class CompletionBody(GenerationBody):
 
     prompt: str | _Texts | _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True, max_length=_MOST_PROMPTS)]
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
+    echo: bool = False
+    """The answer begins with the prompt, with its log-probs where they are wanted."""
+
+    @property
+    def echoes(self) -> bool:
+        """The value of `echo`."""
+        return self.echo
+
+    @property
+    def generates(self) -> bool:
+        """False for `max_tokens: 0` with `echo`."""
+        return not (self.echo and self.max_tokens == 0)
+
+    @property
+    def limit(self) -> int | None:
+        """Largest number of tokens of a completion; at least 1, also where none is sampled."""
+        return self.max_tokens if self.generates else 1
+
+    def check(self) -> None:
+        """Raise UserError for keys that exclude each other."""
+        super().check()
+        if self.echo and self.stream:
+            raise KeyRejected("echo", "needs stream false, got true: leave one out")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -269,6 +353,51 @@ class CompletionBody(GenerationBody):
         return self.logprobs or 0
 
 
+class TokenizeBody(StrictBody):
+    """POST /tokenize."""
+
+    model: str
+    prompt: str | None = None
+    messages: _Conversation | None = None
+    """A conversation, in place of a prompt."""
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST_TOOLS)] | None = None
+    add_special_tokens: bool = True
+    """Add the tokens that the tokenizer adds to plain text; a template writes its own."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST_VARIABLES)] | None = None
+    return_token_strs: bool = False
+
+    def conversation(self) -> ChatBody | None:
+        """The conversation as a chat request; None for a plain prompt.
+
+        Raises:
+            UserError: unless there is one of the two.
+        """
+        if (self.prompt is None) == (self.messages is None):
+            raise UserError("a request to tokenize has prompt or messages, got both or none: send one of them")
+        if self.messages is None:
+            return None
+        read = ("model", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        return checked(ChatBody, {name: getattr(self, name) for name in read})
+
+
+class DetokenizeBody(StrictBody):
+    """POST /detokenize."""
+
+    model: str
+    tokens: _TokenIds
+
+
+class AdapterBody(StrictBody):
+    """POST /v1/adapters."""
+
+    name: str = Field(min_length=1, max_length=200)
+    """Name of the adapter in requests."""
+    path: str = Field(min_length=1, max_length=1000)
+    """Its peft folder, in the folder that the server allows."""
+
+
 class RewardBody(StrictBody):
     """POST /episodes/NAME/reward."""
 
@@ -285,6 +414,10 @@ class ScoreBody(StrictBody):
     prompt: str | _Texts | None = None
     completion: str | _Texts | None = None
     """Answers to the prompts, which become user turns."""
+    text_1: str | _Texts | None = None
+    """vLLM's name of the prompts; a single one goes with every text of `text_2`."""
+    text_2: str | _Texts | None = None
+    """vLLM's name of the answers."""
 
     def conversations(self) -> list[list[dict[str, Any]]]:
         """The conversations, each ending with an answer.
@@ -292,11 +425,16 @@ class ScoreBody(StrictBody):
         Raises:
             UserError: when there are none, or prompts and completions do not match.
         """
-        prompts, completions = ([text] if isinstance(text, str) else text for text in (self.prompt, self.completion))
+        given = (self.prompt, self.completion) if self.text_1 is None else (self.text_1, self.text_2)
+        prompts, completions = ([text] if isinstance(text, str) else text for text in given)
+        if isinstance(self.text_1, str) and completions:
+            prompts = [self.text_1] * len(completions)
+        has_both = self.text_1 is not None and not (self.prompt is None and self.completion is None)
         if self.messages and prompts is None and completions is None:
             first = self.messages[0]
             return [self.messages] if isinstance(first, dict) else self.messages  # type: ignore[list-item,return-value]
-        if self.messages is not None or not prompts or not completions or len(prompts) != len(completions):
+        is_odd = self.messages is not None or has_both or (self.text_1 is None) != (self.text_2 is None)
+        if is_odd or not prompts or not completions or len(prompts) != len(completions):
             raise UserError(
                 "a request for scores has messages, or as many prompts as completions, got "
                 f"{len(self.messages or [])}, {len(prompts or [])} and {len(completions or [])}: send one of them"
@@ -305,6 +443,31 @@ class ScoreBody(StrictBody):
             [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
+
+
+def _required_tools(tools: Sequence[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
+    """The tools among which a choice requires a call; empty if it requires none.
+
+    Raises:
+        UserError: for a choice that is unknown, or names a function that is not offered.
+    """
+    if choice in (None, "auto", "none"):
+        return []
+    known = [tool for tool in tools if isinstance(tool.get("function"), dict) and tool["function"].get("name")]
+    if choice == "required":
+        chosen = known
+    else:
+        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if name is None:
+            raise KeyRejected(
+                "tool_choice",
+                f"must be auto, none, required or a function by name, got {choice!r:.80}: change it",
+            )
+        chosen = [tool for tool in known if tool["function"]["name"] == name]
+    if not chosen:
+        raise KeyRejected("tool_choice", f"must have a function among tools, got {choice!r:.80}: add its tool")
+    return chosen
 
 
 async def read_request(request: Request, kind: type[BodyT]) -> BodyT:
@@ -347,11 +510,22 @@ def read_body(kind: type[BodyT], content: bytes) -> BodyT:
         raise UserError(f"the body must be JSON, got {content[:40]!r} ({error}): send JSON") from None
     if not isinstance(values, dict):
         raise UserError(f"the body must be an object, got {type(values).__name__}: send {{...}}")
+    return checked(kind, values)
+
+
+def checked(kind: type[BodyT], values: dict[str, Any]) -> BodyT:
+    """Check the keys and values of a body.
+
+    Raises:
+        UserError: with the rule, the value and the fix.
+    """
     for name in _IGNORED:
         values.pop(name, None)
     for name, accepted in _NEUTRAL.items():
         if name in values and not any(values[name] == value for value in accepted):
-            raise KeyRejected(name, f"is not supported, got {_shown(values[name])}: leave it out")
+            raise KeyRejected(
+                name, f"is not supported, got {_shown(values[name])}: leave it out", "unsupported_parameter"
+            )
         if name not in kind.model_fields:
             values.pop(name, None)
     try:
@@ -367,19 +541,22 @@ def _rejected(kind: type[BaseModel], error: ValidationError) -> KeyRejected:
     """The first error of a body, with all rules of its key: pydantic reports each type of a union."""
     first, *further = error.errors(include_url=False)
     place = first["loc"]
+    kinds = [each["type"] for each in (first, *further) if each["loc"][:1] == place[:1]]
+    kind_of_error = next((kind for kind in kinds if not kind.endswith("_type")), None)
+    code = "invalid_type" if kind_of_error is None else _CODES.get(kind_of_error, "invalid_value")
     fields: Mapping[str, Any] = kind.model_fields if len(place) == 1 else StreamOptions.model_fields
     key = ".".join(str(part) for part in place if isinstance(part, int) or part in kind.model_fields or part in fields)
     if first["type"] == "extra_forbidden":
         hint = nearest_hint(str(place[-1]), fields, otherwise="leave it out")
-        return KeyRejected(".".join(map(str, place)), f"is an unknown key: {hint}")
+        return KeyRejected(".".join(map(str, place)), f"is an unknown key: {hint}", code)
     if first["type"] == "missing":
-        return KeyRejected(key, "is required, got none: add it")
+        return KeyRejected(key, "is required, got none: add it", code)
     rules = [
         first["msg"],
         *(further_error["msg"] for further_error in further if further_error["loc"][:1] == place[:1]),
     ]
     rule = " or ".join(dict.fromkeys(_SUBJECT.sub("", rule) for rule in rules))
-    return KeyRejected(key, f"must {rule}, got {_shown(first['input'])}: change it")
+    return KeyRejected(key, f"must {rule}, got {_shown(first['input'])}: change it", code)
 
 
 def _shown(value: Any) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import torch
 from fastapi import FastAPI
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine
@@ -24,12 +25,15 @@ from hybrid_rlhf.serving.admission import Activity
 from hybrid_rlhf.serving.app import Access, build_app, build_scoring_app
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Service
+from hybrid_rlhf.serving.updates import ModelUpdates
 from hybrid_rlhf.serving.web import WebServer, bound_socket, url_of
 
 FAILED_EXIT_CODE = 70
 """Exit code of a failed server, the same as of a run that its watchdog ends: EX_SOFTWARE of sysexits.h."""
 CPU_MEMORY_SHARE = 1 / 8
 """Largest share of a host's free memory for the KV cache; a GPU's memory is available to the server alone."""
+_FOLLOW_SECONDS = 5.0
+"""Time between two looks at the checkpoints of a run."""
 _LAST_SECONDS = 5.0
 """Time for clients to receive the last events."""
 
@@ -41,6 +45,8 @@ class LoadedModel:
     engine: GenerationEngine
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
+    load: Callable[[], PreTrainedModel] | None = None
+    """Loads the model again on the host, to change weights and adapters; none: they do not change."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ class StoppingServer(WebServer):
         failed: Callable[[], bool],
         started: Callable[[], None],
         close: Callable[[], None],
+        beside: Callable[[], Coroutine[Any, Any, None] | None] = lambda: None,
     ) -> None:
         """Prepare the server.
 
@@ -73,7 +80,10 @@ class StoppingServer(WebServer):
             failed: returns true if nothing can be answered any more.
             started: called when connections are accepted.
             close: ends the requests that still run.
+            beside: returns what runs on the event loop beside the server, until its end; None: nothing.
         """
+        self._beside = beside
+        self._task: asyncio.Task[None] | None = None
         super().__init__(app, closing_seconds=1, started=started)
         self._activity = activity
         self._seconds = seconds
@@ -89,6 +99,10 @@ class StoppingServer(WebServer):
 
     async def on_tick(self, counter: int) -> bool:
         """Return True to exit; called ten times per second."""
+        if self._task is None and (work := self._beside()) is not None:
+            self._task = asyncio.create_task(work)
+        if self._activity.stops and self._task is not None:
+            self._task.cancel()
         if self._failed():
             self._activity.stops = True
             self._end = time.monotonic()
@@ -123,18 +137,36 @@ def serve(
     """
     listener = bound_socket(config.host, config.port)
     served = load()
-    service = None if served.model is None else _service(config, served.model)
-    if service is not None:
-        batch = service.batch
+    model = served.model
+    service = batch = None
+    if model is not None:
+        batch = model.engine.open(
+            rows=config.max_batch_rows,
+            max_tokens=config.max_sequence_tokens,
+            memory_share=CPU_MEMORY_SHARE if model.device.type == "cpu" else None,
+        )
+        service = Service(
+            batch,
+            model.tokenizer,
+            name=config.served_name,
+            sampling=config.sampling,
+            max_queue=config.max_queue,
+            adapters=model.engine.adapters,
+        )
         progress(
             f"KV cache of {batch.kv_cache_bytes / 2**30:.2f} GiB for up to {batch.rows} completions of up to "
             f"{batch.max_tokens} tokens"
         )
     created = int(time.time())
     activity = Activity()
-    access = Access(config.host, api_key, config.cors_origins)
-    if service is not None:
-        app = build_app(service, access, created=created, activity=activity, scores=served.scores)
+    access = Access(config.host, api_key, config.cors_origins, config.access_log)
+    updates = None
+    if model is not None:
+        assert service is not None and batch is not None
+        if model.load is not None and (config.adapters_from is not None or config.follow is not None):
+            updates = ModelUpdates(service, model.engine, batch, model.load, adapters_from=config.adapters_from)
+        route = updates if config.adapters_from is not None else None
+        app = build_app(service, access, created=created, activity=activity, scores=served.scores, updates=route)
     else:
         assert served.scores is not None
         app = build_scoring_app(served.scores, access, created=created, activity=activity)
@@ -151,7 +183,18 @@ def serve(
     def started() -> None:
         report(config.served_name, f"{url_of(*listener.getsockname()[:2])}/v1")
 
-    server = StoppingServer(app, activity, seconds=config.shutdown_seconds, failed=failed, started=started, close=close)
+    def follow() -> Coroutine[Any, Any, None] | None:
+        return None if updates is None or config.follow is None else updates.follow(config.follow, _FOLLOW_SECONDS)
+
+    server = StoppingServer(
+        app,
+        activity,
+        seconds=config.shutdown_seconds,
+        failed=failed,
+        started=started,
+        close=close,
+        beside=follow,
+    )
     gc.collect()
     gc.freeze()  # a collection would scan all objects of torch and the model, which stay alive
     try:
@@ -161,19 +204,3 @@ def serve(
         if served.model is not None:
             served.model.engine.close()
     return not failed()
-
-
-def _service(config: ServeConfig, model: LoadedModel) -> Service:
-    """The service of a model, with an open batch."""
-    return Service(
-        model.engine.open(
-            rows=config.max_batch_rows,
-            max_tokens=config.max_sequence_tokens,
-            memory_share=CPU_MEMORY_SHARE if model.device.type == "cpu" else None,
-        ),
-        model.tokenizer,
-        name=config.served_name,
-        sampling=config.sampling,
-        max_queue=config.max_queue,
-        adapters=model.engine.adapters,
-    )

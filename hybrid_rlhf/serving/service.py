@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,13 +20,21 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.data.chat.conversation import encode_prompt
 from hybrid_rlhf.data.chat.messages import Message
-from hybrid_rlhf.data.chat.template import leading_bos
+from hybrid_rlhf.data.chat.template import leading_bos, render, render_unfinished, token_ids
 from hybrid_rlhf.generation.open_batch import RequestBatch, StreamedToken, Submitted, TokenSource
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams
-from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, ContextTooLong, GenerationBody, KeyRejected
+from hybrid_rlhf.serving.bodies import (
+    ChatBody,
+    CompletionBody,
+    ContextTooLong,
+    DetokenizeBody,
+    GenerationBody,
+    KeyRejected,
+    TokenizeBody,
+)
 from hybrid_rlhf.serving.conversations import check_text, read_conversation, request_errors
+from hybrid_rlhf.serving.formats import grammar_key, response_format
 from hybrid_rlhf.serving.metrics import ServerMetrics
 from hybrid_rlhf.serving.token_text import TokenText, characters, longest_token
 
@@ -113,12 +122,21 @@ class TokenStream:
     """The tokens of a job, which is submitted at once and cancelled by `close`."""
 
     def __init__(
-        self, batch: TokenSource, job: Job, metrics: ServerMetrics, deliveries: _Deliveries, *, whole: bool
+        self,
+        batch: TokenSource,
+        job: Job,
+        metrics: ServerMetrics,
+        deliveries: _Deliveries,
+        *,
+        whole: bool,
+        ended: Callable[[], None],
     ) -> None:
+        self._ended = ended
         self._batch = batch
         self._job = job
         self._metrics = metrics
         self._start = time.perf_counter()
+        self._is_open = True
         self._steps: asyncio.Queue[list[StreamedToken]] = asyncio.Queue()
         self._kept: list[StreamedToken] = []
         """Tokens of a whole answer, until a completion ends: they are not needed earlier."""
@@ -170,6 +188,9 @@ class TokenStream:
     def close(self) -> None:
         """Cancel the unfinished completions."""
         self._batch.cancel(self._submission)
+        if self._is_open:
+            self._is_open = False
+            self._ended()
 
 
 class Service:
@@ -203,13 +224,19 @@ class Service:
         self.tokenizer = tokenizer
         self.name = name
         self.metrics = ServerMetrics(batch) if metrics is None else metrics
-        self._adapter = adapter
+        self.adapter = adapter
+        self.version = "0"
+        """Version of the weights or of the adapter, which answers contain."""
+        self.running = 0
+        """Number of requests that are being answered."""
+        self.admits = asyncio.Event()
+        """Set unless requests wait for other weights."""
+        self.admits.set()
         self._deliveries = _Deliveries()
-        shared: dict[str, Any] = {"sampling": sampling, "max_queue": max_queue, "metrics": self.metrics}
-        self.adapters = {name: Service(batch, tokenizer, name=name, adapter=name, **shared) for name in adapters}
-        """Services of the adapters."""
         self.defaults = sampling
         self.max_queue = max_queue
+        self.adapters = {name: self.with_adapter(name, name) for name in adapters}
+        """Services of the adapters."""
         self._most_characters = batch.max_tokens * longest_token(tokenizer)
 
     @cached_property
@@ -226,6 +253,25 @@ class Service:
         service = self.adapters.get(name, self)
         service.check_name(name)
         return service
+
+    def with_adapter(self, name: str, adapter: str, *, version: str = "0") -> Service:
+        """The service of an adapter of the model, by its names in requests and in the engine."""
+        service = Service(
+            self.batch,
+            self.tokenizer,
+            name=name,
+            sampling=self.defaults,
+            max_queue=self.max_queue,
+            metrics=self.metrics,
+            adapter=adapter,
+        )
+        service.admits = self.admits
+        service.version = version
+        return service
+
+    def set_version(self, version: str) -> None:
+        """Set the version of the weights."""
+        self.version = version
 
     @property
     def failed(self) -> bool:
@@ -248,16 +294,34 @@ class Service:
                 "requests"
             )
         self._check_queue(wanted)
-        prompts = [self._chat_prompt(body)] if isinstance(body, ChatBody) else self._prompts(body)
+        prompts = [self.prompt_ids(body)] if isinstance(body, ChatBody) else self._prompts(body)
         longest = max(map(len, prompts), default=0)
-        sampling = self.sampling(body, longest_prompt=longest)
+        sampling = self._constrained(self.sampling(body, longest_prompt=longest), body, prompts)
         if longest + sampling.max_new_tokens > self.batch.max_tokens:
             raise ContextTooLong(
                 body.prompt_key,
                 f"must leave room in the maximum context length of {self.batch.max_tokens} tokens, got {longest} "
                 f"tokens and {body.key_of('max_new_tokens')} {sampling.max_new_tokens}: shorten one of them",
             )
-        return Job(prompts, sampling, body.most_likely, adapter=self._adapter)
+        return Job(prompts, sampling, body.most_likely, adapter=self.adapter)
+
+    def _constrained(
+        self, sampling: SamplingParams, body: GenerationBody, prompts: Sequence[Sequence[int]]
+    ) -> SamplingParams:
+        """Sampling parameters with the grammar of a request, which is compiled."""
+        key = grammar_key(body)
+        try:
+            given = response_format(body, self.tokenizer, prompts[0] if prompts else ())
+            if given is not None:
+                sampling = replace(sampling, response_format=given)
+                self.batch.prepare(sampling)
+        except KeyRejected:
+            raise
+        except UserError as error:
+            raise KeyRejected(key, str(error).removeprefix("response_format ")) from error
+        except RecursionError as error:
+            raise KeyRejected(key, "has a schema that is nested too deeply: simplify it") from error
+        return sampling
 
     def sampling(self, body: GenerationBody, *, longest_prompt: int) -> SamplingParams:
         """The sampling parameters of a request.
@@ -274,9 +338,10 @@ class Service:
         for text in sampling.stop:
             check_text(text, "stop")
         most = self.batch.vocab_size - 1
-        unknown = [token for token in sampling.stop_token_ids if not 0 <= token <= most]
-        if unknown:
-            raise KeyRejected("stop_token_ids", f"must be token ids in 0..{most}, got {unknown[0]}: remove it")
+        for key in ("stop_token_ids", "logit_bias"):
+            unknown = [token for token in getattr(sampling, key) if not 0 <= token <= most]
+            if unknown:
+                raise KeyRejected(key, f"must be token ids in 0..{most}, got {unknown[0]}: remove it")
         return sampling
 
     def check_name(self, name: str) -> None:
@@ -298,7 +363,12 @@ class Service:
             BatchEnded: when the server stops.
         """
         self._check_queue(len(job.prompts) * job.sampling.n)
-        return TokenStream(self.source, job, self.metrics, self._deliveries, whole=whole)
+        stream = TokenStream(self.source, job, self.metrics, self._deliveries, whole=whole, ended=self._end)
+        self.running += 1
+        return stream
+
+    def _end(self) -> None:
+        self.running -= 1
 
     @property
     def source(self) -> TokenSource:
@@ -327,23 +397,30 @@ class Service:
         except RuntimeError as error:
             raise _ended(self.batch) from error
 
-    async def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
-        """Log-probs of a prompt's tokens in vLLM's form; None for the first token."""
+    async def prompt_tokens(self, prompt: Sequence[int], *, top: int) -> list[StreamedToken]:
+        """The tokens of a prompt with their log-probs, that of the first one NaN, and the most likely tokens."""
         try:
-            future = self.batch.prompt_logprobs(prompt, adapter=self._adapter)
+            future = self.batch.prompt_logprobs(prompt, adapter=self.adapter, top=top)
         except RuntimeError as error:
             raise _ended(self.batch) from error
-        logprobs = await asyncio.wrap_future(future)
-        shown: list[dict[str, Any] | None] = [None]
-        for token, logprob in zip(prompt[1:], logprobs, strict=True):
-            shown.append({str(token): {"logprob": logprob, "decoded_token": self.tokenizer.decode([token])}})
-        return shown
+        known = await asyncio.wrap_future(future)
+        values = zip(prompt, [math.nan, *known.logprobs], [[], *known.top], strict=True)
+        return [StreamedToken(0, 0, token, logprob, logprob, None, likely) for token, logprob, likely in values]
 
-    def _chat_prompt(self, body: ChatBody) -> list[int]:
+    def prompt_ids(self, body: ChatBody) -> list[int]:
+        """Token ids of the prompt of a chat request."""
         if body.prompt_token_ids is not None:
             return body.prompt_token_ids
+        text = self.rendered(body, self.messages(body))
+        return token_ids(text, self.tokenizer)
+
+    def rendered(self, body: ChatBody, messages: Sequence[Message]) -> str:
+        """The text of the prompt of a chat request."""
+        settings: dict[str, Any] = {"tools": body.used_tools, "variables": body.chat_template_kwargs}
         with request_errors("messages"):
-            return encode_prompt(self.messages(body), self.tokenizer, tools=body.used_tools)
+            if body.continue_final_message:
+                return render_unfinished(messages, self.tokenizer, **settings)
+            return render(messages, self.tokenizer, add_generation_prompt=body.add_generation_prompt, **settings)
 
     def _prompts(self, body: GenerationBody) -> list[list[int]]:
         assert isinstance(body, CompletionBody)
@@ -351,16 +428,38 @@ class Service:
 
     def messages(self, body: ChatBody) -> list[Message]:
         """The conversation of a request, normalised by `read_conversation`."""
-        self._check_characters("messages", characters(body.messages) + characters(body.tools))
+        count = sum(map(characters, (body.messages, body.tools, body.chat_template_kwargs)))
+        self._check_characters("messages", count)
+        check_text(json.dumps(body.chat_template_kwargs, ensure_ascii=False), "chat_template_kwargs")
         check_text(json.dumps(body.tools, ensure_ascii=False), "tools")
         return read_conversation("messages", body.messages)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, adds_bos: bool = True) -> list[int]:
         """Token ids of plain text, with BOS if the tokenizer adds it."""
         self._check_characters("prompt", len(text))
         check_text(text, "prompt")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [*leading_bos(text, self.tokenizer, plain=True), *ids]
+        return [*(leading_bos(text, self.tokenizer, plain=True) if adds_bos else ()), *ids]
+
+    def tokenized(self, body: TokenizeBody) -> dict[str, Any]:
+        """The tokens of a text or a conversation, in vLLM's form."""
+        self.check_name(body.model)
+        chat = body.conversation()
+        if chat is not None:
+            ids = self.prompt_ids(chat)
+        else:
+            ids = self.encode(body.prompt or "", adds_bos=body.add_special_tokens)
+        texts = {"token_strs": self.tokenizer.convert_ids_to_tokens(ids)} if body.return_token_strs else {}
+        return {"count": len(ids), "max_model_len": self.batch.max_tokens, "tokens": ids, **texts}
+
+    def detokenized(self, body: DetokenizeBody) -> dict[str, Any]:
+        """The text of tokens, special ones included."""
+        self.check_name(body.model)
+        most = self.batch.vocab_size - 1
+        unknown = next((token for token in body.tokens if not 0 <= token <= most), None)
+        if unknown is not None:
+            raise KeyRejected("tokens", f"must be token ids in 0..{most}, got {unknown}: remove it")
+        return {"prompt": self.tokenizer.decode(body.tokens)}
 
     def _check_characters(self, key: str, count: int) -> None:
         """Refuse a text that is too long for any tokenization, before it is tokenized."""

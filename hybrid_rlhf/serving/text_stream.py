@@ -7,7 +7,7 @@ those of the piece before it are decoded again, since some tokenizers write a sp
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hybrid_rlhf.data.chat.calls import ToolCall, read_reply, shown_so_far
 
@@ -54,39 +54,104 @@ class TextStream:
             text = text.removeprefix(" ")
             self._drops_space = False
         text = self._held + text
-        end = len(text) - self._possible_stop(text)
+        end = len(text) - _possible_beginning(text, self._stop)
         if finish_reason is not None:
             places = [text.find(stop) for stop in self._stop if finish_reason == "stop"]
             end = min((place for place in places if place >= 0), default=len(text))
         self._held = text[end:]
         return text[:end]
 
-    def _possible_stop(self, text: str) -> int:
-        """Length of the longest suffix of a text that is a prefix of a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        lengths = range(min(longest, len(text)), 0, -1)
-        return next((size for size in lengths if any(stop.startswith(text[-size:]) for stop in self._stop)), 0)
+
+class ReasoningSplit:
+    """Divides the text of a completion into its reasoning and the rest, at the marks of the template."""
+
+    def __init__(self, opening: str, closing: str, *, is_open: bool) -> None:
+        """Begin a text.
+
+        Args:
+            opening: text that opens the reasoning, at the beginning of the completion.
+            closing: text that closes it.
+            is_open: the prompt has opened the reasoning.
+        """
+        self._opening = opening
+        self._closing = closing
+        self._is_undecided = not is_open
+        self._is_open = is_open
+        self._skips_space = is_open
+        """True at the beginning of the reasoning, and after it."""
+        self._held = ""
+
+    def add(self, piece: str, *, ends: bool) -> tuple[str, str]:
+        """Reasoning and other text that a further piece completes; `ends`: it is the last one."""
+        self._held += piece
+        reasoning = ""
+        if self._is_undecided:
+            begun = self._held.lstrip()
+            if not ends and self._opening.startswith(begun[: len(self._opening)]) and len(begun) < len(self._opening):
+                return "", ""
+            self._is_undecided = False
+            self._is_open = self._skips_space = begun.startswith(self._opening)
+            self._held = begun[len(self._opening) :] if self._is_open else self._held
+        if self._is_open:
+            before, closing, after = self._held.partition(self._closing)
+            held = 0 if closing or ends else _possible_beginning(before, (self._closing,))
+            reasoning = self._without_space(before[: len(before) - held])
+            self._held = after if closing else before[len(before) - held :]
+            if not closing:
+                return reasoning, ""
+            self._is_open = False
+            self._skips_space = True
+        text = self._without_space(self._held)
+        self._held = ""
+        return reasoning, text
+
+    def _without_space(self, text: str) -> str:
+        """A text, without the white space at the beginning of a part."""
+        if self._skips_space:
+            text = text.lstrip()
+            self._skips_space = not text
+        return text
+
+
+def _possible_beginning(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest suffix of a text that is a prefix of a mark, but not all of it."""
+    longest = max(map(len, marks), default=1) - 1
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((size for size in lengths if any(mark.startswith(text[-size:]) for mark in marks)), 0)
+
+
+class ReplyPiece(NamedTuple):
+    """A part of a completion."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: Sequence[ToolCall] = ()
 
 
 class ReplyStream:
-    """Text and tool calls of a completion while it is sampled; text that may belong to a call is held until the end."""
+    """Text, reasoning and tool calls of a completion while it is sampled; text that may belong to a call is held until
+    the end."""
 
-    def __init__(self, text: TextStream, names: Collection[str]) -> None:
-        """Take the text of the tokens, and the functions that may be called."""
+    def __init__(self, text: TextStream, names: Collection[str], reasoning: ReasoningSplit | None = None) -> None:
+        """Take the text of the tokens, the functions that may be called, and what divides off the reasoning."""
         self._text = text
         self._names = names
+        self._reasoning = reasoning
         self._whole = ""
         self._shown = 0
 
-    def add(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> tuple[str, Sequence[ToolCall]]:
-        """Text and calls that further tokens complete. The last token comes alone and returns the rest."""
+    def add(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> ReplyPiece:
+        """What further tokens complete. The last token comes alone and returns the rest."""
         piece = self._text.add(tokens, finish_reason)
+        reasoning = ""
+        if self._reasoning is not None:
+            reasoning, piece = self._reasoning.add(piece, ends=finish_reason is not None)
         if not self._names:
-            return piece, ()
+            return ReplyPiece(piece, reasoning)
         self._whole += piece
         before = self._shown
         if finish_reason is None:
             self._shown = max(before, shown_so_far(self._whole, self._names))
-            return self._whole[before : self._shown], ()
+            return ReplyPiece(self._whole[before : self._shown], reasoning)
         reply = read_reply(self._whole, self._names)
-        return reply.content[before:], reply.calls
+        return ReplyPiece(reply.content[before:], reasoning, reply.calls)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.cli.saved_models import export
 from hybrid_rlhf.models.head_check import module_logprobs
 from tests.support.commands import refusal
-from tests.support.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.support.models import random_adapter
+from tests.support.tiny import VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 
 PROBE = list(range(3, 40))
 
@@ -113,3 +117,86 @@ def test_mistakes_are_one_line_and_leave_nothing(
             tiny_tokenizer().save_pretrained(places[name])
     assert rule in refusal(export.main, [places.get(word, word) for word in words], capsys)
     assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob(".out*"))
+
+
+def exported(line: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    """The exit code of an export with a check, and what the check has found."""
+    capsys.readouterr()
+    code = 0
+    try:
+        main(["export", *line, "--check", "--json"])
+    except SystemExit as stopped:
+        code = int(str(stopped.code))
+    return code, json.loads(capsys.readouterr().out.splitlines()[-1])["check"]
+
+
+def test_a_check_compares_greedy_tokens_with_the_source(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The merged model with the adapter beside the model; in bfloat16, near ties may be decided otherwise."""
+    adapter = random_adapter(tiny_model(), tmp_path / "adapter", 0, ["q_proj", "down_proj"])
+    line = [str(model_folder), "--output"]
+    assert exported([*line, str(tmp_path / "same")], capsys) == (
+        0,
+        {"program": "transformers", "equal": 10, "rounded": 0, "faults": []},
+    )
+    code, found = exported([*line, str(tmp_path / "merged"), "--adapter", adapter], capsys)
+    assert (code, found["faults"]) == (0, []) and found["equal"] + found["rounded"] == 10
+    code, found = exported([*line, str(tmp_path / "narrow"), "--dtype", "bfloat16"], capsys)
+    assert (code, found["faults"]) == (0, [])
+
+
+def test_a_check_finds_an_export_that_answers_otherwise(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter that was not merged, and a tokenizer with another template."""
+    adapter = random_adapter(tiny_model(), tmp_path / "adapter", 0, ["q_proj", "down_proj"])
+    monkeypatch.setattr("hybrid_rlhf.models.pretrained.adapters.merge_adapter", lambda lm, folder: lm)
+    line = [str(model_folder), "--output", str(tmp_path / "out")]
+    code, found = exported([*line, "--adapter", adapter], capsys)
+    assert code == 1 and found["faults"] and "nats)" in found["faults"][0]
+    monkeypatch.undo()
+    monkeypatch.setattr(export, "_save_folder", _with_other_template(export._save_folder))
+    line[-1] = str(tmp_path / "other")
+    code, found = exported(line, capsys)
+    assert code == 1 and len(found["faults"]) > 3
+
+
+def _with_other_template(save: Any) -> Any:
+    def saved(output: Path, *given: Any, **named: Any) -> None:
+        save(output, *given, **named)
+        tiny_tokenizer("{{ messages[0]['content'] }}").save_pretrained(output)
+
+    return saved
+
+
+def test_a_checked_gguf_file_answers_the_same_in_llama_cpp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp")
+    source = tmp_path / "source"
+    tiny_model(vocab_size=VOCABULARY + 1).save_pretrained(source)
+    tokenizer = tiny_tokenizer()  # llama.cpp reads no vocabulary without merges
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend["model"]["vocab"]["th"] = VOCABULARY
+    backend["model"]["merges"] = [["t", "h"]]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(backend))
+    tokenizer.save_pretrained(source)
+    for dtype in ("float32", "q8_0"):
+        line = [str(source), "--output", str(tmp_path / f"{dtype}.gguf"), "--format", "gguf", "--dtype", dtype]
+        code, found = exported(line, capsys)
+        assert (code, found["faults"], found["program"]) == (0, [], "llama.cpp")
+
+
+def test_a_check_that_is_not_possible_says_so(
+    model_folder: Path,
+    paths: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("hybrid_rlhf.cli.saved_models.export_check.find_spec", lambda name: None)
+    line = [str(model_folder), "--output", str(tmp_path / "a.gguf"), "--format", "gguf", "--check"]
+    assert "needs llama-cpp-python" in refusal(export.main, line, capsys)
+    tiny_tokenizer().save_pretrained(paths["reward"])
+    line = [paths["reward"], "--output", str(tmp_path / "out"), "--check"]
+    assert "is a reward model" in refusal(export.main, line, capsys)

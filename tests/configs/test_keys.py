@@ -96,6 +96,10 @@ RULES = {
     "--rollout.vllm.python p --rollout.tensor_parallel 2": ("rollout.tensor_parallel", "got 2"),
     "--rollout.vllm.python p --rollout.offload_states true": ("rollout.offload_states", "got True"),
     "--rollout.vllm.python p --rollout.sampling.top_p 0.9": ("rollout.sampling.top_p", "got 0.9"),
+    '--rollout.vllm.python p --rollout.sampling.response_format {"type":"json_object"}': (
+        "rollout.sampling.response_format",
+        "got {'type': 'json_object'}",
+    ),
     "--rollout.vllm.python p --rollout.async_sampling.policy_lag 2": ("policy_lag", "policy_lag 2"),
     "--rollout.vllm.python p --placement separation": ("placement", "got placement separation"),
     "--rollout.vllm.python p --actor.lora.rank 4 --model.quantization nf4": ("model.quantization", "backend vllm"),

@@ -6,7 +6,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from queue import SimpleQueue
 
 import psutil
 import pytest
@@ -28,36 +27,20 @@ from tests.support.generation import (
     PROMPTS,
     SAMPLED,
     STOP_TOKEN_IDS,
+    Steps,
+    completed,
     completions_alone,
     engine_of,
+    ids_of,
     keep_in_flight,
     random_tokens,
     wait_until,
 )
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
-Tokens = list[list[list[int]]]
-Steps = SimpleQueue[list[StreamedToken]]
-"""What a submission delivers."""
-
 
 def tiny_engine(**settings: object) -> GenerationEngine:
     return engine_of(stop=STOP_TOKEN_IDS, tokenizer=tiny_tokenizer(), **settings)
-
-
-def completed(batch: OpenBatch, prompts: list[list[int]], sampling: SamplingParams) -> list[list[list[StreamedToken]]]:
-    """All tokens of each sample, as they are delivered."""
-    steps = Steps()
-    found: list[list[list[StreamedToken]]] = [[[] for _ in range(sampling.n)] for _ in prompts]
-    unfinished = len(prompts) * sampling.n
-    batch.submit(prompts, sampling, steps.put)
-    while unfinished:
-        tokens = steps.get(timeout=60)
-        assert tokens, "the batch has ended"
-        for token in tokens:
-            found[token.prompt][token.sample].append(token)
-            unfinished -= token.finish_reason is not None
-    return found
 
 
 def submitted(batch: OpenBatch, prompts: list[list[int]], each: list[SamplingParams]) -> list[tuple[Submission, Steps]]:
@@ -67,10 +50,6 @@ def submitted(batch: OpenBatch, prompts: list[list[int]], each: list[SamplingPar
         steps = Steps()
         submissions.append((batch.submit([prompt], [params], steps.put), steps))
     return submissions
-
-
-def ids_of(found: list[list[list[StreamedToken]]]) -> Tokens:
-    return [[[token.token_id for token in sample] for sample in samples] for samples in found]
 
 
 @pytest.mark.parametrize(("backend", "rows"), [("auto", 3), ("auto", 64), ("module", 3)])
@@ -140,11 +119,14 @@ def test_prompt_logprobs_are_those_of_the_training_forward(backend: str) -> None
     model, prompt = tiny_model(), random_tokens(40)
     engine = engine_of(model, backend=backend)
     with engine.open(rows=2, max_tokens=100) as batch, torch.no_grad():
-        found = batch.prompt_logprobs(prompt).result()
+        found = batch.prompt_logprobs(prompt, top=3).result()
         ids = torch.tensor([prompt])
         expected = token_logprobs(model(ids).logits[:, :-1], labels=ids[:, 1:])[0]
-        torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
-        assert batch.prompt_logprobs([5]).result() == []
+        torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-4, rtol=0)
+        values, tokens = model(ids).logits[0, :-1].log_softmax(dim=-1).topk(3)
+        assert [[token for token, _ in pairs] for pairs in found.top] == tokens.tolist()
+        torch.testing.assert_close(torch.tensor(found.top)[..., 1], values, atol=1e-4, rtol=0)
+        assert batch.prompt_logprobs([5]).result().logprobs == []
 
 
 def test_what_is_too_long_or_does_not_fit_is_refused() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given
@@ -14,6 +15,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from hybrid_rlhf.generation.architecture.model_description import share
 from hybrid_rlhf.generation.batching.requests import Request
@@ -162,6 +164,41 @@ def test_repetition_penalty_and_min_new_tokens(by: None) -> None:
     expected = torch.log_softmax(torch.tensor([1.5, 2.9, 2.0, -2.0, -1.1]), 0)[1]
     torch.testing.assert_close(penalised.sampling_logprobs[0], expected)
     torch.testing.assert_close(penalised.logprobs[0], torch.log_softmax(logits[0], 0)[1])
+
+
+def test_penalties_and_biases_are_those_of_hugging_face_and_openai(by: None) -> None:
+    """Biases by Hugging Face's processors; penalties by OpenAI's formula: counts of the completion's tokens only."""
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(4, 40)
+    drawn_ids = [3, 7, 3, 3]
+    bias = {3: 2.0, 9: -100.0, 11: 5.5}
+    params = [
+        SamplingParams(logit_bias=bias, repetition_penalty=1.4),
+        SamplingParams(presence_penalty=0.8, frequency_penalty=0.3),
+        SamplingParams(presence_penalty=-2.0, logit_bias={7: 1.0}),
+        SamplingParams(),
+    ]
+    asked = requests_for(params, prompt=(7, 30))
+    for request in asked:
+        request.token_ids = list(drawn_ids)
+        request.uniforms = np.full(8, 0.3)
+    counts = torch.bincount(torch.tensor(drawn_ids), minlength=40)
+    text = torch.tensor([[7, 30, *drawn_ids]])
+    expected = [
+        SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(
+            text, RepetitionPenaltyLogitsProcessor(1.4)(text, logits[:1].clone())
+        )[0],
+        logits[1] - 0.3 * counts - 0.8 * (counts > 0),
+        logits[2] + 2.0 * (counts > 0) + torch.nn.functional.one_hot(torch.tensor(7), 40),
+        logits[3],
+    ]
+    found = draw_for(logits, asked)
+    for row, scores in enumerate(expected):
+        token = found.tokens[row]
+        torch.testing.assert_close(found.sampling_logprobs[row], scores.log_softmax(0)[token])
+        torch.testing.assert_close(found.logprobs[row], logits[row].log_softmax(0)[token])
+        ends = scores.double().softmax(0).cumsum(0)
+        assert ends[token] - scores.double().softmax(0)[token] <= 0.3 <= ends[token] + 1e-9
 
 
 def draw_parts(world: World, logits: Tensor, settings: list[list[SamplingParams]]) -> list[SampledTokens]:

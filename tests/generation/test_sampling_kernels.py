@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation import SamplingParams, ops
+from hybrid_rlhf.generation.batching.grammar import Grammar
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.sampler import DecodeBatch, SampledTokens, Sampler, sampling_mode
 from hybrid_rlhf.generation.ops import choice, cpu_kernels
@@ -41,6 +42,9 @@ MODES: list[dict[str, Any]] = [
     {"repetition_penalty": 1.5},
     {"min_new_tokens": 2},
     {"repetition_penalty": 1.2, "min_new_tokens": 2, "top_p": 0.9, "temperature": 0.8},
+    {"logit_bias": {0: 2.5, 1: -100.0}},
+    {"presence_penalty": 1.3, "frequency_penalty": 0.7},
+    {"frequency_penalty": -0.7, "logit_bias": {1: 0.3}, "repetition_penalty": 1.2, "temperature": 0.8, "top_k": 20},
 ]
 
 
@@ -93,6 +97,8 @@ def test_kernels_draw_what_torch_draws(vocabulary: int, kernel: str) -> None:
         Request(r.prompt, i, r.params, frozenset({vocabulary // 2, vocabulary - 1}), r.uniforms)
         for i, r in enumerate(asked)
     ]
+    for request in asked[::2]:
+        request.token_ids = [1, 0, 1]
     logits[::5, 1:].masked_fill_(torch.rand(logits[::5, 1:].shape) < 0.5, -torch.inf)
     assert_same(kernel, logits, asked)
 
@@ -164,6 +170,64 @@ def test_a_row_does_not_depend_on_threads_or_other_rows(kernel: str) -> None:
         assert torch.equal(alone.tokens[0], together.tokens[row])
         assert torch.equal(alone.logprobs[0], together.logprobs[row])
         assert torch.equal(alone.sampling_logprobs[0], together.sampling_logprobs[row])
+
+
+@pytest.mark.parametrize("by", ["compiled", "triton", "torch"])
+def test_penalties_count_on_the_device_as_in_a_new_table(by: str) -> None:
+    """A preempted request is filled in again: its next tokens must not depend on when."""
+    if by == "compiled" and not cpu_kernels.available():
+        pytest.skip("the CPU kernels cannot be compiled here")
+    if by == "triton":
+        pytest.importorskip("triton")
+    params = [
+        SamplingParams(presence_penalty=0.37, frequency_penalty=0.11, logit_bias={1: 0.3}),
+        SamplingParams(),
+        SamplingParams(frequency_penalty=-0.1),
+    ]
+    with device_of(by if by == "triton" else "compiled") as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "kernels_for", lambda device, dtype: None if by == "torch" else module_of(by))
+        asked = requests_for(params)
+        rows = DecodeBatch.of(asked, vocab_size=3, device=torch.zeros(()).device)
+        sampler = Sampler(3, sampling_mode(asked), solo_world(rows.integers.device))
+        for _ in range(4):
+            drawn = sampler(torch.zeros(3, 3), rows).tokens.tolist()
+            for request, token in zip(asked, drawn, strict=True):
+                request.token_ids.append(token)
+        again = DecodeBatch.of(asked, vocab_size=3, device=rows.integers.device)
+        assert rows.bias is not None and again.bias is not None and device is not None
+        assert torch.equal(rows.bias, again.bias) and torch.equal(rows.seen, again.seen)
+        assert not rows.bias[1].any() and rows.bias[0].any()
+
+
+@pytest.mark.parametrize("vocabulary", [31, 32, 700])
+def test_kernels_draw_from_the_allowed_tokens_alone(vocabulary: int, kernel: str) -> None:
+    """Log-probs before and after the mask; a row without a grammar has none."""
+    torch.manual_seed(0)
+    count = 3 * ROWS_OF_EACH[kernel]
+    asked = requests_for([SamplingParams(**({"top_k": 5} if row % 2 else {})) for row in range(count)])
+    for request in asked[1:]:
+        request.grammar = Grammar(None)
+    logits = 3 * torch.randn(count, vocabulary)
+    words = torch.randint(-(2**31), 2**31, (count, -(-vocabulary // 32)), dtype=torch.int32)
+    words[:, 0] |= 1
+    results = []
+    for by in (kernel, "torch"):
+        rows = DecodeBatch.of(asked, vocab_size=vocabulary, device=logits.device)
+        assert rows.allowed is not None
+        rows.allowed.copy_(words)
+        with pytest.MonkeyPatch.context() as patch:
+            used = None if by == "torch" else module_of(by)
+            patch.setattr(choice, "kernels_for", lambda device, dtype, used=used: used)
+            results.append(Sampler(vocabulary, sampling_mode(asked), solo_world(logits.device))(logits.clone(), rows))
+    found, expected = results
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(found.sampling_logprobs, expected.sampling_logprobs, atol=3e-5, rtol=1e-5)
+    bits = (words.repeat_interleave(32, dim=1) >> torch.arange(32).repeat(words.shape[1])) & 1
+    assert bits[:, :vocabulary].gather(1, found.tokens[:, None])[1:].all()
+    masked = logits.masked_fill(bits[:, :vocabulary] == 0, -torch.inf).log_softmax(dim=-1)
+    chosen = masked.gather(1, found.tokens[:, None])[2::2, 0]
+    torch.testing.assert_close(found.sampling_logprobs[2::2], chosen, atol=3e-5, rtol=1e-5)
 
 
 def test_the_compiled_kernel_refuses_what_it_would_read_wrong() -> None:

@@ -89,9 +89,9 @@ def test_adapters_come_and_go_while_an_open_batch_decodes(tmp_path: Path) -> Non
             batch.call(partial(engine.set_adapter, "a", factors[number])).result()
             assert ask("a").result() == wanted[number].token_ids
         assert running.result() == ask("kept").result() == wanted[0].token_ids
-        batch.call(lambda: engine.remove_adapter("a")).result()
+        batch.call(lambda: engine.remove_adapters(["a"])).result()
         assert engine.adapters == ("kept",)
-        batch.call(lambda: engine.remove_adapter("kept")).result()
+        batch.call(lambda: engine.remove_adapters(["kept"])).result()
         assert ask(None).result() == plain.token_ids
         with pytest.raises(UserError, match="an adapter must be one of the engine's, none, got a"):
             ask("a")

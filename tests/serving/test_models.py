@@ -210,6 +210,17 @@ def test_what_a_reward_model_does_not_read_is_refused(reward_folder: str, capsys
     assert "max_batch_rows is read where the served model generates" in capsys.readouterr().err
 
 
+def test_pairs_have_the_scores_of_prompts_and_completions(url: str, reward_folder: str) -> None:
+    """vLLM's names; one first text goes with every second one."""
+
+    def scores(**body: Any) -> list[float]:
+        answer = httpx2.post(f"{url}/score", json={"model": reward_folder, **body}, headers=HEADERS, timeout=60)
+        return [entry["score"] for entry in answer.raise_for_status().json()["data"]]
+
+    expected = scores(prompt=["a", "a"], completion=["b", "c d"])
+    assert scores(text_1="a", text_2=["b", "c d"]) == scores(text_1=["a", "a"], text_2=["b", "c d"]) == expected
+
+
 def test_bad_requests_for_scores_are_refused(url: str, reward_folder: str) -> None:
     turn = {"role": "user", "content": "x"}
     for status, body, rule in (
@@ -217,6 +228,9 @@ def test_bad_requests_for_scores_are_refused(url: str, reward_folder: str) -> No
         (400, {"messages": [turn]}, "must end with a turn of the assistant, got user"),
         (400, {"prompt": ["a", "b"], "completion": ["c"]}, "as many prompts as completions, got 0, 2 and 1"),
         (400, {"messages": [[]]}, "messages.0 must"),
+        (400, {"text_1": "a"}, "as many prompts as completions"),
+        (400, {"text_2": "a", "prompt": "x", "completion": "y"}, "as many prompts as completions"),
+        (400, {"text_1": "a", "text_2": "b", "prompt": "x"}, "as many prompts as completions"),
         (400, {}, "as many prompts as completions"),
         (400, {"prompt": "x" * 300, "completion": "y"}, "must have at most 256 tokens"),
         (400, {"prompt": "\ud800", "completion": "y"}, "Unicode"),
@@ -274,7 +288,7 @@ def test_one_call_at_most_where_the_request_says_so() -> None:
         ids = tokenizer(CALL.partition(" ")[2] * 2, add_special_tokens=False)["input_ids"]
         answer = Answer(body, Job([[1]], SamplingParams()), tokenizer, TokenText(tokenizer))
         tokens = [replace(token, token_id=each, finish_reason=None) for each in ids[:-1]]
-        _, calls = answer._add([*tokens, replace(token, token_id=ids[-1])])
+        calls = answer._add([*tokens, replace(token, token_id=ids[-1])]).calls
         assert len(calls) == count
 
 

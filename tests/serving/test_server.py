@@ -237,7 +237,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"top_p": "1"}, "top_p", "top_p must be a valid number, got '1': change it"),
         ({"n": 0}, "n", "n must be greater than or equal to 1, got 0"),
         ({"n": 99}, None, "a request has at most 34 completions"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty is not supported, got 0.5"),
+        ({"best_of": 2}, "best_of", "best_of is not supported, got 2"),
         ({"temprature": 2}, "temprature", "temprature is an unknown key: the nearest is temperature"),
         (
             {"stream_options": {"include": True}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS
+from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken
 from hybrid_rlhf.generation.sampling import per_request, uniform_stream
 from tests.support.tiny import tiny_model
 
@@ -85,3 +87,27 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.002)
+
+
+Steps = SimpleQueue[list[StreamedToken]]
+"""What a submission of an open batch delivers."""
+
+
+def completed(batch: OpenBatch, prompts: list[list[int]], sampling: SamplingParams) -> list[list[list[StreamedToken]]]:
+    """All tokens of each sample, as they are delivered."""
+    steps = Steps()
+    found: list[list[list[StreamedToken]]] = [[[] for _ in range(sampling.n)] for _ in prompts]
+    unfinished = len(prompts) * sampling.n
+    batch.submit(prompts, sampling, steps.put)
+    while unfinished:
+        tokens = steps.get(timeout=60)
+        assert tokens, "the batch has ended"
+        for token in tokens:
+            found[token.prompt][token.sample].append(token)
+            unfinished -= token.finish_reason is not None
+    return found
+
+
+def ids_of(found: list[list[list[StreamedToken]]]) -> list[list[list[int]]]:
+    """The tokens of each sample."""
+    return [[[token.token_id for token in sample] for sample in samples] for samples in found]

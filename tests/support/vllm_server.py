@@ -98,7 +98,7 @@ class FakeVLLM:
                 self._engine.maker.stop_token_ids = frozenset()
             prompt = body["prompt"]
             if "prompt_logprobs" in body:
-                logprobs = self._engine.backend.prompt_logprobs(prompt)
+                logprobs = self._engine.backend.prompt_logprobs(prompt).logprobs
                 told = [
                     {str(t): {"logprob": value + self.shift}} for t, value in zip(prompt[1:], logprobs, strict=True)
                 ]

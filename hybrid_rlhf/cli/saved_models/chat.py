@@ -290,4 +290,4 @@ def _refused(line: str) -> Generator[str, None, None]:
 def _settings(sampling: SamplingParams) -> dict[str, Any]:
     """Sampling parameters that /set can change."""
     values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
-    return {name: value for name, value in values.items() if name != "n" and not isinstance(value, tuple)}
+    return {name: value for name, value in values.items() if name != "n" and not isinstance(value, tuple | dict)}

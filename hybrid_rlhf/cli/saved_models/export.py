@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +30,17 @@ def main(config: ExportConfig) -> None:
         raise UserError(f"--output must not exist, {config.output} does: choose another, or remove it")
     import torch
 
+    from hybrid_rlhf.cli.saved_models.export_check import check_export, require_program
     from hybrid_rlhf.models.pretrained.adapters import merge_adapter
     from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
     from hybrid_rlhf.models.pretrained.gguf.writing import write_gguf
+    from hybrid_rlhf.models.pretrained.loading import is_scorer
     from hybrid_rlhf.models.pretrained.sources import resolve_model
     from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
     from hybrid_rlhf.runtime.world import solo_world
 
+    if config.check:
+        require_program(config.format)
     world = solo_world(torch.device("cpu"))
     warn_of_remote_code(config.trust_remote_code, world)
     path = resolve_model(config.path, world=world)
@@ -46,6 +51,8 @@ def main(config: ExportConfig) -> None:
         raise UserError(f"--dtype must be {', '.join(_GGUF_TYPES)}, {config.path} is stored in {dtype}: set --dtype")
     # float32 avoids rounding when an adapter is merged or a GGUF file compared.
     wide = config.format == "gguf" or config.adapter is not None
+    if config.check and is_scorer(load_config(path, trust_remote_code=config.trust_remote_code)):
+        raise UserError(f"--check compares completions, {config.path} is a reward model: leave it out")
     lm = _load(path, config, torch.float32 if wide else stored)
     if config.adapter is not None:
         lm = merge_adapter(lm, config.adapter)
@@ -62,7 +69,26 @@ def main(config: ExportConfig) -> None:
         text = f"{output}: {dtype}"
     result["bytes"] = sum(file.stat().st_size for file in ([output] if output.is_file() else output.rglob("*")))
     size, unit = (2**30, "GiB") if result["bytes"] >= 2**29 else (2**20, "MiB")
-    print_result(result, f"{text}, {result['bytes'] / size:.2f} {unit}")
+    text = f"{text}, {result['bytes'] / size:.2f} {unit}"
+    found = None
+    if config.check:
+        del lm  # the reference is another model: merging has changed this one
+        reference = _with_adapter(_load(path, config, torch.float32), config.adapter)
+        found = check_export(output, reference, tokenizer, dtype=dtype, trust_remote_code=config.trust_remote_code)
+        result["check"] = found.as_json()
+        text = f"{text}\n{found.text}"
+    print_result(result, text)
+    if found is not None and found.faults:
+        sys.exit(1)
+
+
+def _with_adapter(lm: PreTrainedModel, adapter: str | None) -> PreTrainedModel:
+    """A model with an adapter beside its weights, as peft computes it."""
+    if adapter is None:
+        return lm
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(lm, str(user_path(adapter))).eval()  # type: ignore[return-value]
 
 
 def _load(path: str, config: ExportConfig, dtype: torch.dtype) -> PreTrainedModel:

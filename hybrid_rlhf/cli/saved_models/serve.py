@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.runtime.command_line import command
@@ -17,7 +18,9 @@ def main(config: ServeConfig) -> None:
     from hybrid_rlhf.serving.packages import require_packages
 
     require_packages("serve")
-    from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model, load_scorer
+    import torch
+
+    from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model, load_lm, load_scorer
     from hybrid_rlhf.models.pretrained.folders import load_config
     from hybrid_rlhf.models.pretrained.loading import is_scorer
     from hybrid_rlhf.serving.scores import ScoreService
@@ -35,7 +38,8 @@ def main(config: ServeConfig) -> None:
         engine = engine_at(place, kv_cache_gib=config.kv_cache_gib, adapters=config.adapters)
         judge = config.reward_model
         scores = ScoreService(load_scorer(find_model(config, judge)), max_queue=config.max_queue) if judge else None
-        return Served(LoadedModel(engine, place.tokenizer, place.device), scores)
+        on_host = replace(place, device=torch.device("cpu"))
+        return Served(LoadedModel(engine, place.tokenizer, place.device, lambda: load_lm(on_host)), scores)
 
     def progress(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -8,9 +8,10 @@ from hybrid_rlhf.configs.credentials import check_url, expanded, is_placeholder
 from hybrid_rlhf.configs.sections.rules import Count, Natural, Port, Positive, Settings, Share, require, setting
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
 
-ROLLOUT_SAMPLING_KEYS = ("n", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")
+ROLLOUT_SAMPLING_KEYS = ("n", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "response_format")
 """Sampling parameters that rollouts read. Penalties and forced lengths change the distribution in ways that training
-does not recompute; the seed follows the run's.
+does not recompute; the seed follows the run's. A response format changes it too: algorithm.correction weighs its
+tokens.
 """
 
 
@@ -257,7 +258,7 @@ class RolloutConfig(Settings):
                     getattr(sampling, key) != usual,
                     "vLLM reports one log-prob",
                 )
-                for key, usual in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
+                for key, usual in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("response_format", None))
             ),
         ):
             require(not is_barred, f"rollout.{name} has no effect in vLLM, got {value} ({why}): leave it out")
@@ -307,8 +308,9 @@ class RolloutConfig(Settings):
 
     @property
     def samples_otherwise(self) -> bool:
-        """True if the sampling policy differs from the trained one: older weights, 8-bit products, or vLLM."""
-        return self.samples_older or self.quantization is not None or self.backend == "vllm"
+        """True if the sampling policy differs from the trained one: older weights, 8-bit products, vLLM, a grammar."""
+        is_constrained = self.sampling.response_format is not None
+        return self.samples_older or self.quantization is not None or self.backend == "vllm" or is_constrained
 
     def _check_streaming(self) -> None:
         for name, barred, needed in (

@@ -49,6 +49,7 @@ _THINKING_OFF = " (thinking is off)"
 """Suffix of the key of reasoning that is not rendered because the generation prompt closes the thinking block."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_CLOSES_THINKING = re.compile(r"</[\w:]*think\w*>|\[/THINK\]|◁/think▷", re.IGNORECASE)
 _PROBE = "q7saidq7"
 """Content that no template contains."""
 _ROLE_PROBE = "q7toldq7"
@@ -95,18 +96,34 @@ class ChatTemplate:
         return known[key]
 
     def render(
-        self, messages: Sequence[Message], tools: Tools | None = None, *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render messages as text.
+        """Render messages as text, with further variables of the template.
 
         Raises:
             UserError: if the template does not compile or rejects the messages.
         """
-        return self._render(self._normalised(messages), tools, add_generation_prompt)[0]
+        return self._render(self._normalised(messages), tools, add_generation_prompt, variables)[0]
+
+    @cached_property
+    def thinking_marks(self) -> tuple[str, str] | None:
+        """The texts that open and close reasoning, as the template writes them; None if it writes none."""
+        match = _CLOSES_THINKING.search(self._source)
+        return None if match is None else (match[0].replace("/", "", 1), match[0])
 
     def generated(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[str, list[tuple[int, int]]]:
         """Messages as text, and the character ranges of its `{% generation %}` blocks."""
         return self._render(self._normalised(messages), tools)
+
+    @cached_property
+    def call_text(self) -> str:
+        """The text of a conversation with a tool call; empty if the template refuses it."""
+        return self._try_render([_USER, _CALL]) or ""
 
     @cached_property
     def turn_suffix(self) -> str | None:
@@ -210,7 +227,11 @@ class ChatTemplate:
             return None
 
     def _render(
-        self, messages: Sequence[Message], tools: Tools | None = None, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
             texts, spans = render_jinja_template(
@@ -220,6 +241,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 return_assistant_tokens_mask=self.marks_generation,
                 **self._variables,
+                **(variables or {}),
             )
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
@@ -241,6 +263,7 @@ def render(
     *,
     tools: Tools | None = None,
     add_generation_prompt: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a conversation as text, including special tokens; BOS only if the template writes it.
 
@@ -249,6 +272,7 @@ def render(
         tokenizer: its chat template renders them.
         tools: JSON schemas of the functions that the assistant may call.
         add_generation_prompt: end the text with the beginning of an assistant turn.
+        variables: further variables of the template; without a template, they have no effect.
 
     Raises:
         UserError: if the template does not compile or rejects the messages.
@@ -257,12 +281,38 @@ def render(
         return ""
     template = ChatTemplate.of(tokenizer, tools)
     if template is not None:
-        return template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        return template.render(messages, tools, add_generation_prompt=add_generation_prompt, variables=variables)
     parts = []
     for message in messages:
         end = tokenizer.eos_token if message["role"] == "assistant" else ""
         parts.append(f"{_PLAIN_NAMES[message['role']]}: {text_with_calls(message)}{end}\n\n")
     return "".join(parts) + (f"{_PLAIN_NAMES['assistant']}:" if add_generation_prompt else "")
+
+
+def render_unfinished(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Tools | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """Render a conversation up to the end of its last content, which a completion then continues.
+
+    Raises:
+        UserError: if the text does not contain that content as it is.
+    """
+    text = render(messages, tokenizer, tools=tools, variables=variables)
+    content = str(messages[-1].get("content", ""))
+    start = text.rfind(content)
+    if start < 0:  # templates may strip it
+        content = content.strip()
+        start = text.rfind(content)
+    if not content or start < 0:
+        raise UserError(
+            f"a last message that is continued must have content that the template writes, got {content[:40]!r}: "
+            "change it"
+        )
+    return text[: start + len(content)]
 
 
 def token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -22,9 +22,6 @@ from hybrid_rlhf.engines.deepspeed_internals import (
 )
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.saved.fragments import (
-    WEIGHT,
-    Fragment,
-    SavedFragments,
     local_values,
     named_tensors,
     optimizer_steps,
@@ -32,6 +29,7 @@ from hybrid_rlhf.engines.saved.fragments import (
     set_optimizer_steps,
     training_fragments,
 )
+from hybrid_rlhf.models.fragment_files import WEIGHT, Fragment, SavedFragments
 
 
 class TrainingState:

@@ -22,11 +22,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hybrid_rlhf.generation.architecture.hugging_face import trained_positions
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
+from hybrid_rlhf.generation.batching.grammar import TokenMasks
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.batching.sampler import DecodeBatch, Sampler, sampling_mode
+from hybrid_rlhf.generation.sampling import PromptLogprobs
 from hybrid_rlhf.generation.weights.probe import LOW_PRECISION_TOLERANCE
-from hybrid_rlhf.models.head_check import agreement, module_logprobs, probe_tokens
+from hybrid_rlhf.models.head_check import agreement, probe_tokens
 from hybrid_rlhf.models.policy import wide_logits
 from hybrid_rlhf.models.pretrained.loading import position_limit
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -115,9 +117,11 @@ class ModuleBackend:
         """0: the cache grows with its rows."""
         return 0
 
-    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
-        """Log-probs of all tokens but the first, at temperature 1. There are no adapters."""
-        return module_logprobs(self.module.lm, tokens).tolist()  # type: ignore[no-any-return]
+    @torch.no_grad()
+    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0, top: int = 0) -> PromptLogprobs:
+        """Log-probs of a prompt, with the `top` most likely tokens. There are no adapters."""
+        ids = torch.tensor([tokens], device=self.module.device)
+        return PromptLogprobs.of(self.module.lm(ids, use_cache=False).logits[0, :-1], ids[0, 1:], top)
 
     def reset(self) -> None:
         """Clear the load after an exception in `run_open`."""
@@ -216,6 +220,9 @@ class _ModuleBatch:
         self._live = list(requests)
         self._sampler = Sampler(module.vocab_size, sampling_mode(requests), solo_world(module.device))
         self._rows = DecodeBatch.of(requests, vocab_size=module.vocab_size, device=module.device)
+        self._masks = None
+        if self._rows.allowed is not None:
+            self._masks = TokenMasks(len(requests), module.vocab_size, module.device)
 
     @torch.no_grad()
     def steps(self) -> Iterator[NewTokens]:
@@ -228,6 +235,7 @@ class _ModuleBatch:
             state.repeat(n)
             logits = logits.repeat_interleave(n, dim=0)
         while True:
+            self._mask()
             drawn = self._sampler(logits.float(), self._rows)
             yield self._append(drawn.stacked().tolist())
             live = [slot for slot, request in enumerate(self._live) if request.finish_reason is None]
@@ -241,6 +249,14 @@ class _ModuleBatch:
                 self._rows = self._rows.select(selected)
                 self._live = [self._live[slot] for slot in live]
             logits = module.step(state, tokens)
+
+    def _mask(self) -> None:
+        """Write the bits of the tokens that grammars allow next; a finished row keeps its last ones."""
+        if self._masks is not None and self._rows.allowed is not None:
+            running = [(place, r.grammar) for place, r in enumerate(self._live) if r.finish_reason is None]
+            grammars = [(place, grammar) for place, grammar in running if grammar is not None]
+            if grammars:
+                self._masks.begin(grammars).write(self._rows.allowed)
 
     def _append(self, columns: list[list[float]]) -> NewTokens:
         new: NewTokens = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,11 +35,12 @@ from hybrid_rlhf.generation.batching.preparation import log_compilation
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.batching.workspace import Workspace
+from hybrid_rlhf.generation.model.adapters import LowRankChange
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache, bytes_per_token, page_bytes
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
-from hybrid_rlhf.generation.sampling import SamplingParams
-from hybrid_rlhf.generation.scoring import InferencePolicy
+from hybrid_rlhf.generation.sampling import PromptLogprobs, SamplingParams
+from hybrid_rlhf.generation.scoring import prompt_logprobs
 
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Prompt tokens per prefill, by device type."""
@@ -242,6 +243,13 @@ class NativeBackend:
             self.work += batch.work
             requests = sorted(live, key=lambda request: request.prompt_index)
 
+    def set_adapters(self, changes: Mapping[tuple[int, str], Sequence[LowRankChange]]) -> None:
+        """Replace the adapters, also between two steps of a `run_open`. A new one has a number that no other one had, so
+        that no cached prefix is its own."""
+        self.decoder.set_adapters(changes)
+        if self.workspace is not None:
+            self.workspace.forget_graphs()
+
     def exchange(self, decoder: Decoder) -> None:
         """Generate with newer weights from now on, also in a `run_open` whose thread waits; call `renew` then.
 
@@ -268,11 +276,6 @@ class NativeBackend:
         return self.workspace is not None and self.workspace.accepts(request)
 
     @property
-    def captures(self) -> bool:
-        """True if decoding steps are captured in CUDA graphs."""
-        return self._cuda_graphs and self.decoder.world.device.type == "cuda"
-
-    @property
     def load(self) -> BatchLoad:
         """Numbers of running and waiting requests and of pages in `run_open`; zeros otherwise."""
         batch = self._open
@@ -283,12 +286,9 @@ class NativeBackend:
         """Bytes of the KV cache; 0 before the first call."""
         return 0 if self.held is None else self.held.cache.bytes
 
-    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
-        """Log-probs of all tokens but the first, at temperature 1. `adapter` is the number of an adapter; 0: none."""
-        ids = torch.tensor([tokens], device=self.decoder.world.device)
-        places = torch.arange(len(tokens), device=ids.device)[None]
-        logprobs, _ = InferencePolicy(self.decoder, adapter)(ids, torch.ones_like(ids), places > 0)
-        return logprobs[0, 1:].tolist()  # type: ignore[no-any-return]
+    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0, top: int = 0) -> PromptLogprobs:
+        """Log-probs of a prompt, with the `top` most likely tokens. `adapter` is the number of an adapter; 0: none."""
+        return prompt_logprobs(self.decoder, tokens, adapter, top)
 
     def reset(self) -> None:
         """Release the KV cache and the workspace, which an exception in `run_open` may have left inconsistent."""

@@ -30,6 +30,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.batching.arrivals import Arrivals
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
+from hybrid_rlhf.generation.sampling import PromptLogprobs
 from hybrid_rlhf.runtime.observability.logs import logger, shortened
 
 if TYPE_CHECKING:
@@ -249,10 +250,10 @@ class VLLMBackend:
         """0: the cache is the servers'."""
         return 0
 
-    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0) -> list[float]:
-        """Return the log-probs of all tokens but the first, at temperature 1. There are no adapters."""
+    def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0, top: int = 0) -> PromptLogprobs:
+        """Return the log-probs of a prompt, without other tokens. There are no adapters."""
         server = next(server for server in self.servers if server.lost is None)
-        return server.prompt_logprobs(tokens)
+        return PromptLogprobs(server.prompt_logprobs(tokens), [])
 
     def reset(self) -> None:
         """Clear the load after an exception in `run_open`."""

@@ -141,6 +141,8 @@ class ContinuousBatch:
                     yield self._collect()
                 elif lacks_pages:
                     self._preempt(max(self._live, key=lambda row: row.age))
+                elif self._in_flight and any(row.request.grammar is not None for row in self._decoding):
+                    yield self._collect()  # its tokens decide which ones a grammar allows next
                 else:
                     self._launch()
                     while len(self._in_flight) > self._workspace.steps_in_flight:
@@ -186,13 +188,16 @@ class ContinuousBatch:
         for place, row in enumerate(entered, start=batch):
             entries += row.new_entries(place)
         self._workspace.set_pages(entries)
+        drawing = enumerate([*self._decoding, *entered])
+        grammars = [(place, row.request.grammar) for place, row in drawing if row.request.grammar is not None]
+        masks = self._workspace.begin_masks(grammars)
         if chunks:
             prompts = prompts_of(chunks, finished, tables=self._pool.layout.tables, device=self._device)
             requests = [row.request for row in entered]
             slots = [row.slot for row in entered]
-            fetch = self._workspace.prefill(batch, prompts, requests, slots, longest=longest)
+            fetch = self._workspace.prefill(batch, prompts, requests, slots, longest=longest, masks=masks)
         else:
-            fetch = self._workspace.decode(batch, longest=longest)
+            fetch = self._workspace.decode(batch, longest=longest, masks=masks)
         self._workspace.cache.copy(forks)
         self._states.fork(finished)
         for row, start, length in chunks:

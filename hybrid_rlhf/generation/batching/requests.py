@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation.batching.grammar import Grammar, grammar_of, require_grammars, source_of
 from hybrid_rlhf.generation.batching.stop_strings import StopStrings, stop_strings
 from hybrid_rlhf.generation.sampling import (
     Completion,
@@ -60,6 +61,8 @@ class Request:
     """Token limit shared by all requests of the call; none: each runs to its end."""
     delivered: int = 0
     """Number of tokens that an open batch has delivered."""
+    grammar: Grammar | None = None
+    """Grammar of the completion; none: any token may follow."""
 
     def continue_from(self, completion: Completion) -> None:
         """Take the tokens of a completion that an earlier call began."""
@@ -69,6 +72,7 @@ class Request:
         self.logprobs = list(completion.logprobs)
         self.sampling_logprobs = list(completion.sampling_logprobs)
         self.weight_versions = list(completion.weight_versions)
+        self._restart_grammar()
 
     def stamp(self, weight_version: int) -> None:
         """Record the version of the weights that sampled the tokens so far, before newer weights continue."""
@@ -79,6 +83,12 @@ class Request:
         for values in (self.token_ids, self.logprobs, self.sampling_logprobs, self.weight_versions, self.top):
             del values[tokens:]
         self.finish_reason = None
+        self._restart_grammar()
+
+    def _restart_grammar(self) -> None:
+        """Bring the grammar to the tokens so far, without the stop token."""
+        if self.grammar is not None and self.finish_reason is None:
+            self.grammar.restart(self.token_ids)
 
     @property
     def begun_tokens(self) -> int:
@@ -129,6 +139,8 @@ class Request:
             self.top.append(
                 [(int(candidate), value) for candidate, value in zip(top[:half][:count], top[half:], strict=False)]
             )
+        if self.grammar is not None and token not in self.stop:
+            self.grammar.append(token)
         if token in self.stop or self._ends_with_stop_string():
             self.finish_reason = "stop"
         elif len(self.token_ids) == len(self.uniforms):
@@ -220,6 +232,8 @@ NewTokens = list[tuple[Request, int]]
 
 
 _MOST_TOP_K = 2**31 - 1
+_TOKEN_KEYS = ("stop_token_ids", "logit_bias")
+"""Sampling parameters with token ids."""
 _CHANGES_WITH_LENGTH = " (original_max_position_embeddings; in longer sequences its rotary positions all change)"
 
 
@@ -264,13 +278,32 @@ class RequestMaker:
                 list(prompt),
                 index,
                 params,
-                self.stop_token_ids | set(params.stop_token_ids),
+                self._stop(params),
                 uniform_stream(params.seed or 0, sample, self._longest_completion(index, prompt, params)),
                 stop_strings(self.tokenizer, params.stop) if params.stop and self.tokenizer is not None else None,
+                grammar=self.grammar(params),
             )
             for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True))
             for sample in range(params.n)
         ]
+
+    def _stop(self, params: SamplingParams) -> frozenset[int]:
+        """All tokens that end a completion."""
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_token_ids)
+
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """A new state of the grammar of a response format; None without one.
+
+        Raises:
+            UserError: for a grammar that does not compile, or an engine that has no tokenizer for it.
+        """
+        if params.response_format is None:
+            return None
+        if self.tokenizer is None:
+            raise UserError("response_format needs a tokenizer, the engine has none: give it one")
+        require_grammars()
+        source = source_of(params.response_format)
+        return grammar_of(source, self.tokenizer, vocab_size=self.vocab_size, stop=self._stop(params))
 
     def _check_tokens(self, index: int, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise UserError if a prompt is empty, a token of it or a stop token is not in the vocabulary, or top_k does
@@ -279,7 +312,8 @@ class RequestMaker:
         if not len(prompt):
             raise UserError(f"a prompt has at least one token, prompt {index} has none: drop it")
         most = self.vocab_size - 1
-        for name, tokens in ((f"prompt {index}", prompt), ("stop_token_ids", params.stop_token_ids)):
+        named = ((f"prompt {index}", prompt), *((key, [*getattr(params, key)]) for key in _TOKEN_KEYS))
+        for name, tokens in named:
             if len(tokens) and (min(tokens) < 0 or max(tokens) > most):
                 unknown = next(token for token in tokens if not 0 <= token <= most)
                 raise UserError(f"token ids must be in 0..{most}, {name} has {unknown}: remove it")

@@ -21,7 +21,7 @@ Shapes: B or S rows, V vocabulary, R ranks; logits are [B, V / R] float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,10 +29,13 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.generation.architecture.model_description import share
+from hybrid_rlhf.generation.batching.grammar import WORD_TOKENS
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.sampling import (
     FLOATS,
+    IN_COMPLETION,
+    IN_TEXT,
     INTEGERS,
     SamplingMode,
     SamplingRows,
@@ -54,7 +57,9 @@ def sampling_mode(requests: Sequence[Request]) -> SamplingMode:
         top_k_top_p=any(p.top_p < 1 or p.top_k > 0 for p in distinct),
         min_p=any(p.min_p > 0 for p in distinct),
         repetition_penalty=any(p.repetition_penalty != 1 for p in distinct),
+        bias=any(p.adds_to_logits for p in distinct),
         min_new_tokens=any(p.min_new_tokens > 0 for p in distinct),
+        grammar=any(request.grammar is not None for request in requests),
         top_logprobs=any(request.top_logprobs for request in requests),
     )
 
@@ -72,12 +77,17 @@ class DecodeBatch(SamplingRows):
         """Allocate tables that are wide enough for any of the requests."""
         stops = max(len(request.stop) for request in requests)
         longest = max(len(request.uniforms) for request in requests)
+        mode = sampling_mode(requests)
         seen = None
-        if sampling_mode(requests).repetition_penalty:
-            seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
+        if mode.repetition_penalty or mode.bias:
+            seen = torch.zeros(rows, vocab_size, dtype=torch.uint8, device=device)
+        bias = torch.zeros(rows, vocab_size, device=device) if mode.bias else None
+        allowed = None
+        if mode.grammar:
+            allowed = torch.zeros(rows, -(-vocab_size // WORD_TOKENS), dtype=torch.int32, device=device)
         integers = torch.zeros(rows, len(INTEGERS) + stops, dtype=torch.long, device=device)
         floats = torch.ones(rows, len(FLOATS) + longest, dtype=torch.float64, device=device)
-        return cls(integers, floats, seen, torch.zeros(rows, dtype=torch.long, device=device))
+        return cls(integers, floats, seen, bias, allowed, torch.zeros(rows, dtype=torch.long, device=device))
 
     @classmethod
     def of(cls, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> DecodeBatch:
@@ -91,7 +101,10 @@ class DecodeBatch(SamplingRows):
         stops = self.integers.shape[1] - len(INTEGERS)
         longest = self.floats.shape[1] - len(FLOATS)
         fits = all(len(request.stop) <= stops and len(request.uniforms) <= longest for request in requests)
-        return fits and (self.seen is not None or not sampling_mode(requests).repetition_penalty)
+        mode = sampling_mode(requests)
+        has_seen = self.seen is not None or not (mode.repetition_penalty or mode.bias)
+        has_bias = self.bias is not None or not mode.bias
+        return fits and has_seen and has_bias and (self.allowed is not None or not mode.grammar)
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +117,7 @@ class DecodeBatch(SamplingRows):
 
     def fill(self, first: int, requests: Sequence[Request]) -> None:
         """Write requests into the rows from `first` on, with the tokens that they have so far."""
+        numbers = len(INTEGERS)
         integers = np.zeros((len(requests), self.integers.shape[1]), dtype=np.int64)
         floats = np.zeros((len(requests), self.floats.shape[1]))
         for row, request in enumerate(requests):
@@ -111,19 +125,29 @@ class DecodeBatch(SamplingRows):
             params = request.params
             least = params.min_new_tokens if stop else 0
             drawn = len(request.token_ids)
-            integers[row, :6] = [0, request.tokens - 1, drawn, params.top_k, int(params.greedy), least]
+            flags = [int(params.greedy), least, int(params.adds_to_logits), int(request.grammar is not None)]
+            integers[row, :numbers] = [0, request.tokens - 1, drawn, params.top_k, *flags]
             # Rows with fewer stop tokens repeat their first one.
-            integers[row, 6:] = (stop + stop[:1] * integers.shape[1])[: integers.shape[1] - 6] if stop else 0
-            floats[row, :4] = [getattr(params, name) for name in FLOATS]
-            floats[row, 4 : 4 + len(request.uniforms)] = request.uniforms
+            integers[row, numbers:] = (stop + stop[:1] * integers.shape[1])[: integers.shape[1] - numbers] or 0
+            floats[row, : len(FLOATS)] = [getattr(params, name) for name in FLOATS]
+            floats[row, len(FLOATS) : len(FLOATS) + len(request.uniforms)] = request.uniforms
         part = slice(first, first + len(requests))
         self.integers[part] = to_device(torch.from_numpy(integers), self.integers.device)
         self.floats[part] = to_device(torch.from_numpy(floats), self.floats.device)
         self.adapter[part] = to_device([request.adapter for request in requests], self.adapter.device, torch.long)
         if self.seen is not None:
-            self.seen[part] = False
+            self.seen[part] = 0
             for row, request in enumerate(requests, start=first):
-                self.seen[row, to_device(sorted(set(request.all_token_ids)), self.seen.device)] = True
+                self.seen[row, to_device(sorted(set(request.prompt)), self.seen.device)] = IN_TEXT
+                if request.token_ids:
+                    drawn_ids = to_device(sorted(set(request.token_ids)), self.seen.device)
+                    self.seen[row, drawn_ids] = IN_TEXT | IN_COMPLETION
+        if self.bias is not None:
+            self.bias[part] = 0.0
+            for row, request in enumerate(requests, start=first):
+                if biases := _biases(request):
+                    tokens = to_device(list(biases), self.bias.device, torch.long)
+                    self.bias[row, tokens] = to_device(list(biases.values()), self.bias.device, torch.float32)
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` to row `target`."""
@@ -132,13 +156,11 @@ class DecodeBatch(SamplingRows):
 
     def view(self, start: int, stop: int) -> DecodeBatch:
         """Return views of rows start to stop - 1."""
-        seen = None if self.seen is None else self.seen[start:stop]
-        return DecodeBatch(self.integers[start:stop], self.floats[start:stop], seen, self.adapter[start:stop])
+        return self._of_each(lambda table: table[start:stop])
 
     def select(self, rows: Tensor) -> DecodeBatch:
         """Return copies of rows [n]."""
-        seen = None if self.seen is None else self.seen[rows]
-        return DecodeBatch(self.integers[rows], self.floats[rows], seen, self.adapter[rows])
+        return self._of_each(lambda table: table[rows])
 
     def save(self) -> list[Tensor]:
         """Return copies of the tables, for `restore`."""
@@ -149,8 +171,30 @@ class DecodeBatch(SamplingRows):
         for table, values in zip(self._tables(), saved, strict=True):
             table.copy_(values)
 
+    def _of_each(self, part: Callable[[Tensor], Tensor]) -> DecodeBatch:
+        """Return a part of all tables."""
+        seen = None if self.seen is None else part(self.seen)
+        bias = None if self.bias is None else part(self.bias)
+        allowed = None if self.allowed is None else part(self.allowed)
+        return DecodeBatch(part(self.integers), part(self.floats), seen, bias, allowed, part(self.adapter))
+
     def _tables(self) -> list[Tensor]:
-        return [self.integers, self.floats, self.adapter, *([] if self.seen is None else [self.seen])]
+        wide = [table for table in (self.seen, self.bias, self.allowed) if table is not None]
+        return [self.integers, self.floats, self.adapter, *wide]
+
+
+def _biases(request: Request) -> dict[int, np.float32]:
+    """Return what is added to the logits of a request's tokens, summed in the order in which sampling adds it."""
+    params = request.params
+    biases = {token: np.float32(bias) for token, bias in params.logit_bias.items()}
+    if params.presence_penalty or params.frequency_penalty:
+        frequency = np.float32(params.frequency_penalty)
+        first = frequency + np.float32(params.presence_penalty)
+        seen = set[int]()
+        for token in request.token_ids:
+            biases[token] = biases.get(token, np.float32(0)) - (frequency if token in seen else first)
+            seen.add(token)
+    return biases
 
 
 @dataclass(frozen=True)
@@ -217,10 +261,16 @@ class Sampler:
         return logits / rows.temperature if self._mode.temperature else logits
 
     def _penalised(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Apply the repetition penalty (arXiv 1909.05858, section 4.1); exclude stop tokens before min_new_tokens."""
+        """Apply the repetition penalty (arXiv 1909.05858, section 4.1), add biases, exclude tokens that the grammar
+        does not allow, and stop tokens before min_new_tokens."""
         if rows.seen is not None and self._mode.repetition_penalty:
             penalty = rows.repetition_penalty
-            logits = torch.where(rows.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+            logits = torch.where(rows.seen > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        if rows.bias is not None and self._mode.bias:
+            logits = logits + rows.bias
+        forbidden = rows.forbidden if self._mode.grammar else None
+        if forbidden is not None:
+            logits = logits.masked_fill(forbidden[:, : logits.shape[-1]], -torch.inf)
         if self._mode.min_new_tokens:
             stops, early = rows.early_stops
             logits = logits.scatter(1, stops, logits.gather(1, stops).masked_fill(early, -torch.inf))

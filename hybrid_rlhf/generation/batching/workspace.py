@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.generation.batching.grammar import Grammar, PendingMasks, TokenMasks
 from hybrid_rlhf.generation.batching.preparation import PreparationLog
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.sampler import DecodeBatch, Sampler, sampling_mode
@@ -83,8 +84,12 @@ class Workspace:
         self._mode = sampling_mode(requests)
         self._sampler = Sampler(decoder.architecture.vocab_size, self._mode, decoder.world)
         self._graphs = None
+        self._logits_graphs = None
+        """Graphs of steps whose tokens are sampled outside, when the masks of grammars have arrived."""
+        self._masks: TokenMasks | None = None
         if device.type == "cuda" and cuda_graphs:
             self._graphs = _Graphs(self.rows, self.slots, device)
+            self._logits_graphs = _Graphs(self.rows, self.slots, device) if self._mode.grammar else None
         close_with_world(self)
 
     @property
@@ -97,22 +102,33 @@ class Workspace:
 
         If not, its kernels are launched one by one, with the same batch size, until `capture_missing` is called.
         """
-        if self._graphs is not None:
-            self._graphs.captures = captures
+        for graphs in (self._graphs, self._logits_graphs):
+            if graphs is not None:
+                graphs.captures = captures
 
     @torch.inference_mode()
     def capture_missing(self) -> None:
         """Capture the steps of all batch sizes that occurred without a capture. To be called between two runs."""
-        if self._graphs is not None and self._graphs.missing:
-            self.clear()
-            self._graphs.capture_missing(self.step)
+        for graphs, step in ((self._graphs, self.step), (self._logits_graphs, self.logits)):
+            if graphs is not None and graphs.missing:
+                self.clear()
+                graphs.capture_missing(step)
+
+    def forget_graphs(self) -> None:
+        """Capture all steps again, as the addresses in them are no longer those of the weights; no step is running."""
+        for graphs in (self._graphs, self._logits_graphs):
+            if graphs is not None:
+                graphs.forget()
 
     def close(self) -> None:
         """Release the CUDA graphs and their memory; the rest is freed with the last reference. Idempotent."""
-        graphs = self._graphs
+        held = [graphs for graphs in (self._graphs, self._logits_graphs) if graphs is not None]
         self._graphs = None
-        if graphs is not None:
+        self._logits_graphs = None
+        for graphs in held:
             graphs.close()
+        if self._masks is not None:
+            self._masks.close()
 
     def serves(self, requests: Sequence[Request], *, cache: KVCache, rows: int, capacity_tokens: int) -> bool:
         """True if this workspace is equivalent to one allocated for these requests."""
@@ -156,16 +172,28 @@ class Workspace:
         self.pages.zero_()
         self.slots.zero_()
 
-    def decode(self, batch: int, *, longest: int) -> Fetch:
+    def begin_masks(self, grammars: Sequence[tuple[int, Grammar]]) -> PendingMasks | None:
+        """Begin to compute the masks of the next step, for rows with grammars, given by their places; None without."""
+        if not grammars:
+            return None
+        if self._masks is None:
+            self._masks = TokenMasks(self.most_rows, self.decoder.architecture.vocab_size, self.pages.device)
+        return self._masks.begin(grammars)
+
+    def decode(self, batch: int, *, longest: int, masks: PendingMasks | None = None) -> Fetch:
         """Sample one token for each of the first `batch` rows.
 
         Args:
             batch: number of rows that decode.
             longest: tokens of the longest row, including those that the step computes.
+            masks: masks of the rows with grammars, which are needed after the model has run.
         """
+        if self._logits_graphs is not None and masks is not None:
+            logits = self._logits_graphs(self.logits, _graph_rows(batch, self.most_rows))
+            return _fetch(self._sampled(logits[:batch], batch, masks))
         if self._graphs is not None:
             return _fetch(self._graphs(self.step, _graph_rows(batch, self.most_rows))[:, :batch])
-        return _fetch(self.step(batch, longest=longest))
+        return _fetch(self.step(batch, longest=longest, masks=masks))
 
     def prefill(
         self,
@@ -175,6 +203,7 @@ class Workspace:
         slots: Sequence[int],
         *,
         longest: int,
+        masks: PendingMasks | None = None,
     ) -> Fetch:
         """Sample one token for each of the first `batch` rows, and for the requests that enter after them.
 
@@ -184,10 +213,11 @@ class Workspace:
             entering: requests whose prompts end in this step, in the order of `prompts.of_request`.
             slots: slots of their states.
             longest: as in `decode`.
+            masks: as in `decode`.
         """
         self.rows.fill(batch, entering)
         self.slots[batch : batch + len(slots)] = to_device(slots, self.slots.device, torch.long)
-        return _fetch(self.step(batch, longest=longest, prompts=prompts))
+        return _fetch(self.step(batch, longest=longest, prompts=prompts, masks=masks))
 
     def step(
         self,
@@ -195,6 +225,7 @@ class Workspace:
         *,
         longest: int | None = None,
         prompts: Prompts | None = None,
+        masks: PendingMasks | None = None,
     ) -> Tensor:
         """Run one step of the first `batch` rows and of chunks of prompts.
 
@@ -203,10 +234,25 @@ class Workspace:
             longest: tokens of the longest row, for code without kernels (those read lengths from the device); none:
                 the capacity.
             prompts: chunks of prompts; none: only rows decode.
+            masks: masks of the rows with grammars; none: there are no such rows.
 
         Returns:
             [3 + 2k, batch + entering requests], see `SampledTokens.stacked`.
         """
+        entering = 0 if prompts is None else len(prompts.of_request)
+        logits = self.logits(batch, longest=longest, prompts=prompts)
+        if not batch + entering:
+            return logits.new_empty(3, 0, dtype=torch.float64)
+        return self._sampled(logits, batch + entering, masks)
+
+    def _sampled(self, logits: Tensor, drawing: int, masks: PendingMasks | None) -> Tensor:
+        """Sample a token for each of the first `drawing` rows; see `step`."""
+        if masks is not None and self.rows.allowed is not None:
+            masks.write(self.rows.allowed)
+        return self._sampler(logits, self.rows.view(0, drawing)).stacked()
+
+    def logits(self, batch: int, *, longest: int | None = None, prompts: Prompts | None = None) -> Tensor:
+        """Compute the logits [batch + entering requests, V / R] of a step; arguments as in `step`."""
         entering = 0 if prompts is None else len(prompts.of_request)
         drawing = self.rows.view(0, batch + entering)
         rows = drawing.view(0, batch)
@@ -231,14 +277,12 @@ class Workspace:
         if routes:
             self.cache.write_routes(attend.places[0], routes)
         if not len(drawing):
-            return hidden.new_empty(3, 0, dtype=torch.float64)
+            return hidden.new_empty(0, 0)
         if prompts is None:
-            logits = self.decoder.logits(hidden)
-        else:
-            ends = self.decoder.logits(torch.cat([hidden[:batch], hidden[batch:][prompts.last]]))
-            places = torch.arange(batch, device=hidden.device)
-            logits = ends[torch.cat([places, batch + prompts.of_request])]
-        return self._sampler(logits, drawing).stacked()
+            return self.decoder.logits(hidden)
+        ends = self.decoder.logits(torch.cat([hidden[:batch], hidden[batch:][prompts.last]]))
+        places = torch.arange(batch, device=hidden.device)
+        return ends[torch.cat([places, batch + prompts.of_request])]
 
 
 @dataclass(frozen=True)
@@ -308,12 +352,16 @@ class _Graphs:
 
     def close(self) -> None:
         """Destroy the graphs, which frees their memory, and release the stream for reuse."""
+        self.forget()
+        self._idle.append(self._stream)
+
+    def forget(self) -> None:
+        """Destroy the graphs, and capture them again when they are needed."""
         self._stream.synchronize()
         torch.cuda.current_stream().synchronize()  # a replay may still run
         for graph, _ in self._captured.values():
             graph.reset()
         self._captured.clear()
-        self._idle.append(self._stream)
 
     def _capture(self, step: Step, batch: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         start = time.perf_counter()

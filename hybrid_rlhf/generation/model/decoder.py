@@ -19,9 +19,9 @@ from hybrid_rlhf.generation.architecture.model_description import ModelDescripti
 from hybrid_rlhf.generation.model.adapters import AdaptedLinear, ChosenAdapters, LowRankChange
 from hybrid_rlhf.generation.model.attention import StepAttention
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
-from hybrid_rlhf.generation.model.decoder_weights import LAYER_PRODUCTS, DecoderWeights, LayerWeights
+from hybrid_rlhf.generation.model.decoder_weights import DecoderWeights, LayerWeights
 from hybrid_rlhf.generation.model.latent import Table
-from hybrid_rlhf.generation.model.layers import Norm, QuantisedLinear, norm_heads
+from hybrid_rlhf.generation.model.layers import Linear, Norm, QuantisedLinear, norm_heads
 from hybrid_rlhf.generation.model.recurrent.states import StateCache, StepStates, state_bytes
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.rows import ACTIVATIONS
@@ -48,6 +48,8 @@ class Decoder:
         self._fused = choice.fused_kernels(self.kernels)
         self._weights = weights
         self._chosen: ChosenAdapters | None = None
+        self._bases: list[tuple[LayerWeights, str, Linear]] = []
+        """Products without their adapters, for each that has some."""
         # as Hugging Face, which multiplies by the scale in the dtype of the weights
         self._embed_scale = float(torch.tensor(architecture.embed_scale, dtype=weights.embed.dtype))
         self._input_scale = float(torch.tensor(architecture.layer_input_size**0.5, dtype=weights.embed.dtype))
@@ -92,15 +94,17 @@ class Decoder:
         return self._chosen is not None
 
     def set_adapters(self, changes: Mapping[tuple[int, str], Sequence[LowRankChange]]) -> None:
-        """Add the changes of adapters to products, which are given by layer and name, in place of earlier ones.
-        `hidden` selects adapters by token."""
+        """Replace all adapters by changes of products, which are given by layer and name. `hidden` selects adapters by
+        token."""
+        for weights, name, base in self._bases:
+            setattr(weights, name, base)
+        self._bases.clear()
         self._chosen = ChosenAdapters()
-        for layer, weights in enumerate(self._weights.layers):
-            for name in LAYER_PRODUCTS:
-                product = getattr(weights, name)
-                base = product.base if isinstance(product, AdaptedLinear) else product
-                added = changes.get((layer, name))
-                setattr(weights, name, AdaptedLinear(base, added, self._chosen) if added else base)
+        for (layer, name), layer_changes in changes.items():
+            weights = self._weights.layers[layer]
+            base = getattr(weights, name)
+            self._bases.append((weights, name, base))
+            setattr(weights, name, AdaptedLinear(base, layer_changes, self._chosen))
 
     @property
     def quantisation_errors(self) -> dict[str, Tensor]:

@@ -872,14 +872,17 @@ constexpr int64_t RUN = 128;            // tokens whose weights are added in flo
 constexpr int64_t SUMMED = 8 * RUN;     // the same while a bound is searched
 constexpr double UNIT = 1ll << 42;      // integer value of a weight of 1; 2^21 of them fit
 // Columns of decode_batch.py.
-enum Integers { TOKEN, POSITION, DRAWN, TOP_K, GREEDY, MIN_NEW_TOKENS, STOPS };
-enum Floats { DIVISOR, TOP_P, MIN_P, PENALTY, UNIFORMS };
+enum Integers { TOKEN, POSITION, DRAWN, TOP_K, GREEDY, MIN_NEW_TOKENS, BIASED, CONSTRAINED, STOPS };
+enum Floats { DIVISOR, TOP_P, MIN_P, PENALTY, PRESENCE, FREQUENCY, UNIFORMS };
+constexpr uint8_t IN_COMPLETION = 2, SEEN = 3;  // bits of `seen`, as in sampling.py
 
 struct Sampling {
     const float* logits;
     int64_t* integers;
     const double* floats;
-    uint8_t* seen;  // null: no row has a repetition penalty
+    uint8_t* seen;  // null: no row has penalties or biases
+    float* bias;    // null: no row has biases, presence or frequency penalties
+    const int32_t* allowed;  // bits of tokens; null: no row has a grammar
     int64_t* tokens;
     float *logprobs, *sampling_logprobs;
     int64_t rows, vocabulary, integer_columns, float_columns;
@@ -1036,16 +1039,23 @@ int64_t first_of(const float* scores, float wanted) {
     return i;
 }
 
-// Repetition penalty, and stop tokens that are not allowed yet.
+// Repetition penalty, biases, tokens that the grammar does not allow, and stop tokens that are not allowed yet.
 const float* penalised(const Sampling& a, int64_t r, const float* logits, float* scores) {
     const int64_t *row = a.integers + r * a.integer_columns, *end = row + a.integer_columns;
     const float penalty = (float)a.floats[r * a.float_columns + PENALTY];
     const bool repeats = a.seen != nullptr && penalty != 1.0f, early = row[DRAWN] < row[MIN_NEW_TOKENS];
-    if (!repeats && !early) return logits;
+    const bool biased = a.bias != nullptr && row[BIASED];
+    const bool constrained = a.allowed != nullptr && row[CONSTRAINED];
+    if (!repeats && !biased && !constrained && !early) return logits;
     memcpy(scores, logits, a.vocabulary * sizeof(float));
     const uint8_t* seen = a.seen + r * a.vocabulary;
     for (int64_t i = 0; repeats && i < a.vocabulary; ++i)
         if (seen[i]) scores[i] = scores[i] > 0.0f ? scores[i] / penalty : scores[i] * penalty;
+    const float* bias = a.bias + (biased ? r * a.vocabulary : 0);
+    for (int64_t i = 0; biased && i < a.vocabulary; ++i) scores[i] += bias[i];
+    const int32_t* allowed = a.allowed + (constrained ? r * ((a.vocabulary + 31) / 32) : 0);
+    for (int64_t i = 0; constrained && i < a.vocabulary; ++i)
+        scores[i] = allowed[i / 32] >> (i % 32) & 1 ? scores[i] : -INF;
     for (const int64_t* stop = row + STOPS; early && stop < end; ++stop) scores[*stop] = -INF;
     return scores;
 }
@@ -1069,7 +1079,10 @@ void sample_row(const Sampling& a, int64_t r, float* scores, float* weights, int
     }
     a.tokens[r] = row[TOKEN] = token;
     ++row[POSITION], ++row[DRAWN];
-    if (a.seen != nullptr) a.seen[r * a.vocabulary + token] = 1;
+    const int64_t at = r * a.vocabulary + token;
+    const float presence = (float)floats[PRESENCE], frequency = (float)floats[FREQUENCY];
+    if (a.bias != nullptr) a.bias[at] -= a.seen[at] >= IN_COMPLETION ? frequency : frequency + presence;
+    if (a.seen != nullptr) a.seen[at] = SEEN;
     a.logprobs[r] = whole.logprob(token);
     a.sampling_logprobs[r] = drawn.logprob(token);
 }
@@ -1216,14 +1229,16 @@ struct SampleTokens {
     int64_t* integers;
     const double* floats;
     uint8_t* seen;
+    float* bias;
+    const int32_t* allowed;
     int64_t* tokens;
     float *logprobs, *sampling_logprobs;
     int64_t rows, vocabulary, integer_columns, float_columns;
 };
 
 int hybrid_sample(const SampleTokens* a) {
-    return sample(Sampling{a->logits, a->integers, a->floats, a->seen, a->tokens, a->logprobs, a->sampling_logprobs,
-                           a->rows, a->vocabulary, a->integer_columns, a->float_columns},
+    return sample(Sampling{a->logits, a->integers, a->floats, a->seen, a->bias, a->allowed, a->tokens,
+                           a->logprobs, a->sampling_logprobs, a->rows, a->vocabulary, a->integer_columns, a->float_columns},
                   a->context.team());
 }
 }

@@ -49,7 +49,7 @@ _STRUCTS = {
         ("hybrid_linear", "3q4q3q"),
         ("hybrid_dequantise", "3q6q4qd"),
         ("hybrid_int8_linear", "3q6q3q"),
-        ("hybrid_sample", "3q7q4q"),
+        ("hybrid_sample", "3q9q4q"),
     )
 }
 """Argument structs of the library: address of GOMP_parallel, threads, dtype, then addresses and numbers."""
@@ -283,7 +283,8 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
         raise ValueError(f"a vocabulary may have {_MOST_TOKENS} tokens at most, got {vocabulary}")
     tokens = rows.integers.new_empty(count)
     logprobs = logits.new_empty(2, count)
-    tensors = (logits.contiguous(), rows.integers, rows.floats, rows.seen, tokens, *logprobs)
+    tables = (rows.integers, rows.floats, rows.seen, rows.bias, rows.allowed)
+    tensors = (logits.contiguous(), *tables, tokens, *logprobs)
     sizes = (count, vocabulary, rows.integers.shape[1], rows.floats.shape[1])
     _library().call("hybrid_sample", logits.dtype, *tensors, *sizes)
     return tokens, logprobs[0], logprobs[1]

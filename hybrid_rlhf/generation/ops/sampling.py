@@ -34,8 +34,12 @@ from hybrid_rlhf.functional.triton_language import tl, triton
 from hybrid_rlhf.generation.architecture.model_description import share
 from hybrid_rlhf.runtime.world import World
 
-INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens")
-FLOATS = ("divisor", "top_p", "min_p", "repetition_penalty")
+INTEGERS = ("token", "position", "drawn", "top_k", "greedy", "min_new_tokens", "biased", "constrained")
+FLOATS = ("divisor", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+IN_TEXT = 1
+"""Bit of a token of prompt or completion in `SamplingRows.seen`."""
+IN_COMPLETION = 2
+"""Bit of a token of the completion."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,9 @@ class SamplingMode:
     top_k_top_p: bool
     min_p: bool
     repetition_penalty: bool
+    bias: bool
     min_new_tokens: bool
+    grammar: bool
     top_logprobs: bool
 
     def covers(self, other: SamplingMode) -> bool:
@@ -57,7 +63,8 @@ class SamplingMode:
     @property
     def draws_from_all(self) -> bool:
         """True if tokens are drawn from the whole distribution, without truncation or penalty."""
-        return not (self.top_k_top_p or self.min_p or self.repetition_penalty or self.min_new_tokens)
+        penalises = self.repetition_penalty or self.bias or self.min_new_tokens
+        return not (self.top_k_top_p or self.min_p or penalises or self.grammar)
 
 
 @dataclass
@@ -65,18 +72,29 @@ class SamplingRows:
     """Tables of S rows."""
 
     integers: Tensor
-    """[S, 6 + stop tokens] int64, columns INTEGERS, then stop tokens."""
+    """[S, 8 + stop tokens] int64, columns INTEGERS, then stop tokens."""
     floats: Tensor
-    """[S, 4 + longest completion] float64, columns FLOATS, then uniform numbers."""
+    """[S, 6 + longest completion] float64, columns FLOATS, then uniform numbers."""
     seen: Tensor | None
-    """[S, V] bool, true for tokens of prompt and completion; none without a repetition penalty."""
+    """[S, V] uint8, bits IN_TEXT and IN_COMPLETION of each token; none without penalties and biases."""
+    bias: Tensor | None
+    """[S, V] float32, added to the logits: biases, minus the presence and frequency penalties of the tokens so far;
+    none without them."""
+    allowed: Tensor | None
+    """[S, V / 32] int32, one bit for each token that a row's grammar allows next; none without grammars."""
 
     def append(self, tokens: Tensor) -> None:
         """Append one sampled token [S] to each row."""
         self.token.copy_(tokens)
         self.advance(1)
+        index = tokens[:, None]
+        if self.bias is not None and self.seen is not None:
+            repeated = self.seen.gather(1, index) >= IN_COMPLETION
+            presence, frequency = self.floats[:, 4:5].float(), self.floats[:, 5:6].float()
+            cost = torch.where(repeated, frequency, frequency + presence)
+            self.bias.scatter_(1, index, self.bias.gather(1, index) - cost)
         if self.seen is not None:
-            self.seen.scatter_(1, tokens[:, None], True)
+            self.seen.scatter_(1, index, IN_TEXT | IN_COMPLETION)
 
     def advance(self, tokens: Tensor | int) -> None:
         """Advance position and number of drawn tokens by `tokens`, an int or [S]."""
@@ -110,7 +128,15 @@ class SamplingRows:
     @property
     def early_stops(self) -> tuple[Tensor, Tensor]:
         """Stop tokens [S, n] int64; and [S, 1] bool, true where they are not allowed yet."""
-        return self.integers[:, 6:], (self.drawn < self.integers[:, 5])[:, None]
+        return self.integers[:, len(INTEGERS) :], (self.drawn < self.integers[:, 5])[:, None]
+
+    @property
+    def forbidden(self) -> Tensor | None:
+        """[S, 32 words] bool, true for tokens that the grammar of a row does not allow next; None without grammars."""
+        if self.allowed is None:
+            return None
+        bits = self.allowed[:, :, None] >> torch.arange(32, device=self.allowed.device, dtype=torch.int32)
+        return (bits & 1 == 0).flatten(1) & self.integers[:, 7:8].bool()
 
     @property
     def temperature(self) -> Tensor:
@@ -146,12 +172,16 @@ _UNITS_OF_ONE = 2.0**52
 _BLOCK = 1024
 _MOST_TOKENS = 1 << 21
 """Largest vocabulary whose weights can be summed as integers."""
-_STOPS = 6
+_STOPS = tl.constexpr(len(INTEGERS))
 """Index of the first column of stop tokens."""
+_UNIFORMS = tl.constexpr(len(FLOATS))
+"""Index of the first column of uniform numbers."""
 CANDIDATES = 4096
 """Maximum number of scores of a row that are collected."""
 _UNIT = tl.constexpr(2.0**42)
 """Integer value of weight 1, the largest; 2^21 such weights can be summed."""
+_COMPLETION = tl.constexpr(IN_COMPLETION)
+_SEEN = tl.constexpr(IN_TEXT | IN_COMPLETION)
 _BINS = tl.constexpr(4096)
 """Number of bins of scores by distance from the highest, 256 per octave. First bin: below 2^-9; last: from 2^7 on."""
 _DIGITS = tl.constexpr(15)
@@ -273,6 +303,8 @@ def _weigh_kernel(
     integers,
     floats,
     seen,
+    bias,
+    allowed,
     scores,
     tops,
     sums,
@@ -286,6 +318,8 @@ def _weigh_kernel(
     BLOCK: tl.constexpr,
     SCORES: tl.constexpr,
     PENALTY: tl.constexpr,
+    BIAS: tl.constexpr,
+    GRAMMAR: tl.constexpr,
     STOPS: tl.constexpr,
     CLEARED: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -310,9 +344,17 @@ def _weigh_kernel(
             known = tl.load(seen + row * vocabulary + token, mask=inside, other=0) != 0
             logit = tl.where(known, tl.where(logit > 0, tl.div_rn(logit, penalty), logit * penalty), logit)
         row_integers = integers + row * integer_columns
+        if BIAS:
+            biased = inside & (tl.load(row_integers + 6) != 0)  # other rows read no bias
+            logit += tl.load(bias + row * vocabulary + token, mask=biased, other=0.0)
+        if GRAMMAR:
+            constrained = inside & (tl.load(row_integers + 7) != 0)
+            words = allowed + row * tl.cdiv(vocabulary, 32)
+            word = tl.load(words + token // 32, mask=constrained, other=-1)
+            logit = tl.where(((word >> (token % 32)) & 1) != 0, logit, float("-inf"))
         early = tl.load(row_integers + 2) < tl.load(row_integers + 5)
         for place in range(STOPS):
-            logit = tl.where(early & (token == tl.load(row_integers + 6 + place)), float("-inf"), logit)
+            logit = tl.where(early & (token == tl.load(row_integers + _STOPS + place)), float("-inf"), logit)
         score = tl.div_rn(logit, divisor)
         tl.store(scores + row * vocabulary + token, score, mask=inside)
         _store_weights(score, tops + row * blocks + block, sums + row * blocks + block)
@@ -652,6 +694,8 @@ def _draw_kernel(
     integers,
     floats,
     seen,
+    bias,
+    allowed,
     scores,
     tops,
     sums,
@@ -671,6 +715,7 @@ def _draw_kernel(
     C_PAD: tl.constexpr,
     SCORES: tl.constexpr,
     SEEN: tl.constexpr,
+    BIAS: tl.constexpr,
     BOUNDS: tl.constexpr,
     MIN_P: tl.constexpr,
 ):
@@ -691,7 +736,7 @@ def _draw_kernel(
         units = tl.load(block_units + row * blocks + place, mask=place < blocks, other=0)
         mass = tl.where(mass == mass, (tl.sum(units, 0).to(tl.float64) / _UNIT).to(tl.float32), mass)
     drawn = tl.load(integers + 2)
-    uniform = tl.load(floats + tl.minimum(4 + drawn, float_columns - 1))
+    uniform = tl.load(floats + tl.minimum(drawn + _UNIFORMS, float_columns - 1))
     total = tl.sum(units, 0)
     wanted = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
     greedy = tl.load(integers + 4) != 0
@@ -727,7 +772,14 @@ def _draw_kernel(
     tl.store(integers + 1, tl.load(integers + 1) + 1)
     tl.store(integers + 2, drawn + 1)
     if SEEN:
-        tl.store(seen + row * vocabulary + chosen, 1)
+        seen_at = seen + row * vocabulary + chosen
+        if BIAS:
+            presence = tl.load(floats + 4).to(tl.float32)
+            frequency = tl.load(floats + 5).to(tl.float32)
+            bias_at = bias + row * vocabulary + chosen
+            repeated = tl.load(seen_at) >= _COMPLETION
+            tl.store(bias_at, tl.load(bias_at) - tl.where(repeated, frequency, frequency + presence))
+        tl.store(seen_at, _SEEN)
 
 
 def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tensor, Tensor, Tensor]:
@@ -754,7 +806,9 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
     tops, sums, all_tops, all_sums = logits.new_empty(4, count, blocks, dtype=torch.float32)
     scores = torch.empty_like(logits, dtype=torch.float32) if with_scores else tops
     table = integers.new_empty(count, _COLUMNS) if with_bounds else integers
-    tables = (logits, integers, floats, integers if rows.seen is None else rows.seen.view(torch.uint8))
+    seen = integers if rows.seen is None else rows.seen
+    bias = tops if rows.bias is None else rows.bias
+    tables = (logits, integers, floats, seen, bias, integers if rows.allowed is None else rows.allowed)
     weights = (scores, tops, sums, all_tops, all_sums)
     _weigh_kernel[count, blocks](
         *tables,
@@ -764,7 +818,9 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
         BLOCK=_BLOCK,
         SCORES=with_scores,
         PENALTY=mode.repetition_penalty,
-        STOPS=integers.shape[1] - _STOPS if mode.min_new_tokens else 0,
+        BIAS=mode.bias,
+        GRAMMAR=mode.grammar,
+        STOPS=integers.shape[1] - len(INTEGERS) if mode.min_new_tokens else 0,
         CLEARED=triton.next_power_of_2(triton.cdiv(_COLUMNS, blocks)) if with_bounds else 0,
         COLUMNS=_COLUMNS,
     )
@@ -804,6 +860,7 @@ def sample(logits: Tensor, rows: SamplingRows, mode: SamplingMode) -> tuple[Tens
         **constants,
         SCORES=with_scores,
         SEEN=rows.seen is not None,
+        BIAS=mode.bias,
         BOUNDS=with_bounds,
         MIN_P=mode.min_p,
     )

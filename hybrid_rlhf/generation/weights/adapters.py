@@ -36,6 +36,8 @@ def adapter_changes(
     adapters: Mapping[str, NumberedAdapter],
     parameters: Mapping[str, Tensor],
     targets: Mapping[str, Sequence[tuple[str, int, Pick]]],
+    *,
+    device: torch.device | None = None,
 ) -> dict[Place, list[LowRankChange]]:
     """Return the low-rank changes of each product, for a single rank.
 
@@ -43,6 +45,7 @@ def adapter_changes(
         adapters: adapters by name.
         parameters: training weights by name.
         targets: `InferenceWeights.targets`.
+        device: device of the changes; none: that of the weights.
 
     Raises:
         UserError: when an adapter changes a weight whose product does not support adapters.
@@ -66,8 +69,8 @@ def adapter_changes(
             for layer, role, key, part, pick in products:
                 weight = parameters[name]
                 first = sum(size for before, size in rows[key].items() if before < part)
-                up = _picked(change, pick).to(weight)
-                down = change.down.to(weight)
+                up = _picked(change, pick).to(weight).to(device)
+                down = change.down.to(weight).to(device)
                 changes_of[int(layer), role].append(LowRankChange(adapter.number, first, up, down))
     return dict(changes_of)
 

@@ -24,6 +24,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation.architecture.hugging_face import SCORE_HEAD, NotDescribed, describe
 from hybrid_rlhf.generation.architecture.model_description import Experts, Latent, ModelDescription, Split, share
 from hybrid_rlhf.generation.architecture.recurrence import Recurrence
+from hybrid_rlhf.generation.model.adapters import LowRankChange
 from hybrid_rlhf.generation.model.decoder import Decoder
 from hybrid_rlhf.generation.model.decoder_weights import (
     LAYER_NORMS,
@@ -39,7 +40,7 @@ from hybrid_rlhf.generation.model.layers import HeadNorm, InferenceLinear, Linea
 from hybrid_rlhf.generation.model.recurrent.mixers import Mixer, MixerWeights, mixer
 from hybrid_rlhf.generation.ops import choice
 from hybrid_rlhf.generation.ops.quantisation import Quantization
-from hybrid_rlhf.generation.weights.adapters import NumberedAdapter, adapter_changes
+from hybrid_rlhf.generation.weights.adapters import NumberedAdapter, Place, adapter_changes
 from hybrid_rlhf.generation.weights.picks import (
     Pick,
     Scaled,
@@ -138,6 +139,11 @@ class InferenceWeights:
         self._plan()
         if unknown := sorted(self._parameters - set(self.targets)):
             raise NotDescribed(f"the decoder has no use for the weight {unknown[0]}")
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self._world.device
 
     def picks(self, name: str) -> list[Pick]:
         """Return the functions that select this rank's parts of a full training weight."""
@@ -582,16 +588,29 @@ class SharedWeights:
             decoder.set_adapters(adapter_changes(self._adapters, parameters, self._weights.targets))
         return decoder
 
-    def replace_adapters(self, decoder: Decoder, adapters: Mapping[str, NumberedAdapter]) -> None:
-        """Replace the adapters of the decoder, which `newer` has returned. An error leaves it unchanged.
+    def replaced(self, lm: PreTrainedModel) -> Decoder:
+        """Return the decoder of the weights of another model of the same architecture, whose memory it does not keep.
+        On a GPU, these are written in place. There must be no adapters."""
+        return self._weights.build((name, tensor, False) for name, tensor in lm.named_parameters())
+
+    def replace_adapters(
+        self, adapters: Mapping[str, NumberedAdapter], like: PreTrainedModel | None = None
+    ) -> dict[Place, list[LowRankChange]]:
+        """Take other adapters, and return their changes of products, on the device of the decoder.
+
+        Args:
+            adapters: by name.
+            like: a model with the shapes of the weights; none: the model of these weights, which still exists.
 
         Raises:
-            UserError: when a product does not support its adapters.
+            UserError: when a product does not support its adapter.
         """
-        lm = self._lm()
+        lm = self._lm() if like is None else like
         assert lm is not None, "a model outlives its inference weights"
-        decoder.set_adapters(adapter_changes(adapters, dict(lm.named_parameters()), self._weights.targets))
+        parameters = dict(lm.named_parameters())
+        changes = adapter_changes(adapters, parameters, self._weights.targets, device=self._weights.device)
         self._adapters = adapters
+        return changes
 
 
 def decoder_of(

@@ -18,18 +18,22 @@ from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.chat.calls import AssistantTurn, function_names, read_reply
 from hybrid_rlhf.data.chat.conversation import completion_text
-from hybrid_rlhf.data.chat.messages import Message, Tools
-from hybrid_rlhf.data.chat.template import render, token_ids
+from hybrid_rlhf.data.chat.messages import Message
+from hybrid_rlhf.data.chat.template import token_ids
 from hybrid_rlhf.generation.open_batch import TokenSource
 from hybrid_rlhf.generation.sampling import Completion, derive_seed
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.episodes import Turns
 from hybrid_rlhf.rl.environments.observations import PLACEHOLDER, ids_after_turn
 from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.serving.answers import thinking_marks
 from hybrid_rlhf.serving.bodies import ChatBody, CompletionBody, GenerationBody
 from hybrid_rlhf.serving.service import Job, Service
 
-_FIXED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_FIXED = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "ignore_eos"),
+)
 """Sampling parameters that training needs to know: a request does not change them."""
 
 
@@ -59,6 +63,8 @@ class _Prompt:
     messages: int = 0
     names: frozenset[str] = frozenset()
     """Functions that may be called."""
+    marks: tuple[str, str] | None = None
+    """Texts that open and close reasoning, which a reply does not contain."""
     continues: _Turn | None = None
 
 
@@ -136,14 +142,16 @@ class EpisodeService(Service):
     def _fixed(self, body: GenerationBody, prompts: Sequence[_Prompt]) -> SamplingParams:
         """Sampling parameters of a request, with those that training must know replaced by the run's."""
         asked = self.sampling(body, longest_prompt=max(len(prompt.ids) for prompt in prompts))
+        if body.response_format is not None or (isinstance(body, ChatBody) and body.required_tools):
+            _warn_once("a program asks for a response format or a required call: rollout.sampling decides")
         changed = [name for name in _FIXED if getattr(asked, name) != getattr(self.defaults, name)]
         for name in changed:
             _warn_once(
-                f"a program asks for {name} {getattr(asked, name):g}, it is sampled with "
-                f"{getattr(self.defaults, name):g}: rollout.sampling decides, as training computes its distribution"
+                f"a program asks for {name} {getattr(asked, name)}, it is sampled with "
+                f"{getattr(self.defaults, name)}: rollout.sampling decides, as training computes its distribution"
             )
         fixed = {name: getattr(self.defaults, name) for name in _FIXED}
-        return replace(asked, **fixed, min_new_tokens=0)
+        return replace(asked, **fixed, min_new_tokens=0, response_format=self.defaults.response_format)
 
     def _limited(self, sampling: SamplingParams, prompts: Sequence[_Prompt]) -> SamplingParams:
         room = min(map(self._room, prompts))
@@ -172,17 +180,18 @@ class EpisodeService(Service):
             return [self._given(body.prompt_token_ids)]
         messages = self.messages(body)
         tools = body.used_tools
-        text = render(messages, self.tokenizer, tools=tools, add_generation_prompt=True)
+        text = self.rendered(body, messages)
         names = function_names(tools)
-        for turn in reversed(self._turns):
-            rest = self._after(turn, messages, tools)
+        marks = thinking_marks(body, self.tokenizer)
+        for turn in reversed(self._turns) if body.add_generation_prompt and not body.continue_final_message else ():
+            rest = self._after(turn, messages, body)
             if rest is not None:
                 end = turn.ids[-1] if turn.ids[-1] in self._episode_turns.stop_token_ids else None
                 ids = ids_after_turn(rest, self.tokenizer, end_token=end)
-                return [_Prompt([*turn.ids, *ids], text, len(messages), names, turn)]
-        return [_Prompt(token_ids(text, self.tokenizer), text, len(messages), names)]
+                return [_Prompt([*turn.ids, *ids], text, len(messages), names, marks, turn)]
+        return [_Prompt(token_ids(text, self.tokenizer), text, len(messages), names, marks)]
 
-    def _after(self, turn: _Turn, messages: Sequence[Message], tools: Tools | None) -> str | None:
+    def _after(self, turn: _Turn, messages: Sequence[Message], body: ChatBody) -> str | None:
         """Text that the template writes after a turn in a later conversation; None if that does not continue the
         turn."""
         place = turn.messages
@@ -192,7 +201,7 @@ class EpisodeService(Service):
             return None
         shown = [*messages[:place], {"role": "assistant", "content": PLACEHOLDER}, *messages[place + 1 :]]
         try:
-            text = render(shown, self.tokenizer, tools=tools, add_generation_prompt=True)
+            text = self.rendered(body, shown)
         except UserError:  # a template may refuse a tool's result without a call
             return None
         before, _, rest = text.partition(PLACEHOLDER)
@@ -228,7 +237,10 @@ class EpisodeService(Service):
         sequence.stopped = completion.finish_reason == "stop"
         text = completion_text(ids, self.tokenizer)
         cut = min((place for place in map(text.find, stop) if place >= 0), default=len(text))
-        replies = tuple(read_reply(said, prompt.names) for said in (text, text[:cut]))
+        forms = [text, text[:cut]]
+        if prompt.marks is not None:
+            forms += [form.rpartition(prompt.marks[1])[2] for form in forms]
+        replies = tuple(read_reply(form, prompt.names) for form in forms)
         said = str(self.tokenizer.decode(ids))
         self._turns.append(_Turn(prompt.text, prompt.messages, sequence.ids, said, replies, sequence))
 

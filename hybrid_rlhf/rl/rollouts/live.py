@@ -30,7 +30,7 @@ from hybrid_rlhf.generation.batching.arrivals import Taken
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, StreamedToken, Submission
-from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request
+from hybrid_rlhf.generation.sampling import Completion, PromptLogprobs, SamplingParams, per_request
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
 from hybrid_rlhf.rl.rollouts.partial import AssignedPrompt
@@ -367,12 +367,19 @@ class LiveBatch:
             raise RuntimeError("calls need an open batch and a model on one rank")
         return batch.call(function)
 
-    def prompt_logprobs(self, tokens: Sequence[int], *, adapter: str | None = None) -> Future[list[float]]:
+    def prepare(self, params: SamplingParams) -> None:
+        """As `OpenBatch.prepare`; a batch that is not open compiles later."""
+        if self._batch is not None:
+            self._batch.prepare(params)
+
+    def prompt_logprobs(
+        self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0
+    ) -> Future[PromptLogprobs]:
         """As `OpenBatch.prompt_logprobs`, with the errors of `call`."""
         batch = self._batch
         if batch is None or self._together.size > 1:
             raise RuntimeError("log-probs of a prompt need an open batch and a model on one rank")
-        return batch.prompt_logprobs(tokens, adapter=adapter)
+        return batch.prompt_logprobs(tokens, adapter=adapter, top=top)
 
     @property
     def load(self) -> BatchLoad:

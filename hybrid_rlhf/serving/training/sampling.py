@@ -184,7 +184,7 @@ class Samplers:
         logprobs = None
         if job.prompt_logprobs is not None:
             future = self.batch.prompt_logprobs(job.prompt, adapter=adapter)
-            whole = [float("nan"), *await asyncio.wrap_future(future)]
+            whole = [float("nan"), *(await asyncio.wrap_future(future)).logprobs]
             unscored = len(job.prompt) - job.prompt_logprobs
             logprobs = [float("nan")] * max(0, unscored) + whole[max(0, unscored) :]
         await job.ended.wait()
@@ -236,7 +236,7 @@ class Samplers:
                 break
             if not other.running and other.loading.done():
                 del self._weights[other.name]
-                await self._call(partial(self._engine.remove_adapter, other.name))
+                await self._call(partial(self._engine.remove_adapters, [other.name]))
         factors = self._kept.pop(name, None)
         if factors is None:
             factors = await asyncio.to_thread(read_factors, self._lm, str(checkpoint.folder))

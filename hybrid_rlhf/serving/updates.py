@@ -1,0 +1,212 @@
+"""Adapters and weights that change while a server runs.
+
+A replaced adapter keeps its number until no request uses it, so running requests keep their version. Weights have one
+place: requests that arrive wait until the running ones have finished and the new weights are there. Each answer has the
+version in `system_fingerprint`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.open_batch import OpenBatch
+from hybrid_rlhf.models.fragment_files import WEIGHT, Fragment, SavedFragments
+from hybrid_rlhf.models.pretrained.adapters import read_adapter
+from hybrid_rlhf.runtime.files.checkpoint_folder import BrokenCheckpoint, checkpoint_paths, read_manifest
+from hybrid_rlhf.runtime.files.reading import user_path
+from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.serving.bodies import KeyRejected
+from hybrid_rlhf.serving.service import Service, UnknownModel
+
+_POLL_SECONDS = 0.05
+"""Time between two looks at the running requests before weights are replaced."""
+_ACTOR = "actor"
+
+
+class ModelUpdates:
+    """Changes of a served model, one at a time."""
+
+    def __init__(
+        self,
+        service: Service,
+        engine: GenerationEngine,
+        batch: OpenBatch,
+        load: Callable[[], PreTrainedModel],
+        *,
+        adapters_from: str | None = None,
+    ) -> None:
+        """Take the service and its engine.
+
+        Args:
+            service: the service of the model.
+            engine: its engine.
+            batch: the open batch of both.
+            load: loads the model on the host; adapters are read with it, and weights into it.
+            adapters_from: folder of the adapters that requests may load; None: none may be loaded.
+        """
+        self._service = service
+        self._engine = engine
+        self._batch = batch
+        self._load = load
+        self._adapters_from = adapters_from
+        self._changing = asyncio.Lock()
+        self._retired: dict[str, Service] = {}
+        """Services of adapters that were replaced or unloaded, by their names in the engine."""
+        self._versions = 0
+
+    async def load_adapter(self, name: str, folder: str) -> Service:
+        """Load an adapter, or replace the one of this name, for requests that begin after the call.
+
+        Raises:
+            UserError: for a name that the model has, and for a folder without an adapter of this model.
+        """
+        if name == self._service.name:
+            raise KeyRejected("name", f"must be another one than the model's, got {name}: choose another")
+        path = self._path_of(folder)
+        async with self._changing:
+            lm = await asyncio.to_thread(self._load)
+            await self._free(lm)
+            self._versions += 1
+            inner = f"{name}@{self._versions}"
+            factors = await asyncio.to_thread(read_adapter, lm, str(path))
+            await self._paused(partial(self._engine.set_adapter, inner, factors, like=lm))
+            self._retire(name)
+            served = self._service.with_adapter(name, inner, version=f"{folder}@{self._versions}")
+            self._service.adapters[name] = served
+            return served
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse further requests for an adapter, whose running requests finish.
+
+        Raises:
+            UnknownModel: when there is no such adapter.
+        """
+        if name not in self._service.adapters:
+            raise UnknownModel(f"the adapters of this server are {', '.join(self._service.adapters) or 'none'}")
+        async with self._changing:
+            self._retire(name)
+            await self._free(await asyncio.to_thread(self._load))
+
+    def _retire(self, name: str) -> None:
+        old = self._service.adapters.pop(name, None)
+        if old is not None and old.adapter is not None:
+            self._retired[old.adapter] = old
+
+    async def _free(self, lm: PreTrainedModel) -> None:
+        """Release the memory of retired adapters that no request uses any more."""
+        unused = [inner for inner, service in self._retired.items() if not service.running]
+        if unused:
+            await self._paused(partial(self._engine.remove_adapters, unused, like=lm))
+            for inner in unused:
+                del self._retired[inner]
+
+    async def _paused(self, change: Callable[[], None]) -> None:
+        """Make a change between two steps of the batch."""
+
+        def make() -> None:
+            with self._batch.paused():
+                change()
+
+        await asyncio.to_thread(make)
+
+    def _path_of(self, folder: str) -> Path:
+        """The folder of an adapter, which lies in that of the server's settings."""
+        if self._adapters_from is None:
+            raise UserError("adapters are loaded from a folder that the server allows, it has none: --adapters_from")
+        root = user_path(self._adapters_from).resolve()
+        path = (root / folder).resolve()
+        if not path.is_relative_to(root) or path == root:
+            raise KeyRejected(
+                "path", f"must be a folder in adapters_from of the server, got {folder[:100]!r}: change it"
+            )
+        return path
+
+    async def replace_weights(self, lm: PreTrainedModel, version: str, number: int) -> None:
+        """Take the weights of another model when the running requests have finished; others wait meanwhile."""
+        async with self._changing:
+            async with self._alone():
+                await asyncio.to_thread(self._engine.replace_weights, lm, number, self._batch)
+                self._service.set_version(version)
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Context in which no request runs, and those that arrive wait."""
+        services = [self._service, *self._service.adapters.values(), *self._retired.values()]
+        self._service.admits.clear()
+        try:
+            while any(service.running for service in services):
+                await asyncio.sleep(_POLL_SECONDS)
+            yield
+        finally:
+            self._service.admits.set()
+
+    async def follow(self, run: str, seconds: float) -> None:
+        """Take the weights of each new checkpoint of a run, until cancelled; looks every `seconds`."""
+        folder = user_path(run)
+        last: Path | None = None
+        while True:
+            newest = await asyncio.to_thread(newest_checkpoint, folder)
+            if newest is not None and newest != last:
+                try:
+                    lm = await asyncio.to_thread(self._load)
+                    await asyncio.to_thread(read_weights, lm, newest)
+                    await self.replace_weights(lm, newest.name, _number(newest))
+                    logger.info("serving the weights of %s", newest)
+                except (OSError, BrokenCheckpoint) as error:  # the run has removed it meanwhile
+                    logger.warning("%s cannot be read (%s): the next one will be", newest, error)
+                except UserError as error:
+                    logger.error("%s is not served: %s", newest, error)
+                last = newest
+            await asyncio.sleep(seconds)
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The newest checkpoint of a run that is completely written; None if there is none."""
+    for path in checkpoint_paths(run)[::-1]:
+        with contextlib.suppress(BrokenCheckpoint):
+            if read_manifest(path):
+                return path
+    return None
+
+
+def read_weights(lm: PreTrainedModel, checkpoint: Path) -> None:
+    """Read the trained weights of a checkpoint into a model: of the actor, or of the only model of a run.
+
+    Raises:
+        UserError: when the checkpoint has weights that the model lacks, as those of adapters, or lacks a part of one.
+    """
+    roles = list(read_manifest(checkpoint)["engines"])
+    role = _ACTOR if _ACTOR in roles else roles[0]
+    saved = SavedFragments(sorted(checkpoint.glob(f"{role}_*.safetensors")))
+    parameters = dict(lm.named_parameters())
+    named = {name: _parameter_name(name, parameters) for name in saved.names}
+    unknown = sorted(name for name, parameter in named.items() if parameter is None)
+    if unknown or not named:
+        raise UserError(
+            f"a run that is followed must train the weights of the served model, {checkpoint} has "
+            f"{unknown[0] if unknown else 'none'}: serve the adapters of a run with LoRA by POST /v1/adapters"
+        )
+    fragments = []
+    for name, parameter in named.items():
+        assert parameter is not None
+        fragments.append(Fragment(name, 0, {WEIGHT: parameters[parameter].data.view(-1)}))
+    saved.fill(fragments)
+
+
+def _parameter_name(name: str, parameters: Mapping[str, object]) -> str | None:
+    """The name of a parameter of the model for one of a training engine, which may wrap the model."""
+    parts = name.split(".")
+    tails = (".".join(parts[start:]) for start in range(min(3, len(parts))))
+    return next((tail for tail in tails if tail in parameters), None)
+
+
+def _number(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("_")[1])

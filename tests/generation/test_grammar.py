@@ -1,0 +1,149 @@
+"""Completions that follow a grammar: always valid, drawn from the masked distribution, in any batch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.batching import capacity
+from hybrid_rlhf.generation.batching import rows as rows_module
+from hybrid_rlhf.generation.batching.grammar import grammar_of, source_of
+from tests.support.generation import Steps, completed, ids_of, keep_in_flight, token_ids_of
+from tests.support.tiny import VOCABULARY, tiny_model, tiny_tokenizer
+
+pytest.importorskip("llguidance")
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["kind", "legs"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA}}
+PROMPTS = [[5, 6, 7], [80, 81], [40] * 30]
+CONSTRAINED = SamplingParams(max_new_tokens=120, seed=3, n=2, response_format=FORMAT)
+
+
+def engine_of(backend: str = "auto", **more: Any) -> GenerationEngine:
+    return GenerationEngine.from_model(
+        tiny_model(), tokenizer=tiny_tokenizer(), stop_token_ids=[2], backend=backend, **more
+    )
+
+
+def read(ids: list[int]) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(tiny_tokenizer().decode(ids, skip_special_tokens=True))
+    return value
+
+
+@pytest.mark.parametrize("backend", ["auto", "module"])
+def test_completions_are_valid_and_log_probs_are_those_of_the_masked_distribution(backend: str) -> None:
+    """A slow version masks the logits of the whole model by hand, token by token."""
+    model = tiny_model()
+    for prompt, samples in zip(PROMPTS, engine_of(backend).generate(PROMPTS, CONSTRAINED), strict=True):
+        for sample in samples:
+            animal = read(sample.token_ids)
+            assert animal["kind"] in ("cat", "dog") and 1 <= animal["legs"] <= 99 and len(animal) == 2
+            assert sample.finish_reason == "stop" and sample.token_ids[-1] == 2
+            state = grammar_of(source_of(FORMAT), tiny_tokenizer(), vocab_size=VOCABULARY, stop=frozenset({2}))
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *sample.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            for place, token in enumerate(sample.token_ids):
+                bits = torch.frombuffer(bytearray(state.matcher.compute_bitmask()), dtype=torch.uint8)
+                allowed = ((bits[:, None] >> torch.arange(8)) & 1).flatten()[:VOCABULARY].bool()
+                masked = logits[place].masked_fill(~allowed, -torch.inf).log_softmax(dim=-1)
+                assert sample.sampling_logprobs[place] == pytest.approx(float(masked[token]), abs=1e-4)
+                full = float(logits[place].log_softmax(dim=-1)[token])
+                assert sample.logprobs[place] == pytest.approx(full, abs=1e-4)
+                if token != 2:
+                    state.append(token)
+
+
+def test_rows_with_and_without_grammars_do_not_change_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rows are preempted, wait, and move to other places."""
+    free = SamplingParams(max_new_tokens=40, seed=9)
+    mixed = [replace(CONSTRAINED, n=1), free, replace(CONSTRAINED, n=1, seed=8), free, free, CONSTRAINED]
+    mixed = [replace(params, n=1, seed=place) for place, params in enumerate(mixed)]
+    prompts = [PROMPTS[place % 3] for place in range(len(mixed))]
+    alone = [engine_of().generate([p], [s])[0][0].token_ids for p, s in zip(prompts, mixed, strict=True)]
+    for rows in (2, 6):
+        found = engine_of(max_batch_rows=rows).generate(prompts, mixed)
+        assert [samples[0].token_ids for samples in found] == alone
+    monkeypatch.setattr(rows_module.ExpectedLength, "of", lambda self, limit: 1.0)
+    monkeypatch.setattr(capacity.Sequences, "least_pages", lambda self, rows: self.longest_pages)
+    small = engine_of(kv_cache_gib=11 * 4096 / 2**30)
+    assert [samples[0].token_ids for samples in small.generate(prompts, mixed)] == alone
+    assert small.backend.preemptions > 0
+
+
+def test_a_begun_completion_goes_on_within_its_grammar() -> None:
+    engine = engine_of()
+    (whole,) = engine.generate(PROMPTS[:1], replace(CONSTRAINED, n=1))
+    begun = replace(
+        whole[0],
+        token_ids=whole[0].token_ids[:5],
+        logprobs=whole[0].logprobs[:5],
+        sampling_logprobs=whole[0].sampling_logprobs[:5],
+        weight_versions=whole[0].weight_versions[:5],
+        finish_reason=None,
+    )
+    (again,) = engine.generate(PROMPTS[:1], replace(CONSTRAINED, n=1), begun=[[begun]])
+    assert again[0].token_ids == whole[0].token_ids
+
+
+def test_an_open_batch_takes_grammars_while_it_decodes() -> None:
+    """Also where decoding has failed with one request: the others go back to their delivered tokens."""
+    engine = engine_of()
+    expected = token_ids_of(engine.generate(PROMPTS, CONSTRAINED))
+    free = SamplingParams(max_new_tokens=100, seed=1, min_new_tokens=100)
+    with engine_of().open(rows=4, max_tokens=200) as batch:
+        steps = Steps()
+        batch.submit([[9, 9]], free, steps.put)
+        assert ids_of(completed(batch, PROMPTS, CONSTRAINED)) == expected
+        running = [token.token_id for _ in range(100) for token in steps.get(timeout=60)]
+        assert running == engine.generate([[9, 9]], free)[0][0].token_ids
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_mask_is_that_of_the_last_token_also_where_steps_run_ahead(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU launches a step before the tokens of the last one are known."""
+    expected = token_ids_of(engine_of().generate(PROMPTS, CONSTRAINED))
+    keep_in_flight(monkeypatch, steps)
+    assert token_ids_of(engine_of().generate(PROMPTS, CONSTRAINED)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({"type": "xml"}, "response_format must be of type text, json_object, json_schema or lark"),
+        ({"type": "json_schema"}, "needs json_schema.schema, got None"),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "zzz"}}}, "must be a grammar that compiles, got"),
+        ({"type": "lark", "lark": "start: nothing"}, "must be a grammar that compiles, got"),
+    ],
+)
+def test_faulty_grammars_are_named(given: dict[str, Any], rule: str) -> None:
+    with pytest.raises(UserError, match=rule):
+        engine_of().generate(PROMPTS[:1], SamplingParams(response_format=given))
+
+
+def test_what_contradicts_a_grammar_is_refused() -> None:
+    with pytest.raises(UserError, match="decides where a completion ends"):
+        SamplingParams(response_format=FORMAT, min_new_tokens=3)
+    with pytest.raises(UserError, match="needs a tokenizer, the engine has none"):
+        GenerationEngine.from_model(tiny_model(), stop_token_ids=[2]).generate([[5]], CONSTRAINED)
+    with pytest.raises(UserError, match="needs a stop token, the engine has none"):
+        GenerationEngine.from_model(tiny_model(), tokenizer=tiny_tokenizer(), stop_token_ids=[]).generate(
+            [[5]], CONSTRAINED
+        )
+
+
+def test_without_its_package_a_grammar_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_rlhf.generation.batching.grammar.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs llguidance, .*pip install 'hybrid_rlhf\[serve\]'"):
+        engine_of().generate([[5]], CONSTRAINED)

@@ -1,0 +1,202 @@
+"""Answers that follow a grammar, asked by the openai client: response formats, and calls that a request requires."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.generation.batching.grammar import grammar_of, source_of
+from hybrid_rlhf.serving.app import Access, build_app
+from hybrid_rlhf.serving.bodies import ChatBody
+from hybrid_rlhf.serving.formats import response_format
+from hybrid_rlhf.serving.service import Service
+from hybrid_rlhf.serving.web import served_in_background
+from tests.support.tiny import CHATML, SPECIAL, byte_tokenizer, tiny_model, tiny_tokenizer
+
+pytest.importorskip("llguidance")
+ASK: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+class Animal(pydantic.BaseModel):
+    """An answer of bounded length, as a random model would not end a text."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    kind: Literal["cat", "dog"]
+    wild: bool
+
+
+def tool(name: str, *values: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"x": {"enum": values}}, "required": ["x"], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS: list[Any] = [tool("add", "1", "2"), tool("ask", "why"), {"type": "function", "function": {"name": "end"}}]
+TOOLS[2]["function"]["parameters"] = {"type": "object", "properties": {}, "additionalProperties": False}
+CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['tool_calls'] %}CALLS{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+EACH = "{% for c in m['tool_calls'] %}{% set f = c['function'] %}{{ ONE }}{% endfor %}"
+JSON_CALL = "{'name': f['name'], 'arguments': f['arguments']} | tojson"
+TEMPLATES = {
+    "hermes": EACH.replace("ONE", f"'<tool_call>\n' + {JSON_CALL} + '\n</tool_call>\n'"),
+    "llama": EACH.replace("ONE", JSON_CALL.replace("'arguments':", "'parameters':")),
+    "mistral": "{{ '[TOOL_CALLS] [' }}" + EACH.replace("ONE", JSON_CALL) + "{{ ']' }}",
+    "mistral 11": EACH.replace("ONE", "'[TOOL_CALLS]' + f['name'] + '[ARGS]' + f['arguments'] | tojson"),
+}
+THINKING = CHATML + "{% if false %}<think></think>{% endif %}"
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")
+
+
+def tokenizer_of(template: str, special: tuple[str, ...]) -> PreTrainedTokenizerFast:
+    """Of bytes, with further special tokens."""
+    if not special:
+        return tiny_tokenizer(template)
+    tokenizer = byte_tokenizer([*SPECIAL, *special], template, eos_token="<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special]})
+    return tokenizer
+
+
+@contextmanager
+def asked(template: str, special: tuple[str, ...] = ()) -> Iterator[openai.OpenAI]:
+    """A client of a server of a random model, with a template; some marks are special tokens."""
+    tokenizer = tiny_tokenizer(template)
+    if special:
+        tokenizer = byte_tokenizer(
+            ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *special], template, eos_token="<|im_end|>"
+        )
+        tokenizer.add_special_tokens({"additional_special_tokens": [*special]})
+    model = tiny_model(vocab_size=259 + len(special), max_position_embeddings=600)
+    engine = GenerationEngine.from_model(model, tokenizer=tokenizer, stop_token_ids=[2])
+    with engine.open(rows=4, max_tokens=600) as batch:
+        service = Service(batch, tokenizer, name="m", sampling=SamplingParams(max_new_tokens=400), max_queue=20)
+        with served_in_background(build_app(service, Access(), created=0)) as url:
+            yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    with asked(CHATML) as found:
+        yield found
+
+
+def test_a_schema_gives_the_openai_client_its_typed_answer(client: openai.OpenAI) -> None:
+    for seed in range(3):
+        answer = client.chat.completions.parse(model="m", messages=ASK, response_format=Animal, seed=seed)
+        assert isinstance(answer.choices[0].message.parsed, Animal) and answer.choices[0].finish_reason == "stop"
+    text = ""
+    with client.chat.completions.stream(model="m", messages=ASK, response_format=Animal, seed=2) as stream:
+        for event in stream:
+            text += event.delta if event.type == "content.delta" else ""
+    assert Animal.model_validate_json(text) == answer.choices[0].message.parsed
+
+
+def test_a_json_object_is_one_also_where_it_is_cut(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="m", messages=ASK, response_format={"type": "json_object"}, seed=1, max_tokens=30, logprobs=True
+    )
+    assert answer.choices[0].message.content.startswith("{")
+    schema = {"schema": Animal.model_json_schema()}
+    body = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    choices = client.completions.create(model="m", prompt=["a", "b"], n=2, seed=1, extra_body=body).choices
+    assert len([Animal.model_validate_json(choice.text) for choice in choices]) == 4
+    lark = {"response_format": {"type": "lark", "lark": 'start: "yes" | "no"'}}
+    assert client.completions.create(model="m", prompt="a", extra_body=lark).choices[0].text in ("yes", "no")
+    plain = client.chat.completions.create(model="m", messages=ASK, response_format={"type": "text"}, max_tokens=2)
+    assert plain.usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize(
+    "special", [(), ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")], ids=["text", "special"]
+)
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_required_calls_have_the_form_of_the_template(form: str, special: tuple[str, ...]) -> None:
+    """Calls of Mistral and Hermes, whose marks may be special tokens."""
+    with asked(CALLS.replace("CALLS", TEMPLATES[form]), special) as client:
+        for seed, choice in enumerate(["required", {"type": "function", "function": {"name": "ask"}}, "required"]):
+            (answer,) = client.chat.completions.create(
+                model="m", messages=ASK, tools=TOOLS, tool_choice=choice, seed=seed, parallel_tool_calls=False
+            ).choices
+            assert answer.finish_reason == "tool_calls", answer
+            (call,) = answer.message.tool_calls
+            allowed = {"add": [{"x": "1"}, {"x": "2"}], "ask": [{"x": "why"}], "end": [{}]}[call.function.name]
+            assert json.loads(call.function.arguments) in allowed
+            assert choice == "required" or call.function.name == "ask"
+
+
+def test_several_calls_may_be_required(client: openai.OpenAI) -> None:
+    counts = set()
+    for seed in range(8):
+        (answer,) = client.chat.completions.create(
+            model="m", messages=ASK, tools=TOOLS, tool_choice="required", seed=seed, max_tokens=500
+        ).choices
+        counts.add(len(answer.message.tool_calls))
+    assert 1 in counts and max(counts) > 1
+
+
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["text", "special"])
+@pytest.mark.parametrize(
+    ("prompt", "answer", "is_valid"),
+    [
+        ("assistant\n<think>\n", 'Well.\n</think>\n\n{"wild": true}', True),
+        ("assistant\n<think>\n", '{"wild": true}', False),
+        ("assistant\n", '<think>Well.</think>{"wild": true}', True),
+        ("assistant\n", '{"wild": true}', True),
+        ("<think>\n\n</think>\n\n", '{"wild": true}', True),
+        ("<think>\n\n</think>\n\n", '<think>Well.</think>{"wild": true}', False),
+        ("assistant\n<think>\n", 'Well.\n</think>\n\n{"wild": 1}', False),
+    ],
+)
+def test_reasoning_is_free_and_the_answer_follows_the_schema(
+    prompt: str, answer: str, is_valid: bool, special: tuple[str, ...]
+) -> None:
+    """A grammar from the first token on would leave a prompt that has opened the reasoning without an answer."""
+    tokenizer = tokenizer_of(THINKING, special)
+    schema = {"type": "object", "properties": {"wild": {"type": "boolean"}}, "required": ["wild"]}
+    schema["additionalProperties"] = False
+    body = ChatBody(model="m", messages=ASK, response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    given = response_format(body, tokenizer, tokenizer(prompt)["input_ids"])
+    assert given is not None
+    state = grammar_of(source_of(given), tokenizer, vocab_size=len(tokenizer), stop=frozenset({2})).matcher
+    ids = tokenizer(answer)["input_ids"]
+    assert (state.try_consume_tokens(ids) == len(ids) and state.is_accepting()) == is_valid
+
+
+def _schema() -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "animal", "schema": Animal.model_json_schema()}}
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "rule"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format", "must be of type text, json_object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format",
+            "json_schema.schema",
+        ),
+        ({"response_format": {"type": "lark", "lark": "start: a"}}, "response_format", "a grammar that compiles"),
+        ({"response_format": _schema(), "extra_body": {"min_tokens": 3}}, "response_format", "decides where"),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "auto, none, required or a function by name"),
+        ({"tool_choice": "required"}, "tool_choice", "must have a function among tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "must have a function among tools",
+        ),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": _schema()}, "response_format", "leave one out"),
+    ],
+)
+def test_faulty_formats_are_refused_by_key(client: openai.OpenAI, more: dict[str, Any], key: str, rule: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=rule) as refused:
+        client.chat.completions.create(model="m", messages=ASK, **more)
+    assert refused.value.param == key

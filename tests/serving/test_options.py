@@ -1,0 +1,341 @@
+"""Options of a request, asked by the openai client: its prompt, how tokens are sampled, and what is answered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybrid_rlhf.data.chat.template import ChatTemplate
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.serving import tracing
+from hybrid_rlhf.serving.app import Access, build_app
+from hybrid_rlhf.serving.service import Service
+from hybrid_rlhf.serving.text_stream import ReasoningSplit
+from hybrid_rlhf.serving.web import served_in_background
+from tests.support.generation import wait_until
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+THINKING = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}"
+    "{% else %}{{ '<think>\n' }}{% endif %}{% endif %}"
+)
+ASK: list[Any] = [{"role": "user", "content": "2 + 2?"}]
+REASONING, ANSWER = "Two and two.\n", "It is 4."
+LEARNED = f"{REASONING}</think>\n\n{ANSWER}"
+JSON = {"Content-Type": "application/json"}
+
+
+@dataclass
+class Asked:
+    """A server, and its model."""
+
+    url: str
+    client: openai.OpenAI
+    engine: GenerationEngine
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel
+
+    def chat(self, **more: Any) -> Any:
+        return self.client.chat.completions.create(**{"model": "m", "messages": ASK, "temperature": 0, **more})
+
+    def text(self, **more: Any) -> Any:
+        return self.client.completions.create(**{"model": "m", "prompt": "hello", "seed": 1, "max_tokens": 12, **more})
+
+    def post(self, path: str, **body: Any) -> Any:
+        return httpx2.post(f"{self.url}{path}", json={"model": "m", **body}, headers=JSON, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def asked() -> Iterator[Asked]:
+    """A model that has learned one answer, whose reasoning the template opens."""
+    tokenizer, model = tiny_tokenizer(THINKING), tiny_model()
+    prompt = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False)
+    ids = torch.tensor([*prompt, *tokenizer(LEARNED, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(300):
+        loss = cross_entropy(model(ids[None]).logits[0, len(prompt) - 1 : -1], ids[len(prompt) :])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss < 0.01:
+            break
+    assert loss < 0.1
+    served, engine = (
+        GenerationEngine.from_model(model.eval(), tokenizer=tokenizer, stop_token_ids=[tokenizer.eos_token_id])
+        for _ in range(2)
+    )
+    with served.open(rows=4, max_tokens=250) as batch:
+        service = Service(batch, tokenizer, name="m", sampling=SamplingParams(max_new_tokens=60), max_queue=20)
+        with served_in_background(build_app(service, Access(logs_requests=True), created=0)) as url:
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+            yield Asked(url, client, engine, tokenizer, model)
+
+
+def test_reasoning_is_apart_from_the_content_whole_and_streamed(asked: Asked) -> None:
+    message = asked.chat().choices[0].message
+    assert (message.content, message.reasoning_content) == (ANSWER, REASONING)
+    reasoning, content = "", ""
+    for chunk in asked.chat(stream=True):
+        delta = chunk.choices[0].delta
+        reasoning += getattr(delta, "reasoning_content", None) or ""
+        content += delta.content or ""
+    assert (content, reasoning) == (ANSWER, REASONING)
+    cut = asked.chat(max_tokens=5).choices[0]
+    assert (cut.message.content, cut.message.reasoning_content, cut.finish_reason) == ("", "Two a", "length")
+
+
+def test_variables_of_the_template_are_a_request_s(asked: Asked) -> None:
+    off = {"enable_thinking": False}
+    answer = asked.chat(max_tokens=2, extra_body={"chat_template_kwargs": off, "return_token_ids": True})
+    expected = asked.tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False, **off)
+    assert answer.prompt_token_ids == expected
+    assert getattr(answer.choices[0].message, "reasoning_content", None) is None
+    plain = asked.chat(max_tokens=2, extra_body={"return_token_ids": True})
+    assert plain.prompt_token_ids != expected
+    with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
+        asked.chat(extra_body={"chat_template_kwargs": {"a b": 1}})
+
+
+def test_a_final_message_is_continued(asked: Asked) -> None:
+    """The completion goes on within the turn, also within its reasoning."""
+    begun = f"<think>\n{REASONING[:7]}"
+    turns = [*ASK, {"role": "assistant", "content": begun}]
+    more = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True}
+    answer = asked.chat(messages=turns, extra_body=more)
+    whole = asked.tokenizer.apply_chat_template(turns, continue_final_message=True, return_dict=False)
+    assert answer.prompt_token_ids == whole
+    message = answer.choices[0].message
+    assert (message.reasoning_content, message.content) == (REASONING[7:].lstrip(), ANSWER)
+    with pytest.raises(openai.BadRequestError, match="needs a last message of the assistant, got role 'user'"):
+        asked.chat(extra_body=more)
+
+
+def test_echo_has_the_prompt_and_its_log_probs(asked: Asked) -> None:
+    """As lm-evaluation-harness asks for the likelihood of a text."""
+    ids = asked.tokenizer("2 + 2? It is 4.")["input_ids"]
+    for prompt in ([ids], ["2 + 2? It is 4."]):
+        (choice,) = asked.text(prompt=prompt, max_tokens=1, logprobs=2, echo=True, temperature=0).choices
+        assert choice.text.startswith("2 + 2? It is 4.")
+        found = choice.logprobs
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        assert len(found.tokens) == len(ids) + 1 and "".join(found.tokens[:-1]) == "2 + 2? It is 4."
+        with torch.no_grad():
+            expected = asked.model(torch.tensor([ids])).logits[0].log_softmax(dim=-1)
+        chosen = expected[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(found.token_logprobs[1:-1]), chosen, atol=1e-4, rtol=0)
+        for place, top in enumerate(found.top_logprobs[1:]):
+            assert max(top.values()) == pytest.approx(float(expected[place].max()), abs=1e-4)
+    (alone,) = asked.text(max_tokens=0, logprobs=0, echo=True).choices
+    assert (alone.text, alone.finish_reason, len(alone.logprobs.tokens)) == ("hello", "length", 5)
+    assert asked.text(echo=True, n=2).choices[1].text.startswith("hello")
+    with pytest.raises(openai.BadRequestError, match="echo needs stream false"):
+        asked.text(echo=True, stream=True)
+    with pytest.raises(openai.BadRequestError, match="max_tokens must be 1 or more"):
+        asked.text(max_tokens=0)
+
+
+def test_prompt_logprobs_may_have_the_most_likely_tokens(asked: Asked) -> None:
+    (choice,) = asked.text(extra_body={"prompt_logprobs": 3}).choices
+    assert choice.prompt_logprobs[0] is None
+    assert all(len(entry) in (3, 4) for entry in choice.prompt_logprobs[1:])
+
+
+def test_the_harness_reads_likelihoods_as_from_its_own_backend(asked: Asked) -> None:
+    """lm-evaluation-harness' client for this API against its Hugging Face backend."""
+    pytest.importorskip("tenacity")
+    instances = pytest.importorskip("lm_eval.api.instance")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    texts = [("2 + 2?", " It is 4."), ("hello", " world"), ("a", "b"), ("The answer:", " none of these")]
+    requests = [instances.Instance("loglikelihood", {}, pair, place) for place, pair in enumerate(texts)]
+    asked.model.name_or_path = "m"
+    expected = HFLM(pretrained=asked.model, tokenizer=asked.tokenizer, batch_size=2).loglikelihood(requests)
+    api = LocalCompletionsAPI(
+        base_url=f"{asked.url}/v1/completions", pretrained="m", tokenizer_backend=None, batch_size=2, max_length=200
+    )
+    api.tokenizer, api.tokenizer_backend = asked.tokenizer, "huggingface"
+    found = api.loglikelihood(requests)
+    for (value, greedy), (wanted, wanted_greedy) in zip(found, expected, strict=True):
+        assert value == pytest.approx(wanted, abs=1e-3) and greedy == wanted_greedy
+    assert any(greedy for _, greedy in expected) or len({value for value, _ in expected}) == len(texts)
+
+
+@pytest.mark.parametrize(
+    ("more", "params"),
+    [
+        ({"presence_penalty": 1.5}, {"presence_penalty": 1.5}),
+        ({"frequency_penalty": -0.8}, {"frequency_penalty": -0.8}),
+        ({"logit_bias": {"70": 9.0, "71": -100}}, {"logit_bias": {70: 9.0, 71: -100.0}}),
+        ({"extra_body": {"ignore_eos": True}, "logit_bias": {"2": 30}}, {"ignore_eos": True, "logit_bias": {2: 30.0}}),
+    ],
+)
+def test_sampling_options_are_those_of_the_engine(asked: Asked, more: Any, params: Any) -> None:
+    ids = asked.tokenizer("hello")["input_ids"]
+    (expected,) = asked.engine.generate([ids], SamplingParams(seed=1, max_new_tokens=12, **params))
+    settings = {**more, "extra_body": {**more.get("extra_body", {}), "return_token_ids": True}}
+    found = asked.text(**settings).choices[0]
+    assert found.token_ids == expected[0].token_ids
+    plain = asked.engine.generate([ids], SamplingParams(seed=1, max_new_tokens=12))[0][0]
+    assert plain.token_ids != expected[0].token_ids
+    if "ignore_eos" in params:
+        assert found.token_ids.count(2) == 12 and found.finish_reason == "length"
+
+
+def test_special_tokens_are_shown_on_request(asked: Asked) -> None:
+    more = {"return_token_ids": True, "ignore_eos": True}
+    hidden = asked.text(logit_bias={"1": 40}, max_tokens=3, extra_body=more).choices[0]
+    shown = asked.text(logit_bias={"1": 40}, max_tokens=3, extra_body={**more, "skip_special_tokens": False}).choices[0]
+    assert hidden.token_ids == shown.token_ids == [1, 1, 1]
+    assert (hidden.text, shown.text) == ("", "<|im_start|>" * 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"prompt": "x" * 400}, "prompt", "context_length_exceeded"),
+        ({"prompt": "x", "temprature": 1}, "temprature", "unknown_parameter"),
+        ({}, "prompt", "missing_required_parameter"),
+        ({"prompt": "x", "best_of": 3}, "best_of", "unsupported_parameter"),
+        ({"prompt": "x", "top_p": "1"}, "top_p", "invalid_type"),
+        ({"prompt": "x", "n": 0}, "n", "integer_below_min_value"),
+        ({"prompt": "x", "n": 1000}, "n", "integer_above_max_value"),
+        ({"prompt": "x", "stop": ["a"] * 99}, "stop", "array_above_max_length"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
+        ({"prompt": "x", "logit_bias": {"9999": 1}}, "logit_bias", "invalid_value"),
+        ({"prompt": "x", "logit_bias": {"9": 101}}, "logit_bias.9", "integer_above_max_value"),
+        ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty", "integer_above_max_value"),
+    ],
+)
+def test_errors_have_the_codes_of_openai(asked: Asked, body: dict[str, Any], param: str, code: str) -> None:
+    answer = asked.post("/v1/completions", **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, code), error
+    assert error["param"].partition(".")[0] == param.partition(".")[0]
+
+
+def test_text_and_conversations_are_tokenized_and_back(asked: Asked) -> None:
+    found = asked.post("/tokenize", prompt="hello", return_token_strs=True).json()
+    assert found["tokens"] == asked.tokenizer("hello")["input_ids"] and found["count"] == 5
+    assert found["max_model_len"] == 250 and found["token_strs"] == list("hello")
+    chat = asked.post("/tokenize", messages=ASK, chat_template_kwargs={"enable_thinking": False}).json()["tokens"]
+    expected = asked.tokenizer.apply_chat_template(
+        ASK, add_generation_prompt=True, enable_thinking=False, return_dict=False
+    )
+    assert chat == expected
+    assert asked.post("/detokenize", tokens=chat).json() == {"prompt": asked.tokenizer.decode(expected)}
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": ASK}),
+        ("/detokenize", {"tokens": [9999]}),
+        ("/detokenize", {"tokens": [-1]}),
+    ):
+        assert asked.post(path, **body).status_code == 400
+    assert httpx2.post(f"{asked.url}/tokenize", json={"model": "x", "prompt": "a"}).status_code == 404
+
+
+def test_responses_are_the_chat_s_answers(asked: Asked) -> None:
+    response = asked.client.responses.create(model="m", input="2 + 2?", temperature=0)
+    assert (response.output_text, response.status) == (ANSWER, "completed")
+    reasoning, message = response.output
+    assert (reasoning.type, reasoning.content[0].text, message.role) == ("reasoning", REASONING, "assistant")
+    chat = asked.chat()
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert response.usage.output_tokens == chat.usage.completion_tokens
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": "2 + 2?"}]}]
+    cut = asked.client.responses.create(model="m", input=parts, temperature=0, max_output_tokens=25)
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+    with pytest.raises(openai.BadRequestError, match="tools must have at most 0 items"):
+        asked.client.responses.create(model="m", input="x", tools=[{"type": "web_search"}])
+    with pytest.raises(openai.BadRequestError, match="must be a message with a role"):
+        asked.client.responses.create(model="m", input=[{"type": "item_reference", "id": "x"}])
+    told = asked.client.responses.create(model="m", input="2 + 2?", instructions="Be kind.", max_output_tokens=1)
+    assert told.instructions == "Be kind." and told.usage.input_tokens > response.usage.input_tokens
+
+
+def test_streamed_responses_end_with_the_whole_one(asked: Asked) -> None:
+    text, thought, kinds = "", "", []
+    with asked.client.responses.stream(model="m", input="2 + 2?", temperature=0) as stream:
+        for event in stream:
+            kinds.append(event.type)
+            text += event.delta if event.type == "response.output_text.delta" else ""
+            thought += event.delta if event.type == "response.reasoning_text.delta" else ""
+        final = stream.get_final_response()
+    assert (text, thought, final.output_text) == (ANSWER, REASONING, ANSWER)
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 2
+
+
+def test_each_request_is_logged_in_one_line(asked: Asked, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hybrid_rlhf"):
+        logging.getLogger("hybrid_rlhf").addHandler(caplog.handler)
+        try:
+            asked.post("/v1/completions", prompt="x", max_tokens=1)
+            httpx2.get(f"{asked.url}/v1/a%0Ab")
+        finally:
+            logging.getLogger("hybrid_rlhf").removeHandler(caplog.handler)
+    lines = [record.getMessage() for record in caplog.records if "request" in record.getMessage()]
+    assert any("POST '/v1/completions': status 200 after" in line for line in lines)
+    assert any("GET '/v1/a\\nb': status 404 after" in line for line in lines), lines
+
+
+def test_spans_continue_the_trace_of_the_client(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    provider, exporter = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(tracing.trace, "get_tracer", provider.get_tracer)
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = {**JSON, "traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+    httpx2.post(f"{asked.url}/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": 1}, headers=headers)
+    wait_until(lambda: bool(exporter.get_finished_spans()))  # a span ends after its answer
+    (span,) = exporter.get_finished_spans()
+    assert span.name == "POST /completions" and f"{span.context.trace_id:032x}" == trace
+    assert span.attributes["http.response.status_code"] == 200
+
+
+@settings(deadline=None)
+@given(
+    text=st.text(alphabet="<think>/ \nab", max_size=40),
+    cuts=st.lists(st.integers(0, 40), max_size=6),
+    is_open=st.booleans(),
+)
+def test_a_split_does_not_depend_on_the_pieces(text: str, cuts: list[int], is_open: bool) -> None:
+    whole = ReasoningSplit("<think>", "</think>", is_open=is_open).add(text, ends=True)
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    split = ReasoningSplit("<think>", "</think>", is_open=is_open)
+    found = [split.add(text[a:b], ends=False) for a, b in zip(places, places[1:], strict=False)]
+    found.append(split.add("", ends=True))
+    assert ("".join(reasoning for reasoning, _ in found), "".join(rest for _, rest in found)) == whole
+    if "<think>" not in text and "</think>" not in text and not is_open:
+        assert whole == ("", text)
+
+
+@pytest.mark.parametrize(
+    ("source", "marks"),
+    [
+        ("{{ '<think>' }}{{ '</think>' }}", ("<think>", "</think>")),
+        ("{{ '[THINK]' }}{{ '[/THINK]' }}", ("[THINK]", "[/THINK]")),
+        ("{{ '<seed:think>' }}{{ '</seed:think>' }}", ("<seed:think>", "</seed:think>")),
+        ("{{ messages }}", None),
+    ],
+)
+def test_marks_of_reasoning_are_those_of_the_template(source: str, marks: tuple[str, str] | None) -> None:
+    template = ChatTemplate.of(tiny_tokenizer(source))
+    assert template is not None and template.thinking_marks == marks

@@ -1,0 +1,208 @@
+"""Adapters and weights that change while requests run: each request keeps its version, and answers name it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from fastapi import FastAPI
+from transformers import AutoModelForCausalLM
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.inference import ServeConfig
+from hybrid_rlhf.generation import GenerationEngine, SamplingParams
+from hybrid_rlhf.serving.app import Access, build_app
+from hybrid_rlhf.serving.service import Service
+from hybrid_rlhf.serving.updates import ModelUpdates, newest_checkpoint, read_weights
+from hybrid_rlhf.serving.web import served_in_background
+from tests.support.generation import wait_until
+from tests.support.models import random_adapter
+from tests.support.runs import run_python, sft_line
+from tests.support.serving import KEY, server_process
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+PROMPT = [7, 8, 9, 30]
+JSON = {"Content-Type": "application/json"}
+TOKENS = 1500
+
+
+def model(seed: int = 0) -> Any:
+    return tiny_model(seed, max_position_embeddings=2000)
+
+
+def expected(tokens: int, seed: int = 0, adapter: str | None = None) -> list[int]:
+    """Greedy tokens of a model alone."""
+    adapters = {} if adapter is None else {"a": adapter}
+    engine = GenerationEngine.from_model(model(seed), stop_token_ids=[2], adapters=adapters)
+    greedy = SamplingParams(max_new_tokens=tokens, temperature=0.0, min_new_tokens=tokens)
+    return engine.generate([PROMPT], greedy, adapters=["a"] if adapter else [])[0][0].token_ids
+
+
+@dataclass
+class Changing:
+    """A server whose adapters and weights change."""
+
+    url: str
+    client: openai.OpenAI
+    engine: GenerationEngine
+    service: Service
+    updates: ModelUpdates
+    app: FastAPI
+
+    def ask(self, name: str = "m", tokens: int = 20) -> Any:
+        more = {"return_token_ids": True, "min_tokens": tokens}
+        answer = self.client.completions.create(
+            model=name, prompt=PROMPT, max_tokens=tokens, temperature=0, extra_body=more
+        )
+        return answer.choices[0].token_ids, answer.system_fingerprint
+
+    def begin(self, name: str = "m") -> Any:
+        """A stream of many tokens that has begun."""
+        more = {"return_token_ids": True, "min_tokens": TOKENS}
+        stream = self.client.completions.create(
+            model=name, prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True, extra_body=more
+        )
+        first = next(iter(stream))
+        return stream, list(first.choices[0].token_ids), first.system_fingerprint
+
+    def load(self, name: str, path: str) -> httpx2.Response:
+        body = {"name": name, "path": path}
+        return httpx2.post(f"{self.url}/v1/adapters", json=body, headers=JSON, timeout=60)
+
+
+@pytest.fixture
+def changing(tmp_path: Path) -> Iterator[Changing]:
+    for seed, name in enumerate(("one", "two", "three")):
+        random_adapter(model(), tmp_path / "adapters" / name, seed, "all-linear" if seed else ["q_proj", "down_proj"])
+    engine = GenerationEngine.from_model(model(), tokenizer=tiny_tokenizer(), stop_token_ids=[2])
+    with engine.open(rows=4, max_tokens=1900) as batch:
+        service = Service(batch, tiny_tokenizer(), name="m", sampling=SamplingParams(), max_queue=20)
+        updates = ModelUpdates(service, engine, batch, model, adapters_from=str(tmp_path / "adapters"))
+        app = build_app(service, Access(), created=0, updates=updates)
+        with served_in_background(app) as url:
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+            yield Changing(url, client, engine, service, updates, app)
+
+
+def test_a_replaced_adapter_is_that_of_later_requests_alone(changing: Changing, tmp_path: Path) -> None:
+    """Also one that was unloaded; the memory of a version is given to a later one when no request uses it."""
+    folders = {name: str(tmp_path / "adapters" / name) for name in ("one", "two", "three")}
+    assert changing.load("poet", "one").json()["version"] == "one@1"
+    assert changing.ask("poet") == (expected(20, adapter=folders["one"]), "one@1")
+    stream, ids, version = changing.begin("poet")
+    assert version == "one@1"
+    assert changing.load("poet", "two").json()["parent"] == "m"
+    assert changing.ask("poet") == (expected(20, adapter=folders["two"]), "two@2")
+    assert changing.ask() == (expected(20), "0")
+    assert httpx2.delete(f"{changing.url}/v1/adapters/poet", timeout=60).json()["deleted"] is True
+    with pytest.raises(openai.NotFoundError):
+        changing.ask("poet")
+    for chunk in stream:
+        assert chunk.system_fingerprint == "one@1"
+        ids += [token for choice in chunk.choices for token in choice.token_ids]
+    assert ids == expected(TOKENS, adapter=folders["one"])
+    wait_until(lambda: not any(service.running for service in changing.updates._retired.values()))
+    changing.load("clerk", "three")
+    assert changing.ask("clerk")[0] == expected(20, adapter=folders["three"])
+    assert len(changing.engine.adapters) <= 2, "numbers are used again"
+    assert {entry.id for entry in changing.client.models.list()} == {"m", "clerk"}
+
+
+def test_weights_change_between_requests(changing: Changing) -> None:
+    """Running ones finish with their weights; one that arrives meanwhile waits, and has the new ones."""
+    old = expected(TOKENS)  # before: a request without a seed draws from the generator that makes models
+    new = expected(20, seed=5)
+    assert changing.ask() == (old[:20], "0")
+    stream, ids, _ = changing.begin()
+    answers: list[Any] = []
+
+    async def replace() -> None:
+        await changing.updates.replace_weights(model(5), "step_9", 9)
+
+    loop = _loop_of(changing)
+    replaced = asyncio.run_coroutine_threadsafe(replace(), loop)
+    wait_until(lambda: not changing.service.admits.is_set())
+    asking = threading.Thread(target=lambda: answers.append(changing.ask()))
+    asking.start()
+    for chunk in stream:
+        assert chunk.system_fingerprint == "0"
+        ids += [token for choice in chunk.choices for token in choice.token_ids]
+    assert ids == old
+    replaced.result(timeout=60)
+    asking.join()
+    assert answers == [(new, "step_9")]
+    assert changing.client.models.retrieve("m").version == "step_9"
+
+
+def test_adapters_follow_other_weights(changing: Changing, tmp_path: Path) -> None:
+    changing.load("poet", "two")
+    replaced = asyncio.run_coroutine_threadsafe(
+        changing.updates.replace_weights(model(5), "step_9", 9), _loop_of(changing)
+    )
+    replaced.result(timeout=60)
+    assert changing.ask("poet")[0] == expected(20, seed=5, adapter=str(tmp_path / "adapters" / "two"))
+
+
+def _loop_of(changing: Changing) -> asyncio.AbstractEventLoop:
+    """The event loop of the server."""
+    found: list[asyncio.AbstractEventLoop] = []
+
+    @changing.app.get("/loop")
+    async def loop() -> dict[str, str]:
+        found.append(asyncio.get_running_loop())
+        return {}
+
+    httpx2.get(f"{changing.url}/loop", timeout=60).raise_for_status()
+    return found[0]
+
+
+@pytest.mark.parametrize("path", ["../one", "/etc", ".", "nothing", "one/../../.."])
+def test_only_adapters_of_the_folder_are_loaded(changing: Changing, path: str) -> None:
+    answer = changing.load("poet", path)
+    assert answer.status_code == 400, answer.text
+    assert changing.ask()[0] == expected(20)
+    assert changing.load("m", "one").status_code == 400
+    assert httpx2.delete(f"{changing.url}/v1/adapters/poet").status_code == 404
+
+
+def test_a_server_that_loads_adapters_needs_a_key() -> None:
+    with pytest.raises(UserError, match="adapters_from needs an api_key"):
+        ServeConfig(path="m", adapters_from="adapters")
+
+
+def test_a_run_is_followed_to_its_newest_checkpoint(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
+    """The weights of the last checkpoint are those that the run saves at its end."""
+    run = tmp_path / "run"
+    assert newest_checkpoint(run) is None
+    line = sft_line(run, model_folder, pair_rows, "--train.max_steps", "3", "--train.save_every", "3")
+    done = run_python([*line, "--optimizer.lr", "0.01", "--data.eval_fraction", "0"])
+    assert done.returncode == 0, done.stderr
+    checkpoint = newest_checkpoint(run)
+    assert checkpoint is not None and checkpoint.name == "step_3"
+    read, saved = tiny_model(), AutoModelForCausalLM.from_pretrained(run)
+    assert not torch.equal(read.lm_head.weight, saved.lm_head.weight)
+    read_weights(read, checkpoint)
+    for name, weight in saved.named_parameters():
+        assert torch.equal(dict(read.named_parameters())[name], weight), name
+    with server_process([str(model_folder), "--model_name", "m", "--follow", str(run)]) as (_, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120)
+        wait_until(lambda: client.models.retrieve("m").version == "step_3")
+        more: dict[str, Any] = {"return_token_ids": True, "min_tokens": 20}
+        answer = client.completions.create(model="m", prompt=PROMPT, max_tokens=20, temperature=0, extra_body=more)
+        greedy = SamplingParams(max_new_tokens=20, temperature=0.0, min_new_tokens=20)
+        engine = GenerationEngine.from_model(saved, stop_token_ids=[2])
+        assert answer.system_fingerprint == "step_3"
+        assert answer.choices[0].token_ids == engine.generate([PROMPT], greedy)[0][0].token_ids
+    other = tiny_model(num_hidden_layers=1)
+    with pytest.raises(UserError, match="must train the weights of the served model"):
+        read_weights(other, checkpoint)
+    (checkpoint / "manifest.json").unlink()
+    assert newest_checkpoint(run) is None, "it is not complete"
