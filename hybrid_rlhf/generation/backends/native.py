@@ -244,7 +244,7 @@ class NativeBackend:
             requests = sorted(live, key=lambda request: request.prompt_index)
 
     def set_adapters(self, changes: Mapping[tuple[int, str], Sequence[LowRankChange]]) -> None:
-        """Replace the adapters, also between two steps of a `run_open`. A new one has a number that no other one had, so
+        """Replace the adapters, also between two steps of a `run_open`. A new one has a number that none had before, so
         that no cached prefix is its own."""
         self.decoder.set_adapters(changes)
         if self.workspace is not None:
