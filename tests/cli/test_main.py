@@ -66,6 +66,6 @@ def test_the_help_of_a_command_loads_no_torch_and_shows_its_name() -> None:
     assert done.returncode == 0, done.stderr
     words = {"data": " SUBCOMMAND", "chat": " [PATH] [COMPARE]", "push": " [PATH] [REPO]", "completion": " [SHELL]"}
     words |= {"board": " [FOLDERS]"}
-    words |= dict.fromkeys(("generate", "serve", "evaluate", "export", "replay"), " [PATH]")
+    words |= dict.fromkeys(("generate", "serve", "train-server", "evaluate", "export", "replay"), " [PATH]")
     for command in script.COMMANDS:
         assert f"usage: hybrid-rlhf {command}{words.get(command, '')} [--config FILE.yaml]" in done.stdout

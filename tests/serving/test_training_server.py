@@ -619,6 +619,19 @@ def test_samples_have_what_was_asked_for(alice: Client) -> None:
         assert failed["category"] == "user" and error in failed["error"]
 
 
+def test_sampling_takes_turns_too(served: tuple[str, TrainingService], alice: Client, bob: Client) -> None:
+    """A request does not wait for all that another key has sent before."""
+    _, service = served
+    body = {"prompt": {"chunks": [{"tokens": [5]}]}, "base_model": BASE}
+    with service.samplers.batch.paused():
+        for _ in range(20):
+            last = alice.post("asample", **body, num_samples=8, sampling_params={"max_tokens": 50})["request_id"]
+        request = bob.post("asample", **body, num_samples=2, sampling_params={"max_tokens": 5})["request_id"]
+    assert len(samples_of(bob.result(request))) == 2
+    assert service.tenants.of_key(ALICE).requests >= 15  # type: ignore[union-attr]
+    assert len(samples_of(alice.result(last))) == 8
+
+
 def test_a_cancelled_request_ends_and_others_go_on(served: tuple[str, TrainingService], alice: Client) -> None:
     body = {"prompt": {"chunks": [{"tokens": [5]}]}, "base_model": BASE}
     long = [

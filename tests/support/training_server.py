@@ -222,10 +222,12 @@ def training_server(
 
 
 @contextlib.contextmanager
-def training_server_process(model: str, folder: Path, *words: str) -> Iterator[tuple[ServerProcess, str]]:
-    """The command in a process of its own, on a free port, and its URL; killed at the end."""
+def training_server_process(
+    model: str, folder: Path, *words: str, port: int = 0
+) -> Iterator[tuple[ServerProcess, str]]:
+    """The command in a process of its own, and its URL; killed at the end. Port 0: a free one."""
     printed, output = FORKSERVER.Pipe(duplex=False)
-    line = ["train-server", model, "--output_dir", str(folder), "--port", "0", *words]
+    line = ["train-server", model, "--output_dir", str(folder), "--port", str(port), *words]
     process = FORKSERVER.Process(target=_serve, args=(line, output))
     process.start()
     output.close()

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.ranks import free_ports
 from tests.support.training_server import ALICE, SEQUENCE, training_server, training_server_process
 
 _CACHE = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -26,8 +29,8 @@ pytestmark = [
 ]
 
 
-def run(url: str, script: str, *words: str) -> str:
-    """The output of a script of this folder in the client's environment."""
+def started(url: str, script: str, *words: str) -> subprocess.Popen[str]:
+    """A script of this folder, which runs in the client's environment."""
     environment = {
         **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
         "TINKER_BASE_URL": url,
@@ -36,9 +39,15 @@ def run(url: str, script: str, *words: str) -> str:
         "HF_HUB_OFFLINE": "1",
     }
     line = [str(_FOLDER / "bin" / "python"), "-W", "ignore", str(Path(__file__).with_name(script)), *words]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(url: str, script: str, *words: str) -> str:
+    """The output of such a script."""
+    process = started(url, script, *words)
+    output, errors = process.communicate(timeout=900)
+    assert process.returncode == 0, errors[-3000:]
+    return output
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -90,3 +99,19 @@ def test_the_rl_loop_of_the_cookbook(process: str, model_folder: Path, tmp_path:
     assert len(rewards) == 15 and sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
     divergences = [abs(step["optim/kl_sample_train_v1"]) for step in steps]
     assert max(divergences) < 1e-3, "sampling and training compute the same policy"
+
+
+def test_a_client_samples_on_through_a_kill_of_the_server(model_folder: Path, tmp_path: Path) -> None:
+    """Results that are lost with it are answered so that the client sends its requests again."""
+    port = free_ports(1)[0]
+    with training_server_process(str(model_folder), tmp_path, port=port) as (process, url):
+        client = started(url, "through_a_restart.py", str(model_folder), "45")
+        assert client.stdout is not None
+        assert client.stdout.readline() == "sampling\n"
+        time.sleep(2)
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+    with training_server_process(str(model_folder), tmp_path, port=port):
+        output, errors = client.communicate(timeout=300)
+    assert client.returncode == 0, errors[-3000:]
+    assert output.startswith("done ")

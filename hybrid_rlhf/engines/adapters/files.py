@@ -48,7 +48,8 @@ def write_folder(
     weights = {f"base_model.model.{name}": _stored(part) for name, part in adapter.named("weights")}
     files = {}
     if with_optimizer:
-        averages = {f"{name}.{state}": _stored(part) for state in _AVERAGES for name, part in adapter.named(state)}
+        states = _AVERAGES if adapter.steps else ()
+        averages = {f"{name}.{state}": _stored(part) for state in states for name, part in adapter.named(state)}
         files[OPTIMIZER] = save(averages, {_STEPS: str(adapter.steps)})
     write_adapter_folder(folder, weights, config, files=files)
 
@@ -85,7 +86,7 @@ def read_optimizer(adapter: Adapter, folder: Path) -> None:
         stored = load_file(file)
         with safe_open(file, framework="pt") as opened:
             steps = int(opened.metadata()[_STEPS])
-    for state in _AVERAGES:
+    for state in _AVERAGES if steps else ():
         suffix = f".{state}"
         read_state(
             adapter,
