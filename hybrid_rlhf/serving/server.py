@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.serving.admission import Activity
 from hybrid_rlhf.serving.app import Access, build_app, build_scoring_app
 from hybrid_rlhf.serving.scores import ScoreService
@@ -101,6 +102,7 @@ class StoppingServer(WebServer):
         """Return True to exit; called ten times per second."""
         if self._task is None and (work := self._beside()) is not None:
             self._task = asyncio.create_task(work)
+            self._task.add_done_callback(_log_failure)
         if self._activity.stops and self._task is not None:
             self._task.cancel()
         if self._failed():
@@ -113,6 +115,12 @@ class StoppingServer(WebServer):
                 await asyncio.sleep(0.02)
             self.should_exit = True
         return await super().on_tick(counter)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Log why a task beside the server has ended."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("the weights are not replaced any more", exc_info=error)
 
 
 def serve(

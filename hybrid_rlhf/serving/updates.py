@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
@@ -145,7 +146,7 @@ class ModelUpdates:
                     await asyncio.to_thread(read_weights, lm, newest)
                     await self.replace_weights(lm, newest.name, _number(newest))
                     logger.info("serving the weights of %s", newest)
-                except (OSError, BrokenCheckpoint) as error:  # the run has removed it meanwhile
+                except (OSError, BrokenCheckpoint, SafetensorError) as error:  # the run has removed it meanwhile
                     logger.warning("%s cannot be read (%s): the next one will be", newest, error)
                 except UserError as error:
                     logger.error("%s is not served: %s", newest, error)
