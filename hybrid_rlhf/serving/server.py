@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -21,8 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.runtime.observability.logs import logger
-from hybrid_rlhf.serving.admission import Activity
+from hybrid_rlhf.runtime.observability.logs import TIME_FORMAT, logger
+from hybrid_rlhf.serving.admission import Activity, access_log
 from hybrid_rlhf.serving.app import Access, build_app, build_scoring_app
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Service
@@ -117,6 +119,15 @@ class StoppingServer(WebServer):
         return await super().on_tick(counter)
 
 
+def _show_requests() -> None:
+    """Write the access log to stderr."""
+    shown = logging.StreamHandler(sys.stderr)
+    shown.setFormatter(logging.Formatter("%(asctime)s %(message)s", TIME_FORMAT))
+    access_log.addHandler(shown)
+    access_log.setLevel(logging.INFO)
+    access_log.propagate = False
+
+
 def _log_failure(task: asyncio.Task[None]) -> None:
     """Log why a task beside the server has ended."""
     if not task.cancelled() and (error := task.exception()) is not None:
@@ -143,6 +154,8 @@ def serve(
     Raises:
         UserError: when the address cannot be bound, or a sequence of the maximum length does not fit in memory.
     """
+    if config.access_log:
+        _show_requests()
     listener = bound_socket(config.host, config.port)
     served = load()
     service = None if served.model is None else _service(config, served.model)
@@ -180,7 +193,11 @@ def serve(
         report(config.served_name, f"{url_of(*listener.getsockname()[:2])}/v1")
 
     def follow() -> Coroutine[Any, Any, None] | None:
-        return None if updates is None or config.follow is None else updates.follow(config.follow, _FOLLOW_SECONDS)
+        return (
+            None
+            if updates is None or config.follow is None
+            else updates.follow(config.follow, _FOLLOW_SECONDS, progress)
+        )
 
     server = StoppingServer(
         app,

@@ -134,8 +134,8 @@ class ModelUpdates:
         finally:
             self._service.admits.set()
 
-    async def follow(self, run: str, seconds: float) -> None:
-        """Take the weights of each new checkpoint of a run, until cancelled; looks every `seconds`."""
+    async def follow(self, run: str, seconds: float, report: Callable[[str], None]) -> None:
+        """Take the weights of each new checkpoint of a run, until cancelled; looks every `seconds`, reports each."""
         folder = user_path(run)
         last: Path | None = None
         while True:
@@ -145,7 +145,7 @@ class ModelUpdates:
                     lm = await asyncio.to_thread(self._load)
                     await asyncio.to_thread(read_weights, lm, newest)
                     await self.replace_weights(lm, newest.name, _number(newest))
-                    logger.info("serving the weights of %s", newest)
+                    report(f"serving the weights of {newest}")
                 except (OSError, BrokenCheckpoint, SafetensorError) as error:  # the run has removed it meanwhile
                     logger.warning("%s cannot be read (%s): the next one will be", newest, error)
                 except UserError as error:
