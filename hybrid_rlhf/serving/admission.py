@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import time
 from dataclasses import dataclass
 
@@ -12,11 +13,12 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
 from hybrid_rlhf.serving.metrics import ServerMetrics
 from hybrid_rlhf.serving.tracing import begin_span, end_span
 from hybrid_rlhf.serving.web import AccessRules
 
+access_log = logging.getLogger(f"{LOGGER_NAME}.access")
 CLIENT_CLOSED = 499
 """Status to count for a client that has disconnected, which receives no status."""
 _OPEN_PATHS = ("/health", "/metrics")
@@ -89,7 +91,7 @@ class Admission:
             if self._logs_requests:
                 seconds = time.perf_counter() - start
                 asked = scope["path"][:_MOST_LOGGED]
-                logger.info("request %s %r: status %d after %.3f s", scope["method"], asked, status, seconds)
+                access_log.info("%s %r: status %d after %.3f s", scope["method"], asked, status, seconds)
             if span is not None:
                 end_span(span, scope["method"], path, status)
 

@@ -157,7 +157,7 @@ def _bare_app(metrics: ServerMetrics, access: Access, activity: Activity | None,
     )
     if access.origins:  # the outermost middleware: errors need its headers too, and preflights have no key
         app.add_middleware(
-            CORSMiddleware, allow_origins=access.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware, allow_origins=access.origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
         )
 
     @app.get("/health")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -21,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine
-from hybrid_rlhf.serving.admission import Activity
+from hybrid_rlhf.runtime.observability.logs import TIME_FORMAT, logger
+from hybrid_rlhf.serving.admission import Activity, access_log
 from hybrid_rlhf.serving.app import Access, build_app, build_scoring_app
 from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Service
@@ -101,6 +104,7 @@ class StoppingServer(WebServer):
         """Return True to exit; called ten times per second."""
         if self._task is None and (work := self._beside()) is not None:
             self._task = asyncio.create_task(work)
+            self._task.add_done_callback(_log_failure)
         if self._activity.stops and self._task is not None:
             self._task.cancel()
         if self._failed():
@@ -113,6 +117,21 @@ class StoppingServer(WebServer):
                 await asyncio.sleep(0.02)
             self.should_exit = True
         return await super().on_tick(counter)
+
+
+def _show_requests() -> None:
+    """Write the access log to stderr."""
+    shown = logging.StreamHandler(sys.stderr)
+    shown.setFormatter(logging.Formatter("%(asctime)s %(message)s", TIME_FORMAT))
+    access_log.addHandler(shown)
+    access_log.setLevel(logging.INFO)
+    access_log.propagate = False
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Log why a task beside the server has ended."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("the weights are not replaced any more", exc_info=error)
 
 
 def serve(
@@ -135,6 +154,8 @@ def serve(
     Raises:
         UserError: when the address cannot be bound, or a sequence of the maximum length does not fit in memory.
     """
+    if config.access_log:
+        _show_requests()
     listener = bound_socket(config.host, config.port)
     served = load()
     model = served.model
@@ -184,7 +205,11 @@ def serve(
         report(config.served_name, f"{url_of(*listener.getsockname()[:2])}/v1")
 
     def follow() -> Coroutine[Any, Any, None] | None:
-        return None if updates is None or config.follow is None else updates.follow(config.follow, _FOLLOW_SECONDS)
+        return (
+            None
+            if updates is None or config.follow is None
+            else updates.follow(config.follow, _FOLLOW_SECONDS, progress)
+        )
 
     server = StoppingServer(
         app,

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from hybrid_rlhf.configs.errors import UserError
@@ -148,8 +149,8 @@ class ModelUpdates:
         finally:
             self._service.admits.set()
 
-    async def follow(self, run: str, seconds: float) -> None:
-        """Take the weights of each new checkpoint of a run, until cancelled; looks every `seconds`."""
+    async def follow(self, run: str, seconds: float, report: Callable[[str], None]) -> None:
+        """Take the weights of each new checkpoint of a run, until cancelled; looks every `seconds`, reports each."""
         folder = user_path(run)
         last: Path | None = None
         while True:
@@ -159,8 +160,8 @@ class ModelUpdates:
                     lm = await asyncio.to_thread(self._load)
                     await asyncio.to_thread(read_weights, lm, newest)
                     await self.replace_weights(lm, newest.name, _number(newest))
-                    logger.info("serving the weights of %s", newest)
-                except (OSError, BrokenCheckpoint) as error:  # the run has removed it meanwhile
+                    report(f"serving the weights of {newest}")
+                except (OSError, BrokenCheckpoint, SafetensorError) as error:  # the run has removed it meanwhile
                     logger.warning("%s cannot be read (%s): the next one will be", newest, error)
                 except UserError as error:
                     logger.error("%s is not served: %s", newest, error)

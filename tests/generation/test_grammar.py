@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.batching import capacity
+from hybrid_rlhf.generation.batching import capacity, requests
 from hybrid_rlhf.generation.batching import rows as rows_module
-from hybrid_rlhf.generation.batching.grammar import grammar_of, source_of
+from hybrid_rlhf.generation.batching.grammar import Grammar, grammar_of, source_of
 from tests.support.generation import Steps, completed, ids_of, keep_in_flight, token_ids_of
 from tests.support.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 
@@ -106,6 +107,38 @@ def test_an_open_batch_takes_grammars_while_it_decodes() -> None:
         assert ids_of(completed(batch, PROMPTS, CONSTRAINED)) == expected
         running = [token.token_id for _ in range(100) for token in steps.get(timeout=60)]
         assert running == engine.generate([[9, 9]], free)[0][0].token_ids
+
+
+class Limited(Grammar):
+    """A grammar that reaches a limit of llguidance at its fifth token."""
+
+    def append(self, token: int) -> None:
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 5:
+            raise RuntimeError("the grammar is too complex")
+        super().append(token)
+
+    def restart(self, tokens: Sequence[int]) -> None:
+        self.count = 0
+        super().restart(tokens)
+
+
+def test_a_grammar_that_reaches_a_limit_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = token_ids_of(engine_of().generate(PROMPTS, CONSTRAINED))
+    other = {"type": "lark", "lark": "start: /[a-z]+/"}
+
+    def chosen(source: str, *given: Any, **named: Any) -> Grammar:
+        made = grammar_of(source, *given, **named)
+        return Limited(made.matcher) if source == other["lark"] else made
+
+    monkeypatch.setattr(requests, "grammar_of", chosen)
+    with engine_of().open(rows=8, max_tokens=200) as batch:
+        steps = Steps()
+        failing = batch.submit([[9, 9]], SamplingParams(max_new_tokens=50, response_format=other, seed=1), steps.put)
+        assert ids_of(completed(batch, PROMPTS, CONSTRAINED)) == expected
+        while steps.get(timeout=60):
+            pass
+        assert "too complex" in str(failing.error)
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_rlhf.data.chat.template import ChatTemplate
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.serving import tracing
+from hybrid_rlhf.serving.admission import access_log
 from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.service import Service
 from hybrid_rlhf.serving.text_stream import ReasoningSplit
@@ -280,14 +281,15 @@ def test_streamed_responses_end_with_the_whole_one(asked: Asked) -> None:
 
 
 def test_each_request_is_logged_in_one_line(asked: Asked, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="hybrid_rlhf"):
-        logging.getLogger("hybrid_rlhf").addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, logger=access_log.name):
+        access_log.addHandler(caplog.handler)
         try:
             asked.post("/v1/completions", prompt="x", max_tokens=1)
             httpx2.get(f"{asked.url}/v1/a%0Ab")
+            wait_until(lambda: len(caplog.records) >= 2)  # a line follows its answer
         finally:
-            logging.getLogger("hybrid_rlhf").removeHandler(caplog.handler)
-    lines = [record.getMessage() for record in caplog.records if "request" in record.getMessage()]
+            access_log.removeHandler(caplog.handler)
+    lines = [record.getMessage() for record in caplog.records]
     assert any("POST '/v1/completions': status 200 after" in line for line in lines)
     assert any("GET '/v1/a\\nb': status 404 after" in line for line in lines), lines
 

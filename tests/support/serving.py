@@ -25,6 +25,12 @@ class ServerProcess:
         """Take a process that has started."""
         self._process = process
 
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def send_signal(self, number: int) -> None:
         """Send a signal to the process."""
         assert self._process.pid is not None

@@ -1,0 +1,82 @@
+"""A server under load: many streams at once, many of which are abandoned, and what it holds afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from tests.support.generation import wait_until
+from tests.support.serving import KEY, server_process
+
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+STREAMS = 400
+CANCELLED = 1000
+ROUNDS = 5
+MOST_GROWTH = 0.03
+
+
+async def stream(client: httpx2.AsyncClient, url: str, seed: int, tokens: int, leave_after: int | None) -> list[int]:
+    """The tokens of a stream, which the client may leave."""
+    body = {"model": "m", "prompt": "hello", "seed": seed, "max_tokens": tokens, "min_tokens": tokens}
+    body |= {"stream": True, "return_token_ids": True}
+    ids = list[int]()
+    async with client.stream("POST", f"{url}/v1/completions", json=body, headers=HEADERS) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                ids += [token for choice in json.loads(line[6:])["choices"] for token in choice["token_ids"]]
+            if leave_after is not None and len(ids) >= leave_after:
+                break
+    return ids
+
+
+async def together(url: str, requests: list[dict[str, Any]], at_once: int) -> list[list[int]]:
+    """The tokens of streams, of which a number run at once."""
+    places = asyncio.Semaphore(at_once)
+    limits = httpx2.Limits(max_connections=at_once)
+    async with httpx2.AsyncClient(timeout=300, limits=limits) as client:
+
+        async def one(request: dict[str, Any]) -> list[int]:
+            async with places:
+                return await stream(client, url, **request)
+
+        return await asyncio.gather(*map(one, requests))
+
+
+def resident(process: psutil.Process) -> float:
+    return process.memory_info().rss / 2**20
+
+
+@pytest.mark.slow
+def test_many_streams_and_abandoned_ones_leave_nothing_behind(model_folder: Path) -> None:
+    """400 streams at once have the tokens that they have alone; after 1,000 abandoned ones memory is as before."""
+    line = [str(model_folder), "--model_name", "m", "--max_queue", "1000", "--max_sequence_tokens", "256"]
+    with server_process(line) as (server, url):
+        process = psutil.Process(server.pid)
+        whole = [{"seed": seed % 40, "tokens": 12, "leave_after": None} for seed in range(STREAMS)]
+        found = asyncio.run(together(url, whole, STREAMS))
+        alone = asyncio.run(together(url, whole[:40], 1))
+        assert found == [alone[seed % 40] for seed in range(STREAMS)]
+        left = [{"seed": seed, "tokens": 200, "leave_after": 1 + seed % 5} for seed in range(CANCELLED // ROUNDS)]
+        sizes = list[float]()
+        for _ in range(ROUNDS):
+            asyncio.run(together(url, left, 50))
+            wait_until(lambda: metric(url, "rows_running") + metric(url, "rows_waiting") == 0)
+            sizes.append(resident(process))
+        assert metric(url, "kv_cache_used_ratio") == 0
+        assert sizes[-1] < (1 + MOST_GROWTH) * statistics.median(sizes[:2]), sizes
+        print("MiB after each round of abandoned streams:", sizes)
+
+
+def metric(url: str, name: str) -> float:
+    value = re.search(rf"^hybrid_rlhf_{name} (\S+)$", httpx2.get(f"{url}/metrics").text, re.MULTILINE)
+    assert value is not None, name
+    return float(value[1])
