@@ -6,15 +6,18 @@ import asyncio
 import hmac
 import logging
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fastapi.responses import JSONResponse
+from prometheus_client import Counter
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybrid_rlhf.runtime.observability.logs import LOGGER_NAME
-from hybrid_rlhf.serving.metrics import ServerMetrics
 from hybrid_rlhf.serving.tracing import begin_span, end_span
 from hybrid_rlhf.serving.web import AccessRules
 
@@ -41,25 +44,33 @@ class Activity:
     """True if further requests are refused."""
 
 
-class Admission:
-    """ASGI middleware: refuses requests against the access rules, requests without the API key, and all requests while
-    the server stops."""
+class Admission(ABC):
+    """ASGI middleware that counts requests, and refuses some before their content is read."""
+
+    open_paths: ClassVar[Sequence[str]]
+    """Paths of requests that do not keep the server from stopping."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        metrics: ServerMetrics,
-        api_key: str | None,
-        rules: AccessRules,
-        activity: Activity,
-        logs_requests: bool = False,
+        self, app: ASGIApp, requests: Counter, rules: AccessRules, activity: Activity, logs_requests: bool = False
     ) -> None:
+        """Take the application.
+
+        Args:
+            app: what admitted requests are passed to.
+            requests: counts by path and status.
+            rules: hosts and origins that may ask.
+            activity: of the server.
+            logs_requests: write a line of each request to the log.
+        """
         self._app = app
-        self._metrics = metrics
-        self._api_key = api_key
+        self._requests = requests
         self._rules = rules
         self._activity = activity
         self._logs_requests = logs_requests
+
+    @abstractmethod
+    def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
+        """The answer that refuses a request; None if it is admitted."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -77,7 +88,7 @@ class Admission:
         start = time.perf_counter()
         span = begin_span(scope["method"], headers)
         refusal = self._refusal(scope, headers)
-        counts = refusal is None and scope["path"] not in _OPEN_PATHS
+        counts = refusal is None and scope["path"] not in self.open_paths
         self._activity.requests += counts
         try:
             await (self._app if refusal is None else refusal)(scope, receive, counted)
@@ -87,13 +98,33 @@ class Admission:
         finally:
             self._activity.requests -= counts
             path = getattr(scope.get("route"), "path", "other")  # few values of a label, whatever clients request
-            self._metrics.requests.labels(path, str(status)).inc()
+            self._requests.labels(path, str(status)).inc()
             if self._logs_requests:
                 seconds = time.perf_counter() - start
                 asked = scope["path"][:_MOST_LOGGED]
                 access_log.info("%s %r: status %d after %.3f s", scope["method"], asked, status, seconds)
             if span is not None:
                 end_span(span, scope["method"], path, status)
+
+
+class KeyAdmission(Admission):
+    """Refuses requests against the access rules, requests without the API key, and all requests while the server
+    stops."""
+
+    open_paths = _OPEN_PATHS
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        requests: Counter,
+        rules: AccessRules,
+        activity: Activity,
+        logs_requests: bool,
+        api_key: str | None,
+    ) -> None:
+        """Take what Admission takes, and the key; none: requests need none."""
+        super().__init__(app, requests, rules, activity, logs_requests)
+        self._api_key = api_key
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         """The answer that refuses a request; None if it is admitted.

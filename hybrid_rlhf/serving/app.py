@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.serving.admission import CLIENT_CLOSED, Activity, Admission, error_response
+from hybrid_rlhf.serving.admission import CLIENT_CLOSED, Activity, KeyAdmission, error_response
 from hybrid_rlhf.serving.answers import Answer
 from hybrid_rlhf.serving.bodies import (
     AdapterBody,
@@ -148,8 +148,8 @@ def _bare_app(metrics: ServerMetrics, access: Access, activity: Activity | None,
     add_error_answers(app, _STATUSES, _error_answer, internal="internal error, see the server's log: report it")
     rules = AccessRules(access.host, access.origins)
     app.add_middleware(
-        Admission,
-        metrics=metrics,
+        KeyAdmission,
+        requests=metrics.requests,
         api_key=access.api_key,
         rules=rules,
         activity=activity,

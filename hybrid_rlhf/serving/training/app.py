@@ -26,11 +26,11 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.reading import NotJSON, parse_json
-from hybrid_rlhf.serving.admission import CLIENT_CLOSED, Activity
+from hybrid_rlhf.serving.admission import Activity, Admission
 from hybrid_rlhf.serving.training.bodies import (
     CommandBody,
     CreateModelBody,
@@ -76,35 +76,15 @@ class TooLarge(HTTPException):
     """A body is larger than a server takes."""
 
 
-class Admission:
-    """ASGI middleware: refuses requests against the access rules, without a key, or while the server stops."""
+class TenantAdmission(Admission):
+    """Refuses requests against the access rules, without a key, or while the server stops; the others have a tenant."""
+
+    open_paths = _OPEN_PATHS
 
     def __init__(self, app: ASGIApp, service: TrainingService, rules: AccessRules, activity: Activity) -> None:
-        self._app = app
+        """Take the service with the keys, and what Admission takes."""
+        super().__init__(app, service.metrics.requests, rules, activity)
         self._service = service
-        self._rules = rules
-        self._activity = activity
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, with its tenant, or refuse it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = CLIENT_CLOSED
-
-        async def counted(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        refusal = self._refusal(scope, Headers(scope=scope))
-        self._activity.requests += 1
-        try:
-            await (self._app if refusal is None else refusal)(scope, receive, counted)
-        finally:
-            self._activity.requests -= 1
-            path = getattr(scope.get("route"), "path", "other")  # few values of a label, whatever clients request
-            self._service.metrics.requests.labels(path, str(status)).inc()
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         try:
@@ -151,7 +131,7 @@ def build_app(
 
     app = FastAPI(title="hybrid_rlhf", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.failed = False
-    app.add_middleware(Admission, service=service, rules=AccessRules(host), activity=activity)
+    app.add_middleware(TenantAdmission, service=service, rules=AccessRules(host), activity=activity)
     add_error_answers(app, _STATUSES, lambda status, text, _: _error(status, text), internal="the server has failed")
     body = _BodyReader(max_body_bytes)
     app.include_router(_session_routes(service, body), prefix=_API)
