@@ -295,7 +295,7 @@ def test_a_step_may_be_looked_at_late(rows: int, monkeypatch: pytest.MonkeyPatch
     """As on a GPU: padded batches, and rows that have ended take part in one step more."""
     expected, sizes = completions_alone(), []
 
-    def padded(self: workspace.Workspace, batch: int, *, longest: int) -> workspace.Fetch:
+    def padded(self: workspace.Workspace, batch: int, **_: object) -> workspace.Fetch:
         self.steps_in_flight = 1
         rows = workspace._graph_rows(batch, self.most_rows)
         sizes.append(rows)

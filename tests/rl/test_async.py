@@ -421,7 +421,7 @@ def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, 
     assert first["rollout/logprob_abs_diff_max"] < 1e-3
     assert all(step["rollout/logprob_abs_diff_max"] > 1e-2 for step in later)
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "algorithm.correction.ratio token, method truncate, clip 2: other weights or products than" in log
+    assert "algorithm.correction.ratio token, method truncate, clip 2: another policy than" in log
     assert re.search(r"rollout.kv_cache_gib 0\.\d+: by the memory plan, for all completions of a rollout", log)
 
 

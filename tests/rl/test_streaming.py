@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,9 @@ PLACED = {
 FAST = ("one rank", "a sampler of two")
 
 
-def marked(placed: str, *more: str) -> Any:
+def marked(placed: str, *more: str, fast: Sequence[str] = FAST) -> Any:
     """Parameters of a test: four runs each, so most are slow."""
-    return pytest.param(placed, *more, marks=() if placed in FAST else pytest.mark.slow, id="-".join([placed, *more]))
+    return pytest.param(placed, *more, marks=() if placed in fast else pytest.mark.slow, id="-".join([placed, *more]))
 
 
 @pytest.mark.parametrize("placed", map(marked, PLACED))
@@ -271,10 +272,9 @@ def play_slowly(base_url: str, api_key: str, model: str, row: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("placed", "kind", "name"),
     [
-        *(marked(placed, "path", "SlowTool") for placed in PLACED),
+        *(marked(placed, "path", "SlowTool", fast=FAST[:1]) for placed in PLACED),
         # requests outlive the time slices of a batch, and ranks that share the model are told of them
-        ("two that share the model", "program", "play_slowly"),
-        marked("a sampler", "program", "play_slowly"),
+        *(marked(placed, "program", "play_slowly", fast=FAST[:1]) for placed in [*PLACED][:3]),
     ],
 )
 def test_episodes_stream_and_an_order_repeats_them(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hybrid_rlhf.data.chat.template import ChatTemplate
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.serving import tracing
-from hybrid_rlhf.serving.admission import access_log
 from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.service import Service
 from hybrid_rlhf.serving.text_stream import ReasoningSplit
@@ -280,18 +278,12 @@ def test_streamed_responses_end_with_the_whole_one(asked: Asked) -> None:
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 2
 
 
-def test_each_request_is_logged_in_one_line(asked: Asked, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger=access_log.name):
-        access_log.addHandler(caplog.handler)
-        try:
-            asked.post("/v1/completions", prompt="x", max_tokens=1)
-            httpx2.get(f"{asked.url}/v1/a%0Ab")
-            wait_until(lambda: len(caplog.records) >= 2)  # a line follows its answer
-        finally:
-            access_log.removeHandler(caplog.handler)
-    lines = [record.getMessage() for record in caplog.records]
-    assert any("POST '/v1/completions': status 200 after" in line for line in lines)
-    assert any("GET '/v1/a\\nb': status 404 after" in line for line in lines), lines
+def test_each_request_is_logged_in_one_line(asked: Asked, log_lines: list[str]) -> None:
+    asked.post("/v1/completions", prompt="x", max_tokens=1)
+    httpx2.get(f"{asked.url}/v1/a%0Ab")
+    wait_until(lambda: len(log_lines) >= 2)  # a line follows its answer
+    assert any("POST '/v1/completions': status 200 after" in line for line in log_lines)
+    assert any("GET '/v1/a\\nb': status 404 after" in line for line in log_lines), log_lines
 
 
 def test_spans_continue_the_trace_of_the_client(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
