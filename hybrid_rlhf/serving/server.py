@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.open_batch import OpenBatch
 from hybrid_rlhf.runtime.observability.logs import TIME_FORMAT, logger
 from hybrid_rlhf.serving.admission import Activity, access_log
 from hybrid_rlhf.serving.app import Access, build_app, build_scoring_app
@@ -161,19 +162,7 @@ def serve(
     model = served.model
     service = batch = None
     if model is not None:
-        batch = model.engine.open(
-            rows=config.max_batch_rows,
-            max_tokens=config.max_sequence_tokens,
-            memory_share=CPU_MEMORY_SHARE if model.device.type == "cpu" else None,
-        )
-        service = Service(
-            batch,
-            model.tokenizer,
-            name=config.served_name,
-            sampling=config.sampling,
-            max_queue=config.max_queue,
-            adapters=model.engine.adapters,
-        )
+        service, batch = _service(config, model)
         progress(
             f"KV cache of {batch.kv_cache_bytes / 2**30:.2f} GiB for up to {batch.rows} completions of up to "
             f"{batch.max_tokens} tokens"
@@ -229,3 +218,21 @@ def serve(
         if served.model is not None:
             served.model.engine.close()
     return not failed()
+
+
+def _service(config: ServeConfig, model: LoadedModel) -> tuple[Service, OpenBatch]:
+    """The service of a model, and its open batch."""
+    batch = model.engine.open(
+        rows=config.max_batch_rows,
+        max_tokens=config.max_sequence_tokens,
+        memory_share=CPU_MEMORY_SHARE if model.device.type == "cpu" else None,
+    )
+    service = Service(
+        batch,
+        model.tokenizer,
+        name=config.served_name,
+        sampling=config.sampling,
+        max_queue=config.max_queue,
+        adapters=model.engine.adapters,
+    )
+    return service, batch
