@@ -236,6 +236,7 @@ def write_adapter_folder(
 ) -> None:
     """Write a peft folder from weights, config and further files; it appears once complete, and replaces another."""
     beside = folder.with_name(f".{folder.name}.partial")
+    aside = folder.with_name(f".{folder.name}.before")  # what there was, until the new one is in its place
     shutil.rmtree(beside, ignore_errors=True)  # left by an interrupted save
     try:
         beside.mkdir()
@@ -245,10 +246,15 @@ def write_adapter_folder(
         config.save_pretrained(beside)
         for file in beside.iterdir():
             flush(file)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        if folder.exists():
+            folder.rename(aside)
         beside.rename(folder)
+        shutil.rmtree(aside, ignore_errors=True)
     except Exception:
         shutil.rmtree(beside, ignore_errors=True)  # free its space, which a full disk needs
+        if aside.exists() and not folder.exists():
+            aside.rename(folder)
         raise
 
 

@@ -185,6 +185,30 @@ def test_families_with_other_layers_learn_as_in_peft(family: str, extra: dict[st
         assert difference(load_file(tmp_path / "now" / "adapter_model.safetensors"), wanted) < 4e-6
 
 
+def test_a_save_that_fails_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was removed before the new one was in its place."""
+    engine = engine_of(tiny_model())
+    add(engine, ["wide"])
+    engine.save("wide", tmp_path / "a")
+    saved = (tmp_path / "a" / "adapter_model.safetensors").read_bytes()
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name.endswith(".partial"):
+            raise OSError("no space left")
+        return rename(path, target)
+
+    train(engine, ["wide"], range(1))
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="no space left"):
+        engine.save("wide", tmp_path / "a")
+    monkeypatch.undo()
+    assert (tmp_path / "a" / "adapter_model.safetensors").read_bytes() == saved
+    engine.save("wide", tmp_path / "a")
+    assert (tmp_path / "a" / "adapter_model.safetensors").read_bytes() != saved
+    assert [path.name for path in tmp_path.iterdir()] == ["a"], "nothing else is left"
+
+
 def test_a_diverged_neighbour_reaches_no_other_adapter(tmp_path: Path) -> None:
     """Its values that are not finite are in the same products, forward and backward; its own update is skipped."""
     engine = engine_of(tiny_model())
