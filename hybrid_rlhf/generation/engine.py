@@ -52,7 +52,6 @@ class GenerationEngine:
         stop_token_ids: Iterable[int] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
-        adapters: Mapping[str, NumberedAdapter] | None = None,
         shared: SharedWeights | None = None,
         keeps_backend: bool = False,
     ) -> None:
@@ -63,8 +62,8 @@ class GenerationEngine:
             stop_token_ids: tokens that end every completion.
             tokenizer: for stop strings.
             weight_version: version of the weights, recorded for every token.
-            adapters: the backend's adapters by name.
-            shared: inference weights that follow the trained model; none: the caller updates the backend.
+            shared: inference weights that follow the trained model, with its adapters; none: the caller updates the
+                backend.
             keeps_backend: do not close the backend with the engine, so that a later engine can use it.
         """
         self._backend: GenerationBackend | None = backend
@@ -77,11 +76,10 @@ class GenerationEngine:
             backend.vocab_size,
             frozenset(stop_token_ids),
             tokenizer,
-            {name: adapter.number for name, adapter in (adapters or {}).items()},
+            {name: adapter.number for name, adapter in self._adapters.items()},
         )
         """Turns prompts into requests."""
-        self._adapters = dict(adapters or {})
-        self._last_number = len(self._adapters)
+        self._last_number = len(self.maker.adapters)
         self._work_before = backend.work
         self._work = DecodeWork()
 
@@ -134,7 +132,6 @@ class GenerationEngine:
             _backend(lm, shared, bool(adapters), max_batch_rows, kv_cache_gib, prefill_tokens, cuda_graphs),
             stop_token_ids=default_stop_token_ids(lm) if stop_token_ids is None else stop_token_ids,
             tokenizer=tokenizer,
-            adapters=read,
             shared=shared,
         )
 
@@ -238,12 +235,16 @@ class GenerationEngine:
         kept = {name: adapter for name, adapter in self._adapters.items() if name not in names}
         self._replace_adapters(kept, like)
 
+    @property
+    def _adapters(self) -> Mapping[str, NumberedAdapter]:
+        """The adapters by name."""
+        return {} if self._shared is None else self._shared.adapters
+
     def _replace_adapters(self, adapters: dict[str, NumberedAdapter], like: PreTrainedModel | None) -> None:
         backend = self.backend
         if self._shared is None or not isinstance(backend, NativeBackend):
             raise UserError("adapters need inference weights, this model has none: serve merged models")
         backend.set_adapters(self._shared.replace_adapters(adapters, like))
-        self._adapters = adapters
         self.maker.adapters = {name: adapter.number for name, adapter in adapters.items()}
 
     @property

@@ -316,7 +316,7 @@ class OpenBatch:
 
     def cancel(self, submission: Submission) -> None:
         """End the requests of a submission at the next step; nothing is delivered for them afterwards. Those of
-        tensor-parallel ranks are decoded to their ends, because the other ranks are not told."""
+        tensor-parallel ranks are decoded to their ends: cancellations are not broadcast to the other ranks."""
         with self._lock:
             unfinished = list(submission.samples)
             submission.samples = {}

@@ -273,7 +273,7 @@ def play_slowly(base_url: str, api_key: str, model: str, row: dict[str, Any]) ->
     ("placed", "kind", "name"),
     [
         *(marked(placed, "path", "SlowTool", fast=FAST[:1]) for placed in PLACED),
-        # requests outlive the time slices of a batch, and ranks that share the model are told of them
+        # requests span several time slices of a batch, and are broadcast to the ranks that share the model
         *(marked(placed, "program", "play_slowly", fast=FAST[:1]) for placed in [*PLACED][:3]),
     ],
 )

@@ -17,7 +17,6 @@ import openai
 import pytest
 import torch
 from fastapi import FastAPI
-from torch.nn.functional import cross_entropy
 
 from hybrid_rlhf.cli.saved_models import serve
 from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model, load_scorer
@@ -36,7 +35,7 @@ from hybrid_rlhf.serving.scores import ScoreService
 from hybrid_rlhf.serving.service import Job
 from hybrid_rlhf.serving.token_text import TokenText
 from tests.support.models import random_adapter
-from tests.support.serving import KEY, server_process
+from tests.support.serving import KEY, learn_by_heart, server_process
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 CALL = 'Yes. <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
@@ -51,15 +50,7 @@ def caller_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, tokenizer, model = tmp_path_factory.mktemp("caller"), tiny_tokenizer(), tiny_model()
     prompt = encode_prompt(ASK, tokenizer)
     ids = torch.tensor([*prompt, *tokenizer(CALL, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for _ in range(300):
-        loss = cross_entropy(model(ids[None]).logits[0, len(prompt) - 1 : -1], ids[len(prompt) :])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if loss < 0.01:
-            break
-    assert loss < 0.1
+    learn_by_heart(model, ids, answer_begins=len(prompt))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

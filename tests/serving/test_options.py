@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybrid_rlhf.data.chat.template import ChatTemplate
@@ -23,6 +22,7 @@ from hybrid_rlhf.serving.service import Service
 from hybrid_rlhf.serving.text_stream import ReasoningSplit
 from hybrid_rlhf.serving.web import served_in_background
 from tests.support.generation import wait_until
+from tests.support.serving import learn_by_heart
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 THINKING = (
@@ -63,15 +63,7 @@ def asked() -> Iterator[Asked]:
     tokenizer, model = tiny_tokenizer(THINKING), tiny_model()
     prompt = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False)
     ids = torch.tensor([*prompt, *tokenizer(LEARNED, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for _ in range(300):
-        loss = cross_entropy(model(ids[None]).logits[0, len(prompt) - 1 : -1], ids[len(prompt) :])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if loss < 0.01:
-            break
-    assert loss < 0.1
+    learn_by_heart(model, ids, answer_begins=len(prompt))
     served, engine = (
         GenerationEngine.from_model(model.eval(), tokenizer=tokenizer, stop_token_ids=[tokenizer.eos_token_id])
         for _ in range(2)

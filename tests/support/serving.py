@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import IO
+from typing import IO, Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
 from hybrid_rlhf.cli.main import main
 from tests.support.ranks import FORKSERVER
@@ -42,10 +45,9 @@ class ServerProcess:
         return self._process.exitcode
 
 
-@contextmanager
 def server_process(
     line: Sequence[str], *, before: str = "", errors: IO[str] | None = None
-) -> Iterator[tuple[ServerProcess, str]]:
+) -> AbstractContextManager[tuple[ServerProcess, str]]:
     """A server on a free port, whose key is KEY, and its URL; killed at the end.
 
     Args:
@@ -53,20 +55,45 @@ def server_process(
         before: Python code that the process runs first.
         errors: where its standard error goes; none: that of the test.
     """
-    printed, output = FORKSERVER.Pipe(duplex=False)
     words = ["serve", *line, "--port", "0", "--api_key", "${SERVE_KEY}"]
-    process = FORKSERVER.Process(target=_serve, args=(words, before, None if errors is None else errors.name, output))
+    arguments = (words, before, None if errors is None else errors.name)
+    return printing_process(_serve, arguments, r"serving \S+ on (http://127\.0\.0\.1:\d+)/v1\n")
+
+
+@contextmanager
+def printing_process(
+    target: Callable[..., None], arguments: Sequence[Any], line: str
+) -> Iterator[tuple[ServerProcess, str]]:
+    """A process and the first group of its first line of output, which a pattern matches; killed at the end.
+
+    `target` is called with the arguments and the connection that its output is to be written to.
+    """
+    printed, output = FORKSERVER.Pipe(duplex=False)
+    process = FORKSERVER.Process(target=target, args=(*arguments, output))
     process.start()
     output.close()
     try:
         with open(os.dup(printed.fileno())) as lines:
-            started = re.fullmatch(r"serving \S+ on (http://127\.0\.0\.1:\d+)/v1\n", lines.readline())
+            started = re.fullmatch(line, lines.readline())
         assert started is not None
         yield ServerProcess(process), started[1]
     finally:
         process.kill()
         process.join()
         printed.close()
+
+
+def learn_by_heart(model: PreTrainedModel, ids: Tensor, *, answer_begins: int) -> None:
+    """Train a tiny model until it continues the first of these tokens with the others."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(300):
+        loss = cross_entropy(model(ids[None]).logits[0, answer_begins - 1 : -1], ids[answer_begins:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss < 0.01:
+            break
+    assert loss < 0.1
 
 
 def _serve(words: list[str], before: str, errors: str | None, output: Connection) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,8 +26,7 @@ from hybrid_rlhf.serving.training.server import LoadedBase, training_service
 from hybrid_rlhf.serving.training.service import TrainingService
 from hybrid_rlhf.serving.training.trainer import Trainer
 from hybrid_rlhf.serving.web import served_in_background
-from tests.support.ranks import FORKSERVER
-from tests.support.serving import ServerProcess
+from tests.support.serving import ServerProcess, printing_process
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 BASE = "tiny"
@@ -221,25 +219,12 @@ def training_server(
         base.batch.close()
 
 
-@contextlib.contextmanager
 def training_server_process(
     model: str, folder: Path, *words: str, port: int = 0
-) -> Iterator[tuple[ServerProcess, str]]:
+) -> contextlib.AbstractContextManager[tuple[ServerProcess, str]]:
     """The command in a process of its own, and its URL; killed at the end. Port 0: a free one."""
-    printed, output = FORKSERVER.Pipe(duplex=False)
     line = ["train-server", model, "--output_dir", str(folder), "--port", str(port), *words]
-    process = FORKSERVER.Process(target=_serve, args=(line, output))
-    process.start()
-    output.close()
-    try:
-        with open(os.dup(printed.fileno())) as lines:
-            started = re.fullmatch(r"training of \S+ on (http://127\.0\.0\.1:\d+)\n", lines.readline())
-        assert started is not None
-        yield ServerProcess(process), started[1]
-    finally:
-        process.kill()
-        process.join()
-        printed.close()
+    return printing_process(_serve, [line], r"training of \S+ on (http://127\.0\.0\.1:\d+)\n")
 
 
 def _serve(words: list[str], output: Connection) -> None:

@@ -536,7 +536,8 @@ class SharedWeights:
         """Args: the model, which is weakly referenced, the plan of its inference weights, and adapters by name."""
         self._lm = weakref.ref(lm)
         self._weights = weights
-        self._adapters = adapters
+        self.adapters = adapters
+        """Adapters by name."""
         self._version: list[tuple[int, int]] = []
 
     @classmethod
@@ -584,8 +585,8 @@ class SharedWeights:
             return None
         self._version = version
         decoder = self._weights.build((name, tensor, True) for name, tensor in parameters.items())
-        if self._adapters and not decoder.has_adapters:
-            decoder.set_adapters(adapter_changes(self._adapters, parameters, self._weights.targets))
+        if self.adapters and not decoder.has_adapters:
+            decoder.set_adapters(self.replace_adapters(self.adapters))
         return decoder
 
     def replaced(self, lm: PreTrainedModel) -> Decoder:
@@ -609,7 +610,7 @@ class SharedWeights:
         assert lm is not None, "a model outlives its inference weights"
         parameters = dict(lm.named_parameters())
         changes = adapter_changes(adapters, parameters, self._weights.targets, device=self._weights.device)
-        self._adapters = adapters
+        self.adapters = adapters
         return changes
 
 

@@ -155,7 +155,7 @@ class Samplers:
             answer = await self._completed(job, name)
         except UserError as error:
             job.future.fail(str(error), by_user=True)
-        except Exception as error:  # noqa: BLE001 - the client is told, the server goes on
+        except Exception as error:  # noqa: BLE001 - reported to the client; the server keeps running
             logger.error("sampling has failed", exc_info=error)
             job.future.fail("sampling has failed, the log of the server tells why", by_user=False)
         else:

@@ -1,7 +1,7 @@
 """The process of a training server: its folder, its socket, and its end.
 
-A signal ends it as `serve`: it refuses further requests, and what runs on the device ends. What was not saved is lost,
-and clients are told so, as after a kill.
+SIGINT and SIGTERM stop it as they stop `serve`: it refuses new requests and finishes what runs on the device. Unsaved
+state is lost; clients receive the same error as after a kill.
 """
 
 from __future__ import annotations

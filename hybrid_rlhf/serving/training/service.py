@@ -676,7 +676,7 @@ class TrainingService:
             command.future.fail(str(error), by_user=True)
         except CommandFailed as error:
             command.future.fail(str(error), by_user=False)
-        except Exception as error:  # noqa: BLE001 - the client is told, the server goes on
+        except Exception as error:  # noqa: BLE001 - reported to the client; the server keeps running
             logger.error("%s of %s has failed", command.name, model.run.run_id, exc_info=error)
             command.future.fail(f"{command.name} has failed, the log of the server tells why", by_user=False)
         model.queue.end()
@@ -692,7 +692,7 @@ class TrainingService:
         start = time.perf_counter()
         try:
             await self._compute_together(rows)
-        except Exception as error:  # noqa: BLE001 - the client is told, the server goes on
+        except Exception as error:  # noqa: BLE001 - reported to the client; the server keeps running
             logger.error("a packed batch of %d commands has failed", len(groups), exc_info=error)
             for command, command_rows in groups.items():
                 failure: Exception | None = error
