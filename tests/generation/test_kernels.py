@@ -365,7 +365,7 @@ def compile_all(target, sizes):
     table = dict(COLUMNS=2 * 4096 + 8)
     for model in TYPES:
         for scores, penalty, stops, cleared in ((False, False, 0, 0), (True, False, 0, 64), (True, True, 3, 64)):
-            flags = dict(SCORES=scores, PENALTY=penalty, STOPS=stops, CLEARED=cleared)
+            flags = dict(SCORES=scores, PENALTY=penalty, BIAS=penalty, GRAMMAR=penalty, STOPS=stops, CLEARED=cleared)
             compiled(sampling._weigh_kernel, model, BLOCK=1024, **flags, **table)
             flags = dict(SCORES=scores, SEEN=penalty, BOUNDS=scores, MIN_P=penalty)
             compiled(sampling._draw_kernel, model, **blocks, **flags)

@@ -71,7 +71,7 @@ from hybrid_rlhf.generation.ops import attention as heads, norms, rows, sampling
 TYPES = {"*bf16": torch.bfloat16, "*fp32": torch.float32}
 POINTERS = {"*fp32": "tops sums all_tops all_sums bias sinks scores bounds logprobs sampling_logprobs parts candidates",
             "*i64": "positions places integers tokens table units block_units",
-            "*i32": "pages tiles lasts candidate_tokens", "*fp64": "floats", "*u8": "seen"}
+            "*i32": "pages tiles lasts candidate_tokens allowed", "*fp64": "floats", "*u8": "seen"}
 NUMBERS = {"fp32": "scale cap eps", "i32": "window rows heads kv_heads stride row_pages bias_keys width vocabulary "
            "integer_columns inner outer_stride inner_stride row_stride "
            "float_columns blocks head_stride"}
@@ -79,6 +79,9 @@ MULTIPLES = set()  # names of numbers that are multiples of 16
 KINDS = {name: kind for kinds in (POINTERS, NUMBERS) for kind, names in kinds.items() for name in names.split()}
 
 def built(kernel, constants, model="*bf16", target=90, options=None):
+    missing = [parameter.name for parameter in kernel.params if parameter.is_constexpr
+               and not parameter.has_default and parameter.name not in constants]
+    assert not missing, f"{kernel.__name__} without {missing}"
     signature = {name: "constexpr" if name in constants else KINDS.get(name, model) for name in kernel.arg_names}
     # as at run time: what is a multiple of 16 is loaded ahead into shared memory
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
