@@ -367,7 +367,7 @@ def compile_all(target, sizes):
         for scores, penalty, stops, cleared in ((False, False, 0, 0), (True, False, 0, 64), (True, True, 3, 64)):
             flags = dict(SCORES=scores, PENALTY=penalty, BIAS=penalty, GRAMMAR=penalty, STOPS=stops, CLEARED=cleared)
             compiled(sampling._weigh_kernel, model, BLOCK=1024, **flags, **table)
-            flags = dict(SCORES=scores, SEEN=penalty, BOUNDS=scores, MIN_P=penalty)
+            flags = dict(SCORES=scores, SEEN=penalty, BIAS=penalty, BOUNDS=scores, MIN_P=penalty)
             compiled(sampling._draw_kernel, model, **blocks, **flags)
     compiled(sampling._count_kernel, **blocks, **table)
     for bounds, min_p in ((True, False), (False, True), (True, True)):
