@@ -11,8 +11,9 @@ export TOKENIZERS_PARALLELISM := false
 demo: $(VENV)/.demo
 	$(VENV)/bin/python train.py $(ARGS)
 
+# Without GPUs, which tests of several ranks would need one of each; `make gpu` runs those that are marked gpu.
 test: $(VENV)/.test
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Whole runs from a browser or a terminal, and kernels compiled for a GPU.
 slow: override ARGS := -m "slow and not gpu and not faults and not wheel" $(ARGS)

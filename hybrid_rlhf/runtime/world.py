@@ -317,6 +317,9 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
 
     Args:
         timeout_seconds: time limit of a collective.
+
+    Raises:
+        UserError: when the host has more ranks than GPUs.
     """
     if not _has_launcher():
         port = str(_free_port())
@@ -326,6 +329,11 @@ def init_world(*, timeout_seconds: float = 1800.0) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", size)))
     if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"each rank needs its own GPU, got {local_size} ranks and {torch.cuda.device_count()} visible GPUs on "
+                "this host: start fewer, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+            )
         device = torch.device("cuda", local_rank)
         prepare_device(device)
         torch.cuda.set_device(device)

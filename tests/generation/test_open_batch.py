@@ -346,7 +346,9 @@ def test_new_weights_reach_running_requests(
     """Tokens say which weights sampled them; recomputed keys and values are those of the newer weights, and a later
     prompt never reads those of the older ones, in attention or in recurrent layers."""
     keep_in_flight(monkeypatch, in_flight)
-    older, newer = (engine_of(variant(name, seed=seed)) for seed in (0, 1))
+    newer_model = variant(name, seed=1)
+    older, newer = engine_of(variant(name, seed=0)), engine_of(newer_model)
+    assert older._shared is not None
     prompt = random_tokens(40)
     sampling = SamplingParams(max_new_tokens=60, seed=3)
     steps = Steps()
@@ -354,7 +356,7 @@ def test_new_weights_reach_running_requests(
         batch.submit([prompt], [sampling], steps.put)
         before = [token for _ in range(9) for token in steps.get(timeout=60)]
         with batch.paused(label="weights"):
-            older.backend.exchange(newer.backend.decoder)  # type: ignore[union-attr]
+            older.backend.exchange(older._shared.replaced(newer_model))  # type: ignore[union-attr]
             batch.renew(7, recompute=recompute)
             before += [token for _ in range(steps.qsize()) for token in steps.get_nowait()]
         tokens = before[:]

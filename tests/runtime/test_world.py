@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.runtime.world import close_with_world, close_world, init_world, solo_world
 from tests.support.generation import PROMPTS, SAMPLED
@@ -81,3 +82,12 @@ def test_memory_of_a_gpu_expands_unless_the_user_has_set_its_allocator(
     found = {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")}
     expected = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if own is None else {own: "max_split_size_mb:64"}
     assert found == expected
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="each rank needs its own GPU, got 2 ranks and 1 visible GPUs on this host"):
+        init_world()
