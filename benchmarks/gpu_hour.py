@@ -81,6 +81,7 @@ PARTS: dict[str, tuple[str, Callable[..., None]]] = {
     "head": ("The head, by kernels and by operations; logits in float32 against bfloat16", gpu_steps.head),
     "operations": ("Three steps of GRPO, the head by operations", _steps("operations")),
     "grpo": ("Three steps of GRPO: memory at each weight sync, and the plan", _steps("grpo")),
+    "passes": ("Training passes by size of the micro-batch, and with compiled layers", gpu_steps.passes),
     "generation": ("Generation beside its peers", gpu_steps.generation),
     "ppo": ("Three steps of PPO: memory at each weight sync, and the plan", _steps("ppo")),
     "deterministic": ("GRPO, deterministic", _steps("deterministic")),

@@ -24,10 +24,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from benchmarks.generation import SHAPES, make_work, ours
 from benchmarks.gpu_record import DEVICE, ON_GPU, Record, limits, seconds, synchronize
 from benchmarks.head_dtype import SIZES, HeadSizes, measured
+from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.functional import logprobs
 from hybrid_rlhf.functional.logprobs import logprobs_from_hidden
 from hybrid_rlhf.generation.weights.inference_weights import decoder_of
-from hybrid_rlhf.models.policy import HEAD_CHUNK_TOKENS
+from hybrid_rlhf.models.policy import HEAD_CHUNK_TOKENS, Policy
+from hybrid_rlhf.models.pretrained.loading import adapt_model
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.tiny import tiny_tokenizer
@@ -153,6 +155,45 @@ def _random_model(dtype: torch.dtype, *, small: bool) -> PreTrainedModel:
     with torch.device(DEVICE):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model
+
+
+def passes(record: Record, *, small: bool) -> None:
+    """Training passes over rows of 400 tokens by size of the micro-batch; then the same with compiled layers."""
+    model = _random_model(torch.bfloat16 if ON_GPU else torch.float32, small=small)
+    adapt_model(model, ModelConfig())
+    policy = Policy(model)
+    sizes = (800,) if small else (8192, 16_384, 32_768, 65_536)
+    for name in ("eager", "compiled") if ON_GPU else ("eager",):
+        if name == "compiled":
+            for layer in model.model.layers:
+                layer.compile(dynamic=True)
+        for tokens in sizes if name == "eager" else sizes[:-1]:
+            record.measure(f"{name}, {tokens} tokens", lambda t=tokens: _pass_figures(policy, t))
+
+
+def _pass_figures(policy: Policy, tokens: int) -> dict[str, float]:
+    ids = torch.randint(3, 500, (tokens // 400, 400), device=DEVICE)
+    real = torch.ones_like(ids)
+
+    def forward() -> None:
+        with torch.no_grad():
+            policy(ids, real, real)
+
+    def both() -> None:
+        torch.stack(policy(ids, real, real)).sum().backward()
+
+    figures: dict[str, float] = {}
+    for name, run in (("forward", forward), ("forward_backward", both)):
+        figures[f"{name}_tokens_per_second"] = ids.numel() / seconds(run, runs=4)
+        synchronize()
+        start = time.perf_counter()
+        run()
+        figures[f"{name}_launch_seconds"] = time.perf_counter() - start
+        synchronize()
+    if ON_GPU:
+        figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        torch.cuda.reset_peak_memory_stats()
+    return figures
 
 
 def profile(record: Record, *, small: bool) -> None:
