@@ -9,7 +9,7 @@ of the backward pass is again common.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,7 +236,7 @@ class SharedBase:
             self._open.context.close()
             self._open = None
 
-    def _sampled(self, arguments: dict[str, Sampling]) -> dict[str, Iterable[NewTokens]]:
+    def _sampled(self, arguments: dict[str, Sampling]) -> dict[str, list[NewTokens]]:
         """The new tokens of each run's requests, by step."""
         assert self._generation is not None
         owners = {}

@@ -445,9 +445,8 @@ class AdapterEngine:
         """Log-probs and entropies [2, T of all rows] of the targets, 0 where a mask is 0."""
         device = hidden.device
         targets = torch.cat([row.targets for row in rows]).to(device)
-        wanted = torch.cat(
-            [torch.ones(len(row.tokens), dtype=torch.bool) if row.mask is None else row.mask.bool().cpu() for row in rows]
-        )
+        masks = [torch.ones(len(row.tokens)) if row.mask is None else row.mask.cpu() for row in rows]
+        wanted = torch.cat([mask.bool() for mask in masks])
         lengths = torch.tensor([len(row.tokens) for row in rows])
         temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float64).repeat_interleave(lengths)
         places = []

@@ -30,7 +30,7 @@ from hybrid_rlhf.loop.setup import (
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.rl.rewards import Reward, build_reward
 from hybrid_rlhf.rl.roles.placing import reference_path_of, residency_of
-from hybrid_rlhf.rl.roles.roles import Engine, FrozenRole, Roles
+from hybrid_rlhf.rl.roles.roles import Actor, Engine, FrozenRole, Roles
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -145,7 +145,7 @@ class _Builder:
         return AdapterActor(base, name, spec, self._run.world, rollout=self._rollout, max_logprob_diff=limit)
 
     def sampler(
-        self, actor: HybridEngine | AdapterActor | AbsentActor, tokenizer: PreTrainedTokenizerBase
+        self, actor: Actor, tokenizer: PreTrainedTokenizerBase
     ) -> SeparateSampler | JointSampler | VLLMSampler | None:
         placement = self._placement
         faults = self._config.faults
@@ -173,7 +173,7 @@ class _Builder:
             )
         return JointSampler(separate, trained, world=union) if placement.with_actor else separate
 
-    def critic(self, path: str, actor: HybridEngine | AdapterActor | AbsentActor) -> Engine:
+    def critic(self, path: str, actor: Actor) -> Engine:
         config = self._config
         section = self._config.critic
         assert section is not None

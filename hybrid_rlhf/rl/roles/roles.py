@@ -19,7 +19,8 @@ from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
 from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.runtime.world import World
 
-Engine = ModelEngine | AdapterActor | AbsentEngine
+Engine = ModelEngine | AbsentEngine
+Actor = HybridEngine | AdapterActor | AbsentActor
 FrozenRole = ModelEngine | InferenceReader | AbsentEngine
 
 
@@ -30,7 +31,7 @@ class Roles:
 
     world: World
     """All ranks of the run."""
-    actor: HybridEngine | AdapterActor | AbsentActor
+    actor: Actor
     reward: Reward
     critic: Engine | None = None
     reference: FrozenRole | None = None
@@ -57,7 +58,7 @@ class Roles:
             self.actor.close()
 
     @property
-    def learners(self) -> dict[str, Engine]:
+    def learners(self) -> dict[str, Engine | Actor]:
         """The trained models by name."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 

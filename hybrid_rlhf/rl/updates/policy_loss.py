@@ -26,7 +26,7 @@ from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.batch import Batch, Rollout
-from hybrid_rlhf.rl.roles.roles import Engine
+from hybrid_rlhf.rl.roles.roles import Actor
 
 ROUTES_USED = ("routes_used", "routes_recorded")
 """Stats of a loss on completions with recorded experts: number of experts that the routers used, and of all."""
@@ -71,9 +71,7 @@ def positive_tokens(rollout: Rollout) -> Tensor:
 class PolicyLoss:
     """Computes the actor's loss on micro-batches."""
 
-    def __init__(
-        self, actor: Engine, algorithm: Algorithm, *, temperature: float, max_tokens: int
-    ) -> None:
+    def __init__(self, actor: Actor, algorithm: Algorithm, *, temperature: float, max_tokens: int) -> None:
         """Take the actor, the algorithm, and the rollout's temperature and longest completion."""
         self._actor = actor
         self._algorithm = algorithm

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import ActorCriticConfig, VAPOConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.adapters.actor import AdapterActor
+from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine, UpdateStats
 from hybrid_rlhf.engines.separate.plane import TransferTimes
 from hybrid_rlhf.functional.losses import LossSum, ppo_value_loss, sft_loss
