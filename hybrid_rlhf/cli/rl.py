@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
         from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
 
         stop_with_launcher()
-        file, words = _without_adapters(words)
+        file, words = take_adapters(words)
         if file is None:
             _run(parse_config(RLConfig, words, prog=prog, options=_OPTIONS))
         else:
@@ -63,7 +63,7 @@ def _run_together(file: str, words: Sequence[str], prog: str | None) -> None:
         print_document({"runs": {name: run_document(config.output_dir) for name, config in configs.items()}})
 
 
-def _without_adapters(words: Sequence[str]) -> tuple[str | None, list[str]]:
+def take_adapters(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """The file of --adapters, and the other words."""
     file = None
     rest = []

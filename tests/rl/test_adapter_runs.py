@@ -16,6 +16,7 @@ from hybrid_rlhf.cli.rl import main
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from tests.support.faults import Point, run_step
 from tests.support.ranks import run_main
+from tests.support.runs import ROOT, run_python
 from tests.support.steps import CLOCK, brevity, run_outputs, write_rows
 
 MODULE = "hybrid_rlhf.cli.rl"
@@ -164,6 +165,19 @@ def test_a_run_that_fails_ends_alone(trained: Path, model_folder: Path, tmp_path
     assert "error: 1 of 2 runs have failed, faulty: reward component fails" in text and "ValueError: no reward" in text
     require_equal(tmp_path / "out" / "narrow", trained / "narrow")
     assert not (tmp_path / "out" / "faulty" / "finished.json").exists()
+
+
+@pytest.mark.slow
+def test_the_example_runs(model_folder: Path, tmp_path: Path) -> None:
+    """The command of docs/adapters.md, from a terminal, with its result for programs."""
+    folder = "examples/adapters"
+    words = ["--config", f"{folder}/config.yaml", f"--adapters={folder}/runs.yaml", "--output_dir", str(tmp_path)]
+    words += ["--model.path", str(model_folder), "--data.cache_dir", str(tmp_path / "cache"), "--json"]
+    done = run_python(["-m", "hybrid_rlhf", "rl", *words])
+    assert done.returncode == 0, done.stderr[-3000:]
+    runs = json.loads(done.stdout.splitlines()[-1])["runs"]
+    assert set(runs) == set(yaml.safe_load((ROOT / folder / "runs.yaml").read_text()))
+    assert all(run["finished"] and "loss/policy" in run["metrics"] for run in runs.values())
 
 
 @pytest.mark.parametrize(
