@@ -72,7 +72,7 @@ class GenerationEngine:
         self.weight_version = weight_version
         self._shared = shared
         self._keeps_backend = keeps_backend
-        self._run_requests = run or backend.run
+        self._run_requests = run
         self.maker = RequestMaker(
             backend.max_positions,
             backend.trained_positions,
@@ -411,7 +411,7 @@ class GenerationEngine:
     def _run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
         if requests:
             self._follow_model()
-            yield from self._run_requests(requests)
+            yield from (self._run_requests or self.backend.run)(requests)
 
     def _follow_model(self) -> None:
         """Update the backend's weights if the model of `from_model` was trained since the last call."""

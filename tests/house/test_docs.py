@@ -23,6 +23,7 @@ from benchmarks import generation_page, results
 from hybrid_rlhf.cli.main import COMMANDS
 from hybrid_rlhf.cli.rl import take_adapters
 from hybrid_rlhf.configs import algorithms, preference
+from hybrid_rlhf.configs.adapter_runs import read_runs
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.commands.data import BlendConfig, CheckConfig, ConvertConfig, SplitConfig
 from hybrid_rlhf.configs.commands.machine import CompletionConfig, EnvConfig
