@@ -4,8 +4,8 @@ Read `engine.py` (train one model), `hybrid.py` (the actor, which also generates
 (config sections to engines), `partition.py` (full weights from ZeRO-3), `weight_check.py` (after each weight sync),
 `saved/` (checkpoints to resume from), `averaging.py` and `residency/` (what is on the device in each phase);
 `separate/` (inference weights on ranks without a training model) and `sampling_engine.py` (the interface that such a
-sampler shares with the actor); `adapters/` (many adapters of one base, without DeepSpeed). Private members of DeepSpeed
-are used only in `deepspeed_internals.py`.
+sampler shares with the actor); `adapters/` (many adapters of one base, without DeepSpeed, also as the actors of several
+runs). Private members of DeepSpeed are used only in `deepspeed_internals.py`.
 """
 
 from __future__ import annotations

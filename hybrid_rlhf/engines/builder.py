@@ -228,7 +228,7 @@ def _initialize(
         return engine, EngineOptions(offload_weights=spec.offload_weights)
     section = spec.optimizer
     total = spec.total_updates
-    lr = _learning_rate(spec, lm, section, is_main=world.is_main)
+    lr = learning_rate(spec, lm, section, is_main=world.is_main)
     head = (lm.score, _head_lr(spec, lm, lr, fresh=fresh_head)) if spec.role == "critic" else None
     optimizer = (
         _muon(module, section, lr, lm, head=head) if section.name == "muon" else _adamw(module, section, lr, head=head)
@@ -348,7 +348,7 @@ def _gather_experts_together(lm: PreTrainedModel, stage: int, *, learns: bool) -
         set_z3_leaf_module(mixture, True)
 
 
-def _learning_rate(spec: EngineSpec, lm: PreTrainedModel, section: OptimizerConfig, *, is_main: bool) -> float:
+def learning_rate(spec: EngineSpec, lm: PreTrainedModel, section: OptimizerConfig, *, is_main: bool) -> float:
     """Return the peak learning rate: as configured, or derived from the width of the model and its adapters."""
     if section.lr is not None:
         return section.lr

@@ -54,6 +54,7 @@ class GenerationEngine:
         weight_version: int = 0,
         shared: SharedWeights | None = None,
         keeps_backend: bool = False,
+        run: Callable[[Sequence[Request]], Iterable[NewTokens]] | None = None,
     ) -> None:
         """Wrap a backend; `from_pretrained` and `from_model` build one.
 
@@ -65,11 +66,13 @@ class GenerationEngine:
             shared: inference weights that follow the trained model, with its adapters; none: the caller updates the
                 backend.
             keeps_backend: do not close the backend with the engine, so that a later engine can use it.
+            run: runs requests, in a batch with those of others; none: the backend runs them.
         """
         self._backend: GenerationBackend | None = backend
         self.weight_version = weight_version
         self._shared = shared
         self._keeps_backend = keeps_backend
+        self._run_requests = run
         self.maker = RequestMaker(
             backend.max_positions,
             backend.trained_positions,
@@ -408,7 +411,7 @@ class GenerationEngine:
     def _run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
         if requests:
             self._follow_model()
-            yield from self.backend.run(requests)
+            yield from (self._run_requests or self.backend.run)(requests)
 
     def _follow_model(self) -> None:
         """Update the backend's weights if the model of `from_model` was trained since the last call."""

@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
+from hybrid_rlhf.engines.adapters.actor import AdapterActor
 from hybrid_rlhf.engines.averaging import WeightAverage
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.saved.checkpoints import CheckpointWriter, LoopState, load_checkpoint
 from hybrid_rlhf.engines.saved.training_state import state_of
 from hybrid_rlhf.runtime.command_line import read_config
 from hybrid_rlhf.runtime.files.checkpoint_folder import checkpoint_name, read_manifest
-from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE, SignalRequests
+from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.run import Run
 
@@ -33,7 +34,7 @@ class CheckpointManager:
         self,
         run: Run,
         config: CheckpointConfig,
-        engines: Mapping[str, ModelEngine | AbsentEngine],
+        engines: Mapping[str, ModelEngine | AdapterActor | AbsentEngine],
         average: WeightAverage | None = None,
     ) -> None:
         """Take the run, the checkpoint settings, the engines by role, and the moving average of the actor's weights."""
@@ -44,7 +45,7 @@ class CheckpointManager:
             role: state_of(engine, average if role == "actor" else None) for role, engine in engines.items()
         }
         self._writer = CheckpointWriter(run.folder, self._states, run.world, config)
-        self._interrupts = SignalRequests()
+        self._interrupts = run.signals
         self._handled_saves = 0
         self._saved_at = time.monotonic()
         self._warned_of_missing_metric = False

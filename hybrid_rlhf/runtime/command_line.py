@@ -42,8 +42,10 @@ def parse_config(
     argv: Sequence[str] | None = None,
     *,
     prog: str | None = None,
-    defaults: Path | None = None,
+    defaults: Path | Mapping[str, Any] | None = None,
+    over: Sequence[Layer] = (),
     positional: str | Sequence[str] = (),
+    options: Mapping[str, str] | None = None,
 ) -> ConfigT:
     """A config from `--config FILE.yaml` and dotted overrides such as `--optimizer.lr 1e-5`.
 
@@ -51,9 +53,11 @@ def parse_config(
         config_type: a dataclass of configs/.
         argv: the words of the command line; None: those of the process.
         prog: the name that --help shows.
-        defaults: a YAML file whose values the user's files override.
+        defaults: settings that the user's files override, nested or in a YAML file.
+        over: settings that override the command line.
         positional: keys whose values the first words may give without their names; a list takes all words up to the
             first option.
+        options: further options of the command with their meanings, for --help.
 
     Raises:
         UserError: for an unknown key, a wrong value, a file that cannot be read, or a rule of the config.
@@ -61,9 +65,13 @@ def parse_config(
     """
     positional = [positional] if isinstance(positional, str) else positional
     files, overrides, wants_help = read_words(sys.argv[1:] if argv is None else argv, config_type, positional)
-    layers = [] if defaults is None else [Layer(_read_file(str(defaults)), str(defaults), strict=False)]
-    layers += [Layer(_read_file(file), file) for file in files]
-    layers += overrides
+    layers = []
+    if isinstance(defaults, Path):
+        layers = [Layer(read_file(str(defaults)), str(defaults), strict=False)]
+    elif defaults is not None:
+        layers = [Layer(defaults, strict=False)]
+    layers += [Layer(read_file(file), file) for file in files]
+    layers += [*overrides, *over]
     if wants_help:
         tree = resolved(config_type, layers)
         derived = derived_defaults(tree)
@@ -73,6 +81,7 @@ def parse_config(
             "prog": prog or Path(sys.argv[0]).name,
             "everything": wants_help == "--help-all",
             "positional": positional,
+            "options": options or {},
         }
         print_result(help_document(tree, derived, **how), help_text(tree, derived, **how).rstrip("\n"))
         sys.exit(0)
@@ -142,9 +151,9 @@ def _rank_prefix() -> str:
     return "" if ranks == "1" else f"rank {os.environ.get('RANK')}{host}: "
 
 
-def _read_file(file: str) -> dict[str, Any]:
-    """The content of a config file; raise UserError if it is missing or not YAML."""
-    return parse_yaml(read_text(file, "--config must name a file"), file)
+def read_file(file: str, option: str = "--config") -> dict[str, Any]:
+    """The content of the YAML file that an option names; raise UserError if it is missing or not YAML."""
+    return parse_yaml(read_text(file, f"{option} must name a file"), file)
 
 
 def command(

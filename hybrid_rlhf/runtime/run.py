@@ -36,12 +36,12 @@ from hybrid_rlhf.runtime.files.names import CONFIG_FILE, FINISHED_FILE, LOG_FILE
 from hybrid_rlhf.runtime.hostfile import SHARED_SECONDS
 from hybrid_rlhf.runtime.installation import device_line
 from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
-from hybrid_rlhf.runtime.liveness.signals import ignore_save_requests
+from hybrid_rlhf.runtime.liveness.signals import SignalRequests, ignore_save_requests
 from hybrid_rlhf.runtime.liveness.watchdog import Watchdog
 from hybrid_rlhf.runtime.observability.alerts import Alerts, Ending
 from hybrid_rlhf.runtime.observability.display import StepDisplay
 from hybrid_rlhf.runtime.observability.formatting import format_value
-from hybrid_rlhf.runtime.observability.logs import close_log_file, logger, setup_logging
+from hybrid_rlhf.runtime.observability.logs import close_log_file, log_thread_to, logger, setup_logging
 from hybrid_rlhf.runtime.observability.metrics import METRICS_FILE, SINKS, MetricsWriter, read_metrics
 from hybrid_rlhf.runtime.observability.progress import ProgressLog
 from hybrid_rlhf.runtime.observability.sinks.sink import EndState, TrackedRun, require_installed
@@ -89,6 +89,10 @@ class Run:
     """Peak memory in GiB of each rank by timed phase, as last gathered."""
     initial_resume: str = "never"
     """The value of `resume` when the run was first started."""
+    signals: SignalRequests = field(default_factory=SignalRequests)
+    """The signals that request a checkpoint or the end."""
+    is_alone: bool = True
+    """False if other runs share the process."""
     at_end: list[Callable[[Run, Ending], object]] = field(default_factory=list)
     """Called on rank 0 at the end of the run, normal or not."""
     in_loop: bool = False
@@ -161,6 +165,7 @@ class Run:
             done_steps=done_steps,
             every=self.config.logging.every,
             enabled=self.world.is_main,
+            bar=self.is_alone,
         )
 
     def close(self, end_state: EndState = "finished") -> None:
@@ -195,14 +200,23 @@ class Run:
 
 
 @contextlib.contextmanager
-def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterator[Run]:
+def start_run(
+    config: StepConfig, callbacks: Sequence[Callback] = (), signals: SignalRequests | None = None
+) -> Iterator[Run]:
     """Context of a run: joins the ranks, locks the folder and seeds; leaves and unlocks at the end.
+
+    Args:
+        config: the step.
+        callbacks: called with each step and its metrics.
+        signals: those that the process receives, where several runs in threads share it; it has set up the log and
+            leaves the ranks after all of them. None: the run is alone.
 
     Raises:
         UserError: on every rank, if the folder contains a run that may not be resumed.
         SystemExit: on every rank, with code 0, if the run to be resumed has finished.
     """
     folder = Path(config.output_dir)
+    is_alone = signals is None
     lock = FolderLock(folder)
     stop_with_launcher()
     with ignore_save_requests():
@@ -213,7 +227,8 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
             resume = effective_resume(config, world)
             changed = _changed_if_finished(folder, config) if world.is_main else None
             if world.broadcast_object(resume == "auto" and changed == []):
-                setup_logging(world)
+                if is_alone:
+                    setup_logging(world)
                 logger.info("%s contains a finished run: nothing to do", folder)
                 raise SystemExit(0)
             failure = world.broadcast_object(_claim(folder, resume, lock, changed) if world.is_main else None)
@@ -221,7 +236,10 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
                 raise UserError(failure)
             _require_shared(folder, world)
             before = _contents(folder, _START_FILES) if world.is_main else {}
-            setup_logging(world, file=folder / LOG_FILE)
+            if is_alone:
+                setup_logging(world, file=folder / LOG_FILE)
+            else:
+                log_thread_to(folder / LOG_FILE)
             _log_device(world)
             initial_resume = _initial_resume(folder, config.resume)
             checkpoint = _checkpoint(folder, resume, initial_resume, world)
@@ -241,6 +259,8 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
                     warm_start=warm_start,
                     callbacks=callbacks,
                     initial_resume=initial_resume,
+                    signals=signals or SignalRequests(),
+                    is_alone=is_alone,
                     _alerts=alerts,
                 )
                 watchdog.on_end = lambda end_state, text: run.end(Ending(end_state, text))
@@ -253,7 +273,8 @@ def start_run(config: StepConfig, callbacks: Sequence[Callback] = ()) -> Iterato
         finally:
             close_log_file()
             lock.release()
-            close_world()
+            if is_alone:
+                close_world()
 
 
 def _require_shared(folder: Path, world: World) -> None:

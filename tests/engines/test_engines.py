@@ -190,7 +190,7 @@ def test_a_model_without_a_width_needs_a_rate() -> None:
     spec, lm = actor_spec(Path("model")), tiny_model()
     lm.config.get_text_config = SimpleNamespace  # type: ignore[assignment]
     with pytest.raises(UserError, match="follows from hidden_size, LlamaForCausalLM has none: set optimizer.lr"):
-        builder._learning_rate(spec, lm, OptimizerConfig(), is_main=True)
+        builder.learning_rate(spec, lm, OptimizerConfig(), is_main=True)
 
 
 def test_schedules_rise_and_fall() -> None:

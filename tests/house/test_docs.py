@@ -21,7 +21,9 @@ import yaml
 import hybrid_rlhf
 from benchmarks import generation_page, results
 from hybrid_rlhf.cli.main import COMMANDS
+from hybrid_rlhf.cli.rl import take_adapters
 from hybrid_rlhf.configs import algorithms, preference
+from hybrid_rlhf.configs.adapter_runs import read_runs
 from hybrid_rlhf.configs.commands.board import BoardConfig
 from hybrid_rlhf.configs.commands.data import BlendConfig, CheckConfig, ConvertConfig, SplitConfig
 from hybrid_rlhf.configs.commands.machine import CompletionConfig, EnvConfig
@@ -107,7 +109,8 @@ def test_every_page_is_in_the_navigation(generated: dict[str, ModuleType]) -> No
 
 @each_page
 def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    for folder in ("recipes", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "hostfile").write_text("node1 slots=8\nnode2 slots=8\n")
     monkeypatch.chdir(tmp_path)
     for name, words in commands(page):
@@ -116,6 +119,8 @@ def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if {"--help", "--help-all"}.isdisjoint(words) and words:
             if name == "data":
                 name, words = f"data {words[0]}", words[1:]
+            if name == "rl":
+                words = take_adapters(words)[1]
             parse_config(CONFIGS[name], words, prog=name, positional=POSITIONAL.get(name, ()))
 
 
@@ -131,8 +136,8 @@ def test_blocks_are_valid(page: Path, tmp_path: Path) -> None:
         if "bfloat16_tflops" in content:
             (tmp_path / "sheet.yaml").write_text(block)
             sheet_of(str(tmp_path / "sheet.yaml"))
-        else:
-            assert any(accepts(kind, content) for kind in CONFIGS.values()), block
+        elif not any(accepts(kind, content) for kind in CONFIGS.values()):
+            assert all(accepts(RLConfig, run) for run in read_runs(content, page.name).values()), block
 
 
 def test_sketches_of_extensions_run(monkeypatch: pytest.MonkeyPatch) -> None:

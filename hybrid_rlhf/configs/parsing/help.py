@@ -21,7 +21,13 @@ _WIDTH = 110
 
 
 def help_text(
-    tree: Section, chosen: Mapping[str, Any], *, prog: str, everything: bool, positional: Sequence[str] = ()
+    tree: Section,
+    chosen: Mapping[str, Any],
+    *,
+    prog: str,
+    everything: bool,
+    positional: Sequence[str] = (),
+    options: Mapping[str, str] | None = None,
 ) -> str:
     """Usage, and every key with its meaning, type and default.
 
@@ -31,11 +37,14 @@ def help_text(
         prog: name of the command.
         everything: true to show advanced keys and the keys of unused sections too.
         positional: keys whose values the first words of the command line may give.
+        options: options of the command besides its keys, with their meanings.
     """
     words = "".join(f" [{key.rpartition('.')[2].upper()}]" for key in positional)
     lines = [f"usage: {prog}{words} [--config FILE.yaml] [--KEY VALUE ...]", ""]
     lines += [*textwrap.wrap(_text(inspect.getdoc(tree.kind) or ""), _WIDTH), ""]
     lines += _entry("--config FILE.yaml", "YAML file of keys; may be given more than once.")
+    for option, about in (options or {}).items():
+        lines += _entry(option, about)
     lines += _entry("--help", "Show this help without rarely needed keys.")
     lines += _entry("--help-all", "Show every key, including unused sections.")
     for section in tree.walk(off=everything):
@@ -44,13 +53,26 @@ def help_text(
 
 
 def help_document(
-    tree: Section, chosen: Mapping[str, Any], *, prog: str, everything: bool, positional: Sequence[str] = ()
+    tree: Section,
+    chosen: Mapping[str, Any],
+    *,
+    prog: str,
+    everything: bool,
+    positional: Sequence[str] = (),
+    options: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The help for programs; `choices` are the values that a key takes, null if they are not listed."""
     keys = [key for section in tree.walk(off=everything) for key in _described(section, chosen, everything=everything)]
     about = _text(inspect.getdoc(tree.kind) or "")
     config = f"{tree.kind.__module__}.{tree.kind.__name__}"
-    return {"command": prog, "about": about, "config": config, "positional": list(positional), "keys": keys}
+    return {
+        "command": prog,
+        "about": about,
+        "config": config,
+        "positional": list(positional),
+        "options": dict(options or {}),
+        "keys": keys,
+    }
 
 
 def _described(section: Section, chosen: Mapping[str, Any], *, everything: bool) -> list[dict[str, Any]]:

@@ -8,9 +8,10 @@ Shapes: T tokens of a row.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -55,6 +56,8 @@ class AdapterRow:
     """None: no gradient. It may be called on any rank."""
     mask: Tensor | None = None
     """[T] bool, true for the log-probs that are computed, the others are 0; None: all."""
+    temperature: float = 1.0
+    """Divisor of the logits."""
 
 
 @dataclass(frozen=True)
@@ -262,6 +265,44 @@ class AdapterEngine:
         self._park_oldest()
         return [results[number] for number in range(len(rows))]
 
+    @contextlib.contextmanager
+    def packed(self, rows: Sequence[AdapterRow], *, adapted: bool = True) -> Iterator[list[Tensor]]:
+        """Context of one packed forward pass of this rank, whose losses and backward passes are the caller's.
+
+        The gradients of backward passes inside the context are added to those of the adapters at its end. After an
+        exception they are as before.
+
+        Args:
+            rows: rows of any adapters, whose own losses are not called.
+            adapted: false to compute the base model, without adapters.
+
+        Yields:
+            log-probs and entropies [2, T] float32 of each row.
+
+        Raises:
+            UserError: for an unknown adapter, or a row that the model cannot compute.
+        """
+        self._check(rows)
+        names = list(dict.fromkeys(row.adapter for row in rows))
+        longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number].tokens))
+        by_adapter = [[number for number in longest_first if rows[number].adapter == name] for name in names]
+        adapters = [self._resident(name) for name in names]
+        stacked = self._take_stack(adapters)
+        stacked.read(adapters)
+        with self._outputs(rows, by_adapter, adapters, stacked, adapted=adapted) as outputs:
+            yield [outputs[number] for number in range(len(rows))]
+        stacked.add_gradients(adapters, [adapted and torch.is_grad_enabled()] * len(adapters))
+        self._stack = (StackedFactors.key(adapters), stacked)
+        self._park_oldest()
+
+    def adapter(self, name: str) -> Adapter:
+        """An adapter, on the device.
+
+        Raises:
+            UserError: when there is none of this name.
+        """
+        return self._resident(name)
+
     def step(self, name: str, adam: AdamStep) -> dict[str, float]:
         """Update an adapter with its gradient, summed over the ranks; without a gradient, with zeros.
 
@@ -363,42 +404,59 @@ class AdapterEngine:
         stacked: StackedFactors,
     ) -> dict[int, RowResult]:
         """Forward and backward of rows, whose numbers are given by adapter."""
-        order = [number for numbers in by_adapter for number in numbers]
-        device = self.world.device
-        lengths = [len(rows[number].tokens) for number in order]
-        targets = torch.cat([rows[number].targets for number in order]).to(device)
-        masks = [rows[number].mask for number in order]
-        input_ids = pad_sequence([rows[number].tokens for number in order], batch_first=True).to(device)
-        real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        arguments = pack_parts(self.lm, input_ids, real.to(device), [len(numbers) for numbers in by_adapter])
-        tokens = [sum(len(rows[number].tokens) for number in numbers) for numbers in by_adapter]
-        with self._products.of(stacked, [adapter.scale for adapter in adapters], tokens):
-            hidden = backbone_of(self.lm)(**arguments, use_cache=False).last_hidden_state[0]
-            logprobs = self._logprobs(hidden, targets, masks, lengths)
-            results = {}
-            losses = []
-            for number, of_row in zip(order, logprobs.split(lengths), strict=True):
+        results = {}
+        losses = []
+        with self._outputs(rows, by_adapter, adapters, stacked) as outputs:
+            for number, (logprobs, _) in outputs.items():
                 row = rows[number]
-                loss = None if row.loss is None else row.loss(of_row)
+                loss = None if row.loss is None else row.loss(logprobs)
                 losses += [] if loss is None else [loss]
-                results[number] = RowResult(of_row.detach().cpu(), None if loss is None else float(loss.detach()))
+                results[number] = RowResult(logprobs.detach().cpu(), None if loss is None else float(loss.detach()))
             if losses:
                 torch.stack(losses).sum().backward()
         return results
 
-    def _logprobs(
-        self, hidden: Tensor, targets: Tensor, masks: Sequence[Tensor | None], lengths: Sequence[int]
-    ) -> Tensor:
-        """Log-probs [T of all rows] of the targets, 0 where a mask is 0."""
-        if all(mask is None for mask in masks):
-            return self._head(hidden, targets, 1.0)[0]
-        whole = [
-            torch.ones(length, dtype=torch.bool) if mask is None else mask.bool()
-            for mask, length in zip(masks, lengths, strict=True)
-        ]
-        places = torch.cat(whole).nonzero().squeeze(1).to(hidden.device)
-        logprobs, _ = self._head(hidden[places], targets[places], 1.0)
-        return logprobs.new_zeros(len(targets)).index_copy(0, places, logprobs)
+    @contextlib.contextmanager
+    def _outputs(
+        self,
+        rows: Sequence[AdapterRow],
+        by_adapter: Sequence[Sequence[int]],
+        adapters: Sequence[Adapter],
+        stacked: StackedFactors,
+        *,
+        adapted: bool = True,
+    ) -> Iterator[dict[int, Tensor]]:
+        """Context of forward and backward of rows, whose numbers are given by adapter: log-probs and entropies [2, T]
+        of each row by its number."""
+        order = [number for numbers in by_adapter for number in numbers]
+        device = self.world.device
+        lengths = [len(rows[number].tokens) for number in order]
+        input_ids = pad_sequence([rows[number].tokens for number in order], batch_first=True).to(device)
+        real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        arguments = pack_parts(self.lm, input_ids, real.to(device), [len(numbers) for numbers in by_adapter])
+        tokens = [sum(len(rows[number].tokens) for number in numbers) for numbers in by_adapter]
+        products = self._products.of(stacked, [adapter.scale for adapter in adapters], tokens)
+        with products if adapted else contextlib.nullcontext():
+            hidden = backbone_of(self.lm)(**arguments, use_cache=False).last_hidden_state[0]
+            outputs = self._head_outputs(hidden, [rows[number] for number in order])
+            yield dict(zip(order, outputs.split(lengths, dim=1), strict=True))
+
+    def _head_outputs(self, hidden: Tensor, rows: Sequence[AdapterRow]) -> Tensor:
+        """Log-probs and entropies [2, T of all rows] of the targets, 0 where a mask is 0."""
+        device = hidden.device
+        targets = torch.cat([row.targets for row in rows]).to(device)
+        masks = [torch.ones(len(row.tokens)) if row.mask is None else row.mask.cpu() for row in rows]
+        wanted = torch.cat([mask.bool() for mask in masks])
+        lengths = torch.tensor([len(row.tokens) for row in rows])
+        temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float64).repeat_interleave(lengths)
+        places = []
+        values = []
+        for temperature in dict.fromkeys(row.temperature for row in rows):
+            of_rows = (wanted & (temperatures == temperature)).nonzero().squeeze(1).to(device)
+            places.append(of_rows)
+            values.append(torch.stack(self._head(hidden[of_rows], targets[of_rows], temperature)))
+        outputs = hidden.new_zeros(2, len(targets), dtype=torch.float32)
+        return outputs.index_copy(1, torch.cat(places), torch.cat(values, dim=1))
 
     def _take_stack(self, adapters: Sequence[Adapter]) -> StackedFactors:
         """Memory for the factors of adapters, with gradients of 0: that of the last batch if it serves them."""

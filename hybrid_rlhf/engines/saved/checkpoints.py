@@ -25,7 +25,7 @@ from torch import Tensor
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.training import CheckpointConfig
 from hybrid_rlhf.engines.saved.fragments import HostCopies
-from hybrid_rlhf.engines.saved.training_state import AbsentState, TrainingState
+from hybrid_rlhf.engines.saved.training_state import AnyState
 from hybrid_rlhf.runtime.background import BackgroundCall
 from hybrid_rlhf.runtime.environment import versions
 from hybrid_rlhf.runtime.files.atomic import write_whole
@@ -43,7 +43,6 @@ from hybrid_rlhf.runtime.random_states import random_states, restore_random_stat
 from hybrid_rlhf.runtime.world import World
 
 T = TypeVar("T")
-AnyState = TrainingState | AbsentState
 _WRITERS = 2
 """Number of writer threads per rank."""
 

@@ -66,6 +66,12 @@ class LowRank:
     transposed: bool
     """True if the weight is stored as [K, N]."""
 
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """The weight with the product added in float32, as a new tensor."""
+        product = (self.up.float() @ self.down.float()).to(weight.device)
+        return (weight.float() + (product.t() if self.transposed else product)).to(weight.dtype)
+
 
 @torch.no_grad()
 def read_adapter(model: PreTrainedModel, folder: str) -> dict[str, LowRank]:

@@ -10,6 +10,8 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engines.adapters.actor import AdapterActor
+from hybrid_rlhf.engines.adapters.base import SharedBase
 from hybrid_rlhf.engines.builder import EngineSpec, build_actor, build_engine, build_reader
 from hybrid_rlhf.engines.ds_config import read_overrides
 from hybrid_rlhf.engines.engine import AbsentEngine, EngineFacts, ModelEngine, Role
@@ -28,7 +30,7 @@ from hybrid_rlhf.loop.setup import (
 from hybrid_rlhf.models.pretrained.tokenizers import load_tokenizer
 from hybrid_rlhf.rl.rewards import Reward, build_reward
 from hybrid_rlhf.rl.roles.placing import reference_path_of, residency_of
-from hybrid_rlhf.rl.roles.roles import Engine, FrozenRole, Roles
+from hybrid_rlhf.rl.roles.roles import Actor, Engine, FrozenRole, Roles
 from hybrid_rlhf.runtime.placement import CRITIC_COPY, Placement
 from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.runtime.world import World, shared_user_errors
@@ -42,6 +44,7 @@ def build_roles(
     tokenizer: PreTrainedTokenizerBase,
     *,
     updates: int,
+    base: SharedBase | None = None,
 ) -> Roles:
     """The models that the algorithm needs, each on its ranks. Every rank of the run calls.
 
@@ -52,6 +55,7 @@ def build_roles(
         actor_path: resolved path of the actor's initial weights.
         tokenizer: tokenizer of the actor.
         updates: number of updates of the actor in the whole run, for its schedule.
+        base: the base that the actor shares with other runs; None: it has its own.
 
     Raises:
         UserError: when a model cannot be loaded, or critic, reference or teacher differ from the actor in
@@ -65,7 +69,7 @@ def build_roles(
         if path is not None:
             require_same_tokens(role, path, tokenizer, config.model)
     build = _Builder(config, run, placement, updates)
-    actor = build.actor(actor_path)
+    actor = build.actor(actor_path) if base is None else build.adapter_actor(actor_path, base)
     critic = None if critic_path is None else build.critic(critic_path, actor)
     reward = build.reward(tokenizer)
     reference = None if reference_path is None else build.frozen("reference", reference_path, role="reference")
@@ -131,8 +135,17 @@ class _Builder:
         own = self._rollout.streaming is not None
         return AbsentActor("actor", part, facts, tensor_parallel=together, own=own) if actor is None else actor
 
+    def adapter_actor(self, path: str, base: SharedBase) -> AdapterActor:
+        config = self._config
+        spec = self._trained("actor", path, config.actor.zero, config.actor.optimizer, config.actor.lora)
+        if config.algorithm.selects:
+            spec = replace(spec, learning="sft")
+        name = self._run.folder.name
+        limit = config.faults.max_logprob_diff
+        return AdapterActor(base, name, spec, self._run.world, rollout=self._rollout, max_logprob_diff=limit)
+
     def sampler(
-        self, actor: HybridEngine | AbsentActor, tokenizer: PreTrainedTokenizerBase
+        self, actor: Actor, tokenizer: PreTrainedTokenizerBase
     ) -> SeparateSampler | JointSampler | VLLMSampler | None:
         placement = self._placement
         faults = self._config.faults
@@ -160,7 +173,7 @@ class _Builder:
             )
         return JointSampler(separate, trained, world=union) if placement.with_actor else separate
 
-    def critic(self, path: str, actor: HybridEngine | AbsentActor) -> Engine:
+    def critic(self, path: str, actor: Actor) -> Engine:
         config = self._config
         section = self._config.critic
         assert section is not None

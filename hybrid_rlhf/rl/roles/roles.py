@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hybrid_rlhf.engines.adapters.actor import AdapterActor
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.hybrid import AbsentActor, HybridEngine
 from hybrid_rlhf.engines.partition import copy_weights, full_tensors, set_weights
@@ -19,6 +20,7 @@ from hybrid_rlhf.rl.rewards import Reward
 from hybrid_rlhf.runtime.world import World
 
 Engine = ModelEngine | AbsentEngine
+Actor = HybridEngine | AdapterActor | AbsentActor
 FrozenRole = ModelEngine | InferenceReader | AbsentEngine
 
 
@@ -29,7 +31,7 @@ class Roles:
 
     world: World
     """All ranks of the run."""
-    actor: HybridEngine | AbsentActor
+    actor: Actor
     reward: Reward
     critic: Engine | None = None
     reference: FrozenRole | None = None
@@ -49,12 +51,14 @@ class Roles:
         return self.actor if self.separate_sampler is None else self.separate_sampler
 
     def close(self) -> None:
-        """End the processes that the roles have started."""
+        """End the processes that the roles have started, and leave a base that other runs share."""
         if isinstance(self.separate_sampler, VLLMSampler):
             self.separate_sampler.close()
+        if isinstance(self.actor, AdapterActor):
+            self.actor.close()
 
     @property
-    def learners(self) -> dict[str, Engine]:
+    def learners(self) -> dict[str, Engine | Actor]:
         """The trained models by name."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 

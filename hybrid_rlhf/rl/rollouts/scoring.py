@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.sections.algorithm import AlgorithmConfig, PenaltiesConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.engines.adapters.actor import AdapterActor
 from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
 from hybrid_rlhf.engines.separate.critic_copy import CriticCopy
 from hybrid_rlhf.engines.separate.reader import InferenceReader
@@ -30,7 +31,7 @@ from hybrid_rlhf.rl.roles.roles import FrozenRole, Roles
 from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling
 from hybrid_rlhf.runtime.observability.timers import Timers
 
-_Reader = ModelEngine | InferenceReader
+_Reader = ModelEngine | AdapterActor | InferenceReader
 _AnyReader = _Reader | CriticCopy | AbsentEngine
 
 
@@ -212,7 +213,7 @@ class RolloutScorer:
         reference = self._roles.reference
         if reference is not None:
             return self._read_frozen(reading, reference)
-        if isinstance(actor, ModelEngine):
+        if not isinstance(actor, AbsentEngine):
             with actor.reference() as base:
                 return reading.values(base, self._logprobs_of(base))
         return {}
@@ -229,7 +230,7 @@ class RolloutScorer:
         actor = self._roles.actor
         logprobs: dict[int, Tensor] = {}
         entropy: dict[int, Tensor] = {}
-        if not isinstance(actor, ModelEngine):
+        if isinstance(actor, AbsentEngine):
             return logprobs, entropy
         temperature = self._config.sampling.temperature
         for numbers, batch in reading.micro_batches(actor):

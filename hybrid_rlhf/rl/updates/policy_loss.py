@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import VAPOConfig
 from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig, SamplerRatio
-from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine
+from hybrid_rlhf.engines.engine import AbsentEngine
 from hybrid_rlhf.functional.losses import (
     LossSum,
     accepted_completions,
@@ -26,6 +26,7 @@ from hybrid_rlhf.functional.masking import masked_sum
 from hybrid_rlhf.rl.algorithms import Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import log_ratios
 from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.rl.roles.roles import Actor
 
 ROUTES_USED = ("routes_used", "routes_recorded")
 """Stats of a loss on completions with recorded experts: number of experts that the routers used, and of all."""
@@ -70,9 +71,7 @@ def positive_tokens(rollout: Rollout) -> Tensor:
 class PolicyLoss:
     """Computes the actor's loss on micro-batches."""
 
-    def __init__(
-        self, actor: ModelEngine | AbsentEngine, algorithm: Algorithm, *, temperature: float, max_tokens: int
-    ) -> None:
+    def __init__(self, actor: Actor, algorithm: Algorithm, *, temperature: float, max_tokens: int) -> None:
         """Take the actor, the algorithm, and the rollout's temperature and longest completion."""
         self._actor = actor
         self._algorithm = algorithm
@@ -88,7 +87,7 @@ class PolicyLoss:
         config = self._config
         rollout = batch.rollout
         actor = self._actor
-        assert isinstance(actor, ModelEngine), "called on ranks with the actor"
+        assert not isinstance(actor, AbsentEngine), "called on ranks with the actor"
         mask = rollout.response_mask
         logprobs, entropy = actor(
             rollout.input_ids, rollout.attention_mask, mask, self._temperature, routes=rollout.padded_routes

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from hybrid_rlhf.configs.algorithms import ActorCriticConfig, VAPOConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
+from hybrid_rlhf.engines.adapters.actor import AdapterActor
 from hybrid_rlhf.engines.averaging import WeightAverage
-from hybrid_rlhf.engines.engine import ModelEngine, UpdateStats
+from hybrid_rlhf.engines.engine import AbsentEngine, ModelEngine, UpdateStats
 from hybrid_rlhf.engines.separate.plane import TransferTimes
 from hybrid_rlhf.functional.losses import LossSum, ppo_value_loss, sft_loss
 from hybrid_rlhf.loop.loss_sums import RunningSums, global_count
@@ -265,7 +266,7 @@ class Updater:
             if last is not None:
                 last.begin(mini_batch.rows)
             seen = policy_sums.total("approxkl")
-            if train_actor and isinstance(actor, ModelEngine):
+            if train_actor and not isinstance(actor, AbsentEngine):
                 stats["actor"] = self._update_actor(actor, mini_batch, progress, last)
             with self._sending(last=train_actor and number == final) as progress.sent:
                 if isinstance(critic, ModelEngine):
@@ -334,7 +335,7 @@ class Updater:
 
     def _update_actor(
         self,
-        actor: ModelEngine,
+        actor: ModelEngine | AdapterActor,
         mini_batch: _MiniBatchRows,
         progress: Progress,
         last: LastLogprobs | None,

@@ -25,8 +25,6 @@ def write_merged(
     """
     weights = lm.state_dict()
     for name, change in factors.items():
-        base = weights[name]
-        product = change.up.float() @ change.down.float()
-        weights[name] = (base.float() + (product.t() if change.transposed else product)).to(base.dtype)
+        weights[name] = change.merged(weights[name])
     lm.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
