@@ -354,7 +354,7 @@ def test_new_weights_reach_running_requests(
         batch.submit([prompt], [sampling], steps.put)
         before = [token for _ in range(9) for token in steps.get(timeout=60)]
         with batch.paused(label="weights"):
-            older.backend.exchange(newer.backend.decoder)  # type: ignore[union-attr]
+            older.backend.sync_weights(newer.backend.decoder)  # type: ignore[union-attr]
             batch.renew(7, recompute=recompute)
             before += [token for _ in range(steps.qsize()) for token in steps.get_nowait()]
         tokens = before[:]
