@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Every engine that is built collects garbage, which need not look at all that is imported."""
     if "hybrid_rlhf.loop.report" in sys.modules:
-        import_module("tests.support.unplanned")
+        import_module("tests.support.shortened")
     gc.collect()
     gc.freeze()
 

@@ -31,7 +31,7 @@ _PRELOADED = [
     # Imported late, or by the test modules of functions that ranks run: a quarter of a short rank's processor time.
     "peft",
     "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # by ZeRO, with the tables of torch.compile
     "setuptools",
     "distutils.ccompiler",  # after setuptools, which provides it
