@@ -20,7 +20,7 @@ from hybrid_rlhf.cli.saved_models.loading import load_engine
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.generation.batching.grammar import TokenMasks
-from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken
+from hybrid_rlhf.generation.open_batch import OpenBatch, PromptBatch, StreamedToken
 
 PERSON = {
     "type": "object",
@@ -42,7 +42,7 @@ PENALTIES: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.2, 
 def milliseconds(batch: OpenBatch, prompts: list[list[int]], sampling: list[SamplingParams]) -> float:
     """Median time of a step in which all rows decode."""
     arrived: queue.SimpleQueue[tuple[float, list[StreamedToken]]] = queue.SimpleQueue()
-    batch.submit(prompts, sampling, lambda tokens: arrived.put((time.perf_counter(), tokens)))
+    batch.submit(PromptBatch(prompts, sampling), lambda tokens: arrived.put((time.perf_counter(), tokens)))
     moments = list[float]()
     unfinished = len(prompts)
     while unfinished:

@@ -74,6 +74,8 @@ class Chats:
             UserError: if a model cannot be loaded, or the conversation is too long or refused by its template.
         """
         models, scorer = await asyncio.to_thread(self._loaded, tuple(dict.fromkeys(paths)), reward)
+        from hybrid_rlhf.generation.open_batch import PromptBatch  # torch is imported with the first model
+
         chosen = [models[path] for path in paths]
         read, prompts = await asyncio.to_thread(_prompts, messages, chosen)
         sampled: asyncio.Queue[tuple[int, list[StreamedToken]]] = asyncio.Queue()
@@ -85,7 +87,7 @@ class Chats:
                 def deliver(tokens: list[StreamedToken], number: int = number) -> None:
                     loop.call_soon_threadsafe(sampled.put_nowait, (number, tokens))
 
-                submissions.append((model, model.batch.submit([prompt], sampling, deliver)))
+                submissions.append((model, model.batch.submit(PromptBatch([prompt], sampling), deliver)))
         except (UserError, RuntimeError) as error:
             _cancel(submissions)  # the answers of the other models are not needed
             if isinstance(error, UserError):

@@ -185,91 +185,57 @@ class RLConfig(StepConfig):
     faults: RLFaultsConfig = setting(default_factory=RLFaultsConfig, mutable=True)
 
     def _check(self) -> None:
-        name = self.algorithm.name
         if self.algorithm.needs_critic and self.critic is None:
             object.__setattr__(self, "critic", CriticConfig())
+        if self.rollout.endpoint is not None and self.environment is None:
+            object.__setattr__(self, "environment", EnvironmentConfig())
+        self._check_algorithm()
+        self._check_environment()
+        self._check_sampler()
+        self._check_curriculum()
+        self._check_models()
+
+    def _check_algorithm(self) -> None:
+        """Check what the algorithm needs of the other sections."""
+        algorithm = self.algorithm
+        name = algorithm.name
+        n = self.rollout.sampling.n
         require(
-            self.algorithm.needs_critic or self.critic is None,
+            algorithm.needs_critic or self.critic is None,
             f"algorithm {name} has no critic, got the section critic: leave it out",
         )
-        least = self.algorithm.fewest_completions
-        n = self.rollout.sampling.n
+        least = algorithm.fewest_completions
         require(
             n >= least,
             f"algorithm {name} compares completions of one prompt, got rollout.sampling.n {n}: give {least} or more",
         )
         require(
-            not self.algorithm.learns_pairs or n == 2,
+            not algorithm.learns_pairs or n == 2,
             f"algorithm {name} learns from pairs, got rollout.sampling.n {n}: give 2",
         )
         require(
-            self.algorithm.dynamic_sampling is None or n >= 2,
+            algorithm.dynamic_sampling is None or n >= 2,
             f"algorithm.dynamic_sampling compares completions of one prompt, got rollout.sampling.n {n}: give 2 or "
             "more",
         )
-        if isinstance(self.algorithm, RAFTConfig):
+        if isinstance(algorithm, RAFTConfig):
             require(
-                self.algorithm.selected_per_prompt < n,
+                algorithm.selected_per_prompt < n,
                 f"algorithm.selected_per_prompt must be below rollout.sampling.n {n}, got "
-                f"{self.algorithm.selected_per_prompt}: lower it",
+                f"{algorithm.selected_per_prompt}: lower it",
             )
-        if isinstance(self.algorithm, PassAtKConfig):
+        if isinstance(algorithm, PassAtKConfig):
             require(
-                self.algorithm.k < n,
-                f"algorithm.k must be below rollout.sampling.n {n}, got {self.algorithm.k}: lower it",
+                algorithm.k < n,
+                f"algorithm.k must be below rollout.sampling.n {n}, got {algorithm.k}: lower it",
             )
         require(
-            self.teacher is None
-            or (isinstance(self.algorithm, PolicyGradientConfig) and self.algorithm.uses_sampler_policy),
+            self.teacher is None or (isinstance(algorithm, PolicyGradientConfig) and algorithm.uses_sampler_policy),
             f"teacher gives each token an advantage, got algorithm {name}, which selects completions: give another, "
             "such as grpo",
         )
-        alone = has_separate_sampler(self.placement)
         require(
-            not self.faults.check_weights or alone,
-            "faults.check_weights compares weights that a sampler with ranks of its own receives, got placement "
-            f"{self.placement and self.placement.as_given()}: leave it out, or give --placement separation",
-        )
-        if self.rollout.endpoint is not None and self.environment is None:
-            object.__setattr__(self, "environment", EnvironmentConfig())
-        if self.environment is not None and self.environment.path is None:
-            self._check_program(name, self.environment)
-        require(
-            self.rollout.endpoint is None or self.environment is None or self.environment.path is None,
-            "rollout.endpoint is for programs, got environment.path "
-            f"{self.environment and self.environment.path}: leave one out",
-        )
-        require(
-            self.rollout.backend != "vllm" or not alone and not is_automatic(self.placement),
-            "rollout.backend vllm samples in processes of its own, got placement "
-            f"{self.placement and self.placement.as_given()}: leave the sampler out of it",
-        )
-        if self.rollout.samples_otherwise and not self.algorithm.allows_other_sampler:
-            if not isinstance(self.algorithm, PolicyGradientConfig):
-                raise UserError(
-                    "samples of other weights than those that train need algorithm.correction, got algorithm "
-                    f"{name} without: give another, or leave out rollout.async_sampling, rollout.partial, "
-                    "rollout.streaming, rollout.quantization, rollout.vllm and rollout.sampling.response_format"
-                )
-            default = self.algorithm.default_correction
-            object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))
-        require(
-            not self.rollout.policy_lag or alone or self.rollout.tensor_parallel == 1,
-            "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
-            f"rollout.tensor_parallel {self.rollout.tensor_parallel}: give 1, or --placement separation",
-        )
-        require(
-            self.rollout.streaming is None or not (alone or self.rollout.backend == "vllm") or not self.actor.ema_decay,
-            "rollout.streaming on ranks of its own, or by vLLM, never samples with other weights, got actor.ema_decay "
-            f"{self.actor.ema_decay}: leave one out",
-        )
-        require(
-            self.rollout.partial is None or self.environment is None,
-            "rollout.partial carries completions of one turn, got the section environment: leave one out",
-        )
-        self._check_curriculum()
-        require(
-            not self.rollout.routing_replay or self.algorithm.uses_sampler_policy,
+            not self.rollout.routing_replay or algorithm.uses_sampler_policy,
             f"rollout.routing_replay is for losses on the policy that sampled, got algorithm {name}, which learns from "
             "completions of any policy: leave it out",
         )
@@ -278,16 +244,68 @@ class RLConfig(StepConfig):
             f"algorithm {name} without algorithm.kl has no reference, got reference.path {self.reference.path} and "
             f"refresh_every {self.reference.refresh_every}: leave the section out",
         )
+
+    def _check_environment(self) -> None:
+        """Check the rules for episodes of several turns."""
+        environment = self.environment
+        if environment is None:
+            return
+        if environment.path is None:
+            self._check_program(self.algorithm.name, environment)
         require(
-            self.model.expert_parallel == 1
-            or not has_separate_sampler(self.placement)
-            and not is_automatic(self.placement),
-            f"model.expert_parallel {self.model.expert_parallel} needs all roles on all ranks, got placement "
-            f"{self.placement and self.placement.as_given()}: leave one out",
+            self.rollout.endpoint is None or environment.path is None,
+            f"rollout.endpoint is for programs, got environment.path {environment.path}: leave one out",
         )
+        require(
+            self.rollout.partial is None,
+            "rollout.partial carries completions of one turn, got the section environment: leave one out",
+        )
+
+    def _check_sampler(self) -> None:
+        """Check where completions are sampled, and with which weights; those of other weights get a correction."""
+        rollout = self.rollout
+        alone = has_separate_sampler(self.placement)
+        require(
+            not self.faults.check_weights or alone,
+            "faults.check_weights compares weights that a sampler with ranks of its own receives, got placement "
+            f"{self._given_placement}: leave it out, or give --placement separation",
+        )
+        require(
+            rollout.backend != "vllm" or self._samples_on_actor,
+            "rollout.backend vllm samples in processes of its own, got placement "
+            f"{self._given_placement}: leave the sampler out of it",
+        )
+        if rollout.samples_otherwise and not self.algorithm.allows_other_sampler:
+            if not isinstance(self.algorithm, PolicyGradientConfig):
+                raise UserError(
+                    "samples of other weights than those that train need algorithm.correction, got algorithm "
+                    f"{self.algorithm.name} without: give another, or leave out rollout.async_sampling, "
+                    "rollout.partial, rollout.streaming, rollout.quantization, rollout.vllm and "
+                    "rollout.sampling.response_format"
+                )
+            default = self.algorithm.default_correction
+            object.__setattr__(self, "algorithm", replace(self.algorithm, correction=default))
+        require(
+            not rollout.policy_lag or alone or rollout.tensor_parallel == 1,
+            "rollout.async_sampling on the actor's ranks runs no collectives while these train, got "
+            f"rollout.tensor_parallel {rollout.tensor_parallel}: give 1, or --placement separation",
+        )
+        require(
+            rollout.streaming is None or not (alone or rollout.backend == "vllm") or not self.actor.ema_decay,
+            "rollout.streaming on ranks of its own, or by vLLM, never samples with other weights, got actor.ema_decay "
+            f"{self.actor.ema_decay}: leave one out",
+        )
+
+    def _check_models(self) -> None:
+        """Check how the weights of actor and critic are trained, stored and split."""
         actor = self.actor
-        require_trainable(self.model, actor.optimizer, actor.lora, section="actor.lora", stage=actor.zero.stage)
         critic = self.critic
+        require(
+            self.model.expert_parallel == 1 or self._samples_on_actor,
+            f"model.expert_parallel {self.model.expert_parallel} needs all roles on all ranks, got placement "
+            f"{self._given_placement}: leave one out",
+        )
+        require_trainable(self.model, actor.optimizer, actor.lora, section="actor.lora", stage=actor.zero.stage)
         if critic is not None:
             stage = self.critic_zero.stage
             require_trainable(self.model, critic.optimizer, self.critic_lora, section="critic.lora", stage=stage)
@@ -296,21 +314,25 @@ class RLConfig(StepConfig):
         if self.model.tensor_parallel > 1:
             self._check_split_weights(self.model.tensor_parallel)
         if critic is not None and critic.share_base:
-            require(
-                self.actor.lora is not None and self.critic_lora is not None,
-                "critic.share_base needs adapters on both, got none on the "
-                f"{'actor' if self.actor.lora is None else 'critic'}: give --actor.lora.rank 16",
-            )
-            require(
-                critic.path is None,
-                f"critic.share_base starts the critic from the actor's weights, got critic.path {critic.path}: leave "
-                "one out",
-            )
-            stage = max(self.actor.zero.stage, self.critic_zero.stage)
-            require(
-                stage < 3,
-                f"critic.share_base needs whole weights, got zero.stage {stage}: take stage 2, or leave share_base out",
-            )
+            self._check_shared_base(critic)
+
+    def _check_shared_base(self, critic: CriticConfig) -> None:
+        """Check the rules for a critic of adapters on the actor's weights."""
+        require(
+            self.actor.lora is not None and self.critic_lora is not None,
+            "critic.share_base needs adapters on both, got none on the "
+            f"{'actor' if self.actor.lora is None else 'critic'}: give --actor.lora.rank 16",
+        )
+        require(
+            critic.path is None,
+            f"critic.share_base starts the critic from the actor's weights, got critic.path {critic.path}: leave "
+            "one out",
+        )
+        stage = max(self.actor.zero.stage, self.critic_zero.stage)
+        require(
+            stage < 3,
+            f"critic.share_base needs whole weights, got zero.stage {stage}: take stage 2, or leave share_base out",
+        )
 
     def _check_curriculum(self) -> None:
         """Check that prompts are visited several times, and have a pass rate."""
@@ -399,9 +421,9 @@ class RLConfig(StepConfig):
             "leave one out",
         )
         require(
-            not has_separate_sampler(self.placement) and not is_automatic(self.placement),
+            self._samples_on_actor,
             f"model.quantization {kind} samples from the weights of the actor on its ranks, got placement "
-            f"{self.placement and self.placement.as_given()}: leave one out",
+            f"{self._given_placement}: leave one out",
         )
         require(
             not self.reference.refresh_every,
@@ -414,7 +436,7 @@ class RLConfig(StepConfig):
         require(
             self.placement is None,
             f"model.tensor_parallel {size} has all models on all ranks, got placement "
-            f"{self.placement and self.placement.as_given()}: leave one out",
+            f"{self._given_placement}: leave one out",
         )
         require(
             self.rollout.backend == "auto",
@@ -448,6 +470,16 @@ class RLConfig(StepConfig):
             f"a program has episodes of several sequences, got algorithm {name}, which counts completions: "
             "give another, such as grpo",
         )
+
+    @property
+    def _samples_on_actor(self) -> bool:
+        """True if the placement leaves the sampler on the actor's ranks."""
+        return not has_separate_sampler(self.placement) and not is_automatic(self.placement)
+
+    @property
+    def _given_placement(self) -> str | dict[str, Any] | None:
+        """The placement in the form of config files."""
+        return None if self.placement is None else self.placement.as_given()
 
     @property
     def critic_zero(self) -> ZeroConfig:

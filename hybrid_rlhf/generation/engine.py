@@ -391,7 +391,7 @@ class GenerationEngine:
             decoder = shared.replaced(lm)
             if changes:
                 decoder.set_adapters(changes)
-            self.backend.exchange(decoder)
+            self.backend.sync_weights(decoder)
             batch.renew(version, recompute=False)
         self.weight_version = version
 

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -65,6 +65,24 @@ Deliver = Callable[[list[StreamedToken]], None]
 """Receives the new tokens of a step; an empty list if the batch or the submission has ended. It must not block."""
 
 
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts that are completed together."""
+
+    prompts: Sequence[Sequence[int]]
+    """Token ids of each prompt."""
+    sampling: SamplingParams | Sequence[SamplingParams]
+    """For all prompts, or one per prompt, with the same n."""
+    top_logprobs: int = 0
+    """Number of most likely tokens to report with each token, at most MOST_TOP_LOGPROBS."""
+    adapter: str | None = None
+    """Name of an adapter of the engine; none: the model itself."""
+    begun: Sequence[Sequence[Completion]] = ()
+    """As in `GenerationEngine.generate`; nothing is delivered for finished samples."""
+    record_routes: Sequence[bool] = ()
+    """For each prompt, true to record the experts of its tokens; empty: for none."""
+
+
 class Submitted(Protocol):
     """What `submit` returns."""
 
@@ -80,15 +98,7 @@ class TokenSource(Protocol):
     def failure(self) -> BaseException | None:
         """Exception that ended the batch before it was closed."""
 
-    def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        deliver: Deliver,
-        *,
-        top_logprobs: int = 0,
-        adapter: str | None = None,
-    ) -> Submitted:
+    def submit(self, batch: PromptBatch, deliver: Deliver) -> Submitted:
         """As `OpenBatch.submit`."""
 
     def cancel(self, submission: Any) -> None:
@@ -175,7 +185,7 @@ class OpenBatch:
             records_routes=records_routes,
             order=order,
             world=world,
-            remake=lambda specification: [request for request in self._requests(*specification) if not request.ended],
+            remake=lambda batch: [request for request in self._requests(batch) if not request.ended],
         )
         self._paused_seconds = 0.0
         self._lock = threading.Lock()
@@ -223,28 +233,13 @@ class OpenBatch:
         return len(self._owners)
 
     def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        deliver: Deliver,
-        *,
-        top_logprobs: int = 0,
-        adapter: str | None = None,
-        begun: Sequence[Sequence[Completion]] = (),
-        record_routes: Sequence[bool] = (),
-        label: str | None = None,
-        sends: bool = False,
+        self, batch: PromptBatch, deliver: Deliver, *, label: str | None = None, sends: bool = False
     ) -> Submission:
         """Complete prompts with the same tokens as `GenerationEngine.generate`.
 
         Args:
-            prompts: token ids.
-            sampling: for all prompts, or one per prompt, with the same n.
+            batch: the prompts.
             deliver: called on the thread of the batch after each step with tokens of these prompts.
-            top_logprobs: number of most likely tokens to report with each token, at most MOST_TOP_LOGPROBS.
-            adapter: name of an adapter of the engine; none: the model itself.
-            begun: as in `generate`; nothing is delivered for finished samples.
-            record_routes: for each prompt, true to record the experts of its tokens; empty: for none.
             label: name in the order, unique in the batch.
             sends: this is the first of the tensor-parallel ranks, and the others do not make this call.
 
@@ -252,19 +247,16 @@ class OpenBatch:
             UserError: as in `generate`, and if prompt and completion are longer than `max_tokens`.
             RuntimeError: when the batch has ended.
         """
-        params_of_prompts = per_request(sampling, len(prompts))
-        for index, (prompt, params) in enumerate(zip(prompts, params_of_prompts, strict=True)):
+        sampling = per_request(batch.sampling, len(batch.prompts))
+        batch = replace(batch, sampling=sampling)  # with the seeds that were drawn
+        for index, (prompt, params) in enumerate(zip(batch.prompts, sampling, strict=True)):
             if len(prompt) + params.max_new_tokens > self.max_tokens:
                 raise UserError(
                     f"prompt and completion must have at most {self.max_tokens} tokens together, prompt {index} has "
                     f"{len(prompt)} and max_new_tokens is {params.max_new_tokens}: shorten one of them"
                 )
-        requests = self._requests(prompts, params_of_prompts, record_routes, begun)
-        number = self._maker.adapter_number(adapter)
-        for request in requests:
-            request.top_logprobs = top_logprobs
-            request.adapter = number
-        samples = params_of_prompts[0].n if params_of_prompts else 1
+        requests = self._requests(batch)
+        samples = sampling[0].n if sampling else 1
         places = [(request.prompt_index, place % samples) for place, request in enumerate(requests)]
         running = {request: place for request, place in zip(requests, places, strict=True) if not request.ended}
         submission = Submission(dict(running), deliver)
@@ -274,21 +266,18 @@ class OpenBatch:
             for request in running:
                 request.delivered = len(request.token_ids)
                 self._owners[request] = submission
-            specification = (prompts, params_of_prompts, record_routes, begun) if sends else None
-            self._arrivals.add([*running], label=label, specification=specification)
+            self._arrivals.add([*running], label=label, specification=batch if sends else None)
         return submission
 
-    def _requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        record_routes: Sequence[bool],
-        begun: Sequence[Sequence[Completion]],
-    ) -> list[Request]:
-        requests = self._maker.requests(prompts, params)
-        continue_requests(requests, begun)
-        for request in requests if record_routes else ():
-            request.records_routes = record_routes[request.prompt_index]
+    def _requests(self, batch: PromptBatch) -> list[Request]:
+        requests = self._maker.requests(batch.prompts, batch.sampling)
+        continue_requests(requests, batch.begun)
+        number = self._maker.adapter_number(batch.adapter)
+        for request in requests:
+            request.top_logprobs = batch.top_logprobs
+            request.adapter = number
+            if batch.record_routes:
+                request.records_routes = batch.record_routes[request.prompt_index]
         return requests
 
     def prepare(self, params: SamplingParams) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import typing
 from dataclasses import replace
 from typing import Any
 
-from hybrid_rlhf.configs.parsing.schema import section_type
+from hybrid_rlhf.configs.parsing.schema import section_type, type_hints
 
 Settings = dict[str, Any]
 """Dotted keys of a step and their values."""
@@ -17,7 +16,7 @@ def with_settings(config: Any, settings: Settings) -> Any:
     own = {key: value for key, value in settings.items() if "." not in key}
     for section in {key.partition(".")[0] for key in settings if "." in key}:
         inner = {key.partition(".")[2]: value for key, value in settings.items() if key.startswith(f"{section}.")}
-        section_class = section_type(typing.get_type_hints(type(config))[section])
+        section_class = section_type(type_hints(config.__class__)[section])
         value = getattr(config, section)
         assert section_class is not None
         own[section] = with_settings(section_class() if value is None else value, inner)

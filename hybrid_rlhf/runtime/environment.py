@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import shutil
 import subprocess  # asks git for the revision  # nosec B404
@@ -13,6 +14,7 @@ _LIBRARIES = ("hybrid_rlhf", "torch", "deepspeed", "transformers", "peft", "data
 _GIT_SECONDS = 5.0
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Versions of Python and the installed libraries."""
     version_of = {"python": platform.python_version()}

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.data.chat.messages import Message
 from hybrid_rlhf.data.chat.template import leading_bos, render, render_unfinished, token_ids
-from hybrid_rlhf.generation.open_batch import RequestBatch, StreamedToken, Submitted, TokenSource
+from hybrid_rlhf.generation.open_batch import PromptBatch, RequestBatch, StreamedToken, Submitted, TokenSource
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams
 from hybrid_rlhf.serving.bodies import (
     ChatBody,
@@ -160,7 +160,7 @@ class TokenStream:
         seeded = [replace(job.sampling, seed=seed) for seed in job.seeds]
         try:
             self._submission = batch.submit(
-                job.prompts, seeded or job.sampling, deliver, top_logprobs=job.top_logprobs, adapter=job.adapter
+                PromptBatch(job.prompts, seeded or job.sampling, job.top_logprobs, job.adapter), deliver
             )
         except RuntimeError as error:
             raise _ended(batch) from error

@@ -8,6 +8,8 @@ from unittest import mock
 
 from hybrid_rlhf.cli import rl
 from hybrid_rlhf.engines.engine import ModelEngine
+from hybrid_rlhf.loop.report import content
+from hybrid_rlhf.loop.report.memory import memory_by_phase
 from hybrid_rlhf.planning.live_bytes import LiveBytes
 from hybrid_rlhf.rl import build
 from hybrid_rlhf.rl.roles import Roles
@@ -34,6 +36,7 @@ def main(line: Sequence[str]) -> None:
 
     with (
         mock.patch.object(build, "build_roles", counted),
+        mock.patch.object(content, "memory_by_phase", memory_by_phase),
         mock.patch.object(Timers, "measures_memory", True),
         mock.patch.object(Timers, "_note_peak", note_peak),
         counter,

@@ -15,6 +15,7 @@ from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching import capacity, requests
 from hybrid_rlhf.generation.batching import rows as rows_module
 from hybrid_rlhf.generation.batching.grammar import Grammar, grammar_of, source_of
+from hybrid_rlhf.generation.open_batch import PromptBatch
 from tests.support.generation import Steps, completed, ids_of, keep_in_flight, token_ids_of
 from tests.support.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 
@@ -103,7 +104,7 @@ def test_an_open_batch_takes_grammars_while_it_decodes() -> None:
     free = SamplingParams(max_new_tokens=100, seed=1, min_new_tokens=100)
     with engine_of().open(rows=4, max_tokens=200) as batch:
         steps = Steps()
-        batch.submit([[9, 9]], free, steps.put)
+        batch.submit(PromptBatch([[9, 9]], free), steps.put)
         assert ids_of(completed(batch, PROMPTS, CONSTRAINED)) == expected
         running = [token.token_id for _ in range(100) for token in steps.get(timeout=60)]
         assert running == engine.generate([[9, 9]], free)[0][0].token_ids
@@ -134,7 +135,9 @@ def test_a_grammar_that_reaches_a_limit_ends_its_request_alone(monkeypatch: pyte
     monkeypatch.setattr(requests, "grammar_of", chosen)
     with engine_of().open(rows=8, max_tokens=200) as batch:
         steps = Steps()
-        failing = batch.submit([[9, 9]], SamplingParams(max_new_tokens=50, response_format=other, seed=1), steps.put)
+        failing = batch.submit(
+            PromptBatch([[9, 9]], SamplingParams(max_new_tokens=50, response_format=other, seed=1)), steps.put
+        )
         assert ids_of(completed(batch, PROMPTS, CONSTRAINED)) == expected
         while steps.get(timeout=60):
             pass

@@ -20,7 +20,7 @@ from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
-from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
+from hybrid_rlhf.generation.open_batch import OpenBatch, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion
 from tests.support.families import variant
 from tests.support.generation import (
@@ -48,7 +48,7 @@ def submitted(batch: OpenBatch, prompts: list[list[int]], each: list[SamplingPar
     submissions = []
     for prompt, params in zip(prompts, each, strict=True):
         steps = Steps()
-        submissions.append((batch.submit([prompt], [params], steps.put), steps))
+        submissions.append((batch.submit(PromptBatch([prompt], [params]), steps.put), steps))
     return submissions
 
 
@@ -90,8 +90,8 @@ def test_a_cancelled_request_gives_back_its_row_and_blocks(name: str, chunk: int
     steps = Steps()
     with engine.open(rows=7, max_tokens=200) as batch:
         long = replace(sampling, max_new_tokens=160)
-        submissions = [batch.submit([random_tokens(8 + place)], long, steps.put) for place in range(9)]
-        batch.cancel(batch.submit([random_tokens(20)], long, steps.put))  # before it is taken
+        submissions = [batch.submit(PromptBatch([random_tokens(8 + place)], long), steps.put) for place in range(9)]
+        batch.cancel(batch.submit(PromptBatch([random_tokens(20)], long), steps.put))  # before it is taken
         steps.get(timeout=60)
         done = threading.Thread(target=lambda: expected.append(ids_of(completed(batch, prompts, sampling))))
         done.start()
@@ -132,13 +132,13 @@ def test_prompt_logprobs_are_those_of_the_training_forward(backend: str) -> None
 def test_what_is_too_long_or_does_not_fit_is_refused() -> None:
     with tiny_engine().open(rows=2, max_tokens=256) as batch:
         with pytest.raises(UserError, match="at most 256 tokens together, prompt 1 has 200"):
-            batch.submit([[1], [1] * 200], SamplingParams(max_new_tokens=57), lambda tokens: None)
+            batch.submit(PromptBatch([[1], [1] * 200], SamplingParams(max_new_tokens=57)), lambda tokens: None)
         with pytest.raises(UserError, match=r"token ids must be in 0\.\.258, prompt 0 has 259"):
-            batch.submit([[1, 259]], SamplingParams(max_new_tokens=5), lambda tokens: None)
+            batch.submit(PromptBatch([[1, 259]], SamplingParams(max_new_tokens=5)), lambda tokens: None)
         with pytest.raises(UserError, match="top_k must be at most 2147483647, got 9223372036854775808"):
-            batch.submit([[1]], SamplingParams(top_k=2**63, max_new_tokens=5), lambda tokens: None)
+            batch.submit(PromptBatch([[1]], SamplingParams(top_k=2**63, max_new_tokens=5)), lambda tokens: None)
         with pytest.raises(UserError, match="prompt 0 has none"):
-            batch.submit([[]], SamplingParams(), lambda tokens: None)
+            batch.submit(PromptBatch([[]], SamplingParams()), lambda tokens: None)
     with pytest.raises(UserError, match="the KV cache must hold one completion of 200 tokens"):
         tiny_engine(kv_cache_gib=1e-6).open(rows=2, max_tokens=200)
 
@@ -148,17 +148,17 @@ def test_a_batch_that_ends_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> No
     steps = Steps()
     long = SamplingParams(max_new_tokens=200, stop_token_ids=())
     batch = engine_of().open(rows=4, max_tokens=250)
-    batch.submit([random_tokens(3)], long, steps.put)
+    batch.submit(PromptBatch([random_tokens(3)], long), steps.put)
     batch.close()
     while steps.get(timeout=60):
         pass
     with pytest.raises(RuntimeError, match="was closed"):
-        batch.submit([random_tokens(3)], long, steps.put)
+        batch.submit(PromptBatch([random_tokens(3)], long), steps.put)
     with pytest.raises(RuntimeError, match="was closed"):
         batch.prompt_logprobs([1, 2])
     batch = engine_of().open(rows=4, max_tokens=250)
     monkeypatch.setattr("hybrid_rlhf.generation.batching.requests.Request.append", lambda *_: 1 / 0)
-    batch.submit([random_tokens(3)], long, steps.put)
+    batch.submit(PromptBatch([random_tokens(3)], long), steps.put)
     assert steps.get(timeout=60) == []
     assert isinstance(batch.failure, ZeroDivisionError)
     batch.close()
@@ -222,7 +222,9 @@ def test_a_request_that_arrives_while_others_are_tried_fails_alone(
 
     def with_arrival(batch: OpenBatch, error: Exception) -> None:
         if not late:
-            late.append(batch.submit(prompts[:1], [SamplingParams(seed=101, max_new_tokens=20)], lambda _: None))
+            late.append(
+                batch.submit(PromptBatch(prompts[:1], [SamplingParams(seed=101, max_new_tokens=20)]), lambda _: None)
+            )
         isolate(batch, error)
 
     monkeypatch.setattr(OpenBatch, "_isolate", with_arrival)
@@ -253,7 +255,7 @@ def test_requests_that_fail_together_alone_end(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(ContinuousBatch, "_launch", failing)
     with engine.open(rows=5, max_tokens=120) as batch:
-        submission = batch.submit(PROMPTS[:2], SamplingParams(max_new_tokens=20, seed=1), steps.put)
+        submission = batch.submit(PromptBatch(PROMPTS[:2], SamplingParams(max_new_tokens=20, seed=1)), steps.put)
         while steps.get(timeout=60):
             pass
         assert isinstance(submission.error, ArithmeticError) and batch.failure is None
@@ -263,7 +265,7 @@ def test_requests_that_fail_together_alone_end(monkeypatch: pytest.MonkeyPatch) 
 def test_a_client_that_cannot_take_tokens_ends_alone() -> None:
     """An exception in a delivery is not one of the batch."""
     with tiny_engine().open(rows=2, max_tokens=120) as batch:
-        batch.submit(PROMPTS[:1], SamplingParams(max_new_tokens=20), lambda tokens: 1 / 0)
+        batch.submit(PromptBatch(PROMPTS[:1], SamplingParams(max_new_tokens=20)), lambda tokens: 1 / 0)
         assert ids_of(completed(batch, PROMPTS, SAMPLED)) == completions_alone()
         wait_until(lambda: batch.unfinished == 0)
 
@@ -312,7 +314,7 @@ def test_the_most_likely_tokens_are_those_of_the_full_softmax(backend: str) -> N
     found: list[StreamedToken] = []
     with engine.open(rows=2, max_tokens=120) as batch:
         plain = completed(batch, PROMPTS[:1], sampling)[0][0]
-        batch.submit(PROMPTS[:1], sampling, steps.put, top_logprobs=7)
+        batch.submit(PromptBatch(PROMPTS[:1], sampling, top_logprobs=7), steps.put)
         while not found or found[-1].finish_reason is None:
             found += steps.get(timeout=60)
     assert [token.token_id for token in found] == [token.token_id for token in plain]
@@ -353,10 +355,10 @@ def test_new_weights_reach_running_requests(
     sampling = SamplingParams(max_new_tokens=60, seed=3)
     steps = Steps()
     with older.open(rows=4, max_tokens=160) as batch:
-        batch.submit([prompt], [sampling], steps.put)
+        batch.submit(PromptBatch([prompt], [sampling]), steps.put)
         before = [token for _ in range(9) for token in steps.get(timeout=60)]
         with batch.paused(label="weights"):
-            older.backend.exchange(older._shared.replaced(newer_model))  # type: ignore[union-attr]
+            older.backend.sync_weights(older._shared.replaced(newer_model))  # type: ignore[union-attr]
             batch.renew(7, recompute=recompute)
             before += [token for _ in range(steps.qsize()) for token in steps.get_nowait()]
         tokens = before[:]
@@ -385,7 +387,7 @@ def test_an_order_is_repeated_whatever_the_time_of_arrival() -> None:
     sampling = SamplingParams(max_new_tokens=40, min_new_tokens=40, seed=1)
 
     def submit(batch: OpenBatch, label: str, steps: Steps) -> None:
-        batch.submit([random_tokens(5)], [sampling], steps.put, label=label)
+        batch.submit(PromptBatch([random_tokens(5)], [sampling]), steps.put, label=label)
 
     first = Steps()
     with engine.open(rows=4, max_tokens=64) as batch:

@@ -89,6 +89,8 @@ def assert_same(kernel: str, logits: Tensor, asked: Sequence[Request]) -> None:
 
 @pytest.mark.parametrize("vocabulary", [2, 3001])
 def test_kernels_draw_what_torch_draws(vocabulary: int, kernel: str) -> None:
+    if kernel == "triton":
+        vocabulary = min(vocabulary, ops.sampling._BLOCK + 76)  # the last block is not full, as with 3,001 tokens
     torch.manual_seed(vocabulary)
     params = [SamplingParams(**{**mode, "max_new_tokens": 4}) for mode in MODES for _ in range(ROWS_OF_EACH[kernel])]
     logits = 3 * torch.randn(len(params), vocabulary)

@@ -14,6 +14,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.backends.vllm import VLLMBackend, VLLMServer
+from hybrid_rlhf.generation.open_batch import PromptBatch
 from tests.support.generation import wait_until
 from tests.support.tiny import VOCABULARY, tiny_tokenizer
 from tests.support.vllm_server import FakeVLLM, fake_vllm
@@ -146,12 +147,12 @@ def test_an_open_batch_completes_requests_as_they_arrive(model_folder: Path) -> 
                 done.set()
 
         with engine.open(rows=4, max_tokens=64) as batch:
-            batch.submit(PROMPTS[:1], GREEDY, deliver)
+            batch.submit(PromptBatch(PROMPTS[:1], GREEDY), deliver)
             assert done.wait(30)
-            dropped = batch.submit(PROMPTS[1:2], GREEDY, lambda new: None)
+            dropped = batch.submit(PromptBatch(PROMPTS[1:2], GREEDY), lambda new: None)
             batch.cancel(dropped)
             done.clear()
-            batch.submit(PROMPTS[:1], GREEDY, deliver)
+            batch.submit(PromptBatch(PROMPTS[:1], GREEDY), deliver)
             assert done.wait(30)
     assert tokens == expected * 2
 
@@ -175,7 +176,7 @@ def test_a_paused_batch_goes_on_from_its_tokens(model_folder: Path) -> None:
                 done.set()
 
         with engine.open(rows=4, max_tokens=64) as batch:
-            submission = batch.submit(PROMPTS, greedy, deliver)
+            submission = batch.submit(PromptBatch(PROMPTS, greedy), deliver)
             wait_until(lambda: len(fake.bodies) == len(lost.bodies) == 1)
             time.sleep(0.5)
             lost.intercept = lambda body: (0, None)  # hangs up from now on

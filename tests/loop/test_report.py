@@ -18,6 +18,7 @@ from hybrid_rlhf.configs.parsing.building import settings_and_defaults
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.run import LoggingConfig
 from hybrid_rlhf.configs.sft import SFTConfig
+from hybrid_rlhf.loop.report import content
 from hybrid_rlhf.loop.report.charts import Chart, chart_groups, thinned
 from hybrid_rlhf.loop.report.memory import memory_by_phase
 from hybrid_rlhf.loop.report.pipeline import write_pipeline_report
@@ -64,6 +65,14 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planned() -> Iterator[None]:
+    """Reports have the memory plan, which those of other tests lack."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(content, "memory_by_phase", memory_by_phase)
+        yield
 
 
 @pytest.fixture(scope="module")

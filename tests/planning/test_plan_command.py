@@ -119,7 +119,7 @@ def test_candidates_are_listed_fastest_first_with_why_each_lost(
 
 def test_what_does_not_fit_says_where_and_by_how_much(one_layer: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--base_model", one_layer, "--steps", "rl", "--machine", "4090", "--ranks", "1"]
-    long = ["--rl.rollout.max_prompt_tokens", "3000000", "--rl.train.micro_batch_tokens", "6000000"]
+    long = ["--rl.rollout.max_prompt_tokens", "1500000", "--rl.train.micro_batch_tokens", "3000000"]
     text, code = printed([*words, *long], capsys)
     assert code == 1 and "does not fit by ranks, ZeRO, offloading and micro-batches alone: rank 0, " in text
     assert "rl does not fit as configured (" in text and " of 21.6 GiB" in text

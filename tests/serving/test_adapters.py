@@ -16,7 +16,7 @@ from hybrid_rlhf.cli.saved_models.loading import engine_at, find_model
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
-from hybrid_rlhf.generation.open_batch import StreamedToken
+from hybrid_rlhf.generation.open_batch import PromptBatch, StreamedToken
 from hybrid_rlhf.models.pretrained.adapters import read_adapter
 from tests.support.families import variant
 from tests.support.models import random_adapter
@@ -80,7 +80,7 @@ def test_adapters_come_and_go_while_an_open_batch_decodes(tmp_path: Path) -> Non
                 if new[-1].finish_reason is not None:
                     ended.set_result(tokens)
 
-            batch.submit([PROMPT * 9], GREEDY, deliver, adapter=adapter)
+            batch.submit(PromptBatch([PROMPT * 9], GREEDY, adapter=adapter), deliver)
             return ended
 
         batch.call(lambda: engine.set_adapter("kept", factors[0])).result()

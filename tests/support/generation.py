@@ -16,7 +16,7 @@ from hybrid_rlhf.generation import Completion, GenerationEngine, SamplingParams
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.workspace import Workspace
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS
-from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken
+from hybrid_rlhf.generation.open_batch import OpenBatch, PromptBatch, StreamedToken
 from hybrid_rlhf.generation.sampling import per_request, uniform_stream
 from tests.support.tiny import tiny_model
 
@@ -98,7 +98,7 @@ def completed(batch: OpenBatch, prompts: list[list[int]], sampling: SamplingPara
     steps = Steps()
     found: list[list[list[StreamedToken]]] = [[[] for _ in range(sampling.n)] for _ in prompts]
     unfinished = len(prompts) * sampling.n
-    batch.submit(prompts, sampling, steps.put)
+    batch.submit(PromptBatch(prompts, sampling), steps.put)
     while unfinished:
         tokens = steps.get(timeout=60)
         assert tokens, "the batch has ended"

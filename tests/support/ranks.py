@@ -30,12 +30,14 @@ _PRELOADED = [
     "hybrid_rlhf.supervised.build",
     # Imported late, or by the test modules of functions that ranks run: a quarter of a short rank's processor time.
     "peft",
-    "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # by ZeRO, with the tables of torch.compile
     "setuptools",
     "distutils.ccompiler",  # after setuptools, which provides it
     "hypothesis",
     "pytest",
+    "transformers.models.llama.modeling_llama",
     "tests.support.frozen",
 ]
 # A library that asks for a GPU when it is imported, as bitsandbytes does, makes CUDA unusable in forked processes.

@@ -246,10 +246,7 @@ class SeparateSampler:
         actor = self._actor
         assert plane is not None
         if self._backend is not None and decoder is not None:
-            if self._rollout.streaming is None:
-                self._backend.sync_weights(decoder)
-            else:
-                self._backend.exchange(decoder)
+            self._backend.sync_weights(decoder)
         start = time.perf_counter()
         vocab_size = plane.model.described.architecture.vocab_size
         probe = _SentProbe(plane, None if actor is None else TrainingProbe(actor, vocab_size))

@@ -135,6 +135,8 @@ class NativeBackend:
         self.workspace: Workspace | None = None
         """Tables and CUDA graphs of the last call."""
         self._open: ContinuousBatch | None = None
+        self._runs_open = False
+        """True during a `run_open`."""
 
     @property
     def decoder(self) -> Decoder:
@@ -144,13 +146,15 @@ class NativeBackend:
         return self._decoder
 
     def sync_weights(self, decoder: Decoder) -> None:
-        """Generate with newer weights from now on.
+        """Generate with newer weights from now on. While the thread of a `run_open` waits, call `renew` then.
 
         Args:
             decoder: the current decoder, if its weights were updated in place: KV cache and CUDA graphs are kept. Or
-                another decoder of the same model: they are released.
+                another decoder of the same model: they are released, except in a `run_open`, which is on a CPU then.
         """
-        if decoder is not self._decoder:
+        if self._runs_open and self.workspace is not None:
+            self.workspace.decoder = decoder
+        elif decoder is not self._decoder:
             self._release_workspace()
             self.held = None
         elif self.held is not None:
@@ -203,45 +207,49 @@ class NativeBackend:
         present batch. The next batch continues its requests in wider tables: they are computed again, except for cached
         prefixes.
         """
-        shapes = _shapes(arrivals.max_tokens, records_routes=arrivals.records_routes)
-        prefill = self._open_prefill_tokens
-        requests: list[Request] = []
-        while not arrivals.closed:
-            shapes += [request for request in requests if not self._accepts(request)]
-            workspace, held_cache = self._prepared(
-                self.decoder,
-                shapes,
-                rows=arrivals.rows,
-                prefill_tokens=prefill,
-                memory_share=arrivals.memory_share,
-            )
-            if not requests:
-                requests = arrivals.take(wait=True)
-                continue
-            batch = self._open = ContinuousBatch(
-                workspace,
-                held_cache.pool,
-                requests,
-                prefill_tokens=min(prefill, held_cache.prefill_tokens),
-                saved_states=held_cache.states,
-            )
-            steps = batch.steps()
-            live = set(requests)
-            for new in steps:
-                yield new
-                if arrivals.choose():
-                    yield batch.drain()
-                arrived = arrivals.take()
-                batch.add(arrived)
-                batch.cancel(arrivals.take_cancelled())
-                live = {request for request in (*live, *arrived) if request.finish_reason is None}
-                if arrivals.closed or not all(map(workspace.accepts, arrived)):
-                    break
-            steps.close()
-            self._open = None
-            self.preemptions = self.preemptions + batch.preemptions
-            self.work += batch.work
-            requests = sorted(live, key=lambda request: request.prompt_index)
+        self._runs_open = True
+        try:
+            shapes = _shapes(arrivals.max_tokens, records_routes=arrivals.records_routes)
+            prefill = self._open_prefill_tokens
+            requests: list[Request] = []
+            while not arrivals.closed:
+                shapes += [request for request in requests if not self._accepts(request)]
+                workspace, held_cache = self._prepared(
+                    self.decoder,
+                    shapes,
+                    rows=arrivals.rows,
+                    prefill_tokens=prefill,
+                    memory_share=arrivals.memory_share,
+                )
+                if not requests:
+                    requests = arrivals.take(wait=True)
+                    continue
+                batch = self._open = ContinuousBatch(
+                    workspace,
+                    held_cache.pool,
+                    requests,
+                    prefill_tokens=min(prefill, held_cache.prefill_tokens),
+                    saved_states=held_cache.states,
+                )
+                steps = batch.steps()
+                live = set(requests)
+                for new in steps:
+                    yield new
+                    if arrivals.choose():
+                        yield batch.drain()
+                    arrived = arrivals.take()
+                    batch.add(arrived)
+                    batch.cancel(arrivals.take_cancelled())
+                    live = {request for request in (*live, *arrived) if request.finish_reason is None}
+                    if arrivals.closed or not all(map(workspace.accepts, arrived)):
+                        break
+                steps.close()
+                self._open = None
+                self.preemptions = self.preemptions + batch.preemptions
+                self.work += batch.work
+                requests = sorted(live, key=lambda request: request.prompt_index)
+        finally:
+            self._runs_open = False
 
     def set_adapters(self, changes: Mapping[tuple[int, str], Sequence[LowRankChange]]) -> None:
         """Replace the adapters, also between two steps of a `run_open`. A new one has a number that none had before, so
@@ -249,17 +257,6 @@ class NativeBackend:
         self.decoder.set_adapters(changes)
         if self.workspace is not None:
             self.workspace.forget_graphs()
-
-    def exchange(self, decoder: Decoder) -> None:
-        """Generate with newer weights from now on, also in a `run_open` whose thread waits; call `renew` then.
-
-        Args:
-            decoder: the current decoder, if its weights were updated in place, or on a CPU another one of the same
-                model: KV cache and tables are kept.
-        """
-        if self.workspace is not None:
-            self.workspace.decoder = decoder
-        self._decoder = decoder
 
     def renew(self, *, recompute: bool) -> None:
         """Continue `run_open` with weights that have changed; while its thread waits.

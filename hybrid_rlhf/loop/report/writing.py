@@ -6,11 +6,12 @@ escapes every text of a run.
 
 from __future__ import annotations
 
+import functools
 import json
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from hybrid_rlhf.loop.report.charts import chart_groups
@@ -42,6 +43,12 @@ def write_report(run: Run, ending: Ending) -> None:
 
 def render(template: str, **values: Any) -> str:
     """A page from a template of this folder; values are escaped."""
+    return compiled(template).render(**values)
+
+
+@functools.cache
+def compiled(template: str) -> Template:
+    """A template of this folder."""
     folder = files(__package__)
     style = Markup(folder.joinpath("style.css").read_text(encoding="utf-8"))  # our own file  # nosec B704
     pages = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -50,4 +57,4 @@ def render(template: str, **values: Any) -> str:
         "duration": format_duration,
         "first_upper": lambda text: text[:1].upper() + text[1:],
     }
-    return pages.from_string(folder.joinpath(template).read_text(encoding="utf-8")).render(style=style, **values)
+    return pages.from_string(folder.joinpath(template).read_text(encoding="utf-8"), {"style": style})

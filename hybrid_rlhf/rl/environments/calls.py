@@ -7,6 +7,7 @@ it; that loop persists between calls, because environments keep connections that
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -21,6 +22,8 @@ from hybrid_rlhf.loop.user_code import describe_error
 from hybrid_rlhf.runtime.background import BackgroundCall, retry_delay_seconds
 
 T = TypeVar("T")
+_Outcome = tuple[Any, bool]
+"""Result of an attempt, or CallFailure, and true if it is to be repeated."""
 MAX_HANGING_CALLS = 16
 """Limit on calls that never return, because each occupies a thread."""
 _CANCELLED_SECONDS = 0.5
@@ -78,51 +81,43 @@ class EnvironmentCalls:
         self._hanging = [hanging for hanging in self._hanging if not hanging.has_ended()]
         if len(self._hanging) >= MAX_HANGING_CALLS:
             return CallFailure(f"{len(self._hanging)} earlier calls still hang")
-        if inspect.iscoroutinefunction(call):
-            return await self._of_coroutine(call)
-        async with self._slots:
-            return await self._of_function(call)
-
-    async def _of_function(self, call: Callable[[], Any]) -> Any:
-        for tries in range(1, self._retries + 2):
-            ended: Future[Any] = Future()
-            thread = BackgroundCall(partial(_attempt, call, tries, ended), device=self._device)
-            if not await _ends(ended, self._timeout_seconds):
-                self._hanging.append(thread)
-                return self._late(tries)
-            result, raised = ended.result()
-            if not raised:
-                return result
-            if tries <= self._retries:
-                await asyncio.sleep(retry_delay_seconds(tries))
+        is_coroutine = inspect.iscoroutinefunction(call)
+        attempt = self._in_loop if is_coroutine else self._in_thread
+        async with contextlib.nullcontext() if is_coroutine else self._slots:
+            for tries in range(1, self._retries + 2):
+                result, raised = await attempt(call, tries)
+                if not raised:
+                    break
+                if tries <= self._retries:
+                    await asyncio.sleep(retry_delay_seconds(tries))
         return result
 
-    async def _of_coroutine(self, call: Callable[[], Any]) -> Any:
+    async def _in_thread(self, call: Callable[[], Any], tries: int) -> _Outcome:
+        """Attempt to call a function."""
+        ended: Future[_Outcome] = Future()
+        thread = BackgroundCall(partial(_attempt, call, tries, ended), device=self._device)
+        if await _ends(ended, self._timeout_seconds):
+            return ended.result()
+        self._hanging.append(thread)
+        return self._late(tries), False
+
+    async def _in_loop(self, call: Callable[[], Any], tries: int) -> _Outcome:
+        """Attempt to call a coroutine function."""
         loop = self._user_loop = self._user_loop or _started_loop()
-        future = asyncio.run_coroutine_threadsafe(self._caught(call), loop)
-        if await _ends(future, self._longest_seconds):
-            return future.result()
+        ended = asyncio.run_coroutine_threadsafe(self._caught(call, tries), loop)
+        if await _ends(ended, self._timeout_seconds + _CANCELLED_SECONDS):
+            return ended.result()
         if self._user_loop is loop:
             self._user_loop = None  # it is blocked, or the coroutine ignores its cancellation
-        return self._late(1)
+        return self._late(tries), False
 
-    async def _caught(self, call: Callable[[], Any]) -> Any:
-        for tries in range(1, self._retries + 2):
-            try:
-                async with asyncio.timeout(self._timeout_seconds) as limit:
-                    return await call()
-            except BaseException as error:  # noqa: BLE001 - in this event loop only the environment can raise
-                late = self._late(tries)
-                failure = late if limit.expired() else CallFailure.after(describe_error(error), tries)
-            if tries <= self._retries:
-                await asyncio.sleep(retry_delay_seconds(tries))
-        return failure
-
-    @property
-    def _longest_seconds(self) -> float:
-        """Time in which all attempts of a coroutine end, with the delays between them."""
-        delays = sum(map(retry_delay_seconds, range(1, self._retries + 1)))
-        return delays + (self._retries + 1) * (self._timeout_seconds + _CANCELLED_SECONDS)
+    async def _caught(self, call: Callable[[], Any], tries: int) -> _Outcome:
+        try:
+            async with asyncio.timeout(self._timeout_seconds) as limit:
+                return await call(), False
+        except BaseException as error:  # noqa: BLE001 - in this event loop only the environment can raise
+            late = self._late(tries)
+            return late if limit.expired() else CallFailure.after(describe_error(error), tries), True
 
     def _late(self, tries: int) -> CallFailure:
         return CallFailure.after(f"it took longer than {self._timeout_seconds:g} s", tries)
@@ -135,7 +130,7 @@ def _started_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _attempt(call: Callable[[], Any], tries: int, ended: Future[Any]) -> None:
+def _attempt(call: Callable[[], Any], tries: int, ended: Future[_Outcome]) -> None:
     """Call a function; `ended` receives its result, or CallFailure, and true if it raised."""
     try:
         ended.set_result((call(), False))

@@ -20,7 +20,7 @@ import torch
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
-from hybrid_rlhf.generation.open_batch import RequestBatch, StreamedToken, Submitted, TokenSource
+from hybrid_rlhf.generation.open_batch import PromptBatch, RequestBatch, StreamedToken, Submitted, TokenSource
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.calls import EnvironmentCalls
@@ -56,7 +56,7 @@ async def next_turn(turns: Turns, ids: Sequence[int], params: SamplingParams) ->
             if token.completion is not None:
                 ended.set_result(token.completion)
 
-    submitted.set_result(turns.submit([ids], [params], deliver))
+    submitted.set_result(turns.submit(PromptBatch([ids], [params]), deliver))
     return await asyncio.wrap_future(ended)
 
 

@@ -29,7 +29,7 @@ from hybrid_rlhf.generation.backends.native import NativeBackend
 from hybrid_rlhf.generation.batching.arrivals import Taken
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.engine import GenerationEngine
-from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, StreamedToken, Submission
+from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion, PromptLogprobs, SamplingParams, per_request
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
@@ -48,7 +48,8 @@ class Ticket:
     """Prompts that were added together, or those of a turn."""
 
     prompts: list[AssignedPrompt]
-    label: str
+    label: str | None
+    """Name in the order; none: it is not recorded."""
     on_tokens: Callable[[list[StreamedToken]], None]
     """Receives the tokens of each decoding step, on the thread of the batch."""
     samples: list[list[Sample | None]]
@@ -93,25 +94,10 @@ class _Turns:
         """Exception that ended the batch."""
         return self.live.failure
 
-    def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        deliver: Deliver,
-        *,
-        top_logprobs: int = 0,
-        adapter: str | None = None,
-    ) -> Ticket:
+    def submit(self, batch: PromptBatch, deliver: Deliver) -> Ticket:
         """Complete prompts, as `OpenBatch.submit` does; there are no adapters."""
-        return self.live.ask(
-            [
-                AssignedPrompt(0, {"input_ids": ids}, params, self.record_routes)
-                for ids, params in zip(prompts, per_request(sampling, len(prompts)), strict=True)
-            ],
-            deliver,
-            label=f"{self.label}.{next(self._asked)}",
-            top_logprobs=top_logprobs,
-        )
+        batch = replace(batch, record_routes=[self.record_routes] * len(batch.prompts))
+        return self.live.submit(batch, deliver, label=f"{self.label}.{next(self._asked)}")
 
     def cancel(self, submission: Ticket) -> None:
         """End a submission."""
@@ -221,14 +207,20 @@ class LiveBatch:
         self._start(ticket)
         return ticket
 
-    def ask(self, prompts: Sequence[AssignedPrompt], deliver: Deliver, *, label: str, top_logprobs: int = 0) -> Ticket:
-        """Complete the prompts of a turn; may be called in any thread.
+    def submit(self, batch: PromptBatch, deliver: Deliver, *, label: str | None = None) -> Ticket:
+        """Complete the prompts of a turn, as `OpenBatch.submit` does; may be called in any thread.
 
         Raises:
             RuntimeError: when the batch has ended.
         """
-        samples: list[list[Sample | None]] = [[None] * prompt.params.n for prompt in prompts]
-        ticket = Ticket(list(prompts), label, deliver, samples, top_logprobs=top_logprobs, is_turn=True)
+        sampling = per_request(batch.sampling, len(batch.prompts))
+        records = batch.record_routes or [False] * len(sampling)
+        prompts = [
+            AssignedPrompt(0, {"input_ids": ids}, params, recorded)
+            for ids, params, recorded in zip(batch.prompts, sampling, records, strict=True)
+        ]
+        samples: list[list[Sample | None]] = [[None] * params.n for params in sampling]
+        ticket = Ticket(prompts, label, deliver, samples, top_logprobs=batch.top_logprobs, is_turn=True)
         self._start(ticket)
         return ticket
 
@@ -344,18 +336,6 @@ class LiveBatch:
 
     # -- what a server of this batch needs besides
 
-    def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        deliver: Deliver,
-        *,
-        top_logprobs: int = 0,
-        adapter: str | None = None,
-    ) -> Ticket:
-        """Complete prompts that belong to no episode: there are none."""
-        raise RuntimeError("a batch of episodes takes their turns, got other prompts")
-
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
         """As `OpenBatch.call`, while the batch is open.
 
@@ -447,14 +427,17 @@ class LiveBatch:
         for samples in sorted({prompt.params.n for prompt in ticket.prompts}):
             places = [place for place, prompt in enumerate(ticket.prompts) if prompt.params.n == samples]
             prompts = [ticket.prompts[place] for place in places]
-            submission = self._batch.submit(
+            batch = PromptBatch(
                 [prompt.row["input_ids"] for prompt in prompts],
                 [prompt.params for prompt in prompts],
-                partial(self._deliver, ticket, places),
+                top_logprobs=ticket.top_logprobs,
                 begun=[prompt.begun for prompt in prompts],
                 record_routes=[prompt.recorded and self._records_routes for prompt in prompts],
-                top_logprobs=ticket.top_logprobs,
-                label=f"{ticket.label} x{samples}",
+            )
+            submission = self._batch.submit(
+                batch,
+                partial(self._deliver, ticket, places),
+                label=ticket.label and f"{ticket.label} x{samples}",
                 sends=ticket.is_turn and self._together.size > 1,
             )
             ticket.submissions.append((submission, places))

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from hybrid_rlhf.generation.engine import GenerationEngine
-from hybrid_rlhf.generation.open_batch import Deliver, StreamedToken, Submission
+from hybrid_rlhf.generation.open_batch import Deliver, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion, SamplingParams, per_request
 from hybrid_rlhf.rl.batch import Episode
 from hybrid_rlhf.rl.environments.episodes import EpisodeRunner
@@ -37,17 +37,10 @@ class _Turns:
     failure: BaseException | None = None
     _deliver: Deliver = lambda tokens: None
 
-    def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        deliver: Deliver,
-        *,
-        top_logprobs: int = 0,
-        adapter: str | None = None,
-    ) -> Submission:
+    def submit(self, batch: PromptBatch, deliver: Deliver) -> Submission:
         """Complete one prompt; its last token is delivered, with the completion."""
-        ((ids, params),) = zip(prompts, per_request(sampling, len(prompts)), strict=True)
+        (ids,) = batch.prompts
+        (params,) = per_request(batch.sampling, 1)
         self._deliver = deliver
         self.asked = list(ids), params
         self.wake()

@@ -133,7 +133,7 @@ class RolloutSampler:
             shown_as: name in the progress log; None: the name of the step's rollout, shown if it takes long.
             part: this group's share of a partial rollout, which returns the prompts in flight that it finishes.
         """
-        mine = self._assigned(prompts, step, first, greedy, part)
+        mine = self.assigned(prompts, step=step, first=first, greedy=greedy, part=part)
         if self.live is not None and self.live.lasts:
             with self.live.current(step):
                 ticket = self.live.add(mine, self.progress(mine, step, shown_as))
@@ -142,10 +142,8 @@ class RolloutSampler:
             return self.held(mine, samples)
         with self._in_turn(), self.engine.inference(**self._stop) as generation, self._in_sampling_stream():
             sampled = self._sample(generation, mine, self.timers, self.progress(mine, step, shown_as), part)
-        engine = self.engine
-        cost = SamplingCost(0.0, engine.work, engine.weight_sync_seconds, engine.weight_check_seconds)
-        with contextlib.nullcontext() if engine.world.is_member else self.timers("generation"):
-            return self._held(sampled, cost)
+        with contextlib.nullcontext() if self.engine.world.is_member else self.timers("generation"):
+            return self.held(*sampled)
 
     def begin(
         self,
@@ -166,7 +164,7 @@ class RolloutSampler:
             weight_check_seconds=self.cost.weight_check_seconds + check,
         )
         # the copy of the weights is complete after this position of the stream
-        mine = self._assigned(prompts, step, 0, greedy, part)
+        mine = self.assigned(prompts, step=step, greedy=greedy, part=part)
         copied = self._stream.position()
         turn = self._in_turn()
 
@@ -209,10 +207,6 @@ class RolloutSampler:
         """
         return AssignedPrompt(place, row, self._params(step, index), self._records(index))
 
-    def assigned(self, prompts: Sequence[Mapping[str, Any]], *, step: int, greedy: bool) -> list[AssignedPrompt]:
-        """The prompts of a step that this rank samples; arguments as in `sample`."""
-        return self._assigned(prompts, step, 0, greedy, None)
-
     def open_live(self, *, rows: int, recorded: Mapping[int, Order]) -> LiveBatch:
         """Sample in a batch that outlives a step from now on; arguments as in LiveBatch. Every rank calls."""
         self.live = LiveBatch(
@@ -226,8 +220,7 @@ class RolloutSampler:
         return self.live
 
     def held(self, mine: Sequence[AssignedPrompt], samples: Samples) -> Rollout:
-        """The rollout of this rank's prompts and samples, after the batch of streaming rollouts has finished them.
-        Every rank calls."""
+        """The rollout of this rank's prompts and their samples by the current weights. Every rank calls."""
         engine = self.engine
         cost = SamplingCost(0.0, engine.work, engine.weight_sync_seconds, engine.weight_check_seconds)
         return self._held((mine, samples), cost)
@@ -262,10 +255,16 @@ class RolloutSampler:
         """Return True if the experts of a prompt's completions are recorded, by the prompt's index in a rollout."""
         return index < self.config.recorded_prompts(index + 1)
 
-    def _assigned(
-        self, prompts: Sequence[Mapping[str, Any]], step: int, first: int, greedy: bool, part: RolloutPart | None
+    def assigned(
+        self,
+        prompts: Sequence[Mapping[str, Any]],
+        *,
+        step: int,
+        first: int = 0,
+        greedy: bool = False,
+        part: RolloutPart | None = None,
     ) -> list[AssignedPrompt]:
-        """The prompts that this rank samples; with a part, those of its group that begin in the rollout."""
+        """The prompts of a step that this rank samples; arguments as in `sample`."""
         groups, group = self.engine.groups
         if part is not None:
             return [

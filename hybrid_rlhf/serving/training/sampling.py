@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.generation import Completion, GenerationEngine
-from hybrid_rlhf.generation.open_batch import OpenBatch, StreamedToken, Submission
+from hybrid_rlhf.generation.open_batch import OpenBatch, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import MOST_TOP_LOGPROBS
 from hybrid_rlhf.models.pretrained.adapters import LowRank, stored_adapter
 from hybrid_rlhf.runtime.observability.logs import logger
@@ -178,9 +178,7 @@ class Samplers:
             if not tokens or len(job.completions) == job.sampling.n:
                 loop.call_soon_threadsafe(job.ended.set)
 
-        job.submission = self.batch.submit(
-            [job.prompt], job.sampling, deliver, top_logprobs=job.top_logprobs, adapter=adapter
-        )
+        job.submission = self.batch.submit(PromptBatch([job.prompt], job.sampling, job.top_logprobs, adapter), deliver)
         logprobs = None
         if job.prompt_logprobs is not None:
             future = self.batch.prompt_logprobs(job.prompt, adapter=adapter)
