@@ -116,6 +116,18 @@ def test_a_replaced_adapter_is_that_of_later_requests_alone(changing: Changing, 
     assert {entry.id for entry in changing.client.models.list()} == {"m", "clerk"}
 
 
+def test_a_response_has_the_version(changing: Changing) -> None:
+    """The Responses API too: of the model, and of an adapter that was replaced; whole, and in each event."""
+    asked: dict[str, Any] = {"input": "hello", "max_output_tokens": 5}
+    assert changing.client.responses.create(model="m", **asked).system_fingerprint == "0"
+    for path, version in (("one", "one@1"), ("two", "two@2")):
+        changing.load("poet", path)
+        assert changing.client.responses.create(model="poet", **asked).system_fingerprint == version
+        events = list(changing.client.responses.create(model="poet", stream=True, **asked))
+        versions = [event.response.system_fingerprint for event in events if hasattr(event, "response")]
+        assert versions == [version] * 3, "created, in progress, incomplete"
+
+
 def test_weights_change_between_requests(changing: Changing) -> None:
     """Running ones finish with their weights; one that arrives meanwhile waits, and has the new ones."""
     old = expected(TOKENS)  # before: a request without a seed draws from the generator that makes models
