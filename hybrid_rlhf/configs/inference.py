@@ -129,7 +129,8 @@ class ServeConfig(InferenceConfig):
     adapters_from: str | None = setting(None, advanced=True)
     """Folder of the LoRA adapters that requests may load, replace and unload at /v1/adapters; null: none may."""
     follow: str | None = None
-    """Folder of a run that trains the served model: its newest checkpoint replaces the weights; null: they stay."""
+    """Folder of a run that trains the served model: the weights or the adapter of its newest checkpoint are served;
+    null: the model stays as it is."""
     reward_model: str | None = None
     """Reward model that scores conversations at /score: a folder or hub name, which is also its name in requests."""
     max_queue: Natural = 256
