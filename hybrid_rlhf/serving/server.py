@@ -104,7 +104,7 @@ class StoppingServer(WebServer):
     async def on_tick(self, counter: int) -> bool:
         """Return True to exit; called ten times per second."""
         if self._task is None and (work := self._beside()) is not None:
-            self._task = asyncio.create_task(work, name=work.__qualname__)
+            self._task = asyncio.create_task(work)
             self._task.add_done_callback(_log_failure)
         if self._activity.stops and self._task is not None:
             self._task.cancel()
@@ -132,7 +132,7 @@ def _show_requests() -> None:
 def _log_failure(task: asyncio.Task[None]) -> None:
     """Log why what runs beside the server has ended."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("%s has ended, the server runs on without it", task.get_name(), exc_info=error)
+        logger.error("a task beside the server has failed, the server runs on without it", exc_info=error)
 
 
 def serve(
