@@ -226,7 +226,8 @@ class Soak:
     async def run(self, seconds: float, process: psutil.Process) -> list[int]:
         """Resident bytes of the server, at equal intervals."""
         end, resident = time.monotonic() + seconds, list[int]()
-        limits = httpx2.Limits(max_connections=STREAMS)
+        # new connections: the server closes idle ones after seconds, which a slow client may be about to use
+        limits = httpx2.Limits(max_connections=STREAMS, max_keepalive_connections=0)
         async with httpx2.AsyncClient(timeout=600, limits=limits) as client:
             streams = [asyncio.create_task(self._repeat(client, number, end)) for number in range(STREAMS)]
             for _ in range(READINGS):

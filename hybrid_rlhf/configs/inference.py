@@ -408,6 +408,10 @@ class ExportConfig(Settings):
     check: bool = False
     """Compare the greedy tokens of the exported model on ten prompts with those of the source: in transformers, or in
     llama.cpp for gguf. A difference beyond rounding is exit code 1."""
+    modelfile: bool = False
+    """With gguf, also write OUTPUT.Modelfile for Ollama, with the template, stop words and parameters."""
+    check_vllm: str | None = setting(None, advanced=True)
+    """Interpreter of an environment with vLLM, which compares the tokens of an exported folder there."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 
@@ -422,6 +426,14 @@ class ExportConfig(Settings):
         require(
             self.dtype != "q8_0" or self.format == "gguf",
             "dtype q8_0 is for format gguf, got safetensors: set --format gguf",
+        )
+        require(
+            not self.modelfile or self.format == "gguf",
+            f"modelfile is for format gguf, got {self.format}: set --format gguf, or leave it out",
+        )
+        require(
+            self.check_vllm is None or self.format == "safetensors",
+            f"check_vllm is for format safetensors, got {self.format}: leave it out",
         )
 
 
