@@ -1,12 +1,16 @@
 """The server against its own engine: throughput, first tokens, and many streams of which some are abandoned.
 
-    python -m benchmarks.serving MODEL                       # all three, five rounds, two minutes of streams
-    python -m benchmarks.serving MODEL --rounds 1 --soak_seconds 5 --new_tokens 16   # a quick look
+    python -m benchmarks.serving MODEL                       # all, five rounds, ten minutes of streams
+    python -m benchmarks.serving MODEL --rounds 1 --soak_seconds 5 --new_tokens 16 --arrivals 10   # a quick look
+    python -m benchmarks.serving MODEL --parts arrivals soak
 
 `throughput`: tokens per second of 32 concurrent clients and of one call of the engine with the same prompts, seeds and
 lengths, in turn in one run; medians, and the median of the rounds' ratios. `first_token`: seconds to the first token of
-a stream on an idle server, of the engine's prefill with its first token, and of one decoding step. `soak`: 256 streams
-for two minutes, a third of which disconnect midway; answers that end are compared with the engine's, token by token.
+a stream on an idle server, of the engine's prefill with its first token, and of one decoding step. `arrivals`: first
+tokens of requests that arrive at random times while 16 streams decode, in seconds and in steps: a running stream gets a
+token in each step, so its tokens count them, whatever else the machine does. The prefill is that of the same requests
+on the idle server. `soak`: 400 streams for ten minutes, a third of which disconnect midway; answers that end are
+compared with the engine's, token by token, and the server's memory is read twenty times.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,8 +37,12 @@ from hybrid_rlhf.cli.saved_models.loading import load_engine
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 
-CLIENTS, STREAMS, KINDS, PROMPT_TOKENS, MOST_TOKENS, TOP_K = 32, 256, 16, 64, 2048, 50
+CLIENTS, STREAMS, KINDS, PROMPT_TOKENS, MOST_TOKENS, TOP_K = 32, 400, 16, 64, 2048, 50
+DECODING = 16
+"""Number of streams that decode while other requests arrive."""
+READINGS = 20
 NAME = "model"
+PARTS = ["throughput", "first_token", "arrivals", "soak"]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -146,6 +154,68 @@ def first_token(url: str, engine: GenerationEngine, rounds: int) -> dict[str, fl
     }
 
 
+async def first_token_time(client: httpx2.AsyncClient, url: str, prompt: list[int], seed: int) -> float:
+    """Seconds from a request to its first token."""
+    start = time.perf_counter()
+    async with client.stream("POST", f"{url}/v1/completions", json=body(prompt, seed, 2, stream=True)) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                return time.perf_counter() - start
+    raise RuntimeError("a stream has ended without a token")
+
+
+async def arrive(url: str, count: int) -> dict[str, float]:
+    """First tokens of requests on the idle server, then while streams decode."""
+    chance = random.Random(1)
+    new_prompts = [[chance.randrange(100, 250) for _ in range(PROMPT_TOKENS)] for _ in range(2 * count)]
+    times: list[list[float]] = [[] for _ in range(DECODING)]
+    async with httpx2.AsyncClient(timeout=600, limits=httpx2.Limits(max_connections=DECODING + 4)) as client:
+        idle = [await first_token_time(client, url, prompt, 0) for prompt in new_prompts[:count]]
+
+        async def decode(number: int, prompt: list[int]) -> None:
+            asked = body(prompt, number, MOST_TOKENS - 128, stream=True)
+            async with client.stream("POST", f"{url}/v1/completions", json=asked) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        times[number].append(time.perf_counter())
+
+        decoding = [asyncio.create_task(decode(number, prompt)) for number, prompt in enumerate(prompts(DECODING))]
+        while min(map(len, times)) < 5:
+            await asyncio.sleep(0.05)
+        before = time.perf_counter()
+        await asyncio.sleep(3)
+        alone = [time for time in times[0] if time > before]
+        seconds, steps = [], []
+        for prompt in new_prompts[count:]:
+            await asyncio.sleep(chance.uniform(0, 0.2))
+            done = len(times[0])
+            seconds.append(await first_token_time(client, url, prompt, 0))
+            steps.append(len(times[0]) - done)
+        assert not any(task.done() for task in decoding), "the streams have ended before the last request"
+        for task in decoding:
+            task.cancel()
+        await asyncio.gather(*decoding, return_exceptions=True)
+    prefill = statistics.median(idle[1:])
+    step = statistics.median(b - a for a, b in zip(alone, alone[1:], strict=False))
+    late = [(value - prefill) / step for value in seconds]
+    return {
+        "requests": count,
+        "prefill_seconds": prefill,
+        "step_seconds": step,
+        "first_token_seconds_p50": statistics.median(seconds),
+        "first_token_seconds_p99": percentile(seconds, 99),
+        "steps_after_prefill_p50": statistics.median(late),
+        "steps_after_prefill_p99": percentile(late, 99),
+        "counted_steps_p50": statistics.median(steps),
+        "counted_steps_p99": percentile(steps, 99),
+    }
+
+
+def percentile(values: list[float] | list[int], percent: int) -> float:
+    """The smallest value that at least so many percent of the values do not exceed."""
+    return sorted(values)[-(-len(values) * percent // 100) - 1]
+
+
 class Soak:
     """Streams that are opened again as soon as they end, until the time is up."""
 
@@ -154,13 +224,14 @@ class Soak:
         self.finished = self.abandoned = self.wrong = self.lost = 0
 
     async def run(self, seconds: float, process: psutil.Process) -> list[int]:
-        """Resident bytes of the server, ten times."""
+        """Resident bytes of the server, at equal intervals."""
         end, resident = time.monotonic() + seconds, list[int]()
-        limits = httpx2.Limits(max_connections=STREAMS)
+        # new connections: the server closes idle ones after seconds, which a slow client may be about to use
+        limits = httpx2.Limits(max_connections=STREAMS, max_keepalive_connections=0)
         async with httpx2.AsyncClient(timeout=600, limits=limits) as client:
             streams = [asyncio.create_task(self._repeat(client, number, end)) for number in range(STREAMS)]
-            for _ in range(10):
-                await asyncio.sleep(seconds / 10)
+            for _ in range(READINGS):
+                await asyncio.sleep(seconds / READINGS)
                 resident.append(process.memory_info().rss)
             await asyncio.gather(*streams)
         return resident
@@ -189,15 +260,18 @@ class Soak:
         self.wrong += ids != self._expected[kind][: len(ids)] or (ended and len(ids) != self._tokens)
 
 
-def soak(url: str, engine: GenerationEngine, process: psutil.Process, seconds: float, tokens: int) -> dict[str, float]:
-    """Counts of streams, and the server's memory."""
+def soak(url: str, engine: GenerationEngine, process: psutil.Process, seconds: float, tokens: int) -> dict[str, Any]:
+    """Counts of streams, the server's memory, and how much more of it there is at the end than after a fifth."""
     expected = [
         engine.generate([prompt], sampling(kind, tokens))[0][0].token_ids for kind, prompt in enumerate(prompts(KINDS))
     ]
     streams = Soak(url, expected, tokens)
     resident = asyncio.run(streams.run(seconds, process))
     counts = {name: getattr(streams, name) for name in ("finished", "abandoned", "lost", "wrong")}
-    return {**counts, "gib_early": resident[2] / 2**30, "gib_end": resident[-1] / 2**30}
+    early = statistics.median(resident[READINGS // 5 : READINGS // 5 + 3])
+    end = statistics.median(resident[-3:])
+    gib = [round(value / 2**30, 4) for value in resident]
+    return {**counts, "streams": STREAMS, "seconds": seconds, "growth": end / early - 1, "gib": gib}
 
 
 def main() -> None:
@@ -206,15 +280,23 @@ def main() -> None:
     parser.add_argument("model", help="folder or hub name")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new_tokens", type=int, default=128)
-    parser.add_argument("--soak_seconds", type=float, default=120.0)
+    parser.add_argument("--soak_seconds", type=float, default=600.0)
+    parser.add_argument("--arrivals", type=int, default=200, help="requests that arrive while others decode")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path, help="file to write")
     args = parser.parse_args()
     engine, _ = load_engine(ServeConfig(path=args.model))
     result: dict[str, Any] = {}
     with server(args.model, CLIENTS) as (url, process):
-        result["throughput"] = throughput(url, engine, args.rounds, args.new_tokens)
-        result["first_token"] = first_token(url, engine, args.rounds)
-        result["soak"] = soak(url, engine, process, args.soak_seconds, args.new_tokens // 2)
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "throughput": lambda: throughput(url, engine, args.rounds, args.new_tokens),
+            "first_token": lambda: first_token(url, engine, args.rounds),
+            "arrivals": lambda: asyncio.run(arrive(url, args.arrivals)),
+            "soak": lambda: soak(url, engine, process, args.soak_seconds, args.new_tokens // 2),
+        }
+        for part in args.parts:
+            result[part] = parts[part]()
+            print(part, result[part], file=sys.stderr, flush=True)
     print(json.dumps(result, indent=2))
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2))

@@ -129,7 +129,8 @@ class ServeConfig(InferenceConfig):
     adapters_from: str | None = setting(None, advanced=True)
     """Folder of the LoRA adapters that requests may load, replace and unload at /v1/adapters; null: none may."""
     follow: str | None = None
-    """Folder of a run that trains the served model: its newest checkpoint replaces the weights; null: they stay."""
+    """Folder of a run that trains the served model: the weights or the adapter of its newest checkpoint are served;
+    null: the model stays as it is."""
     reward_model: str | None = None
     """Reward model that scores conversations at /score: a folder or hub name, which is also its name in requests."""
     max_queue: Natural = 256
@@ -407,6 +408,10 @@ class ExportConfig(Settings):
     check: bool = False
     """Compare the greedy tokens of the exported model on ten prompts with those of the source: in transformers, or in
     llama.cpp for gguf. A difference beyond rounding is exit code 1."""
+    modelfile: bool = False
+    """With gguf, also write OUTPUT.Modelfile for Ollama, with the template, stop words and parameters."""
+    check_vllm: str | None = setting(None, advanced=True)
+    """Interpreter of an environment with vLLM, which compares the tokens of an exported folder there."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 
@@ -421,6 +426,14 @@ class ExportConfig(Settings):
         require(
             self.dtype != "q8_0" or self.format == "gguf",
             "dtype q8_0 is for format gguf, got safetensors: set --format gguf",
+        )
+        require(
+            not self.modelfile or self.format == "gguf",
+            f"modelfile is for format gguf, got {self.format}: set --format gguf, or leave it out",
+        )
+        require(
+            self.check_vllm is None or self.format == "safetensors",
+            f"check_vllm is for format safetensors, got {self.format}: leave it out",
         )
 
 

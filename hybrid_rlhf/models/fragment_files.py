@@ -72,6 +72,10 @@ class SavedFragments:
         """Names of the parameters whose weights were saved."""
         return {name for name, kind in self._places if kind == WEIGHT}
 
+    def elements(self, name: str) -> int:
+        """Number of elements of a parameter, or of a part of one, whose weights were saved."""
+        return sum(size for _, size, _, _ in self._places.get((name, WEIGHT), ()))
+
     def fill(self, fragments: Iterable[Fragment]) -> None:
         """Read saved values into the tensors of fragments.
 

@@ -180,14 +180,12 @@ def _api(asked: Callable[[Request], Service], created: int, scores: ScoreService
     router = APIRouter()
 
     @router.get("/models")
-    async def models(request: Request) -> dict[str, Any]:
+    async def all_models(request: Request) -> dict[str, Any]:
         service = asked(request)
         scoring_models = [] if scores is None else [_entry(scores.name, created)]
-        served = [service, *service.adapters.values()]
-        return {
-            "object": "list",
-            "data": [*(_model(served_model, service, created) for served_model in served), *scoring_models],
-        }
+        served = {service.name: service, **service.adapters}  # the adapter of a followed run has the model's name
+        models = [_model(served_model, service, created) for served_model in served.values()]
+        return {"object": "list", "data": [*models, *scoring_models]}
 
     @router.get("/models/{name:path}")
     async def model(request: Request, name: str) -> dict[str, Any]:
@@ -339,7 +337,7 @@ async def _closed_by_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 def _model(service: Service, base: Service, created: int) -> dict[str, Any]:
     entry = {**_entry(service.name, created), "max_model_len": service.batch.max_tokens, "version": service.version}
-    return entry if service is base else {**entry, "parent": base.name}
+    return entry if service.name == base.name else {**entry, "parent": base.name}
 
 
 def _entry(name: str, created: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """POST /v1/responses for text: OpenAI's Responses API over chat completions.
 
 A request has no state: `previous_response_id`, tools and files are refused, and `store` has no effect. Reasoning is an
-item of its own, before the message.
+item of its own, before the message. `system_fingerprint` has the version of the weights, as in the other answers.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def response_of(body: ResponseBody, job: Job, whole: dict[str, Any]) -> dict[str
     items = [_reasoning(message["reasoning_content"])] if message.get("reasoning_content") else []
     status = _STATUSES.get(choice["finish_reason"], "completed")
     items.append(_said(message["content"] or "", status))
-    head = _head(body, f"resp_{uuid.uuid4().hex}", int(whole["created"]))
+    head = _head(body, int(whole["created"]), whole["system_fingerprint"])
     return {**head, **_end(status), "output": items, "usage": _usage(job, whole["usage"]["completion_tokens"])}
 
 
 async def response_events(body: ResponseBody, answer: Answer, job: Job, stream: TokenStream) -> AsyncIterator[str]:
     """Server-sent events of a streamed response; the last one has the whole response."""
-    head = _head(body, f"resp_{uuid.uuid4().hex}", int(time.time()))
+    head = _head(body, int(time.time()), answer.version)
     number = 0
 
     def sent(kind: str, **content: Any) -> str:
@@ -138,13 +138,14 @@ async def response_events(body: ResponseBody, answer: Answer, job: Job, stream: 
     yield sent(f"response.{status}", response=response)
 
 
-def _head(body: ResponseBody, name: str, created: int) -> dict[str, Any]:
-    """What a response repeats of its request."""
+def _head(body: ResponseBody, created: int, version: str | None) -> dict[str, Any]:
+    """The keys of a response that are known when it begins, those of its request among them."""
     repeated = ("model", "instructions", "max_output_tokens", "temperature", "top_p")
     return {
-        "id": name,
+        "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
         "created_at": created,
+        "system_fingerprint": version,
         **{key: getattr(body, key) for key in repeated},
         "error": None,
         "metadata": {},

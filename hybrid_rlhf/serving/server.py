@@ -130,9 +130,9 @@ def _show_requests() -> None:
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
-    """Log why a task beside the server has ended."""
+    """Log why what runs beside the server has ended."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("the weights are not replaced any more", exc_info=error)
+        logger.error("a task beside the server has failed, the server runs on without it", exc_info=error)
 
 
 def serve(

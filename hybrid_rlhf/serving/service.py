@@ -347,7 +347,7 @@ class Service:
     def check_name(self, name: str) -> None:
         """Raise UnknownModel unless this is the name of the served model."""
         if name != self.name:
-            known = ", ".join([self.name, *self.adapters])
+            known = ", ".join(dict.fromkeys([self.name, *self.adapters]))
             raise UnknownModel(f"the model of this server is {known}, got {name[:100]!r}: name it")
 
     def start(self, job: Job, *, whole: bool) -> TokenStream:

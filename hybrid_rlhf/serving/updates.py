@@ -2,7 +2,8 @@
 
 A replaced adapter keeps its number until no request uses it, so running requests keep their version. Weights have one
 place: requests that arrive wait until the running ones have finished and the new weights are there. Each answer has the
-version in `system_fingerprint`.
+version in `system_fingerprint`. The adapter of a run that is followed has the name of the model: requests for the model
+are answered with it.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ from transformers import PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.open_batch import OpenBatch
-from hybrid_rlhf.models.fragment_files import WEIGHT, Fragment, SavedFragments
-from hybrid_rlhf.models.pretrained.adapters import read_adapter
-from hybrid_rlhf.runtime.files.checkpoint_folder import BrokenCheckpoint, checkpoint_paths, read_manifest
+from hybrid_rlhf.models.pretrained.adapters import LowRank, read_adapter
+from hybrid_rlhf.runtime.files.checkpoint_folder import BrokenCheckpoint
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.serving.bodies import KeyRejected
+from hybrid_rlhf.serving.followed_run import newest_checkpoint, read_trained
 from hybrid_rlhf.serving.service import Service, UnknownModel
 
 _POLL_SECONDS = 0.05
 """Time between two looks at the running requests before weights are replaced."""
-_ACTOR = "actor"
 
 
 class ModelUpdates:
@@ -74,15 +74,19 @@ class ModelUpdates:
         path = self._path_of(folder)
         async with self._changing:
             lm = await asyncio.to_thread(self._load)
-            await self._free(lm)
-            self._versions += 1
-            inner = f"{name}@{self._versions}"
             factors = await asyncio.to_thread(read_adapter, lm, str(path))
-            await self._paused(partial(self._engine.set_adapter, inner, factors, like=lm))
-            self._retire(name)
-            served = self._service.with_adapter(name, inner, version=f"{folder}@{self._versions}")
-            self._service.adapters[name] = served
-            return served
+            return await self._take(name, factors, lm, version=f"{folder}@{self._versions + 1}")
+
+    async def _take(self, name: str, factors: Mapping[str, LowRank], lm: PreTrainedModel, *, version: str) -> Service:
+        """Serve an adapter under a name in place of the one that has it; `lm` has the shapes of the weights."""
+        await self._free(lm)
+        self._versions += 1
+        inner = f"{name}@{self._versions}"
+        await self._paused(partial(self._engine.set_adapter, inner, factors, like=lm))
+        self._retire(name)
+        served = self._service.with_adapter(name, inner, version=version)
+        self._service.adapters[name] = served
+        return served
 
     async def unload_adapter(self, name: str) -> None:
         """Refuse further requests for an adapter, whose running requests finish.
@@ -90,8 +94,9 @@ class ModelUpdates:
         Raises:
             UnknownModel: when there is no such adapter.
         """
-        if name not in self._service.adapters:
-            raise UnknownModel(f"the adapters of this server are {', '.join(self._service.adapters) or 'none'}")
+        names = self._service.adapters.keys() - {self._service.name}
+        if name not in names:
+            raise UnknownModel(f"the adapters of this server are {', '.join(sorted(names)) or 'none'}")
         async with self._changing:
             self._retire(name)
             await self._free(await asyncio.to_thread(self._load))
@@ -150,17 +155,16 @@ class ModelUpdates:
             self._service.admits.set()
 
     async def follow(self, run: str, seconds: float, report: Callable[[str], None]) -> None:
-        """Take the weights of each new checkpoint of a run, until cancelled; looks every `seconds`, reports each."""
+        """Serve each new checkpoint of a run, until cancelled; looks every `seconds`, and reports what is served."""
         folder = user_path(run)
         last: Path | None = None
+        if await asyncio.to_thread(newest_checkpoint, folder) is None:
+            report(f"{folder} has no complete checkpoint yet: the model is served as it was loaded")
         while True:
             newest = await asyncio.to_thread(newest_checkpoint, folder)
             if newest is not None and newest != last:
                 try:
-                    lm = await asyncio.to_thread(self._load)
-                    await asyncio.to_thread(read_weights, lm, newest)
-                    await self.replace_weights(lm, newest.name, _number(newest))
-                    report(f"serving the weights of {newest}")
+                    report(f"serving the {await self._take_checkpoint(newest)} of {newest}")
                 except (OSError, BrokenCheckpoint, SafetensorError) as error:  # the run has removed it meanwhile
                     logger.warning("%s cannot be read (%s): the next one will be", newest, error)
                 except UserError as error:
@@ -168,45 +172,16 @@ class ModelUpdates:
                 last = newest
             await asyncio.sleep(seconds)
 
-
-def newest_checkpoint(run: Path) -> Path | None:
-    """The newest checkpoint of a run that is completely written; None if there is none."""
-    for path in checkpoint_paths(run)[::-1]:
-        with contextlib.suppress(BrokenCheckpoint):
-            if read_manifest(path):
-                return path
-    return None
-
-
-def read_weights(lm: PreTrainedModel, checkpoint: Path) -> None:
-    """Read the trained weights of a checkpoint into a model: of the actor, or of the only model of a run.
-
-    Raises:
-        UserError: when the checkpoint has weights that the model lacks, as those of adapters, or lacks a part of one.
-    """
-    roles = list(read_manifest(checkpoint)["engines"])
-    role = _ACTOR if _ACTOR in roles else roles[0]
-    saved = SavedFragments(sorted(checkpoint.glob(f"{role}_*.safetensors")))
-    parameters = dict(lm.named_parameters())
-    named = {name: _parameter_name(name, parameters) for name in saved.names}
-    unknown = sorted(name for name, parameter in named.items() if parameter is None)
-    if unknown or not named:
-        raise UserError(
-            f"a run that is followed must train the weights of the served model, {checkpoint} has "
-            f"{unknown[0] if unknown else 'none'}: serve the adapters of a run with LoRA by POST /v1/adapters"
-        )
-    fragments = []
-    for name, parameter in named.items():
-        assert parameter is not None
-        fragments.append(Fragment(name, 0, {WEIGHT: parameters[parameter].data.view(-1)}))
-    saved.fill(fragments)
-
-
-def _parameter_name(name: str, parameters: Mapping[str, object]) -> str | None:
-    """The name of a parameter of the model for one of a training engine, which may wrap the model."""
-    parts = name.split(".")
-    tails = (".".join(parts[start:]) for start in range(min(3, len(parts))))
-    return next((tail for tail in tails if tail in parameters), None)
+    async def _take_checkpoint(self, checkpoint: Path) -> str:
+        """Serve what a run has trained; returns what that is."""
+        lm = await asyncio.to_thread(self._load)
+        factors = await asyncio.to_thread(read_trained, lm, checkpoint)
+        if not factors:
+            await self.replace_weights(lm, checkpoint.name, _number(checkpoint))
+            return "weights"
+        async with self._changing:
+            await self._take(self._service.name, factors, lm, version=checkpoint.name)
+        return "adapter"
 
 
 def _number(checkpoint: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,34 @@ from tests.support.models import random_adapter
 from tests.support.tiny import VOCABULARY, tiny_config, tiny_model, tiny_tokenizer
 
 PROBE = list(range(3, 40))
+VLLM = """
+from types import SimpleNamespace
+
+import torch
+from transformers import AutoModelForCausalLM
+
+SamplingParams = SimpleNamespace
+
+
+class LLM:
+    def __init__(self, model, dtype, **_):
+        self.lm = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+
+    def generate(self, prompts, params, use_tqdm):
+        return [self.one(torch.tensor([prompt["prompt_token_ids"]]), params) for prompt in prompts]
+
+    def one(self, ids, params):
+        whole = self.lm.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=params.max_tokens,
+            eos_token_id=params.stop_token_ids,
+            pad_token_id=0,
+        )
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=whole[0, ids.shape[1] :].tolist())])
+"""
+"""A package with vLLM's calls, which transformers answers."""
 
 
 def logprobs(folder: Path) -> torch.Tensor:
@@ -185,6 +214,40 @@ def test_a_checked_gguf_file_answers_the_same_in_llama_cpp(tmp_path: Path, capsy
         line = [str(source), "--output", str(tmp_path / f"{dtype}.gguf"), "--format", "gguf", "--dtype", dtype]
         code, found = exported(line, capsys)
         assert (code, found["faults"], found["program"]) == (0, [], "llama.cpp")
+
+
+def test_a_check_in_vllm_compares_the_tokens_that_its_interpreter_prints(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without vLLM: a package of its name answers with transformers, and one that fails is named."""
+    package = tmp_path / "packages" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(VLLM)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={package.parent} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    line = ["export", str(model_folder), "--check_vllm", str(python), "--json", "--output"]
+    main([*line, str(tmp_path / "same")])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["check_vllm"] == {"program": "vLLM", "equal": 10, "rounded": 0, "faults": []}
+    assert "check" not in result
+    (package / "__init__.py").write_text(VLLM.replace(".tolist()", ".add(1).tolist()"))
+    with pytest.raises(SystemExit, match="1"):
+        main([*line, str(tmp_path / "other")])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["check_vllm"]["faults"]
+    (package / "__init__.py").write_text("raise RuntimeError('no kernels for this machine')")
+    refused = refusal(export.main, [*line[1:4], "--output", str(tmp_path / "refused")], capsys)
+    assert "vLLM must load" in refused and "no kernels for this machine" in refused
+    refused = refusal(
+        export.main, [str(model_folder), "--output", str(tmp_path / "x"), "--check_vllm", "/none"], capsys
+    )
+    assert "--check_vllm must be the interpreter of an environment with vLLM, got /none" in refused
+    refused = refusal(
+        export.main,
+        [str(model_folder), "--output", str(tmp_path / "x.gguf"), "--format", "gguf", "--check_vllm", "p"],
+        capsys,
+    )
+    assert "check_vllm is for format safetensors" in refused
 
 
 def test_a_check_that_is_not_possible_says_so(

@@ -20,7 +20,7 @@ from hybrid_rlhf.generation.batching.continuous import ContinuousBatch
 from hybrid_rlhf.generation.batching.requests import Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
-from hybrid_rlhf.generation.open_batch import OpenBatch, PromptBatch, StreamedToken, Submission
+from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion
 from tests.support.families import variant
 from tests.support.generation import (
@@ -411,3 +411,40 @@ def test_an_order_is_repeated_whatever_the_time_of_arrival() -> None:
             second.get(timeout=60)
         assert batch.take_order() == order
     assert reached == order[1].step - order[0].step, "the pause waits for its step"
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_first_token_of_a_request_is_there_within_two_steps(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While others decode: the step that runs when it arrives, and that of its prompt; on a GPU, a step that was
+    launched ahead comes before. A running request has a token of each step, so its tokens count them, whatever the load
+    of the machine."""
+    keep_in_flight(monkeypatch, ahead)
+    tokens = 4000
+    long = replace(SAMPLED, max_new_tokens=tokens, min_new_tokens=tokens, n=1)
+    short = replace(long, max_new_tokens=2, min_new_tokens=2)
+    engine = engine_of(tiny_model(max_position_embeddings=5000), tokenizer=tiny_tokenizer())
+    counted: list[int] = []
+    """Tokens of a running request."""
+    waited: list[int] = []
+    with engine.open(rows=16, max_tokens=4500) as batch:
+        running = [batch.submit([[5, 6, number]], long, lambda _: None) for number in range(7)]
+        running.append(batch.submit([[7, 8, 9]], long, lambda new: counted.extend(token.token_id for token in new)))
+        wait_until(lambda: len(counted) > 0)
+        for number in range(40):
+            arrived: list[int] = []
+
+            def deliver(new: list[StreamedToken], arrived: list[int] = arrived) -> None:
+                if new and len(arrived) == 1:
+                    arrived.append(len(counted))
+
+            def arrive(length: int = 20 + number, arrived: list[int] = arrived, put: Deliver = deliver) -> None:
+                arrived.append(len(counted))
+                batch.submit([random_tokens(length)], short, put)
+
+            batch.call(arrive).result()
+            wait_until(lambda arrived=arrived: len(arrived) == 2)  # type: ignore[misc]
+            waited.append(arrived[1] - arrived[0])
+        assert len(counted) < tokens, "it ran all the while"
+        for submission in running:
+            batch.cancel(submission)
+    assert max(waited) <= 2 + ahead, waited

@@ -68,7 +68,7 @@ POSITIONAL: dict[str, str | tuple[str, ...]] = {
     **{"data check": "path", "data convert": "path", "data split": "path", "data blend": "sources"},
 }
 """Keys that the first words give."""
-METRIC_FLOORS = ("rl", "supervised", "loop", "planning", "models", "runtime/observability")
+METRIC_FLOORS = ("rl", "supervised", "loop", "planning", "models", "runtime/observability", "serving/training/record")
 """Folders of the library that make metrics."""
 NOT_METRICS = {"application/json"}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from hybrid_rlhf.board.runs.folders import RunFolder, RunFolders
+from hybrid_rlhf.board.runs.summary import RunSummaries
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import TrainServerConfig
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.serving.training.store import Checkpoint, Store, UnknownObject
 from tests.support.training_server import (
     SEQUENCE,
@@ -36,7 +39,8 @@ def sampled(client: Client, place: int, sampler: str) -> Any:
 
 
 def test_a_killed_server_comes_back_with_all_that_was_saved(model_folder: Path, tmp_path: Path) -> None:
-    """And with no more: an update that was not saved is never silently missing from what comes after."""
+    """And with no more: an update that was not saved is never silently missing from what comes after. The board shows
+    it all the while."""
     folder = tmp_path / "server"
     base = {"model_name": "tiny"}
     words = ["--model_name", "tiny"]
@@ -79,10 +83,21 @@ def test_a_killed_server_comes_back_with_all_that_was_saved(model_folder: Path, 
         loaded = client.done("load_weights", session_id=session, model_seq_id=5, path=state, optimizer=True)
         assert client.train(loaded["model_id"], 1, 3) == losses
         assert client.request("create_model", _model(session, 0, **base)).status_code == 200
+        (shown,) = RunFolders([folder]).all()
+        assert _summary(shown) == ("running", None, "train-server", str(model_folder))
         listed = client.get("training_runs").json()["training_runs"]
         assert {exact, lost, new, reference} <= {run["training_run_id"] for run in listed}
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+    assert _summary(shown) == ("stopped", None, "train-server", str(model_folder))
+    lines = read_metrics(folder)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert lines[-1]["tenants/local/trained_tokens_per_second"] > 0
+
+
+def _summary(run: RunFolder) -> tuple[Any, ...]:
+    summary = RunSummaries().summary(run)
+    return tuple(summary[key] for key in ("state", "problem", "algorithm", "model"))
 
 
 def _model(session: str, number: int, **more: Any) -> dict[str, Any]:

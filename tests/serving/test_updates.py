@@ -12,21 +12,17 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-import torch
 from fastapi import FastAPI
-from transformers import AutoModelForCausalLM
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.service import Service
-from hybrid_rlhf.serving.updates import ModelUpdates, newest_checkpoint, read_weights
+from hybrid_rlhf.serving.updates import ModelUpdates
 from hybrid_rlhf.serving.web import served_in_background
 from tests.support.generation import wait_until
 from tests.support.models import random_adapter
-from tests.support.runs import run_python, sft_line
-from tests.support.serving import KEY, server_process
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 PROMPT = [7, 8, 9, 30]
@@ -116,6 +112,18 @@ def test_a_replaced_adapter_is_that_of_later_requests_alone(changing: Changing, 
     assert {entry.id for entry in changing.client.models.list()} == {"m", "clerk"}
 
 
+def test_a_response_has_the_version(changing: Changing) -> None:
+    """The Responses API too: of the model, and of an adapter that was replaced; whole, and in each event."""
+    asked: dict[str, Any] = {"input": "hello", "max_output_tokens": 5}
+    assert changing.client.responses.create(model="m", **asked).system_fingerprint == "0"
+    for path, version in (("one", "one@1"), ("two", "two@2")):
+        changing.load("poet", path)
+        assert changing.client.responses.create(model="poet", **asked).system_fingerprint == version
+        events = list(changing.client.responses.create(model="poet", stream=True, **asked))
+        versions = [event.response.system_fingerprint for event in events if hasattr(event, "response")]
+        assert versions == [version] * 3, "created, in progress, incomplete"
+
+
 def test_weights_change_between_requests(changing: Changing) -> None:
     """Running ones finish with their weights; one that arrives meanwhile waits, and has the new ones."""
     old = expected(TOKENS)  # before: a request without a seed draws from the generator that makes models
@@ -178,33 +186,3 @@ def test_only_adapters_of_the_folder_are_loaded(changing: Changing, path: str, t
 def test_a_server_that_loads_adapters_needs_a_key() -> None:
     with pytest.raises(UserError, match="adapters_from needs an api_key"):
         ServeConfig(path="m", adapters_from="adapters")
-
-
-def test_a_run_is_followed_to_its_newest_checkpoint(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
-    """The weights of the last checkpoint are those that the run saves at its end."""
-    run = tmp_path / "run"
-    assert newest_checkpoint(run) is None
-    line = sft_line(run, model_folder, pair_rows, "--train.max_steps", "3", "--train.save_every", "3")
-    done = run_python([*line, "--optimizer.lr", "0.01", "--data.eval_fraction", "0"])
-    assert done.returncode == 0, done.stderr
-    checkpoint = newest_checkpoint(run)
-    assert checkpoint is not None and checkpoint.name == "step_3"
-    read, saved = tiny_model(), AutoModelForCausalLM.from_pretrained(run)
-    assert not torch.equal(read.lm_head.weight, saved.lm_head.weight)
-    read_weights(read, checkpoint)
-    for name, weight in saved.named_parameters():
-        assert torch.equal(dict(read.named_parameters())[name], weight), name
-    with server_process([str(model_folder), "--model_name", "m", "--follow", str(run)]) as (_, url):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120)
-        wait_until(lambda: client.models.retrieve("m").version == "step_3")
-        more: dict[str, Any] = {"return_token_ids": True, "min_tokens": 20}
-        answer = client.completions.create(model="m", prompt=PROMPT, max_tokens=20, temperature=0, extra_body=more)
-        greedy = SamplingParams(max_new_tokens=20, temperature=0.0, min_new_tokens=20)
-        engine = GenerationEngine.from_model(saved, stop_token_ids=[2])
-        assert answer.system_fingerprint == "step_3"
-        assert answer.choices[0].token_ids == engine.generate([PROMPT], greedy)[0][0].token_ids
-    other = tiny_model(num_hidden_layers=1)
-    with pytest.raises(UserError, match="must train the weights of the served model"):
-        read_weights(other, checkpoint)
-    (checkpoint / "manifest.json").unlink()
-    assert newest_checkpoint(run) is None, "it is not complete"

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from hybrid_rlhf.cli.main import main
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig, VLLMConfig
 from hybrid_rlhf.engines.builder import build_actor
 from hybrid_rlhf.engines.vllm.process import ServerProcess, private_folder, server_command, server_environment
@@ -25,6 +26,7 @@ from hybrid_rlhf.generation.backends.vllm import VLLMServer
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import actor_spec, differences, train_step
+from tests.support.models import random_adapter
 from tests.support.ranks import free_ports, run_main
 from tests.support.steps import MODULES, step_line
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -51,6 +53,18 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(hidden_size=128).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def test_an_exported_model_answers_the_same_in_vllm(
+    wide_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Merged with an adapter, and the reference with the adapter beside it."""
+    adapter = random_adapter(tiny_model(hidden_size=128), tmp_path / "adapter", 0, ["q_proj", "down_proj"])
+    line = ["export", str(wide_model), "--adapter", adapter, "--output", str(tmp_path / "out"), "--check_vllm", PYTHON]
+    capsys.readouterr()
+    main([*line, "--json"])
+    check = json.loads(capsys.readouterr().out.splitlines()[-1])["check_vllm"]
+    assert (check["program"], check["faults"]) == ("vLLM", []) and check["equal"] + check["rounded"] == 10
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,8 @@ COMMANDS: dict[str, type] = {
 """The config of each training command."""
 BOARD_LOG = "board.log"
 """Output of a run that the board started."""
+_SERVICE = "train-server"
+"""The command of a training server, whose folder is shown as that of a run, but cannot be started by the board."""
 _PRINTED_BYTES = 10_000
 """Size of the shown end of the output."""
 _FEWEST_KEYS = 5
@@ -81,7 +83,8 @@ class RunSummaries:
         """A row of the list of runs, as specified in docs/board.md."""
         config, problem = self.config(run)
         command = command_of(config)
-        is_foreign = problem is None and command is None
+        serves = problem is None and _is_service(config)
+        is_foreign = problem is None and command is None and not serves
         if is_foreign:
             problem = f"{CONFIG_FILE} is not of a run of hybrid-rlhf"
         line, metrics_problem = self._last_line(run)
@@ -112,8 +115,8 @@ class RunSummaries:
             "last": {name: finite(number(values[name])) for name in _LAST_VALUES if name in values},
             "total_steps": most if isinstance(most, int) and most > 0 else step if has_ended else None,
             "command": command,
-            "algorithm": _text_or_number(config, "algorithm", "name"),
-            "model": _text_or_number(config, "model", "path"),
+            "algorithm": _SERVICE if serves else _text_or_number(config, "algorithm", "name"),
+            "model": _text_or_number(config, "path") if serves else _text_or_number(config, "model", "path"),
             "seed": _text_or_number(config, "seed"),
             "started_seconds": _changed(run.folder / CONFIG_FILE),
             "updated_seconds": _changed(run.folder / METRICS_FILE) or _changed(run.folder / CONFIG_FILE),
@@ -161,6 +164,11 @@ def command_of(config: dict[str, Any]) -> str | None:
     keys = set(map(str, config))
     name = max(fields, key=lambda name: len(keys & fields[name]) - len(keys - fields[name]))
     return name if len(keys & fields[name]) >= _FEWEST_KEYS else None
+
+
+def _is_service(config: dict[str, Any]) -> bool:
+    """Return True for the settings of a training server."""
+    return {"path", "output_dir", "api_keys", "micro_batch_tokens"} <= config.keys()
 
 
 def lock_owner(folder: Path) -> LockOwner | None:

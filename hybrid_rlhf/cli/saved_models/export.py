@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import ExportConfig
 from hybrid_rlhf.runtime.command_line import command
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.output import print_result
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from hybrid_rlhf.cli.saved_models.export_check import CheckResult
     from hybrid_rlhf.models.pretrained.gguf.writing import GGUFType
 
 _GGUF_TYPES: dict[str, GGUFType] = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0"}
@@ -30,7 +32,8 @@ def main(config: ExportConfig) -> None:
         raise UserError(f"--output must not exist, {config.output} does: choose another, or remove it")
     import torch
 
-    from hybrid_rlhf.cli.saved_models.export_check import check_export, require_program
+    from hybrid_rlhf.cli.saved_models.export_check import require_program
+    from hybrid_rlhf.cli.saved_models.modelfile import modelfile
     from hybrid_rlhf.models.pretrained.adapters import merge_adapter
     from hybrid_rlhf.models.pretrained.folders import load_config, warn_of_remote_code
     from hybrid_rlhf.models.pretrained.gguf.writing import write_gguf
@@ -51,9 +54,12 @@ def main(config: ExportConfig) -> None:
         raise UserError(f"--dtype must be {', '.join(_GGUF_TYPES)}, {config.path} is stored in {dtype}: set --dtype")
     # float32 avoids rounding when an adapter is merged or a GGUF file compared.
     wide = config.format == "gguf" or config.adapter is not None
-    if config.check and is_scorer(load_config(path, trust_remote_code=config.trust_remote_code)):
+    checks = config.check or config.check_vllm is not None
+    if checks and is_scorer(load_config(path, trust_remote_code=config.trust_remote_code)):
         raise UserError(f"--check compares completions, {config.path} is a reward model: leave it out")
     lm = _load(path, config, torch.float32 if wide else stored)
+    # first, as a template may be refused
+    for_ollama = modelfile(output, tokenizer, lm.generation_config) if config.modelfile else None
     if config.adapter is not None:
         lm = merge_adapter(lm, config.adapter)
     result: dict[str, Any] = {"output": str(output), "format": config.format, "dtype": dtype}
@@ -61,25 +67,48 @@ def main(config: ExportConfig) -> None:
         result["logprob_change"] = write_gguf(
             output, lm, tokenizer, weights=_GGUF_TYPES[dtype], name=Path(config.path).name
         )
+        if for_ollama is not None:
+            place = output.with_suffix(".Modelfile")
+            write_whole(place, for_ollama)
+            result["modelfile"] = str(place)
         text = f"{output}: {dtype}, read back; log-probs change by {result['logprob_change']:.2g} nats on average"
     else:
         _save_folder(
             output, lm, tokenizer, getattr(torch, dtype), card=Path(path, "README.md"), shard_gib=config.shard_gib
         )
         text = f"{output}: {dtype}"
+    if "modelfile" in result:
+        text += f"; ollama create NAME -f {result['modelfile']}"
     result["bytes"] = sum(file.stat().st_size for file in ([output] if output.is_file() else output.rglob("*")))
     size, unit = (2**30, "GiB") if result["bytes"] >= 2**29 else (2**20, "MiB")
     text = f"{text}, {result['bytes'] / size:.2f} {unit}"
-    found = None
-    if config.check:
+    found = {}
+    if checks:
         del lm  # the reference is another model: merging has changed this one
-        reference = _with_adapter(_load(path, config, torch.float32), config.adapter)
-        found = check_export(output, reference, tokenizer, dtype=dtype, trust_remote_code=config.trust_remote_code)
-        result["check"] = found.as_json()
-        text = f"{text}\n{found.text}"
+        found = _checks(config, output, path, tokenizer, dtype)
+        result |= {name: check.as_json() for name, check in found.items()}
+        text = "\n".join([text, *(check.text for check in found.values())])
     print_result(result, text)
-    if found is not None and found.faults:
+    if any(check.faults for check in found.values()):
         sys.exit(1)
+
+
+def _checks(
+    config: ExportConfig, output: Path, path: str, tokenizer: PreTrainedTokenizerBase, dtype: str
+) -> dict[str, CheckResult]:
+    """The comparisons of the export that the config asks for, by their keys."""
+    import torch
+
+    from hybrid_rlhf.cli.saved_models.export_check import check_export, check_in_vllm
+
+    reference = _with_adapter(_load(path, config, torch.float32), config.adapter)
+    settings: dict[str, Any] = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    found = {}
+    if config.check:
+        found["check"] = check_export(output, reference, tokenizer, **settings)
+    if config.check_vllm is not None:
+        found["check_vllm"] = check_in_vllm(output, reference, tokenizer, python=config.check_vllm, **settings)
+    return found
 
 
 def _with_adapter(lm: PreTrainedModel, adapter: str | None) -> PreTrainedModel:

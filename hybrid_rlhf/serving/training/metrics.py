@@ -41,6 +41,10 @@ class TrainingMetrics:
         """Read the value of a gauge of a tenant whenever the metrics are read."""
         self._gauges[name].labels(tenant).set_function(value)
 
+    def value(self, name: str, tenant: str) -> float:
+        """The current value of a counter or gauge of a tenant; 0 before its first count."""
+        return self._registry.get_sample_value(f"hybrid_rlhf_training_{name}", {"tenant": tenant}) or 0.0
+
     def text(self) -> bytes:
         """The current values as text."""
         return generate_latest(self._registry)

@@ -1,7 +1,7 @@
 """The process of a training server: its folder, its socket, and its end.
 
-SIGINT and SIGTERM stop it as they stop `serve`: it refuses new requests and finishes what runs on the device. Unsaved
-state is lost; clients receive the same error as after a kill.
+The board shows the folder (`record.py`). SIGINT and SIGTERM stop the server as they stop `serve`: it refuses new
+requests and finishes what runs on the device. Unsaved state is lost; clients receive the same error as after a kill.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hybrid_rlhf.serving.admission import Activity
 from hybrid_rlhf.serving.server import StoppingServer
 from hybrid_rlhf.serving.training.app import build_app
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
+from hybrid_rlhf.serving.training.record import ServiceRecord, write_settings
 from hybrid_rlhf.serving.training.sampling import Samplers
 from hybrid_rlhf.serving.training.service import TrainingService
 from hybrid_rlhf.serving.training.store import Checkpoint, Store
@@ -71,6 +72,8 @@ def serve_training(
     listener = bound_socket(config.host, config.port)
     base = load(folder)
     service = training_service(config, base, folder, api_keys)
+    write_settings(config, folder)
+    record = ServiceRecord(folder, service.tenants, service.metrics)
     activity = Activity()
     app = build_app(service, host=config.host, activity=activity, max_body_bytes=int(config.max_body_mib * _MIB))
 
@@ -81,7 +84,13 @@ def serve_training(
         report(config.served_name, url_of(*listener.getsockname()[:2]))
 
     server = StoppingServer(
-        app, activity, seconds=config.shutdown_seconds, failed=failed, started=started, close=base.batch.close
+        app,
+        activity,
+        seconds=config.shutdown_seconds,
+        failed=failed,
+        started=started,
+        close=base.batch.close,
+        beside=record.follow,
     )
     try:
         server.run(sockets=[listener])

@@ -40,6 +40,8 @@ class Tenant:
     quotas: Quotas
     requests: int = 0
     queued_bytes: int = 0
+    accepted: int = 0
+    """Number of requests so far."""
 
     def admit(self, size: int) -> None:
         """Count a request of this many bytes.
@@ -54,6 +56,7 @@ class Tenant:
                 f"{quotas.requests} of {quotas.queued_bytes} bytes: wait for results"
             )
         self.requests += 1
+        self.accepted += 1
         self.queued_bytes += size
 
 

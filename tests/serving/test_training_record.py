@@ -1,0 +1,106 @@
+"""What a training server writes for the board: the load and throughput of each tenant, and no secrets."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.board.runs.folders import RunFolders
+from hybrid_rlhf.board.runs.metrics import MetricsFile
+from hybrid_rlhf.board.runs.summary import RunSummaries
+from hybrid_rlhf.configs.inference import TrainServerConfig
+from hybrid_rlhf.runtime.files.names import CONFIG_FILE, METRICS_FILE
+from hybrid_rlhf.runtime.observability.metrics import read_metrics
+from hybrid_rlhf.serving.training.record import ServiceRecord, write_settings
+from tests.support.documents import undocumented_metrics
+from tests.support.training_server import BOB, SEQUENCE, Client, samples_of, training_server
+
+TRAINED = len(SEQUENCE) - 1
+
+
+def test_the_board_has_the_tenants_the_queue_and_the_throughput(tmp_path: Path) -> None:
+    """Tokens of each tenant are those of its own requests; a server that does nothing adds no lines."""
+    with training_server(tmp_path) as (url, service):
+        record = ServiceRecord(tmp_path, service.tenants, service.metrics)
+        record.add_line()
+        assert read_metrics(tmp_path) == [], "nothing has happened"
+        alice = Client(url)
+        bob = Client(url, BOB)
+        model = alice.model()
+        alice.train(model, 1, 3, rows=[SEQUENCE, SEQUENCE])
+        record.add_line()
+        sampler = bob.post(
+            "create_sampling_session", session_id=bob.session(), sampling_session_seq_id=0, base_model="tiny"
+        )
+        asked = {
+            "sampling_session_id": sampler["sampling_session_id"],
+            "seq_id": 0,
+            "prompt": {"chunks": [{"tokens": SEQUENCE[:2]}]},
+            "sampling_params": {"max_tokens": 8, "temperature": 0},
+        }
+        tokens = len(samples_of(bob.result(bob.request("asample", asked).json()["request_id"]))[0])
+        record.add_line()
+        record.add_line()
+        first, second = read_metrics(tmp_path)
+        again = ServiceRecord(tmp_path, service.tenants, service.metrics)
+        alice.train(model, 7, 1)
+        again.add_line()
+        third = read_metrics(tmp_path)[-1]
+    seconds = first["time_seconds"]
+    assert first["tenants/alice/trained_tokens_per_second"] * seconds == pytest.approx(3 * 2 * TRAINED, rel=0.2)
+    assert first["tenants/alice/requests_per_second"] * seconds == pytest.approx(1 + 6, rel=0.2)
+    assert first["tenants/alice/models"] == 1
+    assert first["tenants/bob/trained_tokens_per_second"] == 0
+    assert first["perf/trained_tokens_per_second"] == first["tenants/alice/trained_tokens_per_second"]
+    assert second["tenants/alice/trained_tokens_per_second"] == 0 == second["queue/waiting_tokens"]
+    assert second["tenants/bob/sampled_tokens_per_second"] * (second["time_seconds"] - seconds) == pytest.approx(
+        tokens, rel=0.2
+    )
+    assert [first["step"], second["step"], third["step"]] == [1, 2, 3], "it continues after a restart"
+    assert third["time_seconds"] >= second["time_seconds"]
+    assert third["tenants/alice/trained_tokens_per_second"] > 0
+    assert undocumented_metrics(first) == set()
+
+
+def test_requests_that_wait_are_in_the_line(tmp_path: Path) -> None:
+    with training_server(tmp_path) as (url, service):
+        record = ServiceRecord(tmp_path, service.tenants, service.metrics)
+        alice = Client(url)
+        model = alice.model()
+        waiting = alice.forward_backward(model, 2, [SEQUENCE] * 4)  # the first command of the model is missing
+        asyncio.run(_one_line(record))
+        alice.result(alice.forward_backward(model, 1))
+        alice.result(waiting)
+    (line,) = read_metrics(tmp_path)
+    assert line["tenants/alice/waiting_tokens"] == line["queue/waiting_tokens"] == 4 * TRAINED
+    assert line["tenants/alice/requests_in_flight"] == line["queue/requests_in_flight"] == 1
+    assert line["tenants/bob/waiting_tokens"] == 0
+
+
+async def _one_line(record: ServiceRecord) -> None:
+    """What a server runs, ended in its first interval."""
+    task = asyncio.create_task(record.follow(60.0))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_the_board_lists_a_server_without_its_keys(tmp_path: Path) -> None:
+    """As a folder that it cannot start: it is none of a run."""
+    secret = "tml-a-secret-key"
+    config = TrainServerConfig(path="models/base", api_keys={"alice": "${ALICE}", "bob": secret})
+    write_settings(replace(config, output_dir=str(tmp_path)), tmp_path)
+    text = (tmp_path / CONFIG_FILE).read_text()
+    assert secret not in text and "${ALICE}" in text and "${KEY_OF_bob}" in text
+    (tmp_path / METRICS_FILE).write_text('{"step": 1, "time_seconds": 10.0, "tenants/alice/models": 2}\n')
+    (run,) = RunFolders([tmp_path]).all()
+    shown = RunSummaries().summary(run)
+    keys = ("state", "problem", "command", "algorithm", "model", "step")
+    assert [shown[key] for key in keys] == ["stopped", None, None, "train-server", "models/base", 1]
+    metrics = MetricsFile(tmp_path / METRICS_FILE)
+    metrics.update()
+    assert metrics.names() == ["tenants/alice/models"]
