@@ -427,8 +427,10 @@ def test_the_first_token_of_a_request_is_there_within_two_steps(ahead: int, monk
     """Tokens of a running request."""
     waited: list[int] = []
     with engine.open(rows=16, max_tokens=4500) as batch:
-        running = [batch.submit([[5, 6, number]], long, lambda _: None) for number in range(7)]
-        running.append(batch.submit([[7, 8, 9]], long, lambda new: counted.extend(token.token_id for token in new)))
+        running = [batch.submit(PromptBatch([[5, 6, number]], long), lambda _: None) for number in range(7)]
+        running.append(
+            batch.submit(PromptBatch([[7, 8, 9]], long), lambda new: counted.extend(token.token_id for token in new))
+        )
         wait_until(lambda: len(counted) > 0)
         for number in range(40):
             arrived: list[int] = []
@@ -439,7 +441,7 @@ def test_the_first_token_of_a_request_is_there_within_two_steps(ahead: int, monk
 
             def arrive(length: int = 20 + number, arrived: list[int] = arrived, put: Deliver = deliver) -> None:
                 arrived.append(len(counted))
-                batch.submit([random_tokens(length)], short, put)
+                batch.submit(PromptBatch([random_tokens(length)], short), put)
 
             batch.call(arrive).result()
             wait_until(lambda arrived=arrived: len(arrived) == 2)  # type: ignore[misc]
