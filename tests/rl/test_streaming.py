@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+import torch
 from datasets import Dataset
 
 from hybrid_rlhf.configs.errors import UserError
@@ -19,13 +22,16 @@ from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig, StreamingConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.loaders import RowStream
+from hybrid_rlhf.generation import GenerationEngine
+from hybrid_rlhf.generation.open_batch import PromptBatch
 from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.rollouts.live import LiveBatch
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.streaming import StreamingSampler, recorded_order
 from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.observability.timers import Timers
-from hybrid_rlhf.runtime.world import World
+from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.ahead import (
     PROMPTS,
     STOP_TOKEN_IDS,
@@ -39,6 +45,7 @@ from tests.support.ahead import (
 from tests.support.faults import Point, run_step
 from tests.support.ranks import run_main, run_mains
 from tests.support.steps import write_rows
+from tests.support.tiny import tiny_model
 
 STREAMED = ("rollout/stale", "rollout/carried_ratio", "rollout/sampler_idle_ratio")
 """Metrics of streaming alone."""
@@ -267,6 +274,36 @@ def play_slowly(base_url: str, api_key: str, model: str, row: dict[str, Any]) ->
             reward += earned
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": observation}]
     return reward
+
+
+def test_an_order_is_repeated_where_a_turn_arrives_when_the_step_is_about_to_end() -> None:
+    """The batch waits for the turn, and the end of the step for the batch."""
+    engine = GenerationEngine.from_model(tiny_model(), stop_token_ids=[])
+    samples_between_updates: Any = SimpleNamespace(
+        generation_world=solo_world(torch.device("cpu")), samples_while_training=False
+    )
+    turn = PromptBatch([[5, 6]], SamplingParams(max_new_tokens=4, seed=1))
+
+    def batch() -> LiveBatch:
+        config = RolloutConfig(max_prompt_tokens=8)
+        return LiveBatch(samples_between_updates, config, stop={}, rows=2, environments=None, recorded={})
+
+    first = batch()
+    with first.decoding(engine, []):
+        first.wait(first.submit(turn, lambda tokens: None, label="turn"))
+    order = first.take_order()
+    assert [taken.label for taken in order] == ["turn x1", "end 1"]
+    second = batch()
+
+    def repeat() -> None:
+        with second.decoding(engine, order):
+            threading.Timer(0.3, lambda: second.submit(turn, lambda tokens: None, label="turn")).start()
+
+    repeating = threading.Thread(target=repeat, daemon=True)
+    repeating.start()
+    repeating.join(60)
+    assert not repeating.is_alive()
+    assert second.take_order() == order
 
 
 @pytest.mark.parametrize(

@@ -462,10 +462,12 @@ class LiveBatch:
         """Close the batch between two steps; running completions keep their tokens."""
         batch = self._batch
         assert batch is not None
-        self._batch = None
         if batch.failure is not None:
+            self._batch = None
             return
+        # Until it pauses it takes turns: a batch that repeats an order may wait for one of them.
         with batch.paused(label=self._label("end")), self._changed:
+            self._batch = None
             for ticket in self._tickets:
                 ticket.prompts = self._with_tokens(ticket, batch)
                 ticket.submissions = []
