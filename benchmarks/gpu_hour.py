@@ -54,6 +54,8 @@ def gpu_tests(record: Record, *, small: bool) -> None:
     record.measure("tests", lambda: _pytest(together))
     if not small:
         record.measure("memory tests", lambda: _pytest([memory, "-m", "gpu"]))
+        cases = ["generation/test_grammar.py", "generation/test_open_batch.py", "engines/test_adapters.py"]
+        record.measure("cases for a GPU", lambda: _pytest([f"tests/{case}" for case in cases] + ["-m", "gpu"]))
 
 
 def _pytest(words: list[str]) -> dict[str, Any]:

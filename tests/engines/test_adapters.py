@@ -23,6 +23,7 @@ from hybrid_rlhf.engines.adapters import AdapterEngine, AdapterRow, RowResult
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.packing import use_packing
 from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.devices import DEVICES, needs_gpu
 from tests.support.models import build_model, checkpointed, random_adapter
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_model
@@ -36,9 +37,9 @@ LENGTHS = {"narrow": [3, 90, 11], "wide": [40, 1], "mlp": [12, 12, 30, 7]}
 STEPS = 4
 
 
-def engine_of(lm: PreTrainedModel, world: World | None = None, **options: Any) -> AdapterEngine:
-    use_packing(lm)
-    return AdapterEngine(lm, world=world or solo_world(torch.device("cpu")), **options)
+def engine_of(lm: PreTrainedModel, world: World | None = None, *, device: str = "cpu", **options: Any) -> AdapterEngine:
+    use_packing(lm.to(device))  # type: ignore[arg-type]
+    return AdapterEngine(lm, world=world or solo_world(torch.device(device)), **options)
 
 
 def rows_of(name: str, step: int = 0) -> list[AdapterRow]:
@@ -388,10 +389,11 @@ def test_an_adapter_that_cannot_be_parked_stays(tmp_path: Path) -> None:
     assert difference(weights(engine, "mlp", tmp_path), before) == 0.0
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_sampling_has_the_current_weights_of_each_adapter(family: str) -> None:
+def test_sampling_has_the_current_weights_of_each_adapter(family: str, device: str) -> None:
     """Handed over in memory, by name and version, while the base is not loaded again; an older version stays."""
-    engine = engine_of(build_model(family))
+    engine = engine_of(build_model(family), device=device)
     generation = GenerationEngine.from_model(engine.lm, stop_token_ids=[])
     names = ["narrow", "mlp"]
     for name in names:
@@ -417,6 +419,31 @@ def test_sampling_has_the_current_weights_of_each_adapter(family: str) -> None:
             result.logprobs[len(prompt) - 1 :], torch.tensor(completion.logprobs), atol=1e-4, rtol=0
         )
         assert max(abs(a - b) for a, b in zip(completion.logprobs, base.logprobs, strict=True)) > 1e-2
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_neighbours_change_nothing_on_a_gpu(tmp_path: Path) -> None:
+    on_cpu = trained([*TENANTS], tmp_path / "cpu")
+    together = trained([*TENANTS], tmp_path / "together", device="cuda")
+    exact = trained([*TENANTS], tmp_path / "exact", device="cuda", deterministic=True)
+    for name in TENANTS:
+        assert difference(together[name], on_cpu[name]) < 1e-4
+        alone = trained([name], tmp_path / f"alone_{name}", device="cuda")
+        assert difference(together[name], alone[name]) < 1e-5
+        alone = trained([name], tmp_path / f"exact_{name}", device="cuda", deterministic=True)
+        assert difference(exact[name], alone[name]) == 0.0
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_training_and_sampling_share_the_base_on_a_gpu() -> None:
+    lm = build_model("llama").to(torch.bfloat16)
+    base = sum(parameter.numel() * parameter.element_size() for parameter in lm.parameters())
+    engine = engine_of(lm, device="cuda")
+    before = torch.cuda.memory_allocated()
+    GenerationEngine.from_model(engine.lm, stop_token_ids=[], cuda_graphs=False)
+    assert torch.cuda.memory_allocated() - before < base / 2
 
 
 def short(row: AdapterRow) -> AdapterRow:

@@ -16,6 +16,7 @@ from hybrid_rlhf.generation.batching import capacity, requests
 from hybrid_rlhf.generation.batching import rows as rows_module
 from hybrid_rlhf.generation.batching.grammar import Grammar, grammar_of, source_of
 from hybrid_rlhf.generation.open_batch import PromptBatch
+from tests.support.devices import DEVICES, needs_gpu
 from tests.support.generation import Steps, completed, ids_of, keep_in_flight, token_ids_of
 from tests.support.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 
@@ -31,9 +32,9 @@ PROMPTS = [[5, 6, 7], [80, 81], [40] * 30]
 CONSTRAINED = SamplingParams(max_new_tokens=120, seed=3, n=2, response_format=FORMAT)
 
 
-def engine_of(backend: str = "auto", **more: Any) -> GenerationEngine:
+def engine_of(backend: str = "auto", *, device: str = "cpu", **more: Any) -> GenerationEngine:
     return GenerationEngine.from_model(
-        tiny_model(), tokenizer=tiny_tokenizer(), stop_token_ids=[2], backend=backend, **more
+        tiny_model().to(device), tokenizer=tiny_tokenizer(), stop_token_ids=[2], backend=backend, **more
     )
 
 
@@ -65,19 +66,20 @@ def test_completions_are_valid_and_log_probs_are_those_of_the_masked_distributio
                     state.append(token)
 
 
-def test_rows_with_and_without_grammars_do_not_change_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_with_and_without_grammars_do_not_change_each_other(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where rows are preempted, wait, and move to other places."""
     free = SamplingParams(max_new_tokens=40, seed=9)
     mixed = [replace(CONSTRAINED, n=1), free, replace(CONSTRAINED, n=1, seed=8), free, free, CONSTRAINED]
     mixed = [replace(params, n=1, seed=place) for place, params in enumerate(mixed)]
     prompts = [PROMPTS[place % 3] for place in range(len(mixed))]
-    alone = [engine_of().generate([p], [s])[0][0].token_ids for p, s in zip(prompts, mixed, strict=True)]
+    alone = [engine_of(device=device).generate([p], [s])[0][0].token_ids for p, s in zip(prompts, mixed, strict=True)]
     for rows in (2, 6):
-        found = engine_of(max_batch_rows=rows).generate(prompts, mixed)
+        found = engine_of(device=device, max_batch_rows=rows).generate(prompts, mixed)
         assert [samples[0].token_ids for samples in found] == alone
     monkeypatch.setattr(rows_module.ExpectedLength, "of", lambda self, limit: 1.0)
     monkeypatch.setattr(capacity.Sequences, "least_pages", lambda self, rows: self.longest_pages)
-    small = engine_of(kv_cache_gib=11 * 4096 / 2**30)
+    small = engine_of(device=device, kv_cache_gib=11 * 4096 / 2**30)
     assert [samples[0].token_ids for samples in small.generate(prompts, mixed)] == alone
     assert small.backend.preemptions > 0
 
@@ -97,17 +99,34 @@ def test_a_begun_completion_goes_on_within_its_grammar() -> None:
     assert again[0].token_ids == whole[0].token_ids
 
 
-def test_an_open_batch_takes_grammars_while_it_decodes() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_open_batch_takes_grammars_while_it_decodes(device: str) -> None:
     """Also where decoding has failed with one request: the others go back to their delivered tokens."""
-    engine = engine_of()
+    engine = engine_of(device=device)
     expected = token_ids_of(engine.generate(PROMPTS, CONSTRAINED))
     free = SamplingParams(max_new_tokens=100, seed=1, min_new_tokens=100)
-    with engine_of().open(rows=4, max_tokens=200) as batch:
+    with engine_of(device=device).open(rows=4, max_tokens=200) as batch:
         steps = Steps()
         batch.submit(PromptBatch([[9, 9]], free), steps.put)
         assert ids_of(completed(batch, PROMPTS, CONSTRAINED)) == expected
         running = [token.token_id for _ in range(100) for token in steps.get(timeout=60)]
         assert running == engine.generate([[9, 9]], free)[0][0].token_ids
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_kernels_and_graphs_constrain_as_torch_does() -> None:
+    """Free, biased and constrained rows of one batch have the greedy tokens that torch's operations give on a CPU."""
+    greedy = SamplingParams(max_new_tokens=60, temperature=0.0)
+    mixed = [
+        replace(greedy, response_format=FORMAT),
+        greedy,
+        replace(greedy, presence_penalty=0.5, frequency_penalty=0.2),
+        replace(greedy, logit_bias={70: 1.0}),
+    ]
+    prompts = [*PROMPTS, [9]]
+    found, expected = (token_ids_of(engine_of(device=device).generate(prompts, mixed)) for device in ("cuda", "cpu"))
+    assert found == expected
 
 
 class Limited(Grammar):

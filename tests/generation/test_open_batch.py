@@ -22,6 +22,7 @@ from hybrid_rlhf.generation.batching.rows import BatchLoad
 from hybrid_rlhf.generation.model.cache import CacheLayout, KVCache
 from hybrid_rlhf.generation.open_batch import Deliver, OpenBatch, PromptBatch, StreamedToken, Submission
 from hybrid_rlhf.generation.sampling import Completion
+from tests.support.devices import DEVICES
 from tests.support.families import variant
 from tests.support.generation import (
     PROMPTS,
@@ -339,17 +340,19 @@ def test_an_open_batch_computes_few_prompt_tokens_at_once(monkeypatch: pytest.Mo
     assert read[:2] == [2048, 452]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
 def test_new_weights_reach_running_requests(
-    name: str, recompute: bool, in_flight: int, monkeypatch: pytest.MonkeyPatch
+    name: str, recompute: bool, in_flight: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens say which weights sampled them; recomputed keys and values are those of the newer weights, and a later
     prompt never reads those of the older ones, in attention or in recurrent layers."""
     keep_in_flight(monkeypatch, in_flight)
-    newer_model = variant(name, seed=1)
-    older, newer = engine_of(variant(name, seed=0)), engine_of(newer_model)
+    newer_model = variant(name, seed=1).to(device)
+    older = engine_of(variant(name, seed=0).to(device))
+    newer = engine_of(newer_model)
     assert older._shared is not None
     prompt = random_tokens(40)
     sampling = SamplingParams(max_new_tokens=60, seed=3)
