@@ -216,6 +216,7 @@ def test_a_checked_gguf_file_answers_the_same_in_llama_cpp(tmp_path: Path, capsy
         assert (code, found["faults"], found["program"]) == (0, [], "llama.cpp")
 
 
+@pytest.mark.slow
 def test_a_check_in_vllm_compares_the_tokens_that_its_interpreter_prints(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,6 +99,7 @@ def test_masked_out_tokens_have_no_part_and_nan_is_seen() -> None:
     assert torch.isnan(out[2]).all()
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu() -> None:
     script = """
 from hybrid_rlhf.functional import head_kernels

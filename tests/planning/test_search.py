@@ -135,6 +135,7 @@ def test_no_plan_that_does_not_fit_is_chosen(ranks: int) -> None:
     assert none.best is None and all(each.memory.misfit is not None for each in none.ranked)
 
 
+@pytest.mark.slow
 def test_few_plans_of_many_ranks_are_evaluated() -> None:
     """Of more than ten thousand layouts with some hundred options each."""
     result = search_of(ranks=32, curves={"bandwidth": 1e8}).run()

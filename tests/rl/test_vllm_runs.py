@@ -22,6 +22,7 @@ def urls_of(*servers: FakeVLLM) -> list[str]:
     return ["--rollout.vllm.urls", json.dumps([server.url for server in servers])]
 
 
+@pytest.mark.slow
 def test_ppo_learns_from_the_samples_of_two_servers(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
     """With the averaged actor's evaluation, whose weights are loaded too, and the default correction."""
     with fake_vllm(model_folder) as one, fake_vllm(model_folder) as other:
