@@ -5,6 +5,8 @@ VENV := .venv
 WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 PIP := $(VENV)/bin/pip install --quiet --constraint constraints.txt
 export TOKENIZERS_PARALLELISM := false
+# Else each worker and each rank that a test starts compiles the library again; images often set it.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test slow families wheel-demo faults hosts lint house audit docs bench gpu venv clean
 

@@ -100,6 +100,7 @@ def test_a_client_names_only_models_of_the_folders_and_of_the_command_line(folde
             models.path_of(str(other), kind)
 
 
+@pytest.mark.slow
 def test_two_models_answer_as_their_engines_do_with_scores(board: ServedBoard, folder: Path) -> None:
     paths, reward = [str(folder / f"model_{number}") for number in (1, 2)], str(folder / "reward")
     events = chat(board, models=paths, reward=reward)

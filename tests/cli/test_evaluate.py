@@ -101,6 +101,7 @@ def measured(tmp_path: Path, *words: object) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_perplexity_and_accuracy_are_those_of_training(tmp_path: Path, model_folder: Path, pair_rows: Path) -> None:
     """Of the same rows, in the evaluation after the last update; and the models have a card."""
     rows = tmp_path / "held_out.jsonl"

@@ -207,6 +207,7 @@ def sampled(world: World, path: Path, folder: Path, stages: list[int], experts: 
     return found
 
 
+@pytest.mark.slow
 def test_split_experts_sample_and_are_saved_as_whole_ones(mixture: Path, tmp_path: Path) -> None:
     """Catches inference weights and folders with the experts of one rank, or in another order."""
     (whole,) = run_ranks(sampled, 1, tmp_path / "one", mixture, tmp_path / "whole", [0], 1)

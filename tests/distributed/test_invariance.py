@@ -81,7 +81,13 @@ COVERING = {
     "kto": (2,),
     "ppo": (3,),
 }
-"""Layouts of each step that `make test` runs; `make faults` runs all."""
+"""Layouts of each step that `make test` runs, or `make slow`; `make faults` runs all."""
+
+
+def _mark(name: str, place: int) -> Any:
+    if place not in COVERING[name]:
+        return pytest.mark.faults
+    return pytest.mark.slow if (name, place) in (("reward", 9), ("dpo", 7), ("listwise", 4)) else []
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +158,7 @@ def options(name: str, workspace: Path, stage: int, micro: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "ranks", "stage", "micro"),
     [
-        pytest.param(name, *layout, marks=[] if place in COVERING[name] else pytest.mark.faults)
+        pytest.param(name, *layout, marks=_mark(name, place))
         for name in STEPS
         for place, layout in enumerate(LAYOUTS)
         if name != "moe" or layout[2] not in ("in parts", "split weights")

@@ -25,6 +25,7 @@ from benchmarks.learning_tasks import copy_task
 from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.runtime.command_line import parse_config
+from tests.support.marks import slow
 
 
 @pytest.mark.slow
@@ -35,7 +36,7 @@ def test_ppo_learns_to_copy(tmp_path: Path) -> None:
     assert last([scores], 10)[0] > 0.85, "docs/benchmarks/learning.md has the band"
 
 
-@pytest.mark.parametrize("task", ["copy", "demo"])
+@pytest.mark.parametrize("task", [slow("copy"), "demo"])
 def test_every_variant_of_the_benchmark_is_a_config(task: str, tmp_path: Path) -> None:
     for step in ("step1_sft", "step2_reward"):
         (tmp_path / step).mkdir()

@@ -24,6 +24,7 @@ from hybrid_rlhf.engines.vllm.sampler import VLLMSampler
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.runtime.world import World
 from tests.support.engines import PROMPTS, actor_spec, differences, train_step
+from tests.support.marks import slow
 from tests.support.ranks import run_ranks
 from tests.support.runs import ENVIRONMENT, ROOT
 from tests.support.tiny import tiny_tokenizer
@@ -66,7 +67,7 @@ def followed(world: World, path: Path, folder: Path, url: str, settings: dict[st
 
 
 @pytest.mark.parametrize(
-    ("ranks", "settings"), [(1, {}), (1, {"lora": 4}), (2, {"stage": 3}), (2, {"stage": 3, "lora": 4})]
+    ("ranks", "settings"), [(1, {}), (1, {"lora": 4}), slow(2, {"stage": 3}), slow(2, {"stage": 3, "lora": 4})]
 )
 def test_samples_are_of_the_weights_that_train(
     ranks: int, settings: dict[str, Any], model_folder: Path, tmp_path: Path
@@ -202,6 +203,7 @@ input()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_server_and_no_weights(tmp_path: Path) -> None:
     """The thread that started the server may have ended before."""
     line = [sys.executable, "-c", PARENT, str(tmp_path / "log.txt")]

@@ -11,7 +11,7 @@ import pytest
 
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from tests.support.faults import Point, run_step
-from tests.support.marks import faults
+from tests.support.marks import faults, slow
 from tests.support.steps import MODULES, run_outputs, step_line
 
 RANKS = 2
@@ -125,7 +125,7 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
 @pytest.mark.parametrize(
     ("name", "point"),
     [
-        ("ppo", Point(f"{RL}.updates.updater:Updater._update_critic", 7, 1, signal=signal.SIGTERM)),
+        slow("ppo", Point(f"{RL}.updates.updater:Updater._update_critic", 7, 1, signal=signal.SIGTERM)),
         faults("ppo", Point(SCORING, 4, 0, signal=signal.SIGTERM)),
         faults("sft", Point(f"{ENGINES}.engine:ModelEngine.step", 3, 1, signal=signal.SIGTERM)),
     ],

@@ -55,8 +55,7 @@ def still_alive(processes: Sequence[psutil.Process], *, seconds: float) -> list[
 @pytest.mark.parametrize(
     "start",
     [
-        "train.py",
-        slow("torchrun"),
+        *(slow(name) for name in [*STARTS][:2]),
         *(faults(name) for name in [*STARTS][2:]),
     ],
 )

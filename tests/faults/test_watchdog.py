@@ -285,6 +285,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(start: Start) -> None:
     assert job.codes(of=[0], within_seconds=10) == [EXIT_CODE]
 
 
+@pytest.mark.slow
 def test_a_forked_child_ends_normally(tmp_path: Path) -> None:
     script = (
         "import os, sys, time, torch\nfrom pathlib import Path\n"

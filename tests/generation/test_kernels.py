@@ -42,7 +42,8 @@ def named(names: str, mark: pytest.MarkDecorator) -> list[Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("gemma2", "bloom", "llama4"),
+        *("bloom", "llama4"),
+        *named("gemma2", pytest.mark.slow),
         *named("gpt2, pythia, llama with biases, mistral, falcon rw, phi3", pytest.mark.faults),
     ],
 )

@@ -160,6 +160,7 @@ def test_small_step_sizes_are_exact() -> None:
     torch.testing.assert_close(both[1].memory, both[0].memory, atol=0.0, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_prefill_of_several_prompts_is_measured(
     everywhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

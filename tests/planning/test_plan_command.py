@@ -117,6 +117,7 @@ def test_candidates_are_listed_fastest_first_with_why_each_lost(
     assert all(known.count(each) == 1 for each in known)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_where_and_by_how_much(one_layer: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--base_model", one_layer, "--steps", "rl", "--machine", "4090", "--ranks", "1"]
     long = ["--rl.rollout.max_prompt_tokens", "1500000", "--rl.train.micro_batch_tokens", "3000000"]

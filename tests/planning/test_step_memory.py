@@ -43,6 +43,7 @@ from hybrid_rlhf.runtime.command_line import parse_config, save_config
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from hybrid_rlhf.supervised.objectives.distillation import DistillObjective
+from tests.support.marks import faults, slow
 from tests.support.model_types import tiny_of_type
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -140,9 +141,7 @@ def peak_of_sft(model: str, config: SFTConfig, length: int, world: World) -> flo
     return float(counter.peak)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.faults if name in MORE_SFT else ()) for name in SFT]
-)
+@pytest.mark.parametrize("name", [faults(name) if name in MORE_SFT else name for name in SFT])
 def test_sft_training_holds_what_was_planned(name: str, model: str, world: World) -> None:
     parts, length = sections(SFT[name], model), SFT[name].get("length", 96)
     config = SFTConfig(
@@ -232,7 +231,7 @@ def test_types_with_padded_rows_are_planned(model_type: str, tmp_path: Path) -> 
     assert planned(1) < planned(2) < planned(4)
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("lora", marks=pytest.mark.faults)])
+@pytest.mark.parametrize("name", ["plain", faults("lora")])
 def test_distillation_holds_no_more_than_was_planned(name: str, model: str, world: World) -> None:
     parts = sections(SFT[name], model)
     config = SFTConfig(
@@ -294,9 +293,7 @@ def test_answers_for_distillation_hold_what_was_planned(model: str, world: World
     near(generation, counter.peak)
 
 
-@pytest.mark.parametrize(
-    "name", [*[*PPO_CASES][:2], *(pytest.param(name, marks=pytest.mark.faults) for name in [*PPO_CASES][2:])]
-)
+@pytest.mark.parametrize("name", [*[*PPO_CASES][:1], slow([*PPO_CASES][1]), *map(faults, [*PPO_CASES][2:])])
 def test_ppo_holds_what_was_planned(name: str, model: str, world: World) -> None:
     given = sections(PPO_CASES[name], model)
     shared = PPO_CASES[name].get("shared", False)

@@ -17,6 +17,7 @@ from hybrid_rlhf.configs.sections.rollout import CurriculumConfig
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
 from tests.support.faults import Point, run_step
+from tests.support.marks import faults, slow
 from tests.support.steps import MODULES, run_outputs, step_line
 
 ROWS = 20
@@ -166,7 +167,9 @@ PARTIAL = "--rollout.partial.extra_prompts 0.5 --rollout.sampling.max_new_tokens
 
 
 @pytest.mark.parametrize(
-    "more", [[], AHEAD, pytest.param([*AHEAD, *PARTIAL], marks=pytest.mark.faults)], ids=["plain", "ahead", "partial"]
+    "more",
+    [[], slow(AHEAD), faults([*AHEAD, *PARTIAL])],
+    ids=["plain", "ahead", "partial"],
 )
 def test_a_killed_run_takes_the_same_prompts(
     more: list[str], model_folder: Path, stopping_model: Path, tmp_path: Path

@@ -24,6 +24,7 @@ from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.faults import Point, run_step
+from tests.support.marks import slow
 from tests.support.ranks import run_ranks
 from tests.support.rl import ALGORITHM, build_parts, collect, rollout_of
 from tests.support.steps import MODULES, run_outputs, step_line, write_rows
@@ -235,7 +236,7 @@ def test_one_update_reads_the_rollout_first(world: World, paths: dict[str, str])
     "more",
     [
         "--algorithm.entropy.method adaptive --algorithm.entropy.target 5.2 --algorithm.entropy.step 0.01",
-        "--algorithm.entropy.share 0.2 --algorithm.entropy.bounds [0,9]",
+        slow("--algorithm.entropy.share 0.2 --algorithm.entropy.bounds [0,9]"),
     ],
     ids=["adaptive", "clip_cov"],
 )

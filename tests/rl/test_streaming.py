@@ -80,10 +80,7 @@ PLACED = {
 """Number of ranks, and settings."""
 
 
-FAST = ("one rank", "a sampler of two")
-
-
-def marked(placed: str, *more: str, fast: Sequence[str] = FAST) -> Any:
+def marked(placed: str, *more: str, fast: Sequence[str] = ("one rank",)) -> Any:
     """Parameters of a test: four runs each, so most are slow."""
     return pytest.param(placed, *more, marks=() if placed in fast else pytest.mark.slow, id="-".join([placed, *more]))
 
@@ -309,7 +306,7 @@ def test_an_order_is_repeated_where_a_turn_arrives_when_the_step_is_about_to_end
 @pytest.mark.parametrize(
     ("placed", "kind", "name"),
     [
-        *(marked(placed, "path", "SlowTool", fast=FAST[:1]) for placed in PLACED),
+        *(marked(placed, "path", "SlowTool", fast=()) for placed in PLACED),
         # requests span several time slices of a batch, and are broadcast to the ranks that share the model
         *(marked(placed, "program", "play_slowly", fast=()) for placed in [*PLACED][:3]),
     ],

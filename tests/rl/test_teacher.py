@@ -20,6 +20,7 @@ from hybrid_rlhf.rl.rollouts.advantages import ScoreScaling, estimate_advantages
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.world import solo_world
 from tests.support.faults import Point, run_step
+from tests.support.marks import slow
 from tests.support.rl import rollout_of
 from tests.support.steps import MODULES, run_outputs, step_line, write_rows
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -189,7 +190,7 @@ def test_a_student_approaches_its_teacher_without_a_reward(
     assert "teacher: 1 x log(p_teacher / p_actor) of each token is added to its advantage, which is 0 without" in log
 
 
-@pytest.mark.parametrize("more", [ALONE, ["--algorithm", "ppo", "--teacher.coef", "0.5"]], ids=["alone", "ppo"])
+@pytest.mark.parametrize("more", [ALONE, slow(["--algorithm", "ppo", "--teacher.coef", "0.5"])], ids=["alone", "ppo"])
 def test_a_run_that_stops_within_a_step_resumes(
     more: list[str], model_folder: Path, teacher_folder: Path, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def test_grpo_samples_while_it_trains_on_sharded_weights(model_folder: Path, pai
     assert last["rollout/stale_updates"] > 0 and last["step"] == 4
 
 
+@pytest.mark.slow
 def test_a_run_streams_from_servers(model_folder: Path, pair_rows: Path, tmp_path: Path) -> None:
     """Completions that a weight sync interrupts go on; servers are left as they were found."""
     with fake_vllm(model_folder, token_seconds=0.01) as one, fake_vllm(model_folder, token_seconds=0.12) as other:

@@ -270,6 +270,7 @@ def claims_elsewhere(world: World, folder: str) -> tuple[str, list[str]]:
     return str(error.value), os.listdir(own)
 
 
+@pytest.mark.slow
 def test_a_folder_that_hosts_do_not_share_is_refused_by_every_rank(tmp_path: Path) -> None:
     """tests/hosts has it with real hosts, where only root can run it."""
     for text, left in run_ranks(claims_elsewhere, 2, tmp_path / "ranks", str(tmp_path)):

@@ -86,7 +86,8 @@ def test_weights_of_another_size_are_refused(model_folder: Path, tmp_path: Path)
         read_trained(smaller, checkpoint)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("weights", marks=pytest.mark.slow), "adapter"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["weights", "adapter"])
 def test_a_run_is_followed_to_its_newest_checkpoint(
     kind: str, model_folder: Path, pair_rows: Path, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def changing(tmp_path: Path) -> Iterator[Changing]:
             yield Changing(url, client, engine, service, updates, app)
 
 
+@pytest.mark.slow
 def test_a_replaced_adapter_is_that_of_later_requests_alone(changing: Changing, tmp_path: Path) -> None:
     """Also one that was unloaded; the memory of a version is given to a later one when no request uses it."""
     folders = {name: str(tmp_path / "adapters" / name) for name in ("one", "two", "three")}

@@ -25,9 +25,10 @@ from collections.abc import Collection, Generator, Sequence
 import torch
 
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable
+from hybrid_rlhf.generation.batching.grammar import PendingMasks
 from hybrid_rlhf.generation.batching.requests import DecodeWork, NewTokens, Request
 from hybrid_rlhf.generation.batching.rows import BatchLoad, ExpectedLength, LaunchedStep, LiveRow, RowStates, prompts_of
-from hybrid_rlhf.generation.batching.workspace import Workspace
+from hybrid_rlhf.generation.batching.workspace import Masks, Workspace
 from hybrid_rlhf.generation.model.cache import BLOCK_TOKENS, blocks_of
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
 
@@ -141,8 +142,6 @@ class ContinuousBatch:
                     yield self._collect()
                 elif lacks_pages:
                     self._preempt(max(self._live, key=lambda row: row.age))
-                elif self._in_flight and any(row.request.grammar is not None for row in self._decoding):
-                    yield self._collect()  # its tokens decide which ones a grammar allows next
                 else:
                     self._launch()
                     while len(self._in_flight) > self._workspace.steps_in_flight:
@@ -188,9 +187,7 @@ class ContinuousBatch:
         for place, row in enumerate(entered, start=batch):
             entries += row.new_entries(place)
         self._workspace.set_pages(entries)
-        drawing = enumerate([*self._decoding, *entered])
-        grammars = [(place, row.request.grammar) for place, row in drawing if row.request.grammar is not None]
-        masks = self._workspace.begin_masks(grammars)
+        masks = self._masks([*self._decoding, *entered])
         if chunks:
             prompts = prompts_of(chunks, finished, tables=self._pool.layout.tables, device=self._device)
             requests = [row.request for row in entered]
@@ -212,6 +209,25 @@ class ContinuousBatch:
             for row in (*self._decoding, *self._entering):
                 row.table.trim(row.computed)
         self._in_flight.append(LaunchedStep(self._decoding, batch, fetch))
+
+    def _masks(self, rows: Sequence[LiveRow]) -> Masks | None:
+        """Masks of the next step for the rows, by place, that have grammars; None: there are none.
+
+        Tokens in flight decide which ones a grammar allows next: they are awaited while the model computes the step.
+        """
+        if all(row.request.grammar is None for row in rows):
+            return None
+
+        def begin() -> PendingMasks:
+            for step in self._in_flight:
+                self._take(step)
+            live = [(place, row.request) for place, row in enumerate(rows) if not row.request.ended]
+            return self._workspace.begin_masks([(place, r.grammar) for place, r in live if r.grammar is not None])
+
+        if self._in_flight:
+            return begin
+        pending = begin()
+        return lambda: pending
 
     def _extend(self) -> tuple[list[tuple[int, int, list[int]]], int]:
         """Allocate the next token of each decoding row; returns new page table entries, and the tokens of the longest
@@ -329,7 +345,20 @@ class ContinuousBatch:
     def _collect(self) -> NewTokens:
         """Wait for the oldest step in flight and append its tokens, except those of rows that had already finished."""
         step = self._in_flight.popleft()
-        new = NewTokens()
+        new = self._take(step)
+        self.work += DecodeWork(steps=int(step.decoding > 0))
+        ended = {row for row in self._decoding if row.request.ended}
+        if ended:
+            self._preempted = False
+            self._remove(ended)
+            self._waiting = deque(entry for entry in self._waiting if not entry[1].ended)
+        return new
+
+    def _take(self, step: LaunchedStep) -> NewTokens:
+        """Wait for a step and append its tokens, in the first call; their rows stay in the batch."""
+        if step.new is not None:
+            return step.new
+        new = step.new = NewTokens()
         sampled = zip(*step.fetch(), strict=True)
         for row, (token, *logprobs) in zip(step.rows, sampled, strict=True):
             request = row.request
@@ -343,12 +372,6 @@ class ContinuousBatch:
                 if request.records_routes:
                     now = self._decoding.index(row)
                     request.fetch_routes = self._workspace.routes_of(now, request.tokens - 1)
-        self.work += DecodeWork(steps=int(step.decoding > 0))
-        ended = {row for row in self._decoding if row.request.ended}
-        if ended:
-            self._preempted = False
-            self._remove(ended)
-            self._waiting = deque(entry for entry in self._waiting if not entry[1].ended)
         return new
 
     def _remove(self, gone: set[LiveRow]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation.transfers import to_device
 
 WORD_TOKENS = 32
 """Number of tokens whose bits are in one word."""
@@ -171,5 +172,6 @@ class PendingMasks:
     def write(self, allowed: Tensor) -> None:
         """Wait, and write the bits to the table [S, words] of all rows."""
         self._done.result()
-        places = torch.tensor(self._places, device=allowed.device)
-        allowed[places] = self._bits[: len(self._places)].to(allowed.device)
+        places = to_device(self._places, allowed.device, torch.long)
+        # The bits are not written again before this step's tokens have arrived.
+        allowed[places] = to_device(self._bits[: len(self._places)], allowed.device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hybrid_rlhf.generation.batching.blocks import BlockPool, BlockTable, Match
-from hybrid_rlhf.generation.batching.requests import Request
+from hybrid_rlhf.generation.batching.requests import NewTokens, Request
 from hybrid_rlhf.generation.batching.workspace import Fetch, Prompts
 from hybrid_rlhf.generation.model.attention import Chunks
 from hybrid_rlhf.generation.model.recurrent.states import StateCache
@@ -81,14 +81,16 @@ class RowStates:
             self._saved.copy([(row.slot, slot)], source=self._live)
 
 
-@dataclass(frozen=True)
+@dataclass
 class LaunchedStep:
-    """A step that was launched and whose result was not fetched yet."""
+    """A step that was launched and whose rows are still in the batch."""
 
     rows: list[LiveRow]
     decoding: int
     """Number of rows that decode; the rows after them enter."""
     fetch: Fetch
+    new: NewTokens | None = None
+    """Its tokens, once they are fetched."""
 
 
 @dataclass

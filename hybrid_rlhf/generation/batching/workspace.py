@@ -34,6 +34,8 @@ Step = Callable[[int], Tensor]
 Fetch = Callable[[], list[list[float]]]
 """Waits for a step and returns its tokens, log-probs and sampling log-probs, then the most likely tokens and their
 log-probs if they are reported; a token of -1 is discarded."""
+Masks = Callable[[], PendingMasks]
+"""Gives the masks of a step."""
 
 
 class Workspace:
@@ -172,21 +174,19 @@ class Workspace:
         self.pages.zero_()
         self.slots.zero_()
 
-    def begin_masks(self, grammars: Sequence[tuple[int, Grammar]]) -> PendingMasks | None:
-        """Begin to compute the masks of the next step, for rows with grammars, given by their places; None without."""
-        if not grammars:
-            return None
+    def begin_masks(self, grammars: Sequence[tuple[int, Grammar]]) -> PendingMasks:
+        """Begin to compute the masks of the next step, for rows with grammars, given by their places."""
         if self._masks is None:
             self._masks = TokenMasks(self.most_rows, self.decoder.architecture.vocab_size, self.pages.device)
         return self._masks.begin(grammars)
 
-    def decode(self, batch: int, *, longest: int, masks: PendingMasks | None = None) -> Fetch:
+    def decode(self, batch: int, *, longest: int, masks: Masks | None = None) -> Fetch:
         """Sample one token for each of the first `batch` rows.
 
         Args:
             batch: number of rows that decode.
             longest: tokens of the longest row, including those that the step computes.
-            masks: masks of the rows with grammars, which are needed after the model has run.
+            masks: gives the masks of the rows with grammars, called when the model has been launched.
         """
         if self._logits_graphs is not None and masks is not None:
             logits = self._logits_graphs(self.logits, _graph_rows(batch, self.most_rows))
@@ -203,7 +203,7 @@ class Workspace:
         slots: Sequence[int],
         *,
         longest: int,
-        masks: PendingMasks | None = None,
+        masks: Masks | None = None,
     ) -> Fetch:
         """Sample one token for each of the first `batch` rows, and for the requests that enter after them.
 
@@ -225,7 +225,7 @@ class Workspace:
         *,
         longest: int | None = None,
         prompts: Prompts | None = None,
-        masks: PendingMasks | None = None,
+        masks: Masks | None = None,
     ) -> Tensor:
         """Run one step of the first `batch` rows and of chunks of prompts.
 
@@ -234,7 +234,7 @@ class Workspace:
             longest: tokens of the longest row, for code without kernels (those read lengths from the device); none:
                 the capacity.
             prompts: chunks of prompts; none: only rows decode.
-            masks: masks of the rows with grammars; none: there are no such rows.
+            masks: as in `decode`; none: no row has a grammar.
 
         Returns:
             [3 + 2k, batch + entering requests], see `SampledTokens.stacked`.
@@ -245,10 +245,10 @@ class Workspace:
             return logits.new_empty(3, 0, dtype=torch.float64)
         return self._sampled(logits, batch + entering, masks)
 
-    def _sampled(self, logits: Tensor, drawing: int, masks: PendingMasks | None) -> Tensor:
+    def _sampled(self, logits: Tensor, drawing: int, masks: Masks | None) -> Tensor:
         """Sample a token for each of the first `drawing` rows; see `step`."""
         if masks is not None and self.rows.allowed is not None:
-            masks.write(self.rows.allowed)
+            masks().write(self.rows.allowed)
         return self._sampler(logits, self.rows.view(0, drawing)).stacked()
 
     def logits(self, batch: int, *, longest: int | None = None, prompts: Prompts | None = None) -> Tensor:
