@@ -154,7 +154,8 @@ class TokenMasks:
     def _fill(self, matchers: Sequence[tuple[Any, int]]) -> None:
         from llguidance.numpy import fill_next_token_bitmask_par
 
-        fill_next_token_bitmask_par(self._executor, list(matchers), self._array)
+        if matchers:  # none: all rows have ended
+            fill_next_token_bitmask_par(self._executor, list(matchers), self._array)
 
     def close(self) -> None:
         """End the thread."""

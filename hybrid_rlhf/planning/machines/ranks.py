@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.liveness.launcher import STARTED_BY, stop_with_launcher
 
 _LIMIT_SECONDS = 600.0
 """Time of one call, after which ranks are taken to hang; on a machine without other work a call takes a minute."""
@@ -55,6 +56,7 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> l
         described = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         environment = {name: str(value) for name, value in described.items()}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        environment[STARTED_BY] = str(os.getpid())
         process = context.Process(target=_enter, args=(theirs, environment, function, arguments), daemon=True)
         process.start()
         theirs.close()
@@ -81,6 +83,7 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> l
 def _enter(out: Connection, environment: dict[str, str], function: Callable[..., Any], arguments: Any) -> None:
     """Be a rank."""
     os.environ.update(environment)
+    stop_with_launcher()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.set_num_threads(1)  # as launchers start several ranks on a host
     tqdm.set_lock(threading.RLock())  # its own lock, of processes, is reported as leaked when a rank leaves by _exit
