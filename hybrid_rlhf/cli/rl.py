@@ -5,6 +5,7 @@ With `--adapters` it trains several runs together on one base.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +27,7 @@ _OPTIONS = {
 def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
     """Run the step, and print its run, or its runs."""
     words = list(sys.argv[1:] if argv is None else argv)
-    with user_errors():
-        from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
-
-        stop_with_launcher()
+    with user_errors(is_rank=True):
         file, words = take_adapters(words)
         if file is None:
             _run(parse_config(RLConfig, words, prog=prog, options=_OPTIONS))
@@ -59,7 +57,7 @@ def _run_together(file: str, words: Sequence[str], prog: str | None) -> None:
     from hybrid_rlhf.rl.adapter_runs import run_together
 
     run_together(configs)
-    if wants_json():
+    if wants_json() and os.environ.get("RANK", "0") == "0":
         print_document({"runs": {name: run_document(config.output_dir) for name, config in configs.items()}})
 
 

@@ -90,6 +90,15 @@ def _check_run(name: str, config: RLConfig) -> None:
         ("actor.zero", "other than the defaults", actor.zero != ZeroConfig(), "leave it out"),
         ("model.quantization", model.quantization, model.quantization is not None, "leave it out"),
         ("model.activation_offload", True, model.activation_offload, "leave it out"),
+        *(
+            (key, count, count > 1, "give 1: each rank has the base")
+            for key, count in {
+                "model.sequence_parallel": model.sequence_parallel,
+                "model.tensor_parallel": model.tensor_parallel,
+                "model.expert_parallel": model.expert_parallel,
+                "rollout.tensor_parallel": rollout.tensor_parallel,
+            }.items()
+        ),
         ("reference.path", reference.path, own_reference, "leave it out"),
         ("reference.refresh_every", reference.refresh_every, reference.refresh_every > 0, "leave it out"),
         ("rollout.backend", rollout.backend, rollout.backend != "auto", "give auto"),

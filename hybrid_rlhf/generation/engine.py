@@ -66,7 +66,8 @@ class GenerationEngine:
             shared: inference weights that follow the trained model, with its adapters; none: the caller updates the
                 backend.
             keeps_backend: do not close the backend with the engine, so that a later engine can use it.
-            run: runs requests, in a batch with those of others; none: the backend runs them.
+            run: runs requests, in a batch with those of others, and is also called without requests; none: the backend
+                runs them.
         """
         self._backend: GenerationBackend | None = backend
         self.weight_version = weight_version
@@ -409,9 +410,11 @@ class GenerationEngine:
             backend.close()
 
     def _run(self, requests: Sequence[Request]) -> Iterator[NewTokens]:
-        if requests:
+        if self._run_requests is not None:
+            yield from self._run_requests(requests)
+        elif requests:
             self._follow_model()
-            yield from (self._run_requests or self.backend.run)(requests)
+            yield from self.backend.run(requests)
 
     def _follow_model(self) -> None:
         """Update the backend's weights if the model of `from_model` was trained since the last call."""

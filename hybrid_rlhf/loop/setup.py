@@ -31,17 +31,16 @@ from hybrid_rlhf.planning.out_of_memory import explain_out_of_memory
 from hybrid_rlhf.planning.phase_memory import AnyStep
 from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.files.atomic import write_whole
-from hybrid_rlhf.runtime.liveness.signals import SignalRequests
 from hybrid_rlhf.runtime.observability.logs import logger
-from hybrid_rlhf.runtime.run import CONFIG_FILE, DATA_FILE, Callback, Run, start_run
+from hybrid_rlhf.runtime.run import CONFIG_FILE, DATA_FILE, Callback, Run, SharedProcess, start_run
 
 
 @contextlib.contextmanager
 def open_step(
-    config: AnyStep, callbacks: Sequence[Callback] = (), signals: SignalRequests | None = None
+    config: AnyStep, callbacks: Sequence[Callback] = (), process: SharedProcess | None = None
 ) -> Iterator[Run]:
     """Context of a run that explains out-of-memory errors and ends with a report; see start_run."""
-    with start_run(config, callbacks, signals) as run:
+    with start_run(config, callbacks, process) as run:
         run.at_end.append(write_report)
         with explain_out_of_memory(config, run.world, lambda: run.watchdog.phase):
             yield run

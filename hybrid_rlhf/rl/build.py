@@ -46,10 +46,9 @@ from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.streaming import StreamingSampler
 from hybrid_rlhf.rl.trainer import RLTrainer
 from hybrid_rlhf.rl.updates.ptx import PtxBatches
-from hybrid_rlhf.runtime.liveness.signals import SignalRequests
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.runtime.placement import Placement
-from hybrid_rlhf.runtime.run import Callback, Run
+from hybrid_rlhf.runtime.run import Callback, Run, SharedProcess
 
 RewardSource = Callable[..., Any] | str | Mapping[str, Any]
 """A Python function, a reward model's path, or the settings of a reward component."""
@@ -122,7 +121,7 @@ def rl_session(
     algorithm_class: type[Algorithm] | None = None,
     *,
     base: SharedBase | None = None,
-    signals: SignalRequests | None = None,
+    process: SharedProcess | None = None,
 ) -> Iterator[RLSession]:
     """Read the data, then load the models, and wire the parts.
 
@@ -131,9 +130,9 @@ def rl_session(
         callbacks: called with each step and its metrics.
         algorithm_class: a custom algorithm; None: that of the config.
         base: the base that the actor shares with other runs of this process; None: it has its own.
-        signals: those that the process receives for all of these runs; None: the run is alone.
+        process: what the run shares with these in the process; None: the run is alone.
     """
-    with open_step(config, callbacks, signals) as run, contextlib.ExitStack() as stack:
+    with open_step(config, callbacks, process) as run, contextlib.ExitStack() as stack:
         config.require_reward()
         actor_path, tokenizer = start_step(config, run, config.model.path, key="model.path")
         config, watch = choose_placement(config, run.world)

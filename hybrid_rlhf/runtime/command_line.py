@@ -108,11 +108,19 @@ def save_config(config: Any, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Context that turns a user's mistake or a disk's fault into one line on stderr, or JSON on stdout, and exit code
-    2, and Ctrl-C into the line "stopped" and a shell's exit code for it."""
+def user_errors(*, is_rank: bool = False) -> Iterator[None]:
+    """Context of a command, which turns a user's mistake or a disk's fault into one line on stderr, or JSON on stdout,
+    and exit code 2, and Ctrl-C into the line "stopped" and a shell's exit code for it.
+
+    Args:
+        is_rank: true if the command may be one of several ranks, which end with their launcher.
+    """
     file = os.environ.pop(ERROR_FILE, None)  # child processes must not write it
     try:
+        if is_rank:
+            from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
+
+            stop_with_launcher()
         yield
     except UserError as error:
         _stop(str(error), file, every_rank=isinstance(error, RankError))
@@ -167,16 +175,12 @@ def command(
     Args:
         config_type: the settings.
         positional: keys whose values the first words may give without their names.
-        is_rank: true if the command may be one of several ranks, which end with their launcher.
+        is_rank: as in `user_errors`.
     """
 
     def decorate(run: Callable[[ConfigT], None]) -> Callable[..., None]:
         def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-            with user_errors():
-                if is_rank:
-                    from hybrid_rlhf.runtime.liveness.launcher import stop_with_launcher
-
-                    stop_with_launcher()
+            with user_errors(is_rank=is_rank):
                 run(parse_config(config_type, argv, prog=prog, positional=positional))
 
         return main

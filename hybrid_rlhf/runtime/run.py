@@ -21,6 +21,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.listing import changed_keys
 from hybrid_rlhf.configs.sections.placement import in_words
 from hybrid_rlhf.configs.sections.run import StepConfig
+from hybrid_rlhf.runtime.agreement import RankAgreement
 from hybrid_rlhf.runtime.command_line import read_config
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.checkpoint_folder import (
@@ -66,6 +67,19 @@ _RESUME_MODES = ("never", "auto")
 """The values of `resume` that do not name a folder."""
 Callback = Callable[[int, Mapping[str, float]], object]
 """Called with a step and its metrics."""
+
+
+@dataclass(frozen=True)
+class SharedProcess:
+    """What runs share that run in turn, in threads of one process on each rank.
+
+    The process has set up the log, and leaves the ranks after all of the runs.
+    """
+
+    signals: SignalRequests
+    """Those that the process receives."""
+    agreement: RankAgreement
+    """Meetings of the ranks, for one order of the runs on all of them."""
 
 
 @dataclass
@@ -201,26 +215,27 @@ class Run:
 
 @contextlib.contextmanager
 def start_run(
-    config: StepConfig, callbacks: Sequence[Callback] = (), signals: SignalRequests | None = None
+    config: StepConfig, callbacks: Sequence[Callback] = (), process: SharedProcess | None = None
 ) -> Iterator[Run]:
     """Context of a run: joins the ranks, locks the folder and seeds; leaves and unlocks at the end.
 
     Args:
         config: the step.
         callbacks: called with each step and its metrics.
-        signals: those that the process receives, where several runs in threads share it; it has set up the log and
-            leaves the ranks after all of them. None: the run is alone.
+        process: what it shares with other runs of this process; None: the run is alone.
 
     Raises:
         UserError: on every rank, if the folder contains a run that may not be resumed.
         SystemExit: on every rank, with code 0, if the run to be resumed has finished.
     """
     folder = Path(config.output_dir)
-    is_alone = signals is None
+    is_alone = process is None
     lock = FolderLock(folder)
     stop_with_launcher()
     with ignore_save_requests():
         world = init_world(timeout_seconds=config.faults.collective_timeout_seconds)
+        if process is not None and world.size > 1:
+            world = replace(world, before_collective=process.agreement.meet)
         before: dict[str, bytes | None] = {}
         run: Run | None = None
         try:
@@ -238,7 +253,7 @@ def start_run(
             before = _contents(folder, _START_FILES) if world.is_main else {}
             if is_alone:
                 setup_logging(world, file=folder / LOG_FILE)
-            else:
+            elif world.is_main:
                 log_thread_to(folder / LOG_FILE)
             _log_device(world)
             initial_resume = _initial_resume(folder, config.resume)
@@ -247,7 +262,8 @@ def start_run(
             seed_all(config.seed, deterministic=config.deterministic)
             choose_product_backend(world, folder, checkpoint=checkpoint, deterministic=config.deterministic)
             alerts = _check_logging(config, world)
-            with Watchdog(world, folder, limit_seconds=config.faults.phase_timeout_seconds) as watchdog:
+            limit = config.faults.phase_timeout_seconds
+            with Watchdog(world, folder, limit_seconds=limit, ends_others=is_alone) as watchdog:
                 timers = Timers(world.device, on_phase=watchdog.enter_phase)
                 run = Run(
                     world,
@@ -259,7 +275,7 @@ def start_run(
                     warm_start=warm_start,
                     callbacks=callbacks,
                     initial_resume=initial_resume,
-                    signals=signals or SignalRequests(),
+                    signals=SignalRequests() if process is None else process.signals,
                     is_alone=is_alone,
                     _alerts=alerts,
                 )

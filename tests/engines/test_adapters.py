@@ -22,6 +22,7 @@ from hybrid_rlhf.configs.sections.training import AdamStep
 from hybrid_rlhf.engines.adapters import AdapterEngine, AdapterRow, RowResult
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.packing import use_packing
+from hybrid_rlhf.models.policy import HeadLogprobs
 from hybrid_rlhf.runtime.world import World, solo_world
 from tests.support.devices import DEVICES, needs_gpu
 from tests.support.models import build_model, checkpointed, random_adapter
@@ -336,6 +337,25 @@ def test_rows_without_a_loss_leave_no_gradient(tmp_path: Path) -> None:
     assert engine.step("mlp", AdamStep())["grad_norm"] == 0.0
     assert results[0].logprobs.shape == (3,)
     assert engine.forward_backward([]) == []
+
+
+def test_the_head_reads_all_rows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no mask is given and the temperature is one: catches a copy of all hidden states."""
+    read: list[bool] = []
+    forward = HeadLogprobs.forward
+
+    def recorded(head: HeadLogprobs, hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        read.append(hidden._is_view())
+        return forward(head, hidden, *arguments)
+
+    monkeypatch.setattr(HeadLogprobs, "forward", recorded)
+    engine = engine_of(tiny_model())
+    add(engine, ["narrow", "mlp"])
+    rows = [replace(row, mask=None) for name in ("narrow", "mlp") for row in rows_of(name)]
+    whole = engine.forward_backward(rows)
+    warm = engine.forward_backward([replace(rows[0], temperature=0.5), *rows[1:]])
+    assert read == [True, False, False]
+    assert all(torch.equal(one.logprobs, other.logprobs) for one, other in zip(whole[1:], warm[1:], strict=True))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -18,6 +18,7 @@ from hybrid_rlhf.engines.adapters.engine import AdapterRow
 from hybrid_rlhf.engines.builder import EngineSpec, learning_rate, lr_factor
 from hybrid_rlhf.engines.engine import EngineFacts, Role, UpdateStats
 from hybrid_rlhf.engines.partition import base_parameters, full_tensors
+from hybrid_rlhf.engines.sampling_engine import groups_of
 from hybrid_rlhf.engines.weight_check import logprob_limit
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.functional.masking import position_ids
@@ -67,7 +68,7 @@ class AdapterActor:
         base.add(name, spec.lora, path=spec.path, model=spec.model, rollout=rollout, seed=spec.seed, world=world)
         self.world = world
         self.generation_world = world.split(1)
-        self.groups: tuple[int, int | None] = (1, 0)
+        self.groups = groups_of(world, self.generation_world)
         self.device = world.device
         self.work = DecodeWork()
         self.name = name
@@ -119,11 +120,13 @@ class AdapterActor:
             if len(tokens) > 1:
                 rows.append(AdapterRow(self.name, tokens[:-1], tokens[1:], None, mask[of_row][1:], temperature))
         learns = torch.is_grad_enabled()
-        outputs = self._base.rendezvous.wait(Forward(rows, learns, self._adapted))
+        kind = f"a forward pass, learns {learns}, adapted {self._adapted}"
+        outputs = self._base.rendezvous.wait(Forward(rows, learns, self._adapted), kind)
         if learns:
             self._outputs = outputs = [output.requires_grad_() for output in outputs]
         predicted = real & (position_ids(real) > 0)
-        logprobs, entropy = torch.cat(outputs, dim=1)
+        no_tokens = torch.empty(2, 0, device=self.device)  # all that a rank without a share of the rows has
+        logprobs, entropy = torch.cat([no_tokens, *outputs], dim=1)
         return scatter_tokens(logprobs, predicted), scatter_tokens(entropy, predicted)
 
     @contextlib.contextmanager
@@ -143,8 +146,8 @@ class AdapterActor:
         """Add the gradient of total / count; `total` is computed from the last forward pass."""
         outputs = self._outputs
         self._outputs = []
-        gradients = torch.autograd.grad(total / max(count, 1.0), outputs)
-        self._base.rendezvous.wait(Backward(list(gradients)))
+        gradients = torch.autograd.grad(total / max(count, 1.0), outputs) if outputs else ()
+        self._base.rendezvous.wait(Backward(list(gradients)), "a backward pass")
 
     def step(self) -> UpdateStats:
         """Apply the accumulated gradient, and clear it."""
@@ -178,7 +181,7 @@ class AdapterActor:
             tokenizer=tokenizer,
             weight_version=self.weight_version,
             keeps_backend=True,
-            run=lambda requests: self._base.rendezvous.wait(Sampling(requests, self.weight_version)),
+            run=lambda requests: self._base.rendezvous.wait(Sampling(requests, self.weight_version), "a rollout"),
         )
         try:
             yield generation

@@ -3,7 +3,8 @@
 The loops of the runs are those of runs alone (rl/trainer.py). Where they compute with the actor, they meet: the forward
 and backward passes that runs wait for are one packed pass, and the rollouts that they wait for are one batch. A pass is
 cut at the log-probs: a run computes the gradient of its loss in the log-probs and entropies of its tokens, and the rest
-of the backward pass is again common.
+of the backward pass is again common. Each of several ranks has the base, and computes its share of the rows and prompts
+of each run; the same runs are in a pass on all ranks, also where a rank has no rows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hybrid_rlhf.generation.batching.requests import NewTokens, Request
 from hybrid_rlhf.generation.engine import GenerationEngine
 from hybrid_rlhf.models.head_check import require_own_logits
 from hybrid_rlhf.models.routers.losses import router_loss
+from hybrid_rlhf.runtime.agreement import RankAgreement
 from hybrid_rlhf.runtime.world import World
 
 
@@ -81,14 +83,16 @@ class _OpenPass:
 class SharedBase:
     """The base, its adapters and its inference weights."""
 
-    def __init__(self, *, micro_batch_tokens: int, deterministic: bool = False) -> None:
+    def __init__(self, agreement: RankAgreement, *, micro_batch_tokens: int, deterministic: bool = False) -> None:
         """Load nothing: the first run does.
 
         Args:
-            micro_batch_tokens: most tokens of a packed pass, unless a run alone has more.
+            agreement: meetings of the ranks.
+            micro_batch_tokens: most tokens of a packed pass on a rank, unless a run alone has more.
             deterministic: compute each run apart, so that its results are bit for bit those of training alone.
         """
-        self.rendezvous = Rendezvous()
+        self.rendezvous = Rendezvous(agreement)
+        self._agreement = agreement
         self._limit = micro_batch_tokens
         self._deterministic = deterministic
         self._engine: AdapterEngine | None = None
@@ -138,6 +142,8 @@ class SharedBase:
             UserError: for a model without packed rows or inference weights, one with router losses, or an adapter that
                 does not fit.
         """
+        # loading may have failed on another rank
+        self._agreement.meet(f"adds an adapter to {'a new' if self._engine is None else 'the loaded'} base")
         if self._engine is None:
             engine = AdapterEngine.from_pretrained(path, world=world, model=model)
             kind = type(engine.lm).__name__
@@ -192,12 +198,11 @@ class SharedBase:
             return calls[:1]
         if not isinstance(first, Forward):
             return calls
-        chosen = [calls[0]]
-        tokens = first.tokens
-        for call in calls[1:]:
-            forward = call.argument
-            tokens += forward.tokens
-            if tokens > self._limit or forward.adapted != first.adapted:
+        chosen: list[Call] = []
+        tokens = 0
+        for call, of_call in zip(calls, self._agreement.largest([call.argument.tokens for call in calls]), strict=True):
+            tokens += of_call
+            if chosen and (tokens > self._limit or call.argument.adapted != first.adapted):
                 break
             chosen.append(call)
         return chosen
@@ -223,11 +228,11 @@ class SharedBase:
         opened = self._open
         self._open = None
         assert opened is not None, "a backward pass follows a forward pass"
+        outputs = [output for name in arguments for output in opened.outputs[name]]
         with opened.context:
-            torch.autograd.backward(
-                [output for name in arguments for output in opened.outputs[name]],
-                [gradient for backward in arguments.values() for gradient in backward.gradients],
-            )
+            if outputs:
+                gradients = [gradient for backward in arguments.values() for gradient in backward.gradients]
+                torch.autograd.backward(outputs, gradients)
         return dict.fromkeys(arguments)
 
     def _close_pass(self) -> None:
@@ -250,10 +255,10 @@ class SharedBase:
                 owners[request] = name
                 request.adapter = self._generation.maker.adapters[name]
                 request.prompt_index += offset  # no two runs have the same
-            offset = 1 + max(request.prompt_index for request in sampling.requests)
+            offset = 1 + max((request.prompt_index for request in sampling.requests), default=offset - 1)
         results: dict[str, list[NewTokens]] = {name: [] for name in arguments}
         try:
-            for new in self.backend.run(list(owners)):
+            for new in self.backend.run(list(owners)) if owners else ():
                 for name, steps in results.items():
                     steps.append([pair for pair in new if owners[pair[0]] == name])
         finally:

@@ -273,7 +273,7 @@ class AdapterEngine:
         exception they are as before.
 
         Args:
-            rows: rows of any adapters, whose own losses are not called.
+            rows: rows of any adapters, whose own losses are not called; none: nothing is computed.
             adapted: false to compute the base model, without adapters.
 
         Yields:
@@ -282,6 +282,9 @@ class AdapterEngine:
         Raises:
             UserError: for an unknown adapter, or a row that the model cannot compute.
         """
+        if not rows:
+            yield []
+            return
         self._check(rows)
         names = list(dict.fromkeys(row.adapter for row in rows))
         longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number].tokens))
@@ -445,6 +448,8 @@ class AdapterEngine:
         """Log-probs and entropies [2, T of all rows] of the targets, 0 where a mask is 0."""
         device = hidden.device
         targets = torch.cat([row.targets for row in rows]).to(device)
+        if all(row.mask is None and row.temperature == rows[0].temperature for row in rows):
+            return torch.stack(self._head(hidden, targets, rows[0].temperature))
         masks = [torch.ones(len(row.tokens)) if row.mask is None else row.mask.cpu() for row in rows]
         wanted = torch.cat([mask.bool() for mask in masks])
         lengths = torch.tensor([len(row.tokens) for row in rows])

@@ -3,7 +3,8 @@ several at once.
 
 Only one of them runs at a time, so the order of everything is the same in each start, and code that is not made for
 threads works. A function runs until it waits for a call or ends; then the next one runs. Once all that have not ended
-wait, the thread that has started them computes some of the calls, and these functions go on.
+wait, the thread that has started them computes some of the calls, and these functions go on. On several ranks the same
+functions run in the same order (runtime/agreement.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
+
+from hybrid_rlhf.runtime.agreement import RankAgreement
 
 
 @dataclass(eq=False)
@@ -31,13 +34,24 @@ class Call:
 class Rendezvous:
     """Runs functions and computes what they wait for."""
 
-    def __init__(self) -> None:
+    def __init__(self, agreement: RankAgreement) -> None:
+        """Take the meetings of the ranks, each of which has the same functions."""
+        self._agreement = agreement
         self._stops: SimpleQueue[Call | None] = SimpleQueue()
         """The call for which the running function has stopped; None: it has ended."""
         self._ends: dict[str, BaseException | None] = {}
 
-    def wait(self, argument: Any) -> Any:
-        """The result of a call; called by a function, in its thread."""
+    def wait(self, argument: Any, kind: str) -> Any:
+        """The result of a call; called by a function, in its thread.
+
+        Args:
+            argument: what it needs, on this rank.
+            kind: what it needs, in words that are the same on all ranks.
+
+        Raises:
+            Exception: that of the computation; or the error with which the function has ended on another rank.
+        """
+        self._agreement.meet(f"waits for {kind}")
         call = Call(threading.current_thread().name, argument)
         self._stops.put(call)
         call._answered.wait()
@@ -55,10 +69,11 @@ class Rendezvous:
         Args:
             functions: by the name of the thread.
             compute: answers some of the calls for which all functions that have not ended wait, in the order of
-                the functions, and returns these. An exception of it is raised in all functions and here.
+                the functions, and returns these; on all ranks those of the same functions. An exception of it is raised
+                in all functions and here.
 
         Returns:
-            the exception with which each function has ended; None: it has returned.
+            the exception with which each function has ended, here or on another rank; None: it has returned.
         """
         waiting: dict[str, Call] = {}
         try:
@@ -82,6 +97,11 @@ class Rendezvous:
             function()
         except BaseException as raised:  # noqa: BLE001 - the caller of `run` decides
             error = raised
+        failure = error if isinstance(error, Exception) else None
+        try:
+            self._agreement.meet("ends", failure)
+        except Exception as raised:  # noqa: BLE001 - likewise
+            error = failure or raised
         self._ends[name] = error
         self._stops.put(None)
 

@@ -1,4 +1,5 @@
-"""The state of an AdapterActor in checkpoints, which are those of a run with LoRA alone on its base, without ZeRO."""
+"""The state of an AdapterActor in checkpoints, which are those of a run with LoRA alone on its base, without ZeRO: of
+several ranks each writes a part of it, and any number of them reads it."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hybrid_rlhf.engines.adapters.actor import AdapterActor
+from hybrid_rlhf.engines.saved.fragments import named_tensors
 from hybrid_rlhf.models.fragment_files import WEIGHT, Fragment, SavedFragments
 
 _STATES = {WEIGHT: "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -24,10 +26,8 @@ class AdapterState:
         self._adapter = actor.engine.adapter(actor.name)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors, by name."""
-        for fragment in self._fragments():
-            for kind, tensor in fragment.tensors.items():
-                yield f"{fragment.name}/{fragment.offset}/{kind}", tensor
+        """Yield the tensors that this rank writes, by name."""
+        return named_tensors(fragment.share for fragment in self._fragments())
 
     def numbers(self) -> dict[str, Any]:
         """Return the counters, as JSON values."""
@@ -59,4 +59,5 @@ class AdapterState:
         named = {kind: dict(self._adapter.named(state)) for kind, state in _STATES.items()}
         for name in named[WEIGHT]:
             tensors = {kind: parts[name].clone().flatten() for kind, parts in named.items()}
-            yield Fragment(f"lm.{name.removesuffix('.weight')}.default.weight", 0, tensors)
+            of_peft = f"lm.{name.removesuffix('.weight')}.default.weight"
+            yield Fragment(of_peft, 0, tensors, copy=self.world.rank, copies=self.world.size)
