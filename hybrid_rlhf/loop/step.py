@@ -26,6 +26,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.building import build_config, plain
 from hybrid_rlhf.configs.parsing.schema import Layer
 from hybrid_rlhf.configs.sections.run import StepConfig
+from hybrid_rlhf.data.rows.files import json_line
 from hybrid_rlhf.runtime.files.reading import cache_folder
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from hybrid_rlhf.runtime.run import FINISHED_FILE, Callback
@@ -195,13 +196,13 @@ def _sources(data: Rows, cache_dir: str | None) -> list[Any]:
         raise UserError("data must have rows, got none: give a path, a list of dicts or a datasets.Dataset")
     if not all(isinstance(row, Mapping) and "path" not in row for row in rows):
         return rows  # paths and sources of a blend
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    content = b"".join(map(json_line, rows))
     folder = cache_folder(cache_dir) / "rows"
-    file = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    file = folder / f"{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         # every rank may write it, under a unique name that is renamed when complete
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, suffix=".partial", delete=False) as beside:
-            beside.write(text)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as beside:
+            beside.write(content)
         os.replace(beside.name, file)
     return [str(file)]

@@ -73,8 +73,11 @@ class Answer:
         shown = tokenizer.convert_tokens_to_ids([mark for mark in marks or () if mark in special])
         self._skipped = set(tokenizer.all_special_ids) - set(shown) if shown else None
         """Special tokens that are not shown, if others are: marks of reasoning."""
-        tail = job.prompts[0][0 if isinstance(body, ChatBody) and body.continue_final_message else -_MARK_TOKENS :]
-        is_open = marks is not None and opens_thinking(str(tokenizer.decode(tail)), marks)
+        is_open = False  # the prompt does not end within the reasoning
+        if marks is not None:
+            tail = job.prompts[0][0 if isinstance(body, ChatBody) and body.continue_final_message else -_MARK_TOKENS :]
+            opened, closed = map(str(tokenizer.decode(tail)).rfind, marks)
+            is_open = opened > closed
 
         def stream() -> ReplyStream:
             text = TextStream(self._decode, job.sampling.stop, drops_space=drops_space)
@@ -86,7 +89,8 @@ class Answer:
         self._offsets = [0] * len(self._streams)
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in self._streams]
         """Decoders of the tokens' bytes, for the positions of tokens in the text."""
-        self._completion_tokens = 0
+        self.completion_tokens = 0
+        """Number of tokens of all choices so far."""
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -126,7 +130,7 @@ class Answer:
     async def events(self, stream: TokenStream) -> AsyncIterator[str]:
         """Server-sent events; the last one is `[DONE]`."""
         options = self._body.stream_options
-        wants_tokens = self._body.wants_logprobs or self._body.return_token_ids
+        wants_tokens = self._body.alternatives is not None or self._body.return_token_ids
         usage = {"usage": None} if options is not None and options.include_usage else {}
         head = {
             **self._head,
@@ -169,7 +173,7 @@ class Answer:
         """What tokens of one choice complete."""
         if not tokens:
             return ReplyPiece()
-        self._completion_tokens += len(tokens)
+        self.completion_tokens += len(tokens)
         ids = [token.token_id for token in tokens]
         piece = self._streams[self._index(tokens[0])].add(ids, tokens[-1].finish_reason)
         return piece._replace(calls=piece.calls[: self._most_calls])
@@ -194,7 +198,7 @@ class Answer:
                 choice["message"]["reasoning_content"] = piece.reasoning
             if piece.calls:
                 choice["message"]["tool_calls"] = _shown_calls(piece.calls)
-        if self._body.wants_logprobs:
+        if self._body.alternatives is not None:
             tokens = [*(self.echoed[prompt] if self.echoed else ()), *piece.tokens]
             choice["logprobs"] = self._chat_logprobs(piece) if self._is_chat else self._text_logprobs(index, tokens)
         if self._body.return_token_ids:
@@ -257,15 +261,10 @@ class Answer:
                 logprobs[f"token_id:{candidate}" if label in logprobs else label] = value
         return logprobs
 
-    @property
-    def completion_tokens(self) -> int:
-        """Number of tokens of all choices so far."""
-        return self._completion_tokens
-
     def _usage(self) -> dict[str, int]:
         prompt = sum(map(len, self._job.prompts))
-        completion = self._completion_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        total = prompt + self.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": self.completion_tokens, "total_tokens": total}
 
     def _decode(self, ids: list[int]) -> str:
         if self._skipped is not None and self._body.skip_special_tokens:
@@ -277,12 +276,6 @@ def thinking_marks(body: GenerationBody, tokenizer: PreTrainedTokenizerBase) -> 
     """The marks of reasoning in the completions of a request; None for plain text, or if the template has none."""
     template = ChatTemplate.of(tokenizer, body.used_tools) if isinstance(body, ChatBody) else None
     return None if template is None else template.thinking_marks
-
-
-def opens_thinking(prompt: str, marks: tuple[str, str]) -> bool:
-    """Return True if the end of a prompt is within the reasoning."""
-    opening, closing = marks
-    return prompt.rfind(opening) > prompt.rfind(closing)
 
 
 def _with_sampled(token: StreamedToken) -> Sequence[tuple[int, float]]:

@@ -281,7 +281,7 @@ async def _generate(
         return EventStream(_closed_by_errors(events), stream)
 
     async def work() -> dict[str, Any]:
-        echoes = body.echoes and body.wants_logprobs
+        echoes = body.echoes and body.alternatives is not None
         if echoes or body.prompt_logprobs is not None:
             top = max(job.top_logprobs * echoes, body.prompt_logprobs or 0)
             prompts = [await service.prompt_tokens(prompt, top=top) for prompt in job.prompts]

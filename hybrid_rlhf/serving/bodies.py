@@ -205,14 +205,9 @@ class GenerationBody(StrictBody):
         return True
 
     @property
-    def wants_logprobs(self) -> bool:
-        """True if the answer has the log-probs of its tokens."""
-        return False
-
-    @property
-    def most_likely(self) -> int:
-        """Number of most likely tokens in the answer for each token."""
-        return 0
+    def alternatives(self) -> int | None:
+        """Number of most likely tokens in the answer for each token; None: it has no log-probs."""
+        return None
 
     def check(self) -> None:
         """Raise UserError for keys that exclude each other."""
@@ -271,14 +266,9 @@ class ChatBody(GenerationBody):
         return "max_completion_tokens" if key == "max_tokens" and self.max_completion_tokens is not None else key
 
     @property
-    def wants_logprobs(self) -> bool:
-        """True if `logprobs` is set."""
-        return bool(self.logprobs)
-
-    @property
-    def most_likely(self) -> int:
-        """The value of `top_logprobs`, or 0."""
-        return self.top_logprobs or 0
+    def alternatives(self) -> int | None:
+        """The value of `top_logprobs`, or 0, if `logprobs` is set."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
         """Raise UserError for keys that exclude each other."""
@@ -343,14 +333,9 @@ class CompletionBody(GenerationBody):
         return self.n * len(self.prompts)
 
     @property
-    def wants_logprobs(self) -> bool:
-        """True if `logprobs` is given, even as 0."""
-        return self.logprobs is not None
-
-    @property
-    def most_likely(self) -> int:
-        """The value of `logprobs`, or 0."""
-        return self.logprobs or 0
+    def alternatives(self) -> int | None:
+        """The value of `logprobs`, which may be 0."""
+        return self.logprobs
 
 
 class TokenizeBody(StrictBody):
@@ -541,8 +526,8 @@ def _rejected(kind: type[BaseModel], error: ValidationError) -> KeyRejected:
     """The first error of a body, with all rules of its key: pydantic reports each type of a union."""
     first, *further = error.errors(include_url=False)
     place = first["loc"]
-    kinds = [each["type"] for each in (first, *further) if each["loc"][:1] == place[:1]]
-    kind_of_error = next((kind for kind in kinds if not kind.endswith("_type")), None)
+    of_key = [first, *(other for other in further if other["loc"][:1] == place[:1])]
+    kind_of_error = next((other["type"] for other in of_key if not other["type"].endswith("_type")), None)
     code = "invalid_type" if kind_of_error is None else _CODES.get(kind_of_error, "invalid_value")
     fields: Mapping[str, Any] = kind.model_fields if len(place) == 1 else StreamOptions.model_fields
     key = ".".join(str(part) for part in place if isinstance(part, int) or part in kind.model_fields or part in fields)
@@ -551,11 +536,7 @@ def _rejected(kind: type[BaseModel], error: ValidationError) -> KeyRejected:
         return KeyRejected(".".join(map(str, place)), f"is an unknown key: {hint}", code)
     if first["type"] == "missing":
         return KeyRejected(key, "is required, got none: add it", code)
-    rules = [
-        first["msg"],
-        *(further_error["msg"] for further_error in further if further_error["loc"][:1] == place[:1]),
-    ]
-    rule = " or ".join(dict.fromkeys(_SUBJECT.sub("", rule) for rule in rules))
+    rule = " or ".join(dict.fromkeys(_SUBJECT.sub("", other["msg"]) for other in of_key))
     return KeyRejected(key, f"must {rule}, got {_shown(first['input'])}: change it", code)
 
 

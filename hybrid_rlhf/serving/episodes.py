@@ -36,11 +36,18 @@ class EpisodeQueue:
         self._rewards[name] = reward = Future[float | None]()
         reward.add_done_callback(lambda _: end())
         self._waiting.append((name, content))
-        return await asyncio.wrap_future(reward)
+        try:
+            return await asyncio.wrap_future(reward)
+        finally:
+            del self._rewards[name]
 
     def take(self) -> tuple[str, Mapping[str, Any]] | None:
-        """The episode that has waited longest; None if none waits."""
-        return self._waiting.popleft() if self._waiting else None
+        """The episode that has waited longest, of those that have not ended meanwhile; None if none waits."""
+        while self._waiting:
+            name, content = self._waiting.popleft()
+            if name in self._rewards:
+                return name, content
+        return None
 
     def report(self, name: str, reward: float | None) -> None:
         """End an episode.

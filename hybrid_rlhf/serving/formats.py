@@ -89,7 +89,7 @@ def _call_rules(
     if "[TOOL_CALLS]" in form and '"name"' not in form:  # Mistral since v11
         separator = _literal("[ARGS]", tokenizer) if "[ARGS]" in form else '""'
         calls = [
-            f"call{place}: {mark} {json.dumps(function['name'])} {separator} {_parameters(function)}"
+            f"call{place}: {mark} {json.dumps(function['name'])} {separator} {json_rule(_schema(function))}"
             for place, function in enumerate(functions)
         ]
         return [f"body: ({' | '.join(f'call{place}' for place in range(len(calls)))}){more}", *calls]
@@ -118,10 +118,6 @@ def _call_schema(functions: Sequence[dict[str, Any]], arguments: str) -> dict[st
         for function in functions
     ]
     return {"anyOf": forms} if len(forms) > 1 else forms[0]
-
-
-def _parameters(function: dict[str, Any]) -> str:
-    return json_rule(_schema(function))
 
 
 def _schema(function: dict[str, Any]) -> dict[str, Any]:

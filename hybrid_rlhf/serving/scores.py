@@ -57,18 +57,12 @@ class ScoreService:
                 f"{self._unfinished} requests for scores run or wait, the limit is {self._max_queue + 1}: try again "
                 "later"
             )
+        heads = self._scorer.heads
+        left = threading.Event()
         self._unfinished += 1
         try:
-            return await self._scored(body, call)
-        finally:
-            self._unfinished -= 1
-
-    async def _scored(self, body: ScoreBody, call: Callable[[Callable[[], Tensor]], Future[Tensor]]) -> dict[str, Any]:
-        heads = self._scorer.heads
-        rows = await asyncio.to_thread(self._rows, body)
-        shown: list[dict[str, Any]] = [{} for _ in rows]
-        left = threading.Event()
-        try:
+            rows = await asyncio.to_thread(self._rows, body)
+            shown: list[dict[str, Any]] = [{} for _ in rows]
             for places in batches(rows):
                 ids = [rows[place] for place in places]
 
@@ -83,6 +77,7 @@ class ScoreService:
             raise BatchEnded("the server stops: send the request again later") from error
         finally:
             left.set()
+            self._unfinished -= 1
         tokens = sum(map(len, rows))
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"object": "list", "model": self.name, "data": shown, "usage": usage}

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -73,7 +74,7 @@ class StoppingServer(WebServer):
         failed: Callable[[], bool],
         started: Callable[[], None],
         close: Callable[[], None],
-        beside: Callable[[], Coroutine[Any, Any, None] | None] = lambda: None,
+        beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         """Prepare the server.
 
@@ -84,7 +85,7 @@ class StoppingServer(WebServer):
             failed: returns true if nothing can be answered any more.
             started: called when connections are accepted.
             close: ends the requests that still run.
-            beside: returns what runs on the event loop beside the server, until its end; None: nothing.
+            beside: what runs on the event loop beside the server, until its end.
         """
         self._beside = beside
         self._task: asyncio.Task[None] | None = None
@@ -103,8 +104,8 @@ class StoppingServer(WebServer):
 
     async def on_tick(self, counter: int) -> bool:
         """Return True to exit; called ten times per second."""
-        if self._task is None and (work := self._beside()) is not None:
-            self._task = asyncio.create_task(work)
+        if self._task is None and self._beside is not None:
+            self._task = asyncio.create_task(self._beside())
             self._task.add_done_callback(_log_failure)
         if self._activity.stops and self._task is not None:
             self._task.cancel()
@@ -193,13 +194,9 @@ def serve(
     def started() -> None:
         report(config.served_name, f"{url_of(*listener.getsockname()[:2])}/v1")
 
-    def follow() -> Coroutine[Any, Any, None] | None:
-        return (
-            None
-            if updates is None or config.follow is None
-            else updates.follow(config.follow, _FOLLOW_SECONDS, progress)
-        )
-
+    beside = None
+    if updates is not None and config.follow is not None:
+        beside = partial(updates.follow, config.follow, _FOLLOW_SECONDS, progress)
     server = StoppingServer(
         app,
         activity,
@@ -207,7 +204,7 @@ def serve(
         failed=failed,
         started=started,
         close=close,
-        beside=follow,
+        beside=beside,
     )
     gc.collect()
     gc.freeze()  # a collection would scan all objects of torch and the model, which stay alive
@@ -215,8 +212,8 @@ def serve(
         server.run(sockets=[listener])
     finally:
         close()
-        if served.model is not None:
-            served.model.engine.close()
+        if model is not None:
+            model.engine.close()
     return not failed()
 
 

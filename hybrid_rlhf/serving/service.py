@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -131,6 +131,7 @@ class TokenStream:
         whole: bool,
         ended: Callable[[], None],
     ) -> None:
+        """Submit a job; `whole`: its tokens are needed when a completion ends; `ended`: called by the first `close`."""
         self._ended = ended
         self._batch = batch
         self._job = job
@@ -269,24 +270,18 @@ class Service:
         service.version = version
         return service
 
-    def set_version(self, version: str) -> None:
-        """Set the version of the weights."""
-        self.version = version
-
     @property
     def failed(self) -> bool:
         """True if the batch has failed."""
         return self.batch.failure is not None
 
     def job(self, body: GenerationBody) -> Job:
-        """The prompts of a request; called on any thread.
+        """The prompts of a request to this model; called on any thread.
 
         Raises:
-            UnknownModel: when it names another model.
             QueueFull: when too many requests wait.
             UserError: when the request cannot be completed.
         """
-        self.check_name(body.model)
         wanted = body.completions
         if wanted > self._most_completions:
             raise UserError(
@@ -295,6 +290,8 @@ class Service:
             )
         self._check_queue(wanted)
         prompts = [self.prompt_ids(body)] if isinstance(body, ChatBody) else self._prompts(body)
+        for prompt in prompts:
+            self._check_ids(body.prompt_key, prompt)
         longest = max(map(len, prompts), default=0)
         sampling = self._constrained(self.sampling(body, longest_prompt=longest), body, prompts)
         if longest + sampling.max_new_tokens > self.batch.max_tokens:
@@ -303,7 +300,7 @@ class Service:
                 f"must leave room in the maximum context length of {self.batch.max_tokens} tokens, got {longest} "
                 f"tokens and {body.key_of('max_new_tokens')} {sampling.max_new_tokens}: shorten one of them",
             )
-        return Job(prompts, sampling, body.most_likely, adapter=self.adapter)
+        return Job(prompts, sampling, body.alternatives or 0, adapter=self.adapter)
 
     def _constrained(
         self, sampling: SamplingParams, body: GenerationBody, prompts: Sequence[Sequence[int]]
@@ -337,11 +334,8 @@ class Service:
             )
         for text in sampling.stop:
             check_text(text, "stop")
-        most = self.batch.vocab_size - 1
-        for key in ("stop_token_ids", "logit_bias"):
-            unknown = [token for token in getattr(sampling, key) if not 0 <= token <= most]
-            if unknown:
-                raise KeyRejected(key, f"must be token ids in 0..{most}, got {unknown[0]}: remove it")
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("logit_bias", sampling.logit_bias)
         return sampling
 
     def check_name(self, name: str) -> None:
@@ -443,7 +437,6 @@ class Service:
 
     def tokenized(self, body: TokenizeBody) -> dict[str, Any]:
         """The tokens of a text or a conversation, in vLLM's form."""
-        self.check_name(body.model)
         chat = body.conversation()
         if chat is not None:
             ids = self.prompt_ids(chat)
@@ -454,12 +447,14 @@ class Service:
 
     def detokenized(self, body: DetokenizeBody) -> dict[str, Any]:
         """The text of tokens, special ones included."""
-        self.check_name(body.model)
-        most = self.batch.vocab_size - 1
-        unknown = next((token for token in body.tokens if not 0 <= token <= most), None)
-        if unknown is not None:
-            raise KeyRejected("tokens", f"must be token ids in 0..{most}, got {unknown}: remove it")
+        self._check_ids("tokens", body.tokens)
         return {"prompt": self.tokenizer.decode(body.tokens)}
+
+    def _check_ids(self, key: str, ids: Iterable[int]) -> None:
+        most = self.batch.vocab_size - 1
+        unknown = next((token for token in ids if not 0 <= token <= most), None)
+        if unknown is not None:
+            raise KeyRejected(key, f"must be token ids in 0..{most}, got {unknown}: remove it")
 
     def _check_characters(self, key: str, count: int) -> None:
         """Refuse a text that is too long for any tokenization, before it is tokenized."""

@@ -128,7 +128,7 @@ class ModelUpdates:
         if self._adapters_from is None:
             raise UserError("adapters are loaded from a folder that the server allows, it has none: --adapters_from")
         root = user_path(self._adapters_from).resolve()
-        path = (root / folder).resolve()
+        path = root if "\0" in folder else (root / folder).resolve()  # no path has NUL
         if not path.is_relative_to(root) or path == root:
             raise KeyRejected(
                 "path", f"must be a folder in adapters_from of the server, got {folder[:100]!r}: change it"
@@ -140,7 +140,7 @@ class ModelUpdates:
         async with self._changing:
             async with self._alone():
                 await asyncio.to_thread(self._engine.replace_weights, lm, number, self._batch)
-                self._service.set_version(version)
+                self._service.version = version
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:

@@ -119,6 +119,7 @@ def test_a_sample_has_its_tokens(board: ServedBoard) -> None:
     first = board.get(f"/api/runs/{run}/samples/2/0")
     assert first["tokens"]["columns"]["logprobs"] == [None, None, -1.0, None]
     assert board.get(f"/api/runs/{run}/samples/3/1")["tokens"] is None
+    assert board.ask(f"/api/runs/{run}/samples/{10**30}/0").status_code == 400, "no number that SQLite lacks"
     assert {row["has_tokens"] for row in board.get(f"/api/runs/{run}/samples", step=2)["rows"]} == {True}
 
 

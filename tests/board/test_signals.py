@@ -51,16 +51,10 @@ def sampled(last_text: str = "reply {} of words that all differ") -> list[Sample
 
 CASES: dict[str, Callable[[], tuple[list[dict[str, float]], list[SampledStep]]]] = {
     "diverging components": lambda: (lines(reward__format__mean=-0.1 * STEPS), sampled()),
-    "groups of equal scores": lambda: (lines(rollout__frac_reward_zero_std=np.where(STEPS > 50, 0.9, 0.1)), sampled()),
-    "length drift": lambda: (lines(completions__mean_length=100 + 2 * STEPS), sampled()),
     "repeated phrases": lambda: (lines(), sampled(last_text="{} it is as it is {} it is as it is {} it is")),
     "same answer to all prompts": lambda: (lines(), sampled(last_text="a reply of words that all differ")),
     "prompt copied": lambda: (lines(), sampled(last_text="say {} in one new way")),
     "KL explosion": lambda: (lines(objective__kl=np.where(STEPS > 50, 40.0, 3.0)), sampled()),
-    "held-out score falls": lambda: (
-        lines(eval__scores=np.where(STEPS % 10 == 0, 1.0 - 0.02 * STEPS, np.nan)),
-        sampled(),
-    ),
 }
 
 
@@ -96,11 +90,6 @@ def test_what_has_passed_is_found_with_its_steps() -> None:
     falls = np.where(STEPS <= 30, -0.1 * STEPS, -3.0)
     (signal,) = find_signals(lines(reward__format__mean=falls), sampled())
     assert signal.name == "diverging components" and 10 <= signal.first_step < 30 <= signal.step < 60
-
-
-def test_a_small_drift_of_a_component_is_none() -> None:
-    drift = lines(reward__format__mean=-0.001 * STEPS, reward__format__std=np.ones(60))
-    assert find_signals(drift, sampled()) == []
 
 
 def test_the_copied_part_counts_pairs_of_words() -> None:

@@ -56,11 +56,13 @@ def test_turns_are_remembered_cleared_and_saved(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "talk.json"
-    talk, out = drive(["hi", "", "again", f"/save {file}", f"/save {file}", "/quit", "never said"], monkeypatch, capsys)
+    said = ["hi", "", "again", *(f"/save {name}" for name in (file, file, "x" * 300)), "/quit", "never said"]
+    talk, out = drive(said, monkeypatch, capsys)
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
     assert [m["content"] for m in talk.messages][::2] == ["hi", "again"]
     assert json.loads(file.read_text())["messages"] == talk.messages
     assert out.count("model> ") == 2 and "exists: choose another name" in out
+    assert "(File name too long): choose another folder" in out
     talk, out = drive(["hi", "/clear"], monkeypatch, capsys)
     assert talk.messages == [] and "cleared" in out
 

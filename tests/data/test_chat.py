@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_rlhf.data.chat.conversation import (
-    EncodedSequence,
-    encode_conversation,
-    turn_end,
-)
+from hybrid_rlhf.data.chat.conversation import EncodedSequence, encode_conversation
 from tests.support.tiny import CHATML, tiny_tokenizer
 
 TURNS = [
@@ -32,20 +28,6 @@ def test_loss_is_on_answers_and_their_end(turns: int, tokenizer: PreTrainedToken
     assert with_loss(encoded, tokenizer) == "hello<|im_end|>" + "bye é<|im_end|>" * (turns == 5)
     assert tokenizer.decode(encoded.input_ids).endswith("<|im_end|>\n")
     assert not encoded.loss_mask[-1], "what the template adds after the end of the turn is not the assistant's"
-
-
-@pytest.mark.parametrize("template", [CHATML, None, CHATML.replace("\n' }}{% endfor", "' }}{% endfor")])
-def test_an_answer_its_end_of_turn_and_the_tail_end_a_conversation(template: str | None) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    (whole,) = encode_conversation(
-        [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}], tokenizer
-    )
-    last = max(place for place, own in enumerate(whole.loss_mask) if own)
-    assert whole.input_ids[last] in tokenizer.all_special_ids
-    assert turn_end(tokenizer) == (whole.input_ids[last], whole.input_ids[last + 1 :])
-    tokenizer.chat_template = "{{ raise_exception('no') }}"
-    assert turn_end(tokenizer) is None
 
 
 SHOWN = "message['content']"
@@ -86,21 +68,3 @@ def test_an_answer_without_an_end_of_turn_is_learned_whole() -> None:
             [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}], tokenizer
         )
         assert with_loss(encoded, tokenizer) == content + "\n"
-
-
-def test_without_a_template_answers_end_with_eos() -> None:
-    tokenizer = tiny_tokenizer(template=None)
-    (encoded,) = encode_conversation(TURNS, tokenizer)
-    text = tokenizer.decode(encoded.input_ids)
-    assert text.startswith("System: be kind\n\nHuman: hi <b>\n\nAssistant: hello<|im_end|>\n\nHuman: more")
-    assert with_loss(encoded, tokenizer) == " hello<|im_end|> bye é<|im_end|>"
-
-
-def test_a_template_that_rewrites_the_past_gives_a_row_a_turn(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}[{{ m.content }}]{% endif %}{% endfor %}"
-    )
-    rows = encode_conversation(TURNS, tokenizer)
-    texts = [tokenizer.decode(row.input_ids) for row in rows]
-    assert texts == ["[be kind][hi <b>][hello]", "[be kind][hi <b>][more][bye é]"]
-    assert [with_loss(row, tokenizer) for row in rows] == ["[hello]", "[bye é]"]

@@ -191,8 +191,11 @@ def test_a_turn_of_weight_0_has_no_loss(family: Family) -> None:
 def test_without_a_template_calls_are_learned_as_json() -> None:
     tokenizer = tiny_tokenizer(None)
     (row,) = encode_conversation(CALLED, tokenizer)
-    assert learned(row, tokenizer) == ' {"name": "look", "arguments": {"at": "sky"}}<|im_end|> seen<|im_end|>'
-    assert "Tool: blue" in tokenizer.decode(row.input_ids)
+    call = ' {"name": "look", "arguments": {"at": "sky"}}<|im_end|>'
+    assert learned(row, tokenizer) == f"{call} seen<|im_end|>"
+    text = f"Human: ask\n\nAssistant:{call}\n\nTool: blue\n\nAssistant: seen<|im_end|>\n\n"
+    assert tokenizer.decode(row.input_ids) == text
+    assert turn_end(tokenizer) == (tokenizer.eos_token_id, tokenizer("\n\n")["input_ids"])
 
 
 def test_a_greeting_is_learned_where_it_can_be_prompted_for() -> None:

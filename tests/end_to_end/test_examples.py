@@ -9,6 +9,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import datasets
@@ -79,6 +80,8 @@ def test_rows_in_memory_and_on_disk_are_the_same_data(model_folder: Path, tmp_pa
     sources = [step.config.data.sources for step in steps]
     assert sources[0] == sources[1] and str(sources[0][0]).startswith(str(tmp_path))
     assert [json.loads(line) for line in Path(str(sources[0][0])).read_text().splitlines()] == rows
+    dated = SFT("m", data={"sources": [{"prompt": "a", "day": date(2024, 5, 1)}], "cache_dir": str(tmp_path)})
+    assert json.loads(Path(str(dated.config.data.sources[0])).read_text()) == {"prompt": "a", "day": "2024-05-01"}
     assert SFT(model=model_folder, data=tmp_path / "rows.jsonl").config.data.sources == [str(tmp_path / "rows.jsonl")]
     with pytest.raises(UserError, match="data must have rows, got none"):
         SFT(model=model_folder, data=[])

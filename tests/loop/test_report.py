@@ -267,6 +267,10 @@ def test_only_the_ends_of_a_large_file_are_read(tmp_path: Path) -> None:
     assert (first["step"], last["step"]) == (1, 2000)
     assert len(last["rows"]) == 1 and len(last["rows"][0]["completion"]) == 2001
     assert first_and_last_samples(tmp_path / "none") == []
+    rows = [{"step": step, **row, "completion": text} for step, text in ((1, "x" * 2**21), (2, "y"))]
+    write_lines(file, rows)
+    (last,) = first_and_last_samples(file)
+    assert (last["step"], last["rows"][0]["completion"]) == (2, "y"), "also behind a row that is too long"
 
 
 def test_thinned_curves_keep_their_peaks() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.serving.app import Access, build_app
 from hybrid_rlhf.serving.episodes import EpisodeQueue
-from hybrid_rlhf.serving.service import Service
+from hybrid_rlhf.serving.service import Service, UnknownEpisode
 from hybrid_rlhf.serving.web import AccessRules, served_in_background
 
 PAGE = "https://app.example"
@@ -62,21 +64,33 @@ def ask(app: FastAPI, method: str, path: str, headers: dict[str, str], body: byt
     ("headers", "status"),
     [
         ({"Host": "localhost:8000"}, 200),
-        ({"Host": "evil.example.com"}, 403),
+        ({"Host": "judge.internal:8000"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "OWN"}, 200),
         ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": ""}, 415),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
     ],
 )
-def test_a_page_of_another_site_completes_nothing(service: Service, headers: dict[str, str], status: int) -> None:
-    """A page could end a server without a key by one request, which needs no preflight as text/plain."""
+@pytest.mark.parametrize("key", [None, "a-key"])
+def test_a_page_of_another_site_completes_nothing(
+    service: Service, headers: dict[str, str], status: int, key: str | None
+) -> None:
+    """A page could end a server without a key by one request, which needs no preflight as text/plain. A key is proof
+    enough of the host, whatever name a proxy gives.
+    """
     body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 1}).encode()
-    app = build_app(service, Access(), created=0)
-    answer = ask(app, "POST", COMPLETE, {"Content-Type": "application/json", **headers}, body)
-    assert answer.status_code == status, answer.text
-    if status != 200:
-        assert answer.json()["error"]["message"]
-    if "Host" in headers:
-        assert ask(app, "GET", "/metrics", headers).status_code == (200 if status == 200 else 403)
+    status = 200 if key and "Host" in headers else status
+    with served_in_background(build_app(service, Access(api_key=key), created=0)) as url:
+        headers = {name: value.replace("OWN", url) for name, value in headers.items()}
+        given = {"Content-Type": "application/json", **headers, "Authorization": f"Bearer {key}"}
+        answer = httpx2.post(f"{url}{COMPLETE}", headers=given, content=body, timeout=60)
+        assert answer.status_code == status, answer.text
+        assert status == 200 or answer.json()["error"]["message"]
+        assert "access-control-allow-origin" not in answer.headers
+        if "Host" in headers:
+            assert httpx2.get(f"{url}/metrics", headers=headers).status_code == status
 
 
 def test_an_allowed_page_asks_as_browsers_do(service: Service) -> None:
@@ -90,6 +104,8 @@ def test_an_allowed_page_asks_as_browsers_do(service: Service) -> None:
     for key, status in (("a-key", 200), ("wrong", 401)):
         answer = ask(app, "POST", COMPLETE, {**headers, "Authorization": f"Bearer {key}"}, body)
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
+    without = build_app(service, Access(api_key="a-key"), created=0)
+    assert ask(without, "OPTIONS", COMPLETE, {"Origin": PAGE, **wanted}).status_code == 403
     for origin in ("http://app.example", "https://app.example.evil.com", "null"):
         refused = ask(app, "OPTIONS", COMPLETE, {"Origin": origin, **wanted})
         assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
@@ -108,6 +124,7 @@ class Playing:
 
     def __init__(self, service: Service) -> None:
         self.queue = EpisodeQueue()
+        self.queue._rewards["name"] = Future()
         self.queue._waiting.append(("name", {"model": "actor", "row": {}, "options": {}}))
         self.app = build_app(service, Access(), created=0, episodes=lambda name: service, queue=self.queue)
 
@@ -143,6 +160,26 @@ def test_addresses_of_an_episode_are_those_of_the_server(playing: Playing) -> No
         port = url.rpartition(":")[2]
         told = httpx2.post(f"{url}/episodes", json={}, headers={"Host": f"localhost:{int(port) - 1}"}).json()
     assert told["base_url"] == f"{url}/episodes/name/v1" and told["reward_url"] == f"{url}/episodes/name/reward"
+
+
+def test_an_episode_that_has_ended_is_offered_to_nobody() -> None:
+    """Programs played those that had timed out, and the server kept each one's report."""
+    queue = EpisodeQueue()
+
+    async def play() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(queue.play("late", {}, lambda: None), 0.01)
+        playing = asyncio.create_task(queue.play("next", {}, lambda: None))
+        await asyncio.sleep(0)
+        assert queue.take() == ("next", {}) and queue.take() is None
+        queue.report("next", 1.0)
+        assert await playing == 1.0
+
+    asyncio.run(play())
+    for name in ("late", "next"):
+        with pytest.raises(UnknownEpisode):
+            queue.report(name, 1.0)
+    assert not queue._rewards
 
 
 @pytest.mark.parametrize("reward", [1e308, -1e7, 1.1e6, "Infinity", "NaN", "1e999", "true", '"1"', f"1{'0' * 400}"])

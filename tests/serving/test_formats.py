@@ -69,12 +69,7 @@ def tokenizer_of(template: str, special: tuple[str, ...]) -> PreTrainedTokenizer
 @contextmanager
 def asked(template: str, special: tuple[str, ...] = ()) -> Iterator[openai.OpenAI]:
     """A client of a server of a random model, with a template; some marks are special tokens."""
-    tokenizer = tiny_tokenizer(template)
-    if special:
-        tokenizer = byte_tokenizer(
-            ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *special], template, eos_token="<|im_end|>"
-        )
-        tokenizer.add_special_tokens({"additional_special_tokens": [*special]})
+    tokenizer = tokenizer_of(template, special)
     model = tiny_model(vocab_size=259 + len(special), max_position_embeddings=600)
     engine = GenerationEngine.from_model(model, tokenizer=tokenizer, stop_token_ids=[2])
     with engine.open(rows=4, max_tokens=600) as batch:
@@ -115,9 +110,7 @@ def test_a_json_object_is_one_also_where_it_is_cut(client: openai.OpenAI) -> Non
     assert plain.usage.completion_tokens == 2
 
 
-@pytest.mark.parametrize(
-    "special", [(), ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")], ids=["text", "special"]
-)
+@pytest.mark.parametrize("special", [(), MARKS], ids=["text", "special"])
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_required_calls_have_the_form_of_the_template(form: str, special: tuple[str, ...]) -> None:
     """Calls of Mistral and Hermes, whose marks may be special tokens."""

@@ -8,7 +8,7 @@ import pytest
 
 from hybrid_rlhf.serving.training.futures import Future, Futures, Gone
 from hybrid_rlhf.serving.training.queue import Command, CommandQueue, ModelQueue, PackedRow, TakenRow
-from hybrid_rlhf.serving.training.tenants import FairShare, QuotaExceeded, Quotas, Tenant, Tenants
+from hybrid_rlhf.serving.training.tenants import QuotaExceeded, Quotas, Tenant, Tenants
 
 QUOTAS = Quotas(requests=3, queued_bytes=100, models=2, stored_bytes=1000)
 
@@ -155,12 +155,3 @@ def test_keys_name_their_tenants() -> None:
     assert Tenants({}, QUOTAS).of_key("x") is None
     local = Tenants({}, QUOTAS).of_key("tml-x")
     assert local is not None and local.name == "local"
-
-
-def test_the_share_of_a_tenant_is_what_it_was_served() -> None:
-    share = FairShare()
-    alice = tenant("alice")
-    bob = tenant("bob")
-    share.update([alice, bob])
-    share.charge(share.next([alice, bob], lambda entry: entry), 10)
-    assert share.next([alice, bob], lambda entry: entry) is bob

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -113,7 +116,7 @@ def test_two_servers_do_not_share_a_folder(model_folder: Path, tmp_path: Path) -
             serve_training(config, lambda _: pytest.fail("it loads nothing"), api_keys={}, report=print)
 
 
-def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever the writer is killed."""
     store = Store(tmp_path)
     checkpoint = Checkpoint("run", "weights", "a", "alice", 4, 1, 1.0, 0)
@@ -137,6 +140,16 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
     store.write_checkpoint(checkpoint, whole, overwrite=False)
     again = Store(tmp_path)
     assert again.find("tinker://run/weights/a", "alice").size_bytes == 3
+    with monkeypatch.context() as patch:  # once the new one has its name, the old one is removed
+        patch.setattr(shutil, "rmtree", Mock(side_effect=[None, Killed]))
+        with pytest.raises(Killed):
+            store.write_checkpoint(replace(checkpoint, seq=2), whole, overwrite=True)
+    again = Store(tmp_path)
+    assert [entry.name for entry in (tmp_path / "runs" / "run" / "weights").iterdir()] == ["a"]
+    again.write_checkpoint(replace(checkpoint, seq=2), whole, overwrite=False)  # an answer was lost: it comes again
+    with pytest.raises(UserError, match="a checkpoint never changes"):
+        again.write_checkpoint(replace(checkpoint, seq=3), whole, overwrite=False)
+    assert again.find("tinker://run/weights/a", "alice").seq == 2
     for path, tenant in (("tinker://run/weights/b", "alice"), ("tinker://run/weights/a", "bob")):
         with pytest.raises(UnknownObject):
             again.find(path, tenant)

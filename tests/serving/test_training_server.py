@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_rlhf.serving.training.messages import MESSAGES
 from hybrid_rlhf.serving.training.service import TrainingService
+from tests.support.generation import wait_until
 from tests.support.models import random_adapter
 from tests.support.tiny import tiny_model
 from tests.support.training_server import (
@@ -126,6 +127,8 @@ def test_commands_without_a_number_follow_the_last_one(alice: Client) -> None:
 
 def test_a_faulty_command_fails_in_its_place_and_later_ones_go_on(alice: Client) -> None:
     model = alice.model()
+    odd = MESSAGES["ForwardBackwardRequest"].FromString(forward_backward(model, 11, [SEQUENCE]))
+    odd.data[0].loss_fn_inputs[0].value.shape[:] = [-2, -4]
     faulty = [
         alice.forward_backward(model, 1, loss="unknown"),
         alice.forward_backward(model, 2, [[1, 2, 300]]),
@@ -135,14 +138,18 @@ def test_a_faulty_command_fails_in_its_place_and_later_ones_go_on(alice: Client)
         alice.post("optim_step", model_id=model, seq_id=6, adam_params={"learning_rate": -1})["request_id"],
         alice.post("optim_step", model_id=model, seq_id=7, adam_params=ADAM)["request_id"],
         alice.post("save_weights", model_id=model, seq_id=8, path="../x")["request_id"],
+        alice.post("save_weights", model_id=model, seq_id=9, path="ä" * 128)["request_id"],
+        alice.post("save_weights", model_id=model, seq_id=10, ttl_seconds=10**12)["request_id"],
+        alice.request("forward_backward", odd.SerializeToString()).json()["request_id"],
     ]
     errors = [alice.result(request) for request in faulty]
-    assert [error["category"] for error in errors] == ["user"] * 8
+    assert [error["category"] for error in errors] == ["user"] * 11
     reasons = ["loss_fn must be", "must be token ids", "1 to 64 tokens", "at least one datum", "weights must be finite"]
     reasons += ["adam_params.learning_rate must", "optim_step needs a forward_backward", "a checkpoint's name is"]
+    reasons += ["a checkpoint's name is", "ttl_seconds must", "must have the shape [-2, -4]"]
     for error, reason in zip(errors, reasons, strict=True):
         assert reason in error["error"]
-    assert alice.train(model, 9, 1) == alice.train(alice.model(), 1, 1)
+    assert alice.train(model, 12, 1) == alice.train(alice.model(), 1, 1)
 
 
 def test_several_commands_before_a_step_add_their_gradients(alice: Client) -> None:
@@ -306,6 +313,19 @@ def test_a_batch_that_fails_is_computed_one_by_one_and_only_the_cause_fails(
     assert bob.train(bad, 3, 2) == bob.train(bob.model(seed=2), 1, 2), "the step without its gradient was left out"
 
 
+def test_a_forward_pass_that_fails_leaves_the_step_alone(
+    served: tuple[str, TrainingService], alice: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of an earlier command is whole: the step was left out."""
+    model = alice.model()
+    alice.result(alice.forward_backward(model, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(served[1].trainer.engine, "forward_backward", lambda rows: 1 / 0)
+        failed = alice.result(alice.forward_backward(model, 2, forward_only=True))
+    assert failed["category"] == "server"
+    assert alice.done("optim_step", model_id=model, seq_id=3, adam_params=ADAM)["metrics"]["skipped"] == 0
+
+
 # -- quotas
 
 
@@ -399,10 +419,7 @@ def test_checkpoints_are_listed_deleted_and_expire(served: tuple[str, TrainingSe
     assert listed[0]["size_bytes"] > 1000 and listed[2]["checkpoint_type"] == "sampler"
     assert alice.delete(f"{runs}/weights/a").status_code == 200
     assert alice.delete(f"{runs}/weights/a").status_code == 404
-    put = httpx2.put(
-        f"{served[0]}/api/v1/{runs}/weights/b/ttl", json={"ttl_seconds": None}, headers={"X-API-Key": ALICE}
-    )
-    assert put.status_code == 200
+    assert alice.put(f"{runs}/weights/b/ttl", ttl_seconds=None).status_code == 200
     for checkpoint in service.store.checkpoints("alice", model):
         checkpoint.expires = None if checkpoint.expires is None else time.time() - 1
     service.store.expire()
@@ -447,11 +464,10 @@ def test_an_adapter_from_elsewhere_is_trained_on(
     """Uploaded by a client, or given to all by the operator."""
     url, _ = served
     folder = random_adapter(tiny_model(), tmp_path / "peft", 1, ["q_proj", "up_proj"])
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as writer:
-        for file in Path(folder).iterdir():
-            writer.write(file, f"some/{file.name}")
-    sent = {"content": archive.getvalue(), "headers": {"X-API-Key": ALICE, "Content-Type": "application/zip"}}
+    files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    archive = _zip({f"some/{name}": content for name, content in files.items()})
+    damaged = _zip(files, zipfile.ZIP_DEFLATED).replace(b"adapter_config.json", b"adapter_config.json" + b"\xff" * 9, 1)
+    sent = {"content": archive, "headers": {"X-API-Key": ALICE, "Content-Type": "application/zip"}}
     path = httpx2.post(f"{url}/api/v1/import_adapter/mine", **sent).json()["path"]
     body = {"session_id": alice.session(), "model_seq_id": 0, "optimizer": False}
     model = alice.done("load_weights", path=path, **body)["model_id"]
@@ -471,6 +487,7 @@ def test_an_adapter_from_elsewhere_is_trained_on(
     for content, error in (
         (b"no archive", "must be a ZIP archive"),
         (_zip({"adapter_config.json": b"{}"}), "it lacks one"),
+        (damaged, "must be a ZIP archive"),
     ):
         answer = httpx2.post(f"{url}/api/v1/import_adapter/x", content=content, headers=sent["headers"])
         assert answer.status_code == 400 and error in answer.json()["error"]
@@ -478,13 +495,14 @@ def test_an_adapter_from_elsewhere_is_trained_on(
     files = {file.name: file.read_bytes() for file in Path(other).iterdir()}
     answer = httpx2.post(f"{url}/api/v1/import_adapter/x", content=_zip(files), headers=sent["headers"])
     assert answer.status_code == 400, answer.text
-    deleted = alice.delete("training_runs/server/checkpoints/weights/given")
-    assert deleted.status_code == 400 and "only its operator removes it" in deleted.json()["error"]
+    given = "training_runs/server/checkpoints/weights/given"
+    for refused in (alice.delete(given), alice.put(f"{given}/ttl", ttl_seconds=1)):
+        assert refused.status_code == 400 and "only its operator removes it" in refused.json()["error"]
 
 
-def _zip(files: dict[str, bytes]) -> bytes:
+def _zip(files: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
     archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as writer:
+    with zipfile.ZipFile(archive, "w", compression) as writer:
         for name, content in files.items():
             writer.writestr(name, content)
     return archive.getvalue()
@@ -499,12 +517,14 @@ def test_a_finished_session_lets_its_models_go(served: tuple[str, TrainingServic
     model = alice.model(session)
     alice.train(model, 1, 2)
     path = alice.done("save_weights", model_id=model, seq_id=5, path="kept")["path"]
+    waiting = alice.forward_backward(alice.model(session, 1), 2)  # the command before it never comes
     alice.post(f"sessions/{session}/finish")
     assert alice.request("session_heartbeat", {"session_id": session}).status_code == 410  # the client stops them
     deadline = time.monotonic() + 30
     while model in service.models and time.monotonic() < deadline:
         time.sleep(0.05)
     assert model not in service.models and model not in service.trainer.engine.names  # type: ignore[attr-defined]
+    assert "the model has been unloaded" in alice.result(waiting)["error"]
     assert alice.post("weights_info", tinker_path=path)["lora_rank"] == 4
 
 
@@ -642,6 +662,23 @@ def test_a_cancelled_request_ends_and_others_go_on(served: tuple[str, TrainingSe
     results = [alice.result(request) for request in long]
     assert any(isinstance(entry, dict) and "cancelled" in entry["error"] for entry in results)
     assert len(sample(alice, 5, base_model=BASE)) > 0
+
+
+def test_a_request_that_is_cancelled_while_its_weights_are_loaded_is_not_sampled(
+    served: tuple[str, TrainingService], alice: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was decoded to its end."""
+    samplers = served[1].samplers
+    path = alice.done("save_weights_for_sampler", model_id=alice.model(), seq_id=1, path="slow")["path"]
+    submitted: list[Any] = []
+    monkeypatch.setattr(samplers.batch, "submit", lambda batch, deliver: submitted.append(batch))
+    with samplers.batch.paused():
+        body = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 60}, "model_path": path}
+        request = alice.post("asample", **body)["request_id"]
+        alice.post("cancel_future", request_id=request)
+        assert "cancelled" in alice.result(request)["error"]
+    wait_until(lambda: not samplers._running)
+    assert submitted == []
 
 
 # -- bodies

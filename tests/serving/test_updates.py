@@ -173,12 +173,12 @@ def _loop_of(changing: Changing) -> asyncio.AbstractEventLoop:
     return found[0]
 
 
-@pytest.mark.parametrize("path", ["../one", "/etc", ".", "nothing", "one/../../..", "link"])
-def test_only_adapters_of_the_folder_are_loaded(changing: Changing, path: str, tmp_path: Path) -> None:
+def test_only_adapters_of_the_folder_are_loaded(changing: Changing, tmp_path: Path) -> None:
     random_adapter(model(), tmp_path / "outside", 0, "all-linear")
     (tmp_path / "adapters" / "link").symlink_to(tmp_path / "outside")
-    answer = changing.load("poet", path)
-    assert answer.status_code == 400, answer.text
+    for path in ("../one", "/etc", ".", "nothing", "one/../../..", "link", "a\0b"):
+        answer = changing.load("poet", path)
+        assert answer.status_code == 400, answer.text
     assert changing.ask()[0] == expected(20)
     assert changing.load("m", "one").status_code == 400
     assert httpx2.delete(f"{changing.url}/v1/adapters/poet").status_code == 404

@@ -47,6 +47,10 @@ class Client:
         """Ask for something."""
         return self._http.get(path, params=query)
 
+    def put(self, path: str, **content: Any) -> httpx2.Response:
+        """Set something."""
+        return self._http.put(path, json=content)
+
     def delete(self, path: str) -> httpx2.Response:
         """Delete something."""
         return self._http.delete(path)

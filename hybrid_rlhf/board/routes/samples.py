@@ -13,6 +13,7 @@ from hybrid_rlhf.board.samples.rows import UnknownSample
 from hybrid_rlhf.board.workspace import BoardWorkspace
 from hybrid_rlhf.serving.web import KnownKeys
 
+_Count = Annotated[int, Path(ge=0, lt=2**31)]
 _MOST_OF_PROMPT = 500
 """Largest number of samples of a prompt, over all runs."""
 
@@ -37,7 +38,7 @@ def routes(workspace: BoardWorkspace) -> APIRouter:
         return answer(workspace.samples(folders.get(run_id)).distributions(query.step))
 
     @router.get("/runs/{run_id}/samples/{step}/{index}")
-    def one(run_id: str, step: int, index: int) -> Response:
+    def one(run_id: str, step: _Count, index: _Count) -> Response:
         return answer(workspace.samples(folders.get(run_id)).sample(step, index))
 
     @router.get("/runs/{run_id}/prompts")

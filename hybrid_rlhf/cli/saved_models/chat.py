@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.inference import ChatConfig
 from hybrid_rlhf.configs.parsing.values import check_values, is_text
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.runtime.command_line import command
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.reading import user_path
 from hybrid_rlhf.runtime.output import print_document, wants_json
 
@@ -270,12 +271,10 @@ class Session:
         if not name:
             raise UserError("/save needs a file, got none: write /save FILE.json")
         file = user_path(name)
-        if file.exists():
-            raise UserError(f"/save writes a new file, {file} exists: choose another name")
-        beside = file.with_name(f"{file.name}.partial")
         try:
-            beside.write_text(json.dumps(self.content(), ensure_ascii=False, indent=2))
-            os.replace(beside, file)
+            if file.exists():
+                raise UserError(f"/save writes a new file, {file} exists: choose another name")
+            write_whole(file, json.dumps(self.content(), ensure_ascii=False, indent=2))
         except OSError as error:
             raise UserError(f"/save cannot write {file} ({error.strerror}): choose another folder") from error
         self._view.show(f"saved {file}")

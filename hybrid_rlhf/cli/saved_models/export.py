@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ def main(config: ExportConfig) -> None:
     if checks:
         del lm  # the reference is another model: merging has changed this one
         found = _checks(config, output, path, tokenizer, dtype)
-        result |= {name: check.as_json() for name, check in found.items()}
+        result |= {name: asdict(check) for name, check in found.items()}
         text = "\n".join([text, *(check.text for check in found.values())])
     print_result(result, text)
     if any(check.faults for check in found.values()):

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -69,10 +68,6 @@ class CheckResult:
     """Number of prompts with another token where two are nearly as likely."""
     faults: list[str]
     """Prompts with other tokens, each with the first difference."""
-
-    def as_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {"program": self.program, "equal": self.equal, "rounded": self.rounded, "faults": self.faults}
 
     @property
     def text(self) -> str:

@@ -25,10 +25,10 @@ def first_and_last_samples(path: Path) -> list[dict[str, Any]]:
         tail = file.read()
     first = _rows(head.split(b"\n")[:-1])
     last = _rows(tail.split(b"\n")[size > _END_BYTES : -1])
-    steps = ([first[0]["step"]] if first else []) + ([last[-1]["step"]] if last else [])
+    by_step = {rows[place]["step"]: rows for rows, place in ((first, 0), (last, -1)) if rows}
     return [
         {"step": step, "rows": [_sample(row) for row in rows if row["step"] == step][:_ROWS]}
-        for step, rows in dict(zip(steps, (first, last), strict=False)).items()
+        for step, rows in by_step.items()
     ]
 
 

@@ -132,7 +132,7 @@ class EpisodeService(Service):
             if not self.closed:
                 self._record(prompts[place], completion, sampling.stop)
 
-        return Job([prompt.ids for prompt in prompts], sampling, body.most_likely, seeds, record)
+        return Job([prompt.ids for prompt in prompts], sampling, body.alternatives or 0, seeds, record)
 
     @property
     def source(self) -> TokenSource:

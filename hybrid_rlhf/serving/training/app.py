@@ -11,9 +11,11 @@ import asyncio
 import hashlib
 import hmac
 import io
+import lzma
 import secrets
 import time
 import zipfile
+import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
@@ -32,6 +34,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.reading import NotJSON, parse_json
 from hybrid_rlhf.serving.admission import Activity, Admission
 from hybrid_rlhf.serving.training.bodies import (
+    BodyT,
     CommandBody,
     CreateModelBody,
     LoadBody,
@@ -69,6 +72,11 @@ _POLL_SECONDS = 20.0
 _FILE_SECONDS = 3600
 """Time for which a signed path is valid."""
 _CONTENT_TYPES = ("application/json", "application/x-protobuf", "application/zip")
+_ZIP_ERRORS = (
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+    *(NotImplementedError, RuntimeError, OSError, EOFError, ValueError),
+)
+"""What reading an archive raises whose bytes are not in order."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -134,12 +142,14 @@ def build_app(
     app.add_middleware(TenantAdmission, service=service, rules=AccessRules(host), activity=activity)
     add_error_answers(app, _STATUSES, lambda status, text, _: _error(status, text), internal="the server has failed")
     body = _BodyReader(max_body_bytes)
-    app.include_router(_session_routes(service, body), prefix=_API)
-    app.include_router(_command_routes(service, body), prefix=_API)
-    app.include_router(_sampling_routes(service, body), prefix=_API)
-    app.include_router(_result_routes(service, body, activity, poll_seconds), prefix=_API)
-    app.include_router(_checkpoint_routes(service, body), prefix=_API)
-    app.include_router(_file_routes(service, body, max_body_bytes), prefix=_API)
+    router = APIRouter()
+    _add_sessions(router, service, body)
+    _add_commands(router, service, body)
+    _add_sampling(router, service, body)
+    _add_results(router, service, body, activity, poll_seconds)
+    _add_checkpoints(router, service, body)
+    _add_files(router, service, body)
+    app.include_router(router, prefix=_API)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -152,7 +162,7 @@ class _BodyReader:
     """Reads bodies up to a size."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
 
     async def whole(self, request: Request) -> bytes:
         """The body, decompressed.
@@ -172,7 +182,7 @@ class _BodyReader:
         if encoding == "zstd":
             try:
                 stream = pyarrow.input_stream(pyarrow.py_buffer(content), compression="zstd")
-                content = stream.read(self._most + 1)
+                content = stream.read(self.most + 1)
             except OSError as error:
                 raise UserError(
                     "Content-Encoding zstd needs a body in that format, got another: compress it"
@@ -181,6 +191,11 @@ class _BodyReader:
         elif encoding != "identity":
             raise UserError(f"Content-Encoding must be zstd or none, got {encoding[:100]!r}: leave it out")
         return content
+
+    async def read(self, request: Request, kind: type[BodyT]) -> tuple[BodyT, bytes]:
+        """A body of a kind, and its bytes; raises as `json`."""
+        value, content = await self.json(request)
+        return read_body(value, kind), content
 
     async def json(self, request: Request) -> tuple[dict[str, Any], bytes]:
         """The JSON object of a body, and its bytes; an empty body is an empty object.
@@ -199,12 +214,11 @@ class _BodyReader:
         return value, content
 
     def _require(self, size: int) -> None:
-        if size > self._most:
-            raise TooLarge(413, f"a body has at most {self._most} bytes, this one has more: send several requests")
+        if size > self.most:
+            raise TooLarge(413, f"a body has at most {self.most} bytes, this one has more: send several requests")
 
 
-def _session_routes(service: TrainingService, body: _BodyReader) -> APIRouter:
-    router = APIRouter()
+def _add_sessions(router: APIRouter, service: TrainingService, body: _BodyReader) -> None:
 
     @router.get("/healthz")
     async def healthz() -> dict[str, Any]:
@@ -234,15 +248,14 @@ def _session_routes(service: TrainingService, body: _BodyReader) -> APIRouter:
 
     @router.post("/create_session")
     async def create_session(request: Request) -> dict[str, Any]:
-        content, _ = await body.json(request)
-        metadata = read_body(content, SessionBody).user_metadata
-        session_id = service.create_session(_tenant(request), metadata)
+        asked, _ = await body.read(request, SessionBody)
+        session_id = service.create_session(_tenant(request), asked.user_metadata)
         return {"session_id": session_id, "type": "create_session"}
 
     @router.post("/session_heartbeat")
     async def heartbeat(request: Request) -> dict[str, Any]:
-        content, _ = await body.json(request)
-        service.session(read_body(content, SessionId).session_id, _tenant(request))
+        asked, _ = await body.read(request, SessionId)
+        service.session(asked.session_id, _tenant(request))
         return {"type": "session_heartbeat"}
 
     @router.post("/sessions/{session_id}/finish")
@@ -255,37 +268,36 @@ def _session_routes(service: TrainingService, body: _BodyReader) -> APIRouter:
     async def sessions(request: Request) -> dict[str, Any]:
         name = _tenant(request).name
         owned = [key for key, record in service.store.sessions.items() if record["tenant"] == name]
-        return {"sessions": _page(request, owned)}
+        return {"sessions": _page(request, owned)[0]}
 
     @router.get("/sessions/{session_id}")
     async def session(request: Request, session_id: str) -> dict[str, Any]:
-        opened = service.session(session_id, _tenant(request))
+        service.session(session_id, _tenant(request))
         runs = [run.run_id for run in list(service.store.runs.values()) if run.session_id == session_id]
         samplers = [key for key in list(service.store.samplers) if key.startswith(f"{session_id}:sample:")]
-        return {"training_run_ids": runs, "sampler_ids": samplers, "user_metadata": opened.metadata}
+        return {
+            "training_run_ids": runs,
+            "sampler_ids": samplers,
+            "user_metadata": service.store.sessions[session_id]["metadata"],
+        }
 
-    return router
 
-
-def _command_routes(service: TrainingService, body: _BodyReader) -> APIRouter:
-    router = APIRouter()
+def _add_commands(router: APIRouter, service: TrainingService, body: _BodyReader) -> None:
 
     @router.post("/create_model")
     async def create_model(request: Request) -> dict[str, Any]:
-        content, raw = await body.json(request)
-        return service.create_model(_tenant(request), read_body(content, CreateModelBody), raw)
+        return service.create_model(_tenant(request), *await body.read(request, CreateModelBody))
 
     @router.post("/get_info")
     async def get_info(request: Request) -> dict[str, Any]:
-        content, _ = await body.json(request)
-        run = service.info(_tenant(request), read_body(content, ModelId).model_id)
+        asked, _ = await body.read(request, ModelId)
+        run = service.info(_tenant(request), asked.model_id)
         trainer = service.trainer
-        architecture = type(trainer.engine.lm).__name__
         return {
             "type": "get_info",
             "model_id": run.run_id,
             "model_data": {
-                "arch": architecture,
+                "arch": type(trainer.engine.lm).__name__,
                 "model_name": trainer.base_model,
                 "tokenizer_id": trainer.tokenizer_id,
             },
@@ -296,61 +308,48 @@ def _command_routes(service: TrainingService, body: _BodyReader) -> APIRouter:
 
     @router.post("/unload_model")
     async def unload_model(request: Request) -> dict[str, Any]:
-        content, raw = await body.json(request)
-        return service.unload(_tenant(request), read_body(content, ModelId).model_id, raw)
+        asked, raw = await body.read(request, ModelId)
+        return service.unload(_tenant(request), asked.model_id, raw)
 
     @router.post("/forward_backward")
     async def forward_backward(request: Request) -> dict[str, Any]:
         raw = await body.whole(request)
         return service.forward_backward(_tenant(request), read_forward_backward(raw), raw)
 
-    async def command(request: Request, name: str, kind: type[CommandBody], accept: Callable[..., Any]) -> Any:
-        """Accept a command of a model; a faulty one takes its place in the order, if it tells which."""
-        content, raw = await body.json(request)
-        placed = read_body(content, CommandBody)
-        try:
-            read = read_body(content, kind)
-        except UserError as error:
-            return service.reject(_tenant(request), placed, name, raw, error)
-        return accept(_tenant(request), read, raw)
+    def add_command(name: str, kind: type[CommandBody], accept: Callable[..., dict[str, Any]]) -> None:
+        @router.post(f"/{name}")
+        async def command(request: Request) -> dict[str, Any]:
+            """Accept a command of a model; a faulty one takes its place in the order, if it tells which."""
+            content, raw = await body.json(request)
+            placed = read_body(content, CommandBody)
+            try:
+                read = read_body(content, kind)
+            except UserError as error:
+                return service.reject(_tenant(request), placed, name, raw, error)
+            return accept(_tenant(request), read, raw)
 
-    @router.post("/optim_step")
-    async def optim_step(request: Request) -> Any:
-        return await command(request, "optim_step", OptimStepBody, service.optim_step)
-
-    @router.post("/save_weights")
-    async def save_weights(request: Request) -> Any:
-        return await command(request, "save_weights", SaveBody, service.save)
-
-    @router.post("/save_weights_for_sampler")
-    async def save_weights_for_sampler(request: Request) -> Any:
-        return await command(request, "save_weights_for_sampler", SaveForSamplerBody, service.save)
-
-    @router.post("/save_weights_external")
-    async def save_weights_external(request: Request) -> Any:
-        return await command(request, "save_weights_external", SaveExternalBody, service.save)
+    add_command("optim_step", OptimStepBody, service.optim_step)
+    add_command("save_weights", SaveBody, service.save)
+    add_command("save_weights_for_sampler", SaveForSamplerBody, service.save)
+    add_command("save_weights_external", SaveExternalBody, service.save)
 
     @router.post("/load_weights")
     async def load_weights(request: Request) -> dict[str, Any]:
-        content, raw = await body.json(request)
-        return service.load(_tenant(request), read_body(content, LoadBody), raw)
-
-    return router
+        return service.load(_tenant(request), *await body.read(request, LoadBody))
 
 
-def _sampling_routes(service: TrainingService, body: _BodyReader) -> APIRouter:
-    router = APIRouter()
+def _add_sampling(router: APIRouter, service: TrainingService, body: _BodyReader) -> None:
 
     @router.post("/create_sampling_session")
     async def create_sampling_session(request: Request) -> dict[str, Any]:
-        content, _ = await body.json(request)
-        sampler_id = service.create_sampler(_tenant(request), read_body(content, SamplerBody))
+        asked, _ = await body.read(request, SamplerBody)
+        sampler_id = service.create_sampler(_tenant(request), asked)
         return {"sampling_session_id": sampler_id, "type": "create_sampling_session"}
 
     @router.post("/join_sampling_session")
     async def join_sampling_session(request: Request) -> dict[str, Any]:
-        content, _ = await body.json(request)
-        service.sampler(_tenant(request), read_body(content, SamplerId).sampling_session_id)
+        asked, _ = await body.read(request, SamplerId)
+        service.sampler(_tenant(request), asked.sampling_session_id)
         return {"client_counter": 1 + secrets.randbelow(10**9), "type": "join_sampling_session"}
 
     @router.get("/samplers/{sampler_id}")
@@ -360,19 +359,17 @@ def _sampling_routes(service: TrainingService, body: _BodyReader) -> APIRouter:
 
     @router.post("/asample")
     async def asample(request: Request) -> dict[str, Any]:
-        content, raw = await body.json(request)
-        return service.sample(_tenant(request), read_body(content, SampleBody), raw)
-
-    return router
+        return service.sample(_tenant(request), *await body.read(request, SampleBody))
 
 
-def _result_routes(service: TrainingService, body: _BodyReader, activity: Activity, poll_seconds: float) -> APIRouter:
-    router = APIRouter()
+def _add_results(
+    router: APIRouter, service: TrainingService, body: _BodyReader, activity: Activity, poll_seconds: float
+) -> None:
 
     @router.post("/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
-        content, _ = await body.json(request)
-        future = service.futures.find(read_body(content, RetrieveBody).request_id, _tenant(request))
+        asked, _ = await body.read(request, RetrieveBody)
+        future = service.futures.find(asked.request_id, _tenant(request))
         end = time.monotonic() + poll_seconds
         while not future.done.is_set() and not activity.stops and (left := end - time.monotonic()) > 0:
             with suppress(TimeoutError):
@@ -384,28 +381,28 @@ def _result_routes(service: TrainingService, body: _BodyReader, activity: Activi
 
     @router.post("/cancel_future")
     async def cancel_future(request: Request) -> dict[str, Any]:
-        content, _ = await body.json(request)
-        future = service.futures.find(read_body(content, RetrieveBody).request_id, _tenant(request))
+        asked, _ = await body.read(request, RetrieveBody)
+        future = service.futures.find(asked.request_id, _tenant(request))
         if future.finished is None and future.cancel is not None:
             future.cancel()
         return {}
 
-    return router
 
-
-def _checkpoint_routes(service: TrainingService, body: _BodyReader) -> APIRouter:
-    router = APIRouter()
+def _add_checkpoints(router: APIRouter, service: TrainingService, body: _BodyReader) -> None:
     store = service.store
 
-    def checkpoint_of(request: Request, run_id: str, checkpoint_id: str) -> Checkpoint:
-        return store.find(f"tinker://{run_id}/{checkpoint_id}", _tenant(request).name)
+    def owned(request: Request, run_id: str, checkpoint_id: str) -> Checkpoint:
+        checkpoint = store.find(f"tinker://{run_id}/{checkpoint_id}", _tenant(request).name)
+        if checkpoint.tenant is None:
+            raise UserError(f"{checkpoint.path} is an adapter of the server's own: only its operator removes it")
+        return checkpoint
 
     @router.get("/training_runs")
     async def training_runs(request: Request) -> dict[str, Any]:
         name = _tenant(request).name
         runs = sorted((run for run in list(store.runs.values()) if run.tenant == name), key=lambda run: -run.created)
-        shown = [_shown_run(service, run) for run in _page(request, runs)]
-        return {"training_runs": shown, "cursor": _cursor(request, len(runs))}
+        page, cursor = _page(request, runs)
+        return {"training_runs": [_shown_run(service, run) for run in page], "cursor": cursor}
 
     @router.get("/training_runs/{run_id}")
     async def training_run(request: Request, run_id: str) -> dict[str, Any]:
@@ -419,31 +416,24 @@ def _checkpoint_routes(service: TrainingService, body: _BodyReader) -> APIRouter
     @router.get("/checkpoints")
     async def checkpoints(request: Request) -> dict[str, Any]:
         saved = [entry for entry in store.checkpoints(_tenant(request).name) if not entry.unnamed]
-        shown = [_shown_checkpoint(entry) for entry in _page(request, saved)]
-        return {"checkpoints": shown, "cursor": _cursor(request, len(saved))}
+        page, cursor = _page(request, saved)
+        return {"checkpoints": [_shown_checkpoint(entry) for entry in page], "cursor": cursor}
 
     @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}")
     async def delete_checkpoint(request: Request, run_id: str, checkpoint_id: str) -> dict[str, Any]:
-        checkpoint = checkpoint_of(request, run_id, checkpoint_id)
-        if checkpoint.tenant is None:
-            raise UserError(f"{checkpoint.path} is an adapter of the server's own: only its operator removes it")
-        await service.on_engine(lambda: store.delete(checkpoint.path))
+        await service.on_engine(store.delete, owned(request, run_id, checkpoint_id).path)
         return {}
 
     @router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl")
     async def set_ttl(request: Request, run_id: str, kind: str, name: str) -> dict[str, Any]:
-        content, _ = await body.json(request)
-        seconds = read_body(content, TtlBody).ttl_seconds
-        checkpoint = checkpoint_of(request, run_id, f"{kind}/{name}")
-        await service.on_engine(lambda: store.set_ttl(checkpoint, seconds))
+        asked, _ = await body.read(request, TtlBody)
+        checkpoint = owned(request, run_id, f"{kind}/{name}")
+        await service.on_engine(store.set_ttl, checkpoint, asked.ttl_seconds)
         return {}
 
-    return router
 
-
-def _file_routes(service: TrainingService, body: _BodyReader, max_body_bytes: int) -> APIRouter:
+def _add_files(router: APIRouter, service: TrainingService, body: _BodyReader) -> None:
     """Files of checkpoints, in both directions."""
-    router = APIRouter()
     store = service.store
     secret = secrets.token_bytes(32)
 
@@ -452,8 +442,8 @@ def _file_routes(service: TrainingService, body: _BodyReader, max_body_bytes: in
 
     @router.post("/weights_info")
     async def weights_info(request: Request) -> dict[str, Any]:
-        content, _ = await body.json(request)
-        checkpoint = store.find(read_body(content, PathBody).tinker_path, _tenant(request).name)
+        asked, _ = await body.read(request, PathBody)
+        checkpoint = store.find(asked.tinker_path, _tenant(request).name)
         return {"base_model": service.trainer.base_model, "is_lora": True, "lora_rank": checkpoint.rank}
 
     @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
@@ -461,7 +451,9 @@ def _file_routes(service: TrainingService, body: _BodyReader, max_body_bytes: in
         checkpoint = store.find(f"tinker://{run_id}/{kind}/{name}", _tenant(request).name)
         expires = int(time.time()) + _FILE_SECONDS
         urls = {}
-        for file in sorted(set(checkpoint.folder.iterdir()) - {checkpoint.folder / META_FILE}):
+        for file in sorted(checkpoint.folder.iterdir()):
+            if not file.is_file() or file.name == META_FILE:  # a folder of the operator's may have others in it
+                continue
             place = f"{expires}/{run_id}/{kind}/{name}/{file.name}"
             urls[file.name] = f"{request.base_url}{_FILES[1:]}{signature(place)}/{quote(place)}"
         return {"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()}
@@ -478,10 +470,8 @@ def _file_routes(service: TrainingService, body: _BodyReader, max_body_bytes: in
 
     @router.post("/import_adapter/{name}")
     async def import_adapter(request: Request, name: str) -> dict[str, Any]:
-        write = _unzipped(await body.whole(request), most=max_body_bytes)
+        write = _unzipped(await body.whole(request), most=body.most)
         return {"path": await service.import_adapter(_tenant(request), name, write)}
-
-    return router
 
 
 def _unzipped(content: bytes, *, most: int) -> Callable[[Path], None]:
@@ -501,7 +491,7 @@ def _unzipped(content: bytes, *, most: int) -> Callable[[Path], None]:
                 raise UserError(f"a file of an adapter has at most {most} bytes, {name} has more: lower the rank")
             with archive.open(members[name]) as file:
                 files[name] = file.read(most)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, EOFError, ValueError) as error:
+    except _ZIP_ERRORS as error:
         raise UserError("the body must be a ZIP archive of an adapter's folder, got another: zip it") from error
 
     def write(folder: Path) -> None:
@@ -544,25 +534,15 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _cursor(request: Request, total: int) -> dict[str, int]:
-    offset, limit = _window(request)
-    return {"offset": offset, "limit": limit, "total_count": total}
-
-
-def _page(request: Request, items: list[ResultT]) -> list[ResultT]:
-    offset, limit = _window(request)
-    return items[offset : offset + limit]
-
-
-def _window(request: Request) -> tuple[int, int]:
-    """offset and limit of a query."""
-    values = []
+def _page(request: Request, items: list[ResultT]) -> tuple[list[ResultT], dict[str, int]]:
+    """The items that a query asks for, and where they are."""
+    window = {}
     for key, default in (("offset", "0"), ("limit", "100")):
         text = request.query_params.get(key, default)
         if not text.isdecimal() or len(text) > 9:
             raise UserError(f"{key} must be a number of 0 or more, got {text[:100]!r}: correct it")
-        values.append(int(text))
-    return values[0], values[1]
+        window[key] = int(text)
+    return items[window["offset"] :][: window["limit"]], {**window, "total_count": len(items)}
 
 
 def _tenant(request: Request) -> Tenant:

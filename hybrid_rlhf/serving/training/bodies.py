@@ -10,9 +10,12 @@ from hybrid_rlhf.configs.errors import UserError
 
 _Id = Annotated[str, Field(min_length=1, max_length=200)]
 _Seq = Annotated[int, Field(ge=0, le=2**53)]
+_Command = Annotated[int, Field(ge=1, le=2**53)]
 _Path = Annotated[str, Field(min_length=1, max_length=500)]
 _Number = Annotated[float, Field(ge=0, strict=False)]
 _Coefficient = Annotated[float, Field(ge=0, lt=1, strict=False)]
+_Seconds = Annotated[int, Field(ge=1, le=2**31)]
+_Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _Body(BaseModel):
@@ -69,7 +72,7 @@ class ModelId(_Body):
 class CommandBody(ModelId):
     """What every command of a model has."""
 
-    seq_id: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    seq_id: _Command | None = None
 
 
 class AdamBody(_Body):
@@ -91,7 +94,7 @@ class OptimStepBody(CommandBody):
 
 class _SaveBody(CommandBody):
     path: _Path | None = None
-    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+    ttl_seconds: _Seconds | None = None
     user_metadata: dict[str, str] | None = None
 
 
@@ -120,7 +123,7 @@ class LoadBody(_Body):
     path: _Path
     optimizer: bool
     model_id: _Id | None = None
-    seq_id: Annotated[int, Field(ge=1, le=2**53)] | None = None
+    seq_id: _Command | None = None
     session_id: _Id | None = None
     model_seq_id: _Seq | None = None
     user_metadata: dict[str, Any] | None = None
@@ -144,7 +147,7 @@ class SamplerId(_Body):
 class TextChunk(_Body):
     """Tokens of a prompt."""
 
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: list[_Token]
 
 
 class PromptBody(_Body):
@@ -163,7 +166,7 @@ class SamplingBody(_Body):
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop: str | list[str] | list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    stop: str | list[str] | list[_Token] | None = None
     temperature: _Number = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     top_p: Annotated[float, Field(gt=0, le=1, strict=False)] = 1.0
@@ -202,7 +205,7 @@ class PathBody(_Body):
 class TtlBody(_Body):
     """The remaining time of a checkpoint; None: it never expires."""
 
-    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+    ttl_seconds: _Seconds | None = None
 
 
 def read_body(content: Any, kind: type[BodyT]) -> BodyT:

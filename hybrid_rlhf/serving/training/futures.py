@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
@@ -96,8 +97,6 @@ class Futures:
     def _forget(self) -> None:
         """Forget results that finished long ago, which are at the beginning."""
         limit = time.monotonic() - _KEPT_SECONDS
-        for request_id, future in list(self._by_id.items()):
-            if future.created > limit:
-                break
-            if future.finished is not None and future.finished < limit:
-                del self._by_id[request_id]
+        old = takewhile(lambda future: future.created <= limit, self._by_id.values())
+        for future in [future for future in old if future.finished is not None and future.finished < limit]:
+            del self._by_id[future.request_id]

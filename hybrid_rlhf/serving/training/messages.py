@@ -16,6 +16,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.generation import Completion
 
 _SCHEMA = """
 ForwardBackwardRequest: model_id=1 string; seq_id=2 int32; data=3 Datum*; loss_fn=4 string; loss_fn_config=5 Number*;
@@ -149,7 +150,7 @@ def _array(tensor: Any, what: str) -> np.ndarray:
         values = _dense(tensor.sparse_csr, dtype, shape, what)
     else:
         values = _numbers(tensor.dense, dtype, what)
-    if shape and int(np.prod(shape, dtype=object)) != values.size:
+    if shape and (min(shape) < 0 or int(np.prod(shape, dtype=object)) != values.size):
         raise UserError(f"{what} must have the shape {shape}, got {values.size} values: send as many")
     return values.reshape(shape) if shape else values
 
@@ -194,30 +195,28 @@ def forward_backward_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str
     return result
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """One sampled sequence."""
+def sample_response(
+    completions: Mapping[int, Completion],
+    alternatives: Mapping[int, Sequence[Sequence[tuple[int, float]]]],
+    prompt_logprobs: Sequence[float] | None,
+) -> bytes:
+    """The result of a sampling request.
 
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    stop_reason: str
-    """stop or length."""
-    top: Sequence[Sequence[tuple[int, float]]] = ()
-    """Per token, its most likely alternatives with their log-probs; empty: not asked for."""
-
-
-def sample_response(sequences: Sequence[SampledTokens], prompt_logprobs: Sequence[float] | None) -> bytes:
-    """The result of a sampling request; `prompt_logprobs`: one per token of the prompt, NaN where there is none, or
-    None."""
+    Args:
+        completions: the samples by number.
+        alternatives: the most likely tokens with their log-probs, for each token of a sample; empty: not asked for.
+        prompt_logprobs: one per token of the prompt, NaN where there is none, or None.
+    """
     message = MESSAGES["SampleResponse"]()
-    for sequence in sequences:
+    for sample, completion in sorted(completions.items()):
+        assert completion.finish_reason is not None
         entry = message.sequences.add(
-            stop_reason=_STOP_REASONS[sequence.stop_reason],
-            tokens=np.asarray(sequence.tokens, "<i4").tobytes(),
-            logprobs=np.asarray(sequence.logprobs, "<f4").tobytes(),
+            stop_reason=_STOP_REASONS[completion.finish_reason],
+            tokens=np.asarray(completion.token_ids, "<i4").tobytes(),
+            logprobs=np.asarray(completion.logprobs, "<f4").tobytes(),
         )
-        if sequence.top:
-            top = np.asarray(sequence.top, dtype=float)  # [tokens, k, 2]
+        if sample in alternatives:
+            top = np.asarray(alternatives[sample], dtype=float)  # [tokens, k, 2]
             entry.topk_sampled_logprobs.token_ids = top[..., 0].astype("<i4").tobytes()
             entry.topk_sampled_logprobs.logprobs = top[..., 1].astype("<f4").tobytes()
             entry.topk_sampled_logprobs.length = top.shape[0]

@@ -38,8 +38,6 @@ class Command:
     run: Callable[[], Answer] | None = None
     """Does it, on the engine's thread; None: its rows are computed."""
     rows: Sequence[PackedRow] = ()
-    answer_rows: Callable[[Sequence[Any]], Answer] | None = None
-    """Makes the answer from the results of the rows."""
     taken: int = 0
     """Number of rows that were taken into a batch."""
     results: list[Any] = field(default_factory=list)

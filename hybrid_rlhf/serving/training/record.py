@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from hybrid_rlhf.runtime.command_line import save_config
 from hybrid_rlhf.runtime.files.names import CONFIG_FILE
 from hybrid_rlhf.runtime.observability.metrics import MetricsWriter, read_metrics
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
-from hybrid_rlhf.serving.training.tenants import Tenants
+from hybrid_rlhf.serving.training.tenants import Tenant, Tenants
 
 INTERVAL_SECONDS = 10.0
 _GIB = 2**30
+_TOKENS = ("trained_tokens", "sampled_tokens")
 
 
 def write_settings(config: TrainServerConfig, folder: Path) -> None:
@@ -40,8 +42,7 @@ class ServiceRecord:
         self._tenants = tenants
         self._metrics = metrics
         self._time = time.monotonic()
-        self._counts = {tenant.name: self._counts_of(tenant.name) for tenant in tenants}
-        self._accepted = {tenant.name: tenant.accepted for tenant in tenants}
+        self._counts = {tenant.name: self._counts_of(tenant) for tenant in tenants}
 
     async def follow(self, interval: float = INTERVAL_SECONDS) -> None:
         """Add lines, until cancelled. Runs on the event loop, which the values belong to."""
@@ -59,36 +60,28 @@ class ServiceRecord:
         seconds = now - self._time
         self._time = now
         line: dict[str, float] = {}
-        totals = {"trained_tokens": 0.0, "sampled_tokens": 0.0}
-        waiting = in_flight = accepted = 0.0
+        totals = Counter[str]()
         for tenant in self._tenants:
             name = tenant.name
-            counts = self._counts_of(name)
+            counts = self._counts_of(tenant)
             new = {kind: value - self._counts[name][kind] for kind, value in counts.items()}
             self._counts[name] = counts
-            requests = tenant.accepted - self._accepted[name]
-            self._accepted[name] = tenant.accepted
+            queued = {kind: self._metrics.value(kind, name) for kind in ("waiting_tokens", "requests_in_flight")}
             values = {
-                "waiting_tokens": self._metrics.value("waiting_tokens", name),
-                "requests_in_flight": self._metrics.value("requests_in_flight", name),
-                "requests_per_second": requests / seconds,
-                "trained_tokens_per_second": new["trained_tokens"] / seconds,
-                "sampled_tokens_per_second": new["sampled_tokens"] / seconds,
+                **queued,
+                **{f"{kind}_per_second": count / seconds for kind, count in new.items()},
                 "models": self._metrics.value("models", name),
                 "stored_gib": self._metrics.value("stored_bytes", name) / _GIB,
             }
             line |= {f"tenants/{name}/{key}": value for key, value in values.items()}
-            waiting += values["waiting_tokens"]
-            in_flight += values["requests_in_flight"]
-            accepted += requests
-            for kind in totals:
-                totals[kind] += new[kind]
-        if not (waiting or in_flight or accepted or any(totals.values())):
+            totals.update(queued | new)  # type: ignore[arg-type]  # floats
+        if not any(totals.values()):
             return
         self._step += 1
-        queue = {"queue/waiting_tokens": waiting, "queue/requests_in_flight": in_flight}
-        rates = {f"perf/{kind}_per_second": count / seconds for kind, count in totals.items()}
+        queue = {f"queue/{kind}": totals[kind] for kind in ("waiting_tokens", "requests_in_flight")}
+        rates = {f"perf/{kind}_per_second": totals[kind] / seconds for kind in _TOKENS}
         self._writer.write(self._step, {**queue, **rates, **line})
 
-    def _counts_of(self, name: str) -> dict[str, float]:
-        return {kind: self._metrics.value(f"{kind}_total", name) for kind in ("trained_tokens", "sampled_tokens")}
+    def _counts_of(self, tenant: Tenant) -> dict[str, float]:
+        tokens = {kind: self._metrics.value(f"{kind}_total", tenant.name) for kind in _TOKENS}
+        return {"requests": tenant.accepted, **tokens}

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -25,7 +26,7 @@ from hybrid_rlhf.models.pretrained.adapters import LowRank, stored_adapter
 from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.serving.training.bodies import SampleBody
 from hybrid_rlhf.serving.training.futures import Future
-from hybrid_rlhf.serving.training.messages import SampledTokens, sample_response
+from hybrid_rlhf.serving.training.messages import sample_response
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
 from hybrid_rlhf.serving.training.store import Checkpoint
 from hybrid_rlhf.serving.training.tenants import FairShare
@@ -84,6 +85,7 @@ class Samplers:
         self._kept: dict[str, Factors] = {}
         """Factors of checkpoints that were just saved, until they are first used."""
         self._tasks: set[asyncio.Task[None]] = set()
+        """Running tasks, of which the event loop has weak references alone."""
 
     def job(self, body: SampleBody, future: Future, checkpoint: Checkpoint | None) -> SampleJob:
         """The job of a request.
@@ -122,7 +124,7 @@ class Samplers:
 
     def keep(self, checkpoint: Checkpoint, factors: Factors) -> None:
         """Keep the factors of a checkpoint that was just saved, so that they need not be read."""
-        self._kept = {_name(checkpoint): factors, **dict(list(self._kept.items())[: self._resident - 1])}
+        self._kept = {_name(checkpoint): factors, **dict(islice(self._kept.items(), self._resident - 1))}
 
     def add(self, job: SampleJob) -> None:
         """Sample when it is its tenant's turn."""
@@ -151,15 +153,13 @@ class Samplers:
         weights = None
         try:
             weights = await self._loaded(job.checkpoint)
-            name = None if weights is None else weights.name
-            answer = await self._completed(job, name)
+            if not job.cancelled:
+                job.future.finish(await self._completed(job, None if weights is None else weights.name))
         except UserError as error:
             job.future.fail(str(error), by_user=True)
         except Exception as error:  # noqa: BLE001 - reported to the client; the server keeps running
             logger.error("sampling has failed", exc_info=error)
             job.future.fail("sampling has failed, the log of the server tells why", by_user=False)
-        else:
-            job.future.finish(answer)
         finally:
             if weights is not None:
                 weights.running -= 1
@@ -188,17 +188,9 @@ class Samplers:
         await job.ended.wait()
         if len(job.completions) < job.sampling.n and not job.cancelled:
             raise RuntimeError("the batch has ended, or this request in it has failed") from job.submission.error
-        sequences = []
-        for sample, completion in sorted(job.completions.items()):
-            assert completion.finish_reason is not None
-            sequences.append(
-                SampledTokens(
-                    completion.token_ids, completion.logprobs, completion.finish_reason, job.top.get(sample, ())
-                )
-            )
-        tokens = sum(len(sequence.tokens) for sequence in sequences)
+        tokens = sum(len(completion.token_ids) for completion in job.completions.values())
         self._metrics.sampled_tokens.labels(job.future.tenant.name).inc(tokens)
-        return sample_response(sequences, logprobs)
+        return sample_response(job.completions, job.top, logprobs)
 
     def _cancel(self, job: SampleJob) -> None:
         job.cancelled = True

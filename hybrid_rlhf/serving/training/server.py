@@ -124,7 +124,7 @@ def training_service(
         engine.load(SERVER_RUN, place)
         engine.remove(SERVER_RUN)
         rank = stored_adapter(str(place)).rank
-        store.add_folder(Checkpoint(SERVER_RUN, "weights", name, None, rank, 0, time.time(), 0, folder=place))
+        store.add(Checkpoint(SERVER_RUN, "weights", name, None, rank, 0, time.time(), 0, folder=place))
     samplers = Samplers(engine.lm, base.generation, base.batch, resident=config.max_resident_adapters, metrics=metrics)
     return TrainingService(
         base.trainer,

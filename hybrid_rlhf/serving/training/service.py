@@ -65,8 +65,7 @@ class Session:
     """One client."""
 
     tenant: Tenant
-    metadata: dict[str, Any] | None
-    last_seen: float
+    last_seen: float = field(default_factory=time.monotonic)
     finished: bool = False
 
 
@@ -140,8 +139,8 @@ class TrainingService:
     def create_session(self, tenant: Tenant, metadata: dict[str, Any] | None) -> str:
         """A new session's id."""
         session_id = f"s{secrets.token_hex(8)}"
-        self.store.write_session(session_id, tenant.name, metadata)
-        self.sessions[session_id] = Session(tenant, metadata, time.monotonic())
+        self.store.sessions.write(session_id, tenant=tenant.name, metadata=metadata)
+        self.sessions[session_id] = Session(tenant)
         return session_id
 
     def session(self, session_id: str, tenant: Tenant) -> Session:
@@ -154,7 +153,7 @@ class TrainingService:
         session = self.sessions.get(session_id)
         record = self.store.sessions.get(session_id)
         if session is None and record is not None and record["tenant"] == tenant.name:
-            session = self.sessions[session_id] = Session(tenant, record["metadata"], time.monotonic())
+            session = self.sessions[session_id] = Session(tenant)
         if session is None or session.tenant is not tenant:
             raise UnknownObject(f"there is no session {session_id[:100]} of this key: create one")
         if session.finished:
@@ -170,7 +169,7 @@ class TrainingService:
         """
         with contextlib.suppress(Gone):
             self.session(session_id, tenant).finished = True
-            self.store.delete_session(session_id)
+            self.store.sessions.delete(session_id)
         self._next_sweep = 0.0
         self._wake.set()
 
@@ -191,8 +190,7 @@ class TrainingService:
         run.rank = lora.rank
         run.targets = kinds
         run.seed = secrets.randbelow(2**31) if lora.seed is None else lora.seed
-        answer = {"model_id": run.run_id, "type": "create_model"}
-        return self._create(tenant, run, "create_model", content, answer, lambda: None)
+        return self._create(tenant, run, content, {"model_id": run.run_id, "type": "create_model"})
 
     def load(self, tenant: Tenant, body: LoadBody, content: bytes) -> dict[str, Any]:
         """Accept a saved state, onto a model or as the beginning of a new one; raises as `create_model`."""
@@ -204,28 +202,16 @@ class TrainingService:
         run = self._new_run(tenant, body.session_id, body.model_seq_id, body.user_metadata)
         run.initial_path = body.path
         run.initial_optimizer = body.optimizer
-
-        def prepare() -> None:
-            checkpoint = self.store.find(body.path, tenant.name)
-            run.rank = checkpoint.rank
-
-        answer = {"path": body.path, "model_id": run.run_id, "type": "load_weights"}
-        return self._create(tenant, run, "load_weights", content, answer, prepare)
+        return self._create(tenant, run, content, {"path": body.path, "model_id": run.run_id, "type": "load_weights"})
 
     def _new_run(self, tenant: Tenant, session_id: str, number: int, metadata: dict[str, Any] | None) -> Run:
         self.session(session_id, tenant)
         run_id = f"{session_id}:train:{number}"
         return Run(run_id, tenant.name, session_id, 0, [], 0, time.time(), metadata=metadata or {})
 
-    def _create(
-        self,
-        tenant: Tenant,
-        run: Run,
-        name: str,
-        content: bytes,
-        answer: Answer,
-        prepare: Callable[[], None],
-    ) -> dict[str, Any]:
+    def _create(self, tenant: Tenant, run: Run, content: bytes, answer: dict[str, Any]) -> dict[str, Any]:
+        """Accept a new model; `answer` is its result, whose type is the command's name."""
+        name = answer["type"]
         future, is_new = self.futures.open(f"{run.run_id}:0", tenant, name.encode() + content)
         if is_new and run.run_id in self.store.runs:  # it was made before a restart
             future.finish(answer)
@@ -233,7 +219,6 @@ class TrainingService:
             model = Model(run, ModelQueue(run.run_id, tenant, next_seq=0))
 
             def begin() -> Answer:
-                prepare()
                 if len(self._models_of(tenant)) > tenant.quotas.models:
                     raise UserError(
                         f"key {tenant.name} may have {tenant.quotas.models} models in training: unload one, or finish "
@@ -243,11 +228,15 @@ class TrainingService:
                 self.store.write_run(run)
                 return answer
 
-            self.models[run.run_id] = model
-            self._queue.models[run.run_id] = model.queue
-            model.queue.add(0, Command(name, future, begin))
-            self._wake.set()
+            self._add(model, 0, Command(name, future, begin))
         return {"request_id": future.request_id, "model_id": run.run_id}
+
+    def _add(self, model: Model, seq: int, command: Command) -> None:
+        """Add a command to a model, which is known from now on."""
+        self.models[model.run.run_id] = model
+        self._queue.models[model.run.run_id] = model.queue
+        model.queue.add(seq, command)
+        self._wake.set()
 
     def info(self, tenant: Tenant, model_id: str) -> Run:
         """The run of a model.
@@ -313,11 +302,7 @@ class TrainingService:
 
     def reject(self, tenant: Tenant, body: CommandBody, name: str, content: bytes, error: UserError) -> dict[str, Any]:
         """Accept a faulty command in its place: it fails when it is its turn, and later ones go on."""
-
-        def prepare(model: Model, seq: int) -> Callable[[], Answer]:
-            raise error
-
-        return self._submit(tenant, name, body, content, prepare)
+        return self._submit(tenant, name, body, content, lambda *_: partial(_fail, error))
 
     def _submit(
         self,
@@ -333,58 +318,31 @@ class TrainingService:
         if (session := self.sessions.get(run.session_id)) is not None:
             session.last_seen = time.monotonic()
         known = self.models.get(run.run_id)
-        if known is not None:
-            seq = known.queue.last_seq + 1 if body.seq_id is None else body.seq_id
-        else:
-            seq = run.saved_seq + 1 if body.seq_id is None else body.seq_id
-        next_seq = run.saved_seq + 1 if known is None else known.queue.next_seq
+        # if it is not known, its state is read from its run's saved one before this command
+        model = known or Model(run, ModelQueue(run.run_id, tenant, next_seq=run.saved_seq + 1))
+        seq = model.queue.last_seq + 1 if body.seq_id is None else body.seq_id
         request_id = f"{run.run_id}:{seq}"
-        if known is None and seq > next_seq:
+        if known is None and seq > model.queue.next_seq:
             raise Gone(
                 f"the server has stopped since, and the updates of {run.run_id} after "
                 f"{run.saved_path or 'its beginning'} are lost: create a training client from that state"
             )
         future, is_new = self.futures.open(request_id, tenant, name.encode() + content)
-        if is_new and seq < next_seq:  # it ended before, and its result was forgotten
+        if is_new and seq < model.queue.next_seq:  # it ended before, and its result was forgotten
             saved = self.store.of_command(run.run_id, seq)
             if saved is None:
                 future.fail("the result of this request was forgotten", by_user=False)
             else:
                 future.finish({**self._saved_answer(saved), "type": name})
         elif is_new:
-            model = known or self._revived(run, tenant)
-            model.queue.add(seq, self._command(name, future, model, seq, prepare))
-            self._wake.set()
+            self.sessions.setdefault(run.session_id, Session(tenant))
+            try:
+                work = prepare(model, seq)
+            except UserError as error:
+                work = partial(_fail, error)
+            command = Command(name, future, work) if callable(work) else Command(name, future, rows=work)
+            self._add(model, seq, command)
         return {"request_id": request_id, "model_id": run.run_id}
-
-    def _command(
-        self,
-        name: str,
-        future: Any,
-        model: Model,
-        seq: int,
-        prepare: Callable[[Model, int], Callable[[], Answer] | list[PackedRow]],
-    ) -> Command:
-        try:
-            prepared = prepare(model, seq)
-        except UserError as error:
-            faulty = error
-
-            def fail() -> Answer:
-                raise faulty
-
-            return Command(name, future, fail)
-        if callable(prepared):
-            return Command(name, future, prepared)
-        return Command(name, future, rows=prepared, answer_rows=_forward_backward_answer)
-
-    def _revived(self, run: Run, tenant: Tenant) -> Model:
-        """A model whose state is read from its run's saved one before its next command."""
-        model = Model(run, ModelQueue(run.run_id, tenant, next_seq=run.saved_seq + 1))
-        self.models[run.run_id] = model
-        self._queue.models[run.run_id] = model.queue
-        self.sessions.setdefault(run.session_id, Session(tenant, None, time.monotonic()))
-        return model
 
     def _rows(self, model: Model, request: ForwardBackward) -> list[PackedRow]:
         check_loss(request.loss, request.loss_config)
@@ -430,8 +388,9 @@ class TrainingService:
         if run.saved_path is not None:
             engine.load(run.run_id, self._state(run.saved_path, run).folder, with_optimizer=True)
         elif run.initial_path is not None:
-            folder = self._state(run.initial_path, run).folder
-            engine.load(run.run_id, folder, with_optimizer=run.initial_optimizer)
+            initial = self._state(run.initial_path, run)
+            run.rank = initial.rank
+            engine.load(run.run_id, initial.folder, with_optimizer=run.initial_optimizer)
         else:
             lora = LoraConfig(rank=run.rank, alpha=LORA_ALPHA, target_modules=self._target_modules(run.targets))
             engine.add(run.run_id, lora, seed=run.seed)
@@ -512,7 +471,7 @@ class TrainingService:
 
         self.store.write_checkpoint(checkpoint, write, overwrite=isinstance(body, SaveBody) and body.overwrite)
         if checkpoint.sampler is not None:
-            self.store.write_sampler(checkpoint.sampler, run.tenant, checkpoint.path)
+            self.store.samplers.write(checkpoint.sampler, tenant=run.tenant, path=checkpoint.path)
         if kind == "sampler_weights":
             factors = engine.factors(run.run_id)
             self._loop.call_soon_threadsafe(self.samplers.keep, checkpoint, factors)
@@ -555,7 +514,7 @@ class TrainingService:
         else:
             self._sampled(body.model_path, tenant)
         if sampler_id not in self.store.samplers:
-            self.store.write_sampler(sampler_id, tenant.name, body.model_path)
+            self.store.samplers.write(sampler_id, tenant=tenant.name, path=body.model_path)
         return sampler_id
 
     def sampler(self, tenant: Tenant, sampler_id: str) -> str | None:
@@ -627,14 +586,14 @@ class TrainingService:
             self.trainer.engine.remove(run_id)
             checkpoint.rank = stored_adapter(str(folder)).rank
 
-        await self.on_engine(lambda: self.store.write_checkpoint(checkpoint, save, overwrite=False))
+        await self.on_engine(partial(self.store.write_checkpoint, checkpoint, save, overwrite=False))
         return checkpoint.path
 
     # -- the engine's thread
 
-    async def on_engine(self, function: Callable[[], ResultT]) -> ResultT:
+    async def on_engine(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
         """The result of a function that the engine's thread calls."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def work(self) -> None:
         """Feed the engine, until cancelled."""
@@ -690,23 +649,25 @@ class TrainingService:
         for row in rows:
             groups.setdefault(row.command, []).append(row)
         start = time.perf_counter()
-        try:
-            await self._compute_together(rows)
-        except Exception as error:  # noqa: BLE001 - reported to the client; the server keeps running
-            logger.error("a packed batch of %d commands has failed", len(groups), exc_info=error)
+        failure = await self._failure(rows)
+        if failure is not None:
             for command, command_rows in groups.items():
-                failure: Exception | None = error
                 if len(groups) > 1:
-                    try:
-                        await self._compute_together(command_rows)
-                        failure = None
-                    except Exception as alone:  # noqa: BLE001 - as above
-                        logger.error("%s has failed alone too", command.name, exc_info=alone)
-                        failure = alone
+                    failure = await self._failure(command_rows)
                 if failure is not None:
                     self._break(self.models[command_rows[0].queue.model_id], command, failure)
         self.metrics.batch_seconds.observe(time.perf_counter() - start)
         self.metrics.batch_models.observe(len({row.queue.model_id for row in rows}))
+
+    async def _failure(self, rows: list[TakenRow]) -> Exception | None:
+        """Compute a packed batch; returns why that has failed."""
+        try:
+            await self._compute_together(rows)
+        except Exception as error:  # noqa: BLE001 - reported to the client; the server keeps running
+            commands = len({row.command for row in rows})
+            logger.error("a packed batch of %d commands has failed", commands, exc_info=error)
+            return error
+        return None
 
     async def _compute_together(self, rows: list[TakenRow]) -> None:
         models = list(dict.fromkeys(self.models[row.queue.model_id] for row in rows))
@@ -725,16 +686,16 @@ class TrainingService:
             command.results.append((row.row, result))
             self.metrics.trained_tokens.labels(row.queue.tenant.name).inc(row.row.tokens)
             if len(command.results) == len(command.rows):
-                assert command.answer_rows is not None
-                command.future.finish(command.answer_rows(command.results))
+                command.future.finish(_forward_backward_answer(command.results))
                 model.queue.end()
 
     def _break(self, model: Model, command: Command, error: Exception) -> None:
-        """Fail a command whose rows cannot be computed; the step that they are for is left out too."""
+        """Fail a command whose rows cannot be computed; the step that their gradient is for is left out too."""
         expected = isinstance(error, (UserError, UnknownObject))
         text = str(error) if expected else f"{type(error).__name__}: the log of the server tells why"
         command.future.fail(f"forward_backward has failed: {text}", by_user=expected)
-        model.broken = text
+        if command.rows[0].learns:
+            model.broken = text
         model.queue.end()
 
     async def _sweep(self) -> None:
@@ -743,9 +704,11 @@ class TrainingService:
         for model in list(self.models.values()):
             session = self.sessions.get(model.run.session_id)
             ended = session is None or session.finished or session.last_seen < limit
-            if (ended or model.leaving) and not model.queue.waiting:
+            # after its session has ended, nobody sends the commands that are missing before those that wait
+            idle = model.queue.head is None if ended else not model.queue.waiting
+            if (ended or model.leaving) and idle:
                 if model.ready:
-                    await self.on_engine(partial(self.trainer.engine.remove, model.run.run_id))
+                    await self.on_engine(self.trainer.engine.remove, model.run.run_id)
                 self._forget(model)
         await self.on_engine(self.store.expire)
 
@@ -760,6 +723,10 @@ class TrainingService:
 
     def _models_of(self, tenant: Tenant) -> list[Model]:
         return [model for model in list(self.models.values()) if model.queue.tenant is tenant]
+
+
+def _fail(error: Exception) -> Answer:
+    raise error
 
 
 def _forward_backward_answer(results: Any) -> Answer:

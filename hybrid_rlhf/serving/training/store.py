@@ -32,7 +32,7 @@ KINDS: dict[str, str] = {"weights": "training", "sampler_weights": "sampler", "e
 """The client's names of the kinds of checkpoints, by their part of a path."""
 META_FILE = "checkpoint.json"
 _PATH = re.compile(r"tinker://([\w.:-]+)/(weights|sampler_weights|external_weights)/([\w.-]+)")
-_NAME = re.compile(r"\w[\w.-]{0,127}")
+_NAME = re.compile(r"\w[\w.-]{0,127}", re.ASCII)  # a file's name has at most 255 bytes
 _KEPT_SAMPLERS = 8
 """Number of unnamed sampler checkpoints of a run that are kept."""
 
@@ -97,28 +97,45 @@ class Checkpoint:
         return f"tinker://{self.run_id}/{self.kind}/{self.name}"
 
 
+class Records(dict[str, dict[str, Any]]):
+    """Objects by id, each in a file of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read what is there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__({file.stem: _object(file) for file in folder.glob("*.json")})
+        self._folder = folder
+
+    def write(self, name: str, **record: Any) -> None:
+        """Write an object."""
+        write_whole(self._folder / f"{name}.json", json.dumps(record))
+        self[name] = record
+
+    def delete(self, name: str) -> None:
+        """Forget an object."""
+        del self[name]
+        (self._folder / f"{name}.json").unlink()
+
+
 class Store:
-    """The folder of a server. Methods that write are called on one thread; the others on any."""
+    """The folder of a server. Checkpoints are written and deleted on one thread; the others call from any."""
 
     def __init__(self, folder: Path) -> None:
         """Read what is there, and remove what a killed server has not finished."""
         self._runs_folder = folder / "runs"
-        self._sessions_folder = folder / "sessions"
-        self._samplers_folder = folder / "samplers"
-        for place in (self._runs_folder, self._sessions_folder, self._samplers_folder):
-            place.mkdir(parents=True, exist_ok=True)
-        for partial in [*folder.glob("runs/.*.partial"), *folder.glob("runs/*/*/.*.partial")]:
+        self._runs_folder.mkdir(parents=True, exist_ok=True)
+        for partial in self._runs_folder.glob("*/*/.*.partial"):
             shutil.rmtree(partial)
         runs = [Run(**_object(file)) for file in self._runs_folder.glob("*/run.json")]
         self.runs = {run.run_id: run for run in runs}
         """Runs by id."""
-        self.sessions = {file.stem: _object(file) for file in self._sessions_folder.glob("*.json")}
+        self.sessions = Records(folder / "sessions")
         """tenant and metadata of sessions by id."""
-        self.samplers = {file.stem: _object(file) for file in self._samplers_folder.glob("*.json")}
+        self.samplers = Records(folder / "samplers")
         """tenant and path (None: the base model) of sampling sessions by id."""
         self._checkpoints: dict[str, Checkpoint] = {}
         for meta in self._runs_folder.glob(f"*/*/*/{META_FILE}"):
-            self._remember(Checkpoint(**_object(meta), folder=meta.parent))
+            self.add(Checkpoint(**_object(meta), folder=meta.parent))
 
     def write_run(self, run: Run) -> None:
         """Write a run, and know it."""
@@ -128,24 +145,7 @@ class Store:
         flush(self._runs_folder)
         self.runs[run.run_id] = run
 
-    def write_session(self, session_id: str, tenant: str, metadata: dict[str, Any] | None) -> None:
-        """Write a session."""
-        record = {"tenant": tenant, "metadata": metadata}
-        write_whole(self._sessions_folder / f"{session_id}.json", json.dumps(record))
-        self.sessions[session_id] = record
-
-    def delete_session(self, session_id: str) -> None:
-        """Forget a session."""
-        del self.sessions[session_id]
-        (self._sessions_folder / f"{session_id}.json").unlink()
-
-    def write_sampler(self, sampler_id: str, tenant: str, path: str | None) -> None:
-        """Write the weights of a sampling session."""
-        record = {"tenant": tenant, "path": path}
-        write_whole(self._samplers_folder / f"{sampler_id}.json", json.dumps(record))
-        self.samplers[sampler_id] = record
-
-    def write_checkpoint(self, checkpoint: Checkpoint, save: Callable[[Path], None], *, overwrite: bool) -> Checkpoint:
+    def write_checkpoint(self, checkpoint: Checkpoint, save: Callable[[Path], None], *, overwrite: bool) -> None:
         """Write a checkpoint.
 
         Args:
@@ -153,13 +153,12 @@ class Store:
             save: writes the files into a folder that it makes.
             overwrite: replace one of this name, which its owner asks for.
 
-        Returns:
-            the checkpoint.
-
         Raises:
-            UserError: when there is one of this name.
+            UserError: when another command wrote one of this name.
         """
-        if checkpoint.path in self._checkpoints and not overwrite:
+        replaced = self._checkpoints.get(checkpoint.path)
+        # a command that a killed server had not answered comes again
+        if replaced is not None and not overwrite and replaced.seq != checkpoint.seq:
             raise UserError(f"a checkpoint never changes, {checkpoint.path} exists: give another name, or overwrite")
         kind_folder = self._runs_folder / checkpoint.run_id / checkpoint.kind
         kind_folder.mkdir(parents=True, exist_ok=True)
@@ -173,20 +172,22 @@ class Store:
             for file in beside.iterdir():
                 flush(file)
             if folder.exists():
-                self.delete(checkpoint.path)
+                folder.rename(kind_folder / f".{checkpoint.name}.replaced.partial")
             beside.rename(folder)
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)  # free its space, which a full disk needs
             raise
         flush(kind_folder)
+        shutil.rmtree(kind_folder / f".{checkpoint.name}.replaced.partial", ignore_errors=True)
         checkpoint.folder = folder
-        self._remember(checkpoint)
-        self._prune(checkpoint)
-        return checkpoint
+        self.add(checkpoint)
+        unnamed = [saved for saved in self.checkpoints(run_id=checkpoint.run_id) if saved.unnamed]
+        for saved in unnamed[:-_KEPT_SAMPLERS]:
+            self.delete(saved.path)
 
-    def add_folder(self, checkpoint: Checkpoint) -> None:
-        """Know a checkpoint whose folder is elsewhere."""
-        self._remember(checkpoint)
+    def add(self, checkpoint: Checkpoint) -> None:
+        """Know a checkpoint whose folder is there."""
+        self._checkpoints[checkpoint.path] = checkpoint
 
     def delete(self, path: str) -> None:
         """Delete a checkpoint: it is renamed first, so that no half of it is ever read."""
@@ -240,15 +241,6 @@ class Store:
     def stored_bytes(self, tenant: str) -> int:
         """Bytes of the checkpoints of a key."""
         return sum(checkpoint.size_bytes for checkpoint in self.checkpoints(tenant))
-
-    def _remember(self, checkpoint: Checkpoint) -> None:
-        self._checkpoints[checkpoint.path] = checkpoint
-
-    def _prune(self, newest: Checkpoint) -> None:
-        """Delete unnamed checkpoints of the run that are older than the last ones."""
-        unnamed = [saved for saved in self.checkpoints(run_id=newest.run_id) if saved.unnamed]
-        for saved in unnamed[:-_KEPT_SAMPLERS]:
-            self.delete(saved.path)
 
 
 def _content(checkpoint: Checkpoint) -> str:

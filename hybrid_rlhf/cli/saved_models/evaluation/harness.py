@@ -165,10 +165,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         """Completions, without the stop strings."""
         prompts = []
         sampling = []
-        stops = []
         for context, options in (request.args for request in requests):
             until = options.get("until") or []
-            until = [until] if isinstance(until, str) else list(until)
+            until = [until] if isinstance(until, str) else until
             tokens = int(options.get("max_gen_toks", self._config.sampling.max_new_tokens))
             temperature = float(options.get("temperature", 0.0) or 0.0) if options.get("do_sample", True) else 0.0
             ids = self.tok_encode(context)[-max(1, self._limit - tokens) :]
@@ -182,14 +181,9 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
                     seed=self._config.seed,
                 )
             )
-            stops.append([stop for stop in until if stop])
         sampled = self._engine.generate(prompts, sampling)
+        texts = [str(self.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for (c,) in sampled]
         return [
-            _before(self.tokenizer.decode(c[0].token_ids, skip_special_tokens=True), s)
-            for c, s in zip(sampled, stops, strict=True)
+            text[: min([text.find(stop) for stop in params.stop if stop in text], default=len(text))]
+            for text, params in zip(texts, sampling, strict=True)
         ]
-
-
-def _before(text: Any, stops: Sequence[str]) -> str:
-    """The part of a text before its first stop string."""
-    return str(text)[: min([str(text).find(stop) for stop in stops if stop in str(text)], default=len(str(text)))]
