@@ -20,6 +20,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.liveness.watchdog import EXIT_CODE
 from tests.support.faults import Point, intercept, run_step
+from tests.support.marks import slow
 from tests.support.ranks import run_main, run_mains
 from tests.support.runs import ROOT, run_python
 from tests.support.steps import CLOCK, brevity, run_outputs, write_rows
@@ -198,6 +199,7 @@ def test_two_ranks_learn_what_one_does(name: str, trained: Path, on_ranks: Path)
     assert files == {"actor_00000.safetensors", "actor_00001.safetensors"}
 
 
+@pytest.mark.slow
 def test_not_a_bit_depends_on_neighbours_on_two_ranks_if_deterministic(model_folder: Path, tmp_path: Path) -> None:
     line = line_of(tmp_path, model_folder, "--deterministic")
     runs = {"all": RUNS | SPARSE, "one": {"wide": RUNS["wide"]}}
@@ -208,9 +210,9 @@ def test_not_a_bit_depends_on_neighbours_on_two_ranks_if_deterministic(model_fol
 @pytest.mark.parametrize(
     ("error", "codes", "texts"),
     [
-        (UserError("no memory"), [2, 2], ["error: 1 of 2 runs have failed, narrow: no memory"]),
+        slow(UserError("no memory"), [2, 2], ["error: 1 of 2 runs have failed, narrow: no memory"]),
         (ValueError("no reason"), [EXIT_CODE, 1], ["ValueError: no reason"]),
-        (None, [EXIT_CODE, 9], ["error: rank 1 (", "; resume from the last checkpoint"]),
+        slow(None, [EXIT_CODE, 9], ["error: rank 1 (", "; resume from the last checkpoint"]),
     ],
 )
 def test_what_fails_on_one_rank_keeps_no_other_waiting(
@@ -231,7 +233,7 @@ def test_what_fails_on_one_rank_keeps_no_other_waiting(
     require_equal(tmp_path / "out" / "narrow", on_ranks / "narrow" / "narrow", within=1e-6 if error else 1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.parametrize("ranks", [slow(2), 1])
 def test_a_signal_to_one_rank_stops_all_runs_on_both(
     ranks: int, on_ranks: Path, model_folder: Path, tmp_path: Path
 ) -> None:
