@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.configs.credentials import expanded_key
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
@@ -200,7 +201,7 @@ class VLLMSampler:
         return VLLMServer("http://vllm", f"of rank {self.world.rank}", socket=socket)
 
     def _servers_by_url(self) -> list[VLLMServer]:
-        key = self._section.expanded_api_key()
+        key = expanded_key(self._section.api_key, key="rollout.vllm.api_key")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return [
             VLLMServer(expanded_url(url, key="rollout.vllm.urls"), shown_url(url), headers=headers)
