@@ -24,7 +24,6 @@ from hybrid_rlhf.configs.pipeline import (
     STEP_NAMES,
     PipelineConfig,
     has_model,
-    start_of,
     step_config,
 )
 from hybrid_rlhf.configs.sections.placement import RolePlacements, is_automatic
@@ -139,7 +138,7 @@ def check_seeds(steps: dict[str, Any]) -> None:
 def check_models(steps: dict[str, Any], config: PipelineConfig) -> None:
     """Check, before the first step, that each step has a model to start from and RL a reward model."""
     for name in config.step_names:
-        if start_of(steps[name]) is None:
+        if steps[name].model.path is None:
             raise UserError(f"step {name} starts from a model, got none: give --base_model, or --{name}.model.path")
     folder = config.folder("reward")
     alone = "rl" in config.step_names and "reward" not in config.step_names
@@ -202,7 +201,7 @@ def show_changes(steps: dict[str, Any], *, last: str) -> dict[str, Any]:
 
     folders = {name: step.output_dir for name, step in steps.items() if name in ("sft", "reward", last)}
     sft = steps["sft"]
-    base_model = sft.model.path if start_of(steps[last]) == sft.output_dir else None
+    base_model = sft.model.path if steps[last].model.path == sft.output_dir else None
     return report(base_model=base_model, folders=folders, last=steps[last])
 
 

@@ -10,7 +10,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.building import flat, nested, plain
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.configs.sections.rules import require, require_among
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 
 DEFAULTS: dict[str, Any] = {"actor": {"lora": {"rank": LoraConfig().rank}}, "resume": "auto"}
@@ -25,6 +25,34 @@ _SHARED = (
     "rollout.keep_weights",
 )
 """Keys, or beginnings of keys, that are equal in all runs."""
+_ALLOWED: dict[str, list[Any]] = {
+    "actor.optimizer.name": ["adamw"],
+    "actor.ema_decay": [0],
+    "actor.zero": [ZeroConfig()],
+    "model.quantization": [None],
+    "model.activation_offload": [False],
+    "model.sequence_parallel": [1],
+    "model.tensor_parallel": [1],
+    "model.expert_parallel": [1],
+    "rollout.tensor_parallel": [1],
+    "reference.refresh_every": [0],
+    "rollout.backend": ["auto"],
+    "rollout.dtype": ["auto"],
+    "rollout.quantization": [None],
+    "rollout.routing_replay": [False],
+    "rollout.offload_states": [False],
+    "logging.profile_steps": [[]],
+    "deepspeed_config": [None],
+    "resume": ["never", "auto"],
+    "teacher": [None],
+    "environment": [None],
+    "ptx": [None],
+    "placement": [None],
+    "rollout.async_sampling": [None],
+    "rollout.partial": [None],
+    "rollout.streaming": [None],
+}
+"""Values that a run on a shared base may have, by key."""
 _GLOBAL_SINKS = {"wandb", "mlflow", "trackio"}
 """Sinks with one run per process."""
 
@@ -67,60 +95,25 @@ def check_runs(configs: Mapping[str, RLConfig], file: str) -> None:
                 f"{file}: runs on one base share {key}, got {shared[key]} in {first} and {value} in {name}: give one "
                 "value to all",
             )
-        _check_run(name, other)
+        kind = other.algorithm.name
+        require(
+            other.critic is None,
+            f"runs on one base do not support algorithm {kind}, got it in {name}: give one without a critic, such as "
+            "grpo",
+        )
+        require(
+            other.actor.lora is not None,
+            f"runs on one base do not support actor.lora None, got it in {name}: leave it out",
+        )
+        allowed = {**_ALLOWED, "reference.path": [None, other.model.path]}
+        require_among(other, allowed, f"{name} is a run on a base with other runs")
+        sinks = _GLOBAL_SINKS.intersection(other.logging.sinks)
+        require(
+            not sinks,
+            f"runs on one base do not support logging.sinks {', '.join(sorted(sinks))}, got it in {name}: give "
+            "tensorboard, csv or []",
+        )
 
 
 def _shared(config: RLConfig) -> dict[str, Any]:
     return {key: value for key, value in flat(plain(config)).items() if key.startswith(_SHARED)}
-
-
-def _check_run(name: str, config: RLConfig) -> None:
-    actor = config.actor
-    model = config.model
-    rollout = config.rollout
-    reference = config.reference
-    sinks = _GLOBAL_SINKS.intersection(config.logging.sinks)
-    kind = config.algorithm.name
-    own_reference = reference.path not in (None, model.path)
-    for key, value, barred, remedy in (
-        ("algorithm", kind, config.critic is not None, "give one without a critic, such as grpo"),
-        ("actor.lora", None, actor.lora is None, "leave it out"),
-        ("actor.optimizer.name", actor.optimizer.name, actor.optimizer.name != "adamw", "give adamw"),
-        ("actor.ema_decay", actor.ema_decay, actor.ema_decay > 0, "leave it out"),
-        ("actor.zero", "other than the defaults", actor.zero != ZeroConfig(), "leave it out"),
-        ("model.quantization", model.quantization, model.quantization is not None, "leave it out"),
-        ("model.activation_offload", True, model.activation_offload, "leave it out"),
-        *(
-            (key, count, count > 1, "give 1: each rank has the base")
-            for key, count in {
-                "model.sequence_parallel": model.sequence_parallel,
-                "model.tensor_parallel": model.tensor_parallel,
-                "model.expert_parallel": model.expert_parallel,
-                "rollout.tensor_parallel": rollout.tensor_parallel,
-            }.items()
-        ),
-        ("reference.path", reference.path, own_reference, "leave it out"),
-        ("reference.refresh_every", reference.refresh_every, reference.refresh_every > 0, "leave it out"),
-        ("rollout.backend", rollout.backend, rollout.backend != "auto", "give auto"),
-        ("rollout.dtype", rollout.dtype, rollout.dtype != "auto", "give auto"),
-        ("rollout.quantization", rollout.quantization, rollout.quantization is not None, "leave it out"),
-        ("rollout.routing_replay", True, rollout.routing_replay, "leave it out"),
-        ("rollout.offload_states", True, rollout.offload_states, "leave it out"),
-        ("logging.sinks", ", ".join(sorted(sinks)), bool(sinks), "give tensorboard, csv or []"),
-        ("logging.profile_steps", config.logging.profile_steps, bool(config.logging.profile_steps), "leave it out"),
-        ("deepspeed_config", config.deepspeed_config, config.deepspeed_config is not None, "leave it out"),
-        ("resume", config.resume, config.resume not in ("never", "auto"), "leave it out"),
-        *(
-            (key, "a section", section is not None, "leave it out")
-            for key, section in {
-                "teacher": config.teacher,
-                "environment": config.environment,
-                "ptx": config.ptx,
-                "placement": config.placement,
-                "rollout.async_sampling": rollout.async_sampling,
-                "rollout.partial": rollout.partial,
-                "rollout.streaming": rollout.streaming,
-            }.items()
-        ),
-    ):
-        require(not barred, f"runs on one base do not support {key} {value}, got it in {name}: {remedy}")

@@ -10,8 +10,7 @@ A new algorithm needs a dataclass in `RL_ALGORITHMS`, a file in rl/algorithms/ a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from hybrid_rlhf.configs.sections.algorithm import (
     AlgorithmConfig,
@@ -20,18 +19,14 @@ from hybrid_rlhf.configs.sections.algorithm import (
     DynamicSamplingConfig,
     GroupConfig,
     KLConfig,
+    LossNormalization,
     PenaltiesConfig,
     PolicyGradientConfig,
     SequenceMeanConfig,
     SingleUpdateConfig,
     SurrogateConfig,
 )
-from hybrid_rlhf.configs.sections.rules import Count, Discount, NonNegative, Positive, require, setting
-
-
-def _require_positive(key: str, pair: tuple[float, float]) -> None:
-    """Check a pair of settings for two signs of the advantage."""
-    require(min(pair) > 0, f"algorithm.{key} must be above 0, got {list(pair)}: leave it out")
+from hybrid_rlhf.configs.sections.rules import Count, Discount, NonNegative, Positive, advanced, require, require_among
 
 
 class ActorCriticConfig(SurrogateConfig):
@@ -46,7 +41,7 @@ class ActorCriticConfig(SurrogateConfig):
     """Largest change of values per rollout (verl, OpenRLHF: 0.5); 0: not clipped."""
     whiten_advantages: bool = True
     """Advantages of a rollout get mean 0 and variance 1, over all ranks (N details, no. 18)."""
-    whiten_rewards: bool = setting(False, advanced=True)
+    whiten_rewards: bool = advanced(False)
     """Rewards of a rollout get variance 1 and keep their mean, over all ranks (N details, no. 18)."""
 
     @property
@@ -61,7 +56,7 @@ class PPOConfig(ActorCriticConfig):
     Discount and lambda of 1 follow verl, OpenRLHF and arXiv 2503.01491; whitened advantages N details, no. 18.
     """
 
-    name: Literal["ppo"] = field(default="ppo", init=False)
+    name = "ppo"
     gae_lambda: Discount = 1.0
     """Lambda of the actor's advantages (GAE, arXiv 1506.02438; 1: verl, OpenRLHF, arXiv 2503.01491)."""
 
@@ -72,7 +67,7 @@ class VAPOConfig(ActorCriticConfig):
 
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 16, "critic.warmup_steps": 50}
 
-    name: Literal["vapo"] = field(default="vapo", init=False)
+    name = "vapo"
     kl: KLConfig | None = None
     penalties: PenaltiesConfig | None = None
     clip: tuple[float, float] = (0.2, 0.28)
@@ -86,7 +81,7 @@ class VAPOConfig(ActorCriticConfig):
 class ReinforceConfig(SingleUpdateConfig, SurrogateConfig):
     """REINFORCE with a moving average as baseline (Ahmadian et al. 2024, arXiv 2402.14740, eq. 4 and 5)."""
 
-    name: Literal["reinforce"] = field(default="reinforce", init=False)
+    name = "reinforce"
 
 
 class RLOOConfig(SingleUpdateConfig, SurrogateConfig):
@@ -95,20 +90,20 @@ class RLOOConfig(SingleUpdateConfig, SurrogateConfig):
     fewest_completions = 2
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 4}
 
-    name: Literal["rloo"] = field(default="rloo", init=False)
+    name = "rloo"
 
 
 class ReMaxConfig(SingleUpdateConfig, SurrogateConfig):
     """ReMax (Li et al. 2023, arXiv 2310.10505): the greedy completion's score is the baseline."""
 
     takes_sequences = False
-    name: Literal["remax"] = field(default="remax", init=False)
+    name = "remax"
 
 
 class ReinforcePPConfig(SurrogateConfig):
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): returns to go, whitened over the rollout; KL coefficient 0.01."""
 
-    name: Literal["reinforce_pp"] = field(default="reinforce_pp", init=False)
+    name = "reinforce_pp"
     gamma: Discount = 1.0
     """Discount per token (1: the paper)."""
     whiten_advantages: bool = True
@@ -124,7 +119,7 @@ class ReinforcePPBaselineConfig(ReinforcePPConfig):
     takes_sequences = False
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8}
 
-    name: Literal["reinforce_pp_baseline"] = field(default="reinforce_pp_baseline", init=False)  # type: ignore[assignment]
+    name = "reinforce_pp_baseline"
     kl: KLConfig | None = KLConfig(coef=0.01, where="loss", estimator="k2")
     penalties: PenaltiesConfig | None = None
 
@@ -132,20 +127,17 @@ class ReinforcePPBaselineConfig(ReinforcePPConfig):
 class GRPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
     """GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1): KL 0.04 in the loss, a mean over sequences."""
 
-    name: Literal["grpo"] = field(default="grpo", init=False)
+    name = "grpo"
     kl: KLConfig | None = KLConfig(coef=0.04, where="loss", estimator="k3")
 
 
 class DrGRPOConfig(GroupConfig, SurrogateConfig):
     """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2): no division by standard deviation or length, no KL."""
 
-    name: Literal["dr_grpo"] = field(default="dr_grpo", init=False)
+    name = "dr_grpo"
     kl: KLConfig | None = None
     divide_by_std: bool = False
-    """Advantages are divided by the standard deviation of a prompt's scores (GRPO), or not (Dr. GRPO)."""
-    loss_normalization: Literal["token", "sequence", "fixed"] = "fixed"
-    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
-    max_new_tokens per sequence (fixed; Dr. GRPO)."""
+    loss_normalization: LossNormalization = "fixed"
 
 
 class DAPOConfig(GroupConfig, SurrogateConfig):
@@ -153,7 +145,7 @@ class DAPOConfig(GroupConfig, SurrogateConfig):
     tokens (eq. 12), overlong penalty (eq. 13), no KL.
     """
 
-    name: Literal["dapo"] = field(default="dapo", init=False)
+    name = "dapo"
     kl: KLConfig | None = None
     clip: tuple[float, float] = (0.2, 0.28)
     """The policy ratio is clipped to [1 - low, 1 + high] ([0.2, 0.28]: the paper)."""
@@ -165,29 +157,21 @@ class GDPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
     """GDPO (Liu et al. 2026, arXiv 2601.05242): each component of the reward is standardized in the group; else as
     GRPO."""
 
-    name: Literal["gdpo"] = field(default="gdpo", init=False)
+    name = "gdpo"
     kl: KLConfig | None = KLConfig(coef=0.04, where="loss", estimator="k3")
     whiten_advantages: bool = True
     """Advantages of a rollout get mean 0 and variance 1, over all ranks (the paper)."""
 
     def _check(self) -> None:
         super()._check()
-        for key, given, left_out in (
-            ("divide_by_std", self.divide_by_std, True),
-            ("score_scaling", self.score_scaling, "none"),
-            ("score_clip", self.score_clip, None),
-            ("dynamic_sampling", self.dynamic_sampling, None),
-        ):
-            require(
-                given == left_out,
-                f"algorithm gdpo standardizes each component of the reward, got algorithm.{key} {given}: leave it out",
-            )
+        allowed = {"divide_by_std": [True], "score_scaling": ["none"], "score_clip": [None], "dynamic_sampling": [None]}
+        require_among(self, allowed, "algorithm gdpo standardizes each component of the reward", prefix="algorithm.")
 
 
 class PassAtKConfig(GroupConfig, SurrogateConfig):
     """Pass@k training (Chen et al. 2025, arXiv 2508.10751): the reward is that of the best of k completions, no KL."""
 
-    name: Literal["pass_at_k"] = field(default="pass_at_k", init=False)
+    name = "pass_at_k"
     kl: KLConfig | None = None
     k: Count = 4
     """Number of completions of which the best counts; below rollout.sampling.n."""
@@ -201,7 +185,7 @@ class GSPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
 
     default_correction = CorrectionConfig(ratio="sequence", method="mask", clip=3.0, low=0.0)
 
-    name: Literal["gspo"] = field(default="gspo", init=False)
+    name = "gspo"
     kl: KLConfig | None = None
     clip: tuple[float, float] = (3e-4, 4e-4)
     """The ratio of a sequence is clipped to [1 - low, 1 + high] ([3e-4, 4e-4]: the paper)."""
@@ -210,7 +194,7 @@ class GSPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
 class GMPOConfig(GroupConfig, SequenceMeanConfig, ClippedConfig):
     """GMPO (Zhao et al. 2025, arXiv 2507.20673): the geometric mean of clipped ratios, no KL."""
 
-    name: Literal["gmpo"] = field(default="gmpo", init=False)
+    name = "gmpo"
     kl: KLConfig | None = None
     clip: tuple[float, float] = (0.33, 0.49)
     """The ratio of a token is clipped to [1 - low, 1 + high] ([0.33, 0.49]: exp(-0.4) and exp(0.4), the paper)."""
@@ -224,7 +208,7 @@ class CISPOConfig(GroupConfig, ClippedConfig):
 
     default_correction = CorrectionConfig(clip=5.0)
 
-    name: Literal["cispo"] = field(default="cispo", init=False)
+    name = "cispo"
     kl: KLConfig | None = None
     clip: tuple[float, float] = (1.0, 4.0)
     """The weight of a token is clipped to [1 - low, 1 + high] ([1, 4]: no lower bound, ScaleRL, arXiv 2510.13786)."""
@@ -233,14 +217,10 @@ class CISPOConfig(GroupConfig, ClippedConfig):
 class SAPOConfig(GroupConfig, SequenceMeanConfig):
     """SAPO (Gao et al. 2025, arXiv 2511.20347): a sigmoid of the ratio in place of a clip, no KL."""
 
-    name: Literal["sapo"] = field(default="sapo", init=False)
+    name = "sapo"
     kl: KLConfig | None = None
-    gate_temperatures: tuple[float, float] = (1.0, 1.05)
+    gate_temperatures: tuple[Positive, Positive] = (1.0, 1.05)
     """Steepness of the sigmoid for positive and for other advantages ([1, 1.05]: the paper)."""
-
-    def _check(self) -> None:
-        super()._check()
-        _require_positive("gate_temperatures", self.gate_temperatures)
 
 
 class VESPOConfig(GroupConfig, PolicyGradientConfig):
@@ -248,17 +228,12 @@ class VESPOConfig(GroupConfig, PolicyGradientConfig):
 
     default_correction = GSPOConfig.default_correction
 
-    name: Literal["vespo"] = field(default="vespo", init=False)
+    name = "vespo"
     kl: KLConfig | None = None
-    gate_power: tuple[float, float] = (2.0, 3.0)
+    gate_power: tuple[Positive, Positive] = (2.0, 3.0)
     """k for advantages of 0 or more, and below 0 ([2, 3]: TRL)."""
-    gate_decay: tuple[float, float] = (3.0, 2.0)
+    gate_decay: tuple[Positive, Positive] = (3.0, 2.0)
     """lambda for advantages of 0 or more, and below 0 ([3, 2]: TRL)."""
-
-    def _check(self) -> None:
-        super()._check()
-        _require_positive("gate_power", self.gate_power)
-        _require_positive("gate_decay", self.gate_decay)
 
 
 class OnlineDPOConfig(SingleUpdateConfig):
@@ -271,11 +246,11 @@ class OnlineDPOConfig(SingleUpdateConfig):
     takes_sequences = False
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 2}
 
-    name: Literal["online_dpo"] = field(default="online_dpo", init=False)
+    name = "online_dpo"
     beta: Positive = 0.1
     """Strength of the regularization to the reference (0.1: DPO, arXiv 2305.18290)."""
     kl: KLConfig | None = None
-    score_clip: Positive | None = setting(None, advanced=True)
+    score_clip: Positive | None = advanced(None)
     """Scores are clipped to [-score_clip, score_clip] (DeepSpeed-Chat: 5); null: not clipped (TRL, verl)."""
 
 
@@ -291,7 +266,7 @@ class RAFTConfig(SingleUpdateConfig, PolicyGradientConfig):
     takes_sequences = False
     defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8}
 
-    name: Literal["raft"] = field(default="raft", init=False)
+    name = "raft"
     kl: KLConfig | None = None
     selected_per_prompt: Count = 1
     """Number of best completions per prompt to train on (1: the paper)."""

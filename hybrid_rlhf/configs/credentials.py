@@ -64,6 +64,20 @@ def expanded(text: str, *, key: str, rule: str = "must be") -> str:
     return _PLACEHOLDER.sub(value_of, text)
 
 
+def expanded_key(value: str | None, *, key: str) -> str | None:
+    """As `expanded`, for a key that may be left out."""
+    return None if value is None else expanded(value, key=key)
+
+
+def require_placeholder(value: str | None, *, key: str) -> None:
+    """Refuse a secret that is written into a config."""
+    if value is not None and not is_placeholder(value):
+        raise UserError(
+            f"{key} must be ${{NAME}} of an environment variable, since configs are saved, got a text: export the key "
+            "and give its name"
+        )
+
+
 def is_placeholder(value: str) -> bool:
     """Return True if a text consists of a single `${NAME}`."""
     return _PLACEHOLDER.fullmatch(value) is not None

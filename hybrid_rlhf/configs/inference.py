@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from hybrid_rlhf.configs.credentials import expanded, is_own_host
@@ -12,6 +13,7 @@ from hybrid_rlhf.configs.sections.rules import (
     Port,
     Positive,
     Settings,
+    advanced,
     require,
     require_template_variables,
     setting,
@@ -35,10 +37,6 @@ _MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks", "
 """The key that a measure needs besides rows; measures that are not listed need none."""
 
 
-def _chat_sampling() -> SamplingParams:
-    return SamplingParams(max_new_tokens=256, temperature=0.7, top_p=0.95)
-
-
 class SavedModelConfig(Settings):
     """A saved model, and where it runs."""
 
@@ -52,7 +50,7 @@ class SavedModelConfig(Settings):
     """Run Python code that comes with the model. Only for sources you trust."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template; null: the tokenizer's."""
-    chat_template_kwargs: dict[str, Any] = setting(default_factory=dict, advanced=True)
+    chat_template_kwargs: dict[str, Any] = advanced(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}; the saved model already contains those of
     training."""
 
@@ -64,7 +62,7 @@ class SavedModelConfig(Settings):
 class InferenceConfig(SavedModelConfig):
     """A saved model, and how it samples."""
 
-    sampling: SamplingParams = setting(default_factory=_chat_sampling)
+    sampling: SamplingParams = SamplingParams(max_new_tokens=256, temperature=0.7, top_p=0.95)
 
     def _check(self) -> None:
         super()._check()
@@ -82,7 +80,7 @@ class ChatConfig(InferenceConfig):
     """A second model that answers the same messages; also as the second positional argument."""
     system: str | None = None
     """System prompt; null: the chat template's own."""
-    sampling: SamplingParams = setting(default_factory=_chat_sampling, keys=_CHAT_KEYS)
+    sampling: SamplingParams = setting(InferenceConfig.sampling, keys=_CHAT_KEYS)
 
 
 class GenerateConfig(InferenceConfig):
@@ -118,15 +116,15 @@ class ServeConfig(InferenceConfig):
     """Port to listen on; 0: any free port."""
     api_key: str | None = None
     """Required bearer token of requests, usually ${NAME} of an environment variable; null: none."""
-    cors_origins: list[str] = setting(default_factory=list, advanced=True)
+    cors_origins: list[str] = advanced(default_factory=list)
     """Origins of pages on other sites that may send requests, such as https://app.example; empty: none may."""
-    access_log: bool = setting(False, advanced=True)
+    access_log: bool = advanced(False)
     """Log method, path, status and seconds of each request on stderr."""
     model_name: str | None = None
     """Name of the model in requests; null: its path."""
-    adapters: dict[str, str] = setting(default_factory=dict)
+    adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters of the model: peft folders by the names that requests use."""
-    adapters_from: str | None = setting(None, advanced=True)
+    adapters_from: str | None = advanced(None)
     """Folder of the LoRA adapters that requests may load, replace and unload at /v1/adapters; null: none may."""
     follow: str | None = None
     """Folder of a run that trains the served model: the weights or the adapter of its newest checkpoint are served;
@@ -140,12 +138,12 @@ class ServeConfig(InferenceConfig):
     """Maximum number of completions decoded together."""
     max_sequence_tokens: Annotated[int, "2 or more"] = 4096
     """Maximum number of tokens of a prompt and its completion together."""
-    kv_cache_gib: Positive | None = setting(None, advanced=True)
+    kv_cache_gib: Positive | None = advanced(None)
     """Memory for keys and values, in GiB; null: the size for all rows at maximum length, at most 0.9 of the free memory
     of a GPU or 0.125 of that of a host, unless one row needs more."""
-    shutdown_seconds: Count = setting(30, advanced=True)
+    shutdown_seconds: Count = advanced(30)
     """Time for requests to finish after SIGTERM or SIGINT."""
-    sampling: SamplingParams = setting(default_factory=lambda: SamplingParams(max_new_tokens=512), keys=_SERVE_KEYS)
+    sampling: SamplingParams = setting(SamplingParams(max_new_tokens=512), keys=_SERVE_KEYS)
     """Sampling parameters of requests that do not set their own."""
 
     def _check(self) -> None:
@@ -168,10 +166,6 @@ class ServeConfig(InferenceConfig):
             self.adapters_from is None or self.api_key is not None,
             f"adapters_from needs an api_key, got {self.adapters_from} without one: give --api_key '${{NAME}}'",
         )
-
-    def expanded_api_key(self) -> str | None:
-        """The API key with its environment variables replaced; it must not be logged."""
-        return None if self.api_key is None else expanded(self.api_key, key="api_key")
 
     @property
     def served_name(self) -> str:
@@ -199,12 +193,12 @@ class TrainServerConfig(SavedModelConfig):
     """Address to listen on; 0.0.0.0: all interfaces. An address that other machines can reach needs api_keys."""
     port: Port = 8077
     """Port to listen on; 0: any free port."""
-    api_keys: dict[str, str] = setting(default_factory=dict)
+    api_keys: dict[str, str] = field(default_factory=dict)
     """Keys that clients must have, by the names of their tenants; each begins with tml- and is usually ${NAME} of an
     environment variable; none: any such key, for one tenant."""
     model_name: str | None = None
     """Name of the base model in requests; null: its path."""
-    adapters: dict[str, str] = setting(default_factory=dict)
+    adapters: dict[str, str] = field(default_factory=dict)
     """Adapters that all clients may begin with: peft folders by NAME, as tinker://server/weights/NAME."""
     max_sequence_tokens: Annotated[int, "2 or more"] = 4096
     """Maximum number of tokens of a row, and of a prompt and its completion."""
@@ -214,7 +208,7 @@ class TrainServerConfig(SavedModelConfig):
     """Maximum number of completions decoded together."""
     max_resident_adapters: Count = 16
     """Adapters in training that stay on the device, and as many for sampling; others wait in host memory or on disk."""
-    kv_cache_gib: Positive | None = setting(None, advanced=True)
+    kv_cache_gib: Positive | None = advanced(None)
     """Memory for keys and values, in GiB; null: as for serve, in half of the free memory of a GPU."""
     max_requests: Count = 4096
     """Requests without a result that a key may have; further ones are rejected with status 429."""
@@ -226,10 +220,10 @@ class TrainServerConfig(SavedModelConfig):
     """Adapters in training that a key may have at a time."""
     max_stored_gib: Positive = 64.0
     """Checkpoints that a key may have, in GiB."""
-    session_minutes: Positive = setting(60.0, advanced=True)
+    session_minutes: Positive = advanced(60.0)
     """Time without a heartbeat or a command of a client after which its models leave the server; their checkpoints
     stay."""
-    shutdown_seconds: Count = setting(30, advanced=True)
+    shutdown_seconds: Count = advanced(30)
     """Time for requests to finish after SIGTERM or SIGINT."""
 
     def _check(self) -> None:
@@ -287,9 +281,9 @@ class JudgeConfig(Settings):
     """Name of the model behind the URL; null: the first that it lists."""
     api_key_env: str | None = None
     """Environment variable that holds the endpoint's key."""
-    instructions: str | None = setting(None, advanced=True)
+    instructions: str | None = advanced(None)
     """Criterion for the judge; null: the better answer to the conversation, whatever its length."""
-    timeout_seconds: Positive = setting(120.0, advanced=True)
+    timeout_seconds: Positive = advanced(120.0)
     """Time limit of a request, in seconds; a failed request is repeated three times."""
 
     def _check(self) -> None:
@@ -312,33 +306,33 @@ class EvaluateConfig(InferenceConfig):
     another model, by a judge; pass_rate: pass@k and mean@k of a verified reward; harness: tasks of
     lm-evaluation-harness; inspect: tasks of Inspect AI. auto: inferred from the other keys, else accuracy for a reward
     model and perplexity for other models."""
-    data: list[str] = setting(default_factory=list)
+    data: list[str] = field(default_factory=list)
     """Rows with the columns of the corresponding step: files, folders or hub names."""
     max_rows: Count | None = None
     """Number of rows to read, from the beginning of the data; null: all."""
     max_length: Annotated[int, "2 or more"] = 1024
     """Longest row, in tokens; longer conversations and pairs are truncated and counted, longer prompts are rejected."""
-    batch_rows: Count = setting(8, advanced=True)
+    batch_rows: Count = advanced(8)
     """Rows in one forward pass."""
     against: str | None = None
     """The other model for win_rate."""
-    judge: JudgeConfig = setting(default_factory=JudgeConfig)
+    judge: JudgeConfig = JudgeConfig()
     """Judge of win_rate."""
     reward: str | None = None
     """Reward for pass_rate: a function as module:function or path/to/file.py:function, or a verifier, math or code."""
     pass_score: float = 1.0
     """Completions with at least this reward pass."""
-    k: list[int] = setting(default_factory=lambda: [1])
+    k: list[int] = field(default_factory=lambda: [1])
     """The k of pass@k, each at most sampling.n."""
-    tasks: list[str] = setting(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
     """Tasks of lm-evaluation-harness."""
-    tasks_folder: str | None = setting(None, advanced=True)
+    tasks_folder: str | None = advanced(None)
     """Folder with additional tasks, as YAML files."""
-    few_shot: int | None = setting(None, advanced=True)
+    few_shot: int | None = advanced(None)
     """Number of examples in the prompts of harness; null: the task's own setting."""
     apply_chat_template: bool = False
     """Render the prompts of harness with the chat template, for models trained on conversations."""
-    inspect_tasks: list[str] = setting(default_factory=list)
+    inspect_tasks: list[str] = field(default_factory=list)
     """Tasks of Inspect AI: FILE.py, FILE.py@TASK, or PACKAGE/TASK of an installed package."""
     seed: int = 0
     """Seed of the sampling, of the bootstrap and of few-shot examples."""
@@ -353,15 +347,17 @@ class EvaluateConfig(InferenceConfig):
             bool(self.k) and all(1 <= k for k in self.k),
             f"k must be numbers of 1 or more, got {self.k}: give for example [1, 4]",
         )
-        is_given = {measure: bool(getattr(self, key)) for measure, key in _MEASURES.items()}
-        for measure, key in _MEASURES.items():
-            require(is_given[measure] or self.measure != measure, f"{measure} needs --{key}, got none: give it")
+        keys = {measure: key for measure, key in _MEASURES.items() if getattr(self, key)}
+        require(
+            self.measure in keys or self.measure not in _MEASURES,
+            f"{self.measure} needs --{_MEASURES.get(self.measure)}, got none: give it",
+        )
+        for measure, key in keys.items():
             require(
-                not is_given[measure] or self.measure in ("auto", measure),
+                self.measure in ("auto", measure),
                 f"{key} goes with measure {measure}, got {self.measure}: leave one out",
             )
-        several = [key for measure, key in _MEASURES.items() if is_given[measure]]
-        require(len(several) <= 1, f"one measure at a time, got {' and '.join(several)}: leave out all but one")
+        require(len(keys) <= 1, f"one measure at a time, got {' and '.join(keys.values())}: leave out all but one")
         require(
             self.chosen == "win_rate" or self.judge == JudgeConfig(),
             f"judge goes with win_rate, got {self.judge.model or self.judge.url}: give --against, or leave it out",
@@ -410,7 +406,7 @@ class ExportConfig(Settings):
     llama.cpp for gguf. A difference beyond rounding is exit code 1."""
     modelfile: bool = False
     """With gguf, also write OUTPUT.Modelfile for Ollama, with the template, stop words and parameters."""
-    check_vllm: str | None = setting(None, advanced=True)
+    check_vllm: str | None = advanced(None)
     """Interpreter of an environment with vLLM, which compares the tokens of an exported folder there."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""

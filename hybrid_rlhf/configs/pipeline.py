@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -60,6 +60,9 @@ class PipelineConfig(Settings):
     """Supervised fine-tuning, reward model and RL; or supervised fine-tuning and a preference loss without a reward
     model."""
 
+    starts_steps: ClassVar[bool] = True
+    """True if the steps run, false if they are planned."""
+
     base_model: str | None = None
     """Model that SFT starts from, and other steps if there is no SFT step. If null and no step has a model.path: run
     the demo with the embedded SmolLM2-135M-Instruct."""
@@ -69,14 +72,12 @@ class PipelineConfig(Settings):
     """Seed of all steps; null: each step's own."""
     steps: str = "sft,reward,rl"
     """Steps to run, comma-separated: sft, reward, preference, rl; a finished step is skipped."""
-    data: PipelineDataConfig = field(default_factory=PipelineDataConfig)
-    sft: SFTConfig = field(default_factory=lambda: SFTConfig(output_dir=_OUTPUT + FOLDERS["sft"]))
-    reward: RewardConfig = field(default_factory=lambda: RewardConfig(output_dir=_OUTPUT + FOLDERS["reward"]))
-    preference: PreferenceStepConfig = field(
-        default_factory=lambda: PreferenceStepConfig(output_dir=_OUTPUT + FOLDERS["preference"])
-    )
-    rl: RLConfig = field(default_factory=lambda: RLConfig(output_dir=_OUTPUT + FOLDERS["rl"]))
-    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    data: PipelineDataConfig = PipelineDataConfig()
+    sft: SFTConfig = SFTConfig(output_dir=_OUTPUT + FOLDERS["sft"])
+    reward: RewardConfig = RewardConfig(output_dir=_OUTPUT + FOLDERS["reward"])
+    preference: PreferenceStepConfig = PreferenceStepConfig(output_dir=_OUTPUT + FOLDERS["preference"])
+    rl: RLConfig = RLConfig(output_dir=_OUTPUT + FOLDERS["rl"])
+    launcher: LauncherConfig = LauncherConfig()
 
     def _check(self) -> None:
         unknown = [name for name in self.step_names if name not in STEP_NAMES]
@@ -87,11 +88,6 @@ class PipelineConfig(Settings):
         )
 
     @property
-    def starts_steps(self) -> bool:
-        """True if the steps run, false if they are planned."""
-        return True
-
-    @property
     def step_names(self) -> list[str]:
         """The steps to run, in the order of the pipeline."""
         named = [name.strip() for name in self.steps.split(",") if name.strip()]
@@ -100,7 +96,7 @@ class PipelineConfig(Settings):
     @property
     def is_demo(self) -> bool:
         """True if no setting names a model to start from."""
-        return self.base_model is None and not any(start_of(getattr(self, name)) for name in self.step_names)
+        return self.base_model is None and not any(getattr(self, name).model.path for name in self.step_names)
 
     def folder(self, name: str) -> str:
         """The folder of a step."""
@@ -129,6 +125,8 @@ class DemoConfig(PipelineConfig):
 class PlanConfig(PipelineConfig):
     """Memory of each phase of each step, and the placement of the roles of RL that is predicted to be the fastest."""
 
+    starts_steps = False
+
     machine: str = "this"
     """Machine to plan for. this: the local machine, as measured by hybrid-rlhf calibrate. Modelled from data sheets:
     b200, h200, h100, a100, a100-40g, a800, l40s, a10g, 4090, 3090, mi300x, or a YAML file with a data sheet."""
@@ -145,11 +143,6 @@ class PlanConfig(PipelineConfig):
     """Mean length of the completions; null: half of rl.rollout.sampling.max_new_tokens. Lengths have a long tail."""
     candidates: Natural = 0
     """Placements to list beside the best of each style, fastest first, each with the reason why it lost."""
-
-    @property
-    def starts_steps(self) -> bool:
-        """False: the steps are planned."""
-        return False
 
     def _check(self) -> None:
         super()._check()
@@ -188,18 +181,12 @@ def step_config(name: str, config: PipelineConfig) -> Any:
     )
     seed = step.seed if config.seed is None else config.seed
     step = replace(step, output_dir=config.folder(name), data=data, seed=seed)
-    start = start_of(step) or config.start(name)
-    step = replace(step, model=replace(step.model, path=start))
+    step = replace(step, model=replace(step.model, path=step.model.path or config.start(name)))
     # An environment or a teacher may be the reward: a reward model is used besides only if this pipeline trains one.
     needed = "reward" in config.step_names or (name == "rl" and step.environment is None and step.teacher is None)
     if name == "rl" and not step.reward.components and needed:
         step = replace(step, reward=replace(step.reward, components=[config.folder("reward")]))
     return step
-
-
-def start_of(step: SFTConfig | RewardConfig | PreferenceStepConfig | RLConfig) -> str | None:
-    """The model that a step's config names to start from; None without one."""
-    return step.model.path
 
 
 def has_model(folder: str) -> bool:

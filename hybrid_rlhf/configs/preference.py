@@ -8,11 +8,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
-from hybrid_rlhf.configs.sections.data import RowDataConfig
-from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, require, setting
-from hybrid_rlhf.configs.sections.run import StepConfig
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig, require_trainable
+from hybrid_rlhf.configs.sections.run import SupervisedConfig
 
 
 class PreferenceLossConfig(Settings):
@@ -34,13 +31,13 @@ class PreferenceLossConfig(Settings):
 class DPOConfig(PreferenceLossConfig):
     """DPO (Rafailov et al. 2023, arXiv 2305.18290)."""
 
-    name: Literal["dpo"] = field(default="dpo", init=False)
+    name = "dpo"
 
 
 class CDPOConfig(PreferenceLossConfig):
     """Conservative DPO (Mitchell 2023), for noisy labels."""
 
-    name: Literal["cdpo"] = field(default="cdpo", init=False)
+    name = "cdpo"
     label_smoothing: Annotated[float, "in [0, 0.5)"] = 0.1
     """Probability that a label is wrong (0.1: Mitchell 2023)."""
 
@@ -48,13 +45,13 @@ class CDPOConfig(PreferenceLossConfig):
 class IPOConfig(PreferenceLossConfig):
     """IPO (Azar et al. 2023, arXiv 2310.12036)."""
 
-    name: Literal["ipo"] = field(default="ipo", init=False)
+    name = "ipo"
 
 
 class HingeConfig(PreferenceLossConfig):
     """Hinge loss on log-ratios (SLiC-HF, arXiv 2305.10425; RSO, arXiv 2309.06657)."""
 
-    name: Literal["hinge"] = field(default="hinge", init=False)
+    name = "hinge"
 
 
 class SimPOConfig(PreferenceLossConfig):
@@ -62,7 +59,7 @@ class SimPOConfig(PreferenceLossConfig):
 
     needs_reference = False
 
-    name: Literal["simpo"] = field(default="simpo", init=False)
+    name = "simpo"
     beta: Positive = 2.0
     """Scale of the implicit reward, the mean log-prob per token (2.0: the paper)."""
     target_margin: NonNegative = 1.0
@@ -74,7 +71,7 @@ class ORPOConfig(PreferenceLossConfig):
 
     needs_reference = False
 
-    name: Literal["orpo"] = field(default="orpo", init=False)
+    name = "orpo"
     beta: Positive = 0.1
     """Weight of the odds ratio (0.1: the paper)."""
     sft_coef: NonNegative = 1.0
@@ -86,7 +83,7 @@ class KTOConfig(PreferenceLossConfig):
 
     learns_labels = True
 
-    name: Literal["kto"] = field(default="kto", init=False)
+    name = "kto"
     desirable_weight: NonNegative = 1.0
     """Weight of desirable completions; the paper recommends total weights of both kinds within a third of each
     other."""
@@ -109,27 +106,22 @@ class PreferenceReferenceConfig(Settings):
     """cached: computed once before training, without keeping a reference in memory; live: computed in each update."""
 
 
-class PreferenceStepConfig(StepConfig):
+class PreferenceStepConfig(SupervisedConfig):
     """Preference learning without a reward model, with DPO or another loss."""
 
     output_dir: str = setting("output/preference", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
     algorithm: PreferenceLossConfig = setting(DPOConfig(), variants=PREFERENCE_LOSSES)
-    data: RowDataConfig = field(default_factory=RowDataConfig)
     reference: PreferenceReferenceConfig | None = setting(None, needs="needs_reference")
-    lora: LoraConfig | None = None
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
 
     def _check(self) -> None:
+        super()._check()
         if self.algorithm.needs_reference and self.reference is None:
             object.__setattr__(self, "reference", PreferenceReferenceConfig())
         require(
             self.algorithm.needs_reference or self.reference is None,
             f"algorithm {self.algorithm.name} has no reference, got the section reference: leave it out",
         )
-        require_trainable(self.model, self.optimizer, self.lora, section="lora", stage=self.zero.stage)
 
     @property
     def holds_reference(self) -> bool:

@@ -6,11 +6,9 @@ import re
 from dataclasses import field
 from typing import Literal
 
-from hybrid_rlhf.configs.sections.data import RowDataConfig
-from hybrid_rlhf.configs.sections.model import SCORER_KEYS, LoraConfig, ModelConfig
-from hybrid_rlhf.configs.sections.rules import NonNegative, Settings, require, setting
-from hybrid_rlhf.configs.sections.run import StepConfig
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig, require_trainable
+from hybrid_rlhf.configs.sections.model import SCORER_KEYS, ModelConfig
+from hybrid_rlhf.configs.sections.rules import NonNegative, Settings, advanced, require, setting
+from hybrid_rlhf.configs.sections.run import SupervisedConfig
 
 
 class RewardObjectiveConfig(Settings):
@@ -25,7 +23,7 @@ class RewardObjectiveConfig(Settings):
     centering_coef: NonNegative = 0.0
     """Weight of (chosen + rejected)^2, which centers scores at 0 (arXiv 2312.09244: 0.01); only for pairs and lists,
     because labels already define the zero."""
-    step_separator: str = setting("\n", advanced=True)
+    step_separator: str = advanced("\n")
     """Separator between the steps of a completion (loss steps)."""
     calibrate: bool = False
     """Fit a temperature and measure the mean and standard deviation of scores on held-out rows; saved in
@@ -44,21 +42,16 @@ class RewardObjectiveConfig(Settings):
         require(bool(self.step_separator), "objective.step_separator may not be empty: leave it out for a line break")
 
 
-class RewardConfig(StepConfig):
+class RewardConfig(SupervisedConfig):
     """Reward model training on preferences (Bradley-Terry), rankings, labels or step labels."""
 
     output_dir: str = setting("output/step2_reward", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
-    model: ModelConfig = setting(default_factory=ModelConfig, keys=SCORER_KEYS)
-    data: RowDataConfig = field(default_factory=RowDataConfig)
-    lora: LoraConfig | None = None
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
-    objective: RewardObjectiveConfig = field(default_factory=RewardObjectiveConfig)
+    model: ModelConfig = setting(ModelConfig(), keys=SCORER_KEYS)
+    objective: RewardObjectiveConfig = RewardObjectiveConfig()
 
     def _check(self) -> None:
-        require_trainable(self.model, self.optimizer, self.lora, section="lora", stage=self.zero.stage)
+        super()._check()
         require(
             not self.objective.calibrate or self.data.eval_fraction > 0 or bool(self.data.eval_sources),
             "objective.calibrate needs held-out rows, got data.eval_fraction 0: give for example 0.05",

@@ -30,7 +30,9 @@ from hybrid_rlhf.configs.sections.rules import (
     RowTokens,
     Settings,
     Share,
+    advanced,
     require,
+    require_among,
     setting,
     whole_number,
 )
@@ -48,7 +50,7 @@ class PromptDataConfig(DataConfig):
 class PtxConfig(Settings):
     """Pretraining loss mixed into the actor's updates (PPO-ptx of InstructGPT)."""
 
-    coef: float = 0.0
+    coef: Annotated[float, "above 0: give its weight, or --ptx null for no such loss"] = 0.0
     """Weight of the pretraining loss (InstructGPT: 27.8)."""
     sources: list[str | DataSource] = field(default_factory=list)
     """Pretraining text (a `text` column) or conversations: paths, or {path, weight, split_name}."""
@@ -56,9 +58,6 @@ class PtxConfig(Settings):
     """Longest row, in tokens (1024: TRL's SFT default)."""
 
     def _check(self) -> None:
-        require(
-            self.coef > 0, f"ptx.coef must be above 0, got {self.coef}: give its weight, or --ptx null for no such loss"
-        )
         require(bool(self.sources), "ptx.sources must name pretraining text, got none: give --ptx.sources FILE")
 
 
@@ -66,9 +65,9 @@ class ActorConfig(Settings):
     """Training of the actor, which starts from model.path."""
 
     lora: LoraConfig | None = None
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="constant"))
-    zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
-    ema_decay: Annotated[float, "in [0, 1)"] = setting(0.0, advanced=True)
+    optimizer: OptimizerConfig = OptimizerConfig(schedule="constant")
+    zero: ZeroConfig = setting(ZeroConfig(), mutable=True)
+    ema_decay: Annotated[float, "in [0, 1)"] = advanced(0.0)
     """Decay per update of a moving average of the actor, which is evaluated and saved as actor_ema (DeepSpeed-Chat:
     0.992); 0: none."""
 
@@ -81,17 +80,17 @@ class CriticConfig(Settings):
     with a zero-initialised head."""
     lora: CriticLoraConfig | None = None
     """Adapters of the critic; null: the actor's settings."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(schedule="constant"))
+    optimizer: OptimizerConfig = OptimizerConfig(schedule="constant")
     zero: ZeroConfig | None = setting(None, mutable=True)
     """Sharding of the critic; null: the actor's settings."""
     gae_lambda: Share = 1.0
     """Lambda of the critic's targets; algorithm.gae_lambda is the actor's (VC-PPO, arXiv 2503.01491)."""
-    head_lr: NonNegative | None = setting(None, advanced=True)
+    head_lr: NonNegative | None = advanced(None)
     """Peak learning rate of the head; null: optimizer.lr, but at least 0.1 / hidden size for a zero-initialised
     head."""
     share_base: bool = False
     """The critic has its own adapters on the actor's weights; needs LoRA."""
-    warmup_steps: Natural = setting(0, advanced=True)
+    warmup_steps: Natural = advanced(0)
     """Number of initial steps in which only the critic is trained."""
 
 
@@ -100,7 +99,7 @@ class ReferenceModelConfig(Settings):
 
     path: str | None = None
     """Model folder or hub name; null: the initial actor."""
-    refresh_every: Annotated[int, "0 (never) or more"] = setting(0, advanced=True)
+    refresh_every: Annotated[int, "0 (never) or more"] = advanced(0)
     """Steps between copies of the actor's weights to the reference; 0: never."""
 
 
@@ -152,11 +151,11 @@ class RewardSumConfig(Settings):
 class RLFaultsConfig(FaultsConfig):
     """Which faults end a run."""
 
-    max_logprob_diff: Nats | None = setting(None, advanced=True)
+    max_logprob_diff: Nats | None = advanced(None)
     """Largest allowed difference in nats between log-probs of the sampler and of training, on fixed tokens after each
     weight sync and on average over a rollout with current weights; the run stops if it is exceeded. null: 0.002 in
     float32, 0.1 in lower precision, 0.5 quantised, more if logits are large."""
-    check_weights: bool = setting(False, advanced=True)
+    check_weights: bool = advanced(False)
     """Compare checksums of all weights that a sampler on separate ranks (placement) receives, in each weight sync; the
     first two syncs are always compared."""
 
@@ -167,22 +166,22 @@ class RLConfig(StepConfig):
     output_dir: str = setting("output/step3_ppo", mutable=True)
     """Folder of the run: actor/, critic/, config.yaml, metrics.jsonl, samples.jsonl, checkpoints."""
     algorithm: AlgorithmConfig = setting(PPOConfig(), variants=RL_ALGORITHMS)
-    data: PromptDataConfig = field(default_factory=PromptDataConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
+    data: PromptDataConfig = PromptDataConfig()
+    actor: ActorConfig = ActorConfig()
     critic: CriticConfig | None = setting(None, needs="needs_critic")
-    reference: ReferenceModelConfig = field(default_factory=ReferenceModelConfig)
-    teacher: TeacherConfig | None = setting(None, advanced=True)
-    reward: RewardSumConfig = field(default_factory=RewardSumConfig)
+    reference: ReferenceModelConfig = ReferenceModelConfig()
+    teacher: TeacherConfig | None = advanced(None)
+    reward: RewardSumConfig = RewardSumConfig()
     environment: EnvironmentConfig | None = None
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rollout: RolloutConfig = RolloutConfig()
     ptx: PtxConfig | None = None
     placement: PlacementConfig | None = setting(None, mutable=True, read=read_placement)
     """Ranks of each role (docs/placement.md): flattening (all roles on all ranks), interleaving (reference and reward
     models on disjoint ranks), separation (sampler and frozen models on separate ranks), ranks by role, such as
     {sampler: {ranks: 4-7, tensor_parallel: 2}}, or auto (chosen by the planner, after hybrid-rlhf calibrate). null:
     flattening."""
-    train: LoopConfig = field(default_factory=LoopConfig)
-    faults: RLFaultsConfig = setting(default_factory=RLFaultsConfig, mutable=True)
+    train: LoopConfig = LoopConfig()
+    faults: RLFaultsConfig = setting(RLFaultsConfig(), mutable=True)
 
     def _check(self) -> None:
         if self.algorithm.needs_critic and self.critic is None:
@@ -406,29 +405,18 @@ class RLConfig(StepConfig):
 
     def _check_quantised_base(self, kind: str) -> None:
         """Check the rules for base weights in 4 bits, which actor and sampler share."""
-        require(
-            self.rollout.quantization is None,
-            f"model.quantization {kind} already quantises the sampler, got rollout.quantization "
-            f"{self.rollout.quantization}: leave one out",
-        )
-        require(
-            self.rollout.backend != "vllm",
-            f"model.quantization {kind} samples from the weights of the actor, got rollout.backend vllm: leave one out",
-        )
-        require(
-            self.rollout.dtype == "auto",
-            f"model.quantization {kind} samples in the dtype of training, got rollout.dtype {self.rollout.dtype}: "
-            "leave one out",
-        )
+        allowed = {
+            "rollout.quantization": [None],
+            "rollout.backend": ["auto", "module"],
+            "rollout.dtype": ["auto"],
+            "reference.refresh_every": [0],
+        }
+        rule = f"model.quantization {kind} keeps the base weights of all models, from which the actor's sampler samples"
+        require_among(self, allowed, rule)
         require(
             self._samples_on_actor,
             f"model.quantization {kind} samples from the weights of the actor on its ranks, got placement "
             f"{self._given_placement}: leave one out",
-        )
-        require(
-            not self.reference.refresh_every,
-            f"reference.refresh_every writes the weights of the reference, got model.quantization {kind}: leave one "
-            "out",
         )
 
     def _check_split_weights(self, size: int) -> None:
@@ -438,16 +426,8 @@ class RLConfig(StepConfig):
             f"model.tensor_parallel {size} has all models on all ranks, got placement "
             f"{self._given_placement}: leave one out",
         )
-        require(
-            self.rollout.backend == "auto",
-            f"model.tensor_parallel {size} samples with inference weights, got rollout.backend {self.rollout.backend}: "
-            "leave one out",
-        )
-        require(
-            not self.reference.refresh_every,
-            f"reference.refresh_every writes whole weights to the reference, got model.tensor_parallel {size}: leave "
-            "one out",
-        )
+        allowed = {"rollout.backend": ["auto"], "reference.refresh_every": [0]}
+        require_among(self, allowed, f"model.tensor_parallel {size} reads and writes weights in parts")
 
     def _check_program(self, name: str, environment: EnvironmentConfig) -> None:
         """Check the rules for programs, inside and outside of the run."""

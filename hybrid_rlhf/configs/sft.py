@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Annotated, Literal
 
 from hybrid_rlhf.configs.sections.data import RowDataConfig
-from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, Share, require, setting
-from hybrid_rlhf.configs.sections.run import StepConfig
-from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
-from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig, require_trainable
+from hybrid_rlhf.configs.sections.run import SupervisedConfig
+from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_sampled
 
 _SAMPLING_KEYS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
 
@@ -55,14 +52,10 @@ class DistillConfig(Settings):
     """Weight of the negative log-likelihood of the data's completions; not in on-policy updates."""
     on_policy_fraction: Share = 0.0
     """Fraction of updates that use completions sampled by the student instead of those in the data (lambda of GKD)."""
-    sampling: SamplingParams = setting(default_factory=SamplingParams, keys=_SAMPLING_KEYS)
+    sampling: SamplingParams = setting(SamplingParams(), keys=_SAMPLING_KEYS)
 
     def _check(self) -> None:
-        require(
-            self.sampling.temperature > 0,
-            f"distill.sampling.temperature must be above 0, got {self.sampling.temperature}: give for example 1.0",
-        )
-        require_default(self.sampling, _SAMPLING_KEYS, section="distill.sampling")
+        require_sampled(self.sampling, _SAMPLING_KEYS, section="distill.sampling")
         require(
             self.on_policy_fraction < 1 or self.sft_coef == 0,
             f"distill.sft_coef {self.sft_coef} needs the data's completions, got on_policy_fraction 1: lower one of "
@@ -71,18 +64,11 @@ class DistillConfig(Settings):
         require(self.teacher is not None, "distill.teacher must name a model, got none: give --distill.teacher FOLDER")
 
 
-class SFTConfig(StepConfig):
+class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning on conversations and text, or distillation from a teacher."""
 
     output_dir: str = setting("output/step1_sft", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
-    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    data: SFTDataConfig = SFTDataConfig()
     condition: ConditionConfig | None = None
     distill: DistillConfig | None = None
-    lora: LoraConfig | None = None
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    zero: ZeroConfig = setting(default_factory=ZeroConfig, mutable=True)
-
-    def _check(self) -> None:
-        require_trainable(self.model, self.optimizer, self.lora, section="lora", stage=self.zero.stage)

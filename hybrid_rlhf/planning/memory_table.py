@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from hybrid_rlhf.configs.pipeline import PlanConfig, has_model, start_of
+from hybrid_rlhf.configs.pipeline import PlanConfig, has_model
 from hybrid_rlhf.planning.phase_memory import AnyStep, Device, PhaseMemory, own_device
 from hybrid_rlhf.planning.remedies import Remedy
 from hybrid_rlhf.runtime.hostfile import process_count
@@ -57,7 +57,7 @@ def starts_of(steps: Mapping[str, AnyStep], anew: Collection[str]) -> dict[str, 
     """
     starts: dict[str, str] = {}
     for name, step in steps.items():
-        start = start_of(step)
+        start = step.model.path
         if start is not None and (name in anew or not has_model(step.output_dir)):
             starts[step.output_dir] = starts.get(start, start)
     return starts

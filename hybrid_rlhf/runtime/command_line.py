@@ -17,10 +17,10 @@ import yaml
 
 from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import RankError, UserError
-from hybrid_rlhf.configs.parsing.building import build_config, flat, plain, read_words, resolved
+from hybrid_rlhf.configs.parsing.building import build_config, flat, plain, read_words
 from hybrid_rlhf.configs.parsing.derived import derived_defaults
-from hybrid_rlhf.configs.parsing.help import help_document, help_text
-from hybrid_rlhf.configs.parsing.schema import Layer
+from hybrid_rlhf.configs.parsing.help import Help
+from hybrid_rlhf.configs.parsing.schema import Layer, resolve
 from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.disk import disk_fault
@@ -73,17 +73,14 @@ def parse_config(
     layers += [Layer(read_file(file), file) for file in files]
     layers += [*overrides, *over]
     if wants_help:
-        tree = resolved(config_type, layers)
+        tree = resolve(config_type, layers)
         derived = derived_defaults(tree)
         if defaults is not None:
-            derived |= resolved(config_type, layers[:1]).values()
-        how: Any = {
-            "prog": prog or Path(sys.argv[0]).name,
-            "everything": wants_help == "--help-all",
-            "positional": positional,
-            "options": options or {},
-        }
-        print_result(help_document(tree, derived, **how), help_text(tree, derived, **how).rstrip("\n"))
+            derived |= resolve(config_type, layers[:1]).values()
+        shown = Help(
+            tree, derived, prog or Path(sys.argv[0]).name, wants_help == "--help-all", positional, options or {}
+        )
+        print_result(shown.document(), shown.text())
         sys.exit(0)
     return build_config(config_type, layers)
 

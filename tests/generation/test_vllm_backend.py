@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
 
@@ -200,3 +201,13 @@ def test_a_closed_engine_stops_while_it_waits(model_folder: Path) -> None:
         threading.Timer(0.2, engine.close).start()
         with pytest.raises(RuntimeError, match="closed while it generated"):
             engine.generate(PROMPTS[:1], GREEDY)
+
+
+def test_another_kind_of_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page in place of JSON ended a run with a traceback."""
+    server = VLLMServer("http://other", "http://other")
+    with pytest.raises(UserError, match=r"http://other must have vLLM's route /v1/models, .* HTTP 200 \(<html>"):
+        server.content(httpx2.Response(200, text="<html>"), "/v1/models")
+    monkeypatch.setattr(VLLMServer, "call", lambda *_: {"detail": "none"})
+    with pytest.raises(UserError, match="must be a vLLM server, its /v1/models has no model"):
+        server.introduce()

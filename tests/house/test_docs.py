@@ -38,7 +38,7 @@ from hybrid_rlhf.configs.inference import (
     ServeConfig,
     TrainServerConfig,
 )
-from hybrid_rlhf.configs.parsing.schema import Layer, UnknownKey, find_hints, resolve
+from hybrid_rlhf.configs.parsing.schema import Layer, find_hints, resolve
 from hybrid_rlhf.configs.pipeline import CalibrateConfig, DemoConfig, PipelineConfig, PlanConfig
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -175,7 +175,7 @@ def accepts(kind: type, content: dict[str, Any]) -> bool:
     """Whether a config has these keys."""
     try:
         resolve(kind, [Layer(content, "page")])
-    except (UserError, UnknownKey):
+    except UserError:
         return False
     return True
 

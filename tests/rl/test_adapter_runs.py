@@ -297,8 +297,16 @@ def test_the_example_runs(model_folder: Path, tmp_path: Path) -> None:
     [
         ("--algorithm ppo", {"a": {}}, "runs on one base do not support algorithm ppo, got it in a: give one without"),
         ("", {"a": {"actor.lora": None}}, "do not support actor.lora None, got it in a: leave it out"),
-        ("--rollout.tensor_parallel 2", {"a": {}}, "do not support rollout.tensor_parallel 2, got it in a: give 1"),
-        ("--rollout.streaming.max_lag 1", {"a": {}}, "do not support rollout.streaming a section, got it in a"),
+        (
+            "--rollout.tensor_parallel 2",
+            {"a": {}},
+            "a is a run on a base with other runs, got rollout.tensor_parallel 2: leave",
+        ),
+        (
+            "--rollout.streaming.max_lag 1",
+            {"a": {}},
+            "a is a run on a base with other runs, got rollout.streaming a section: leave",
+        ),
         (
             "",
             {"a": {}, "b": {"model.dtype": "bfloat16"}},

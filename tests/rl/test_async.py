@@ -448,10 +448,13 @@ def test_samples_of_other_weights_are_corrected_by_default(line: str) -> None:
         ),
         (
             "--rollout.async_sampling.policy_lag 1 --rollout.keep_weights true".split(),
-            "keep_weights True: give False",
+            "keep_weights True: leave it out",
         ),
         ("--rollout.async_sampling.policy_lag 1 --rollout.tensor_parallel 2".split(), "tensor_parallel 2: give 1"),
-        ("--rollout.async_sampling.policy_lag 1 --rollout.backend module".split(), "backend module: give auto"),
+        (
+            "--rollout.async_sampling.policy_lag 1 --rollout.backend module".split(),
+            "got rollout.backend module: leave it out",
+        ),
     ],
 )
 def test_what_cannot_run_ahead_is_refused(given: list[str], said: str) -> None:

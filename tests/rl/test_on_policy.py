@@ -508,10 +508,10 @@ MISTAKES = {
     "reference.path None and refresh_every 4: leave the section out",
     "--algorithm.kl.target 3 --algorithm.kl.coef 0": "algorithm.kl.coef must be above 0, got 0.0: give --algorithm.kl "
     "null for no penalty",
-    "--algorithm.correction.low 0.5": "algorithm.correction.low is for method mask, got 0.5 with truncate: leave it "
-    "out",
-    "--algorithm.correction.method truncate --algorithm.correction.count_masked false": "algorithm.correction."
-    "count_masked is for method mask, got False with truncate: leave it out",
+    "--algorithm.correction.low 0.5": "algorithm.correction.method truncate masks nothing, got "
+    "algorithm.correction.low 0.5: leave it out",
+    "--algorithm.correction.method truncate --algorithm.correction.count_masked false": "algorithm.correction.method "
+    "truncate masks nothing, got algorithm.correction.count_masked False: leave it out",
     "--algorithm.correction.method mask --algorithm.correction.low 2": "algorithm.correction.low must be in [0, 1], "
     "got 2.0: leave it out",
     "--algorithm.correction.reject.high 0.5": "algorithm.correction.reject.high must be 1 or more, got 0.5: raise it, "
@@ -528,7 +528,7 @@ MISTAKES = {
     "reinforce_pp_baseline, grpo, dr_grpo, dapo, gdpo, pass_at_k, gspo, gmpo, cispo, sapo, vespo, "
     "vapo, online_dpo, raft, got gpro: the nearest is grpo",
     "--algorithm sapo --algorithm.gate_temperatures [0,1]": "algorithm.gate_temperatures must be above 0, got "
-    "[0.0, 1.0]: leave it out",
+    "[0.0, 1.0]: raise it, for example to [1.0, 1.05]",
     "--teacher.coef 2": "teacher.path must name a model, got none: give --teacher.path FOLDER",
     "--algorithm raft --teacher.path x": "teacher gives each token an advantage, got algorithm raft, which selects "
     "completions: give another, such as grpo",

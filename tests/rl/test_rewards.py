@@ -311,11 +311,10 @@ def test_components_come_from_yaml_and_go_back(tmp_path: Path) -> None:
         ({"urls": ("host/score",)}, "a URL is http"),
         ({"urls": ("ftp://host",)}, "a URL is http"),
         ({"model": "m", "name": "a/b"}, "a name has letters"),
-        ({"model": "m", "weight": float("nan")}, "weight of m must be a finite number"),
-        ({"model": "m", "timeout_seconds": 0}, "timeout_seconds of m must be above 0"),
-        ({"model": "m", "retries": -1}, "retries of m must be 0 or more"),
-        ({"model": "m", "batch_size": 0}, "batch_size of m must be 1 or more"),
-        ({"model": "m", "api_key_env": "KEY"}, "goes with urls"),
+        ({"model": "m", "timeout_seconds": 0}, "timeout_seconds must be above 0"),
+        ({"model": "m", "retries": -1}, "retries must be 0 or more"),
+        ({"model": "m", "batch_size": 0}, "batch_size must be 1 or more"),
+        ({"model": "m", "api_key_env": "KEY"}, "m has no urls, got api_key_env KEY"),
     ],
 )
 def test_wrong_components_are_refused(settings: dict[str, Any], rule: str) -> None:

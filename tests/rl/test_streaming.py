@@ -357,10 +357,10 @@ def test_an_order_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        ("--rollout.quantization int8", "got rollout.quantization int8: give null"),
+        ("--rollout.quantization int8", "got rollout.quantization int8: leave it out"),
         ("--rollout.partial.extra_prompts 0.5", "rollout.partial"),
         ("--rollout.async_sampling.policy_lag 1", "rollout.async_sampling"),
-        ("--rollout.backend module", "rollout.backend module: give auto"),
+        ("--rollout.backend module", "got rollout.backend module: leave it out"),
         ("--placement separation --actor.ema_decay 0.9", "actor.ema_decay 0.9: leave one out"),
     ],
 )

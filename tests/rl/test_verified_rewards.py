@@ -257,12 +257,12 @@ def test_columns_and_libraries_are_checked_before_a_run(tmp_path: Path, monkeypa
             {"function": "a:b", "verifier": "math"},
             "has one of model, function, urls and verifier, got function and ver",
         ),
-        ({"function": "a:b", "column": "x"}, "column goes with a verifier, b is none"),
-        ({"function": "a:b", "sandbox": SandboxConfig(processes=3)}, "sandbox goes with a verifier, b is none"),
+        ({"function": "a:b", "column": "x"}, "b is no verifier, got column x: leave it out"),
+        ({"function": "a:b", "sandbox": SandboxConfig(processes=3)}, "b is no verifier, got sandbox a section"),
         ({"verifier": "math", "partial": True}, "partial goes with verifier code, got math"),
-        ({"verifier": "code", "timeout_seconds": 3.0}, "set sandbox.timeout_seconds"),
-        ({"verifier": "code", "retries": 2}, "set sandbox.timeout_seconds"),
-        ({"verifier": "code", "workers": 0}, "workers of code must be 1 or more, got 0"),
+        ({"verifier": "code", "timeout_seconds": 3.0}, "by sandbox.timeout_seconds, got timeout_seconds 3.0"),
+        ({"verifier": "code", "retries": 2}, "has no retries"),
+        ({"verifier": "code", "workers": 0}, "workers must be 1 or more, got 0"),
     ],
 )
 def test_keys_that_a_component_does_not_read_are_refused(settings: dict[str, Any], rule: str) -> None:

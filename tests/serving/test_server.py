@@ -253,7 +253,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str | None, str]]] = {
         ({"prompt": "\ud800"}, "prompt", "prompt must be Unicode text"),
         ({"prompt": "x" * TOKENS}, "prompt", f"context length of {TOKENS} tokens, got {TOKENS} tokens and max_tokens"),
         ({"max_tokens": TOKENS}, "prompt", "got 1 tokens and max_tokens 3000: shorten one of them"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens must be 1 or more, got 0: change it"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens must be 1 or more, got 0: raise it"),
         ({"min_tokens": -1}, "min_tokens", "min_tokens must be 0 or more, got -1"),
         ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "min_tokens must be at most max_tokens 5, got 9"),
         ({"stop": [""]}, "stop", "stop must contain no empty string"),

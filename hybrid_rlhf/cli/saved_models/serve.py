@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 
+from hybrid_rlhf.configs.credentials import expanded_key
 from hybrid_rlhf.configs.inference import ServeConfig
 from hybrid_rlhf.runtime.command_line import command
 from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
@@ -14,7 +15,7 @@ from hybrid_rlhf.runtime.output import print_document, print_result, wants_json
 @command(ServeConfig, positional="path")
 def main(config: ServeConfig) -> None:
     """Load the model and serve it."""
-    api_key = config.expanded_api_key()
+    api_key = expanded_key(config.api_key, key="api_key")
     from hybrid_rlhf.serving.packages import require_packages
 
     require_packages("serve")

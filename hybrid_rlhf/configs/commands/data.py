@@ -13,9 +13,9 @@ from hybrid_rlhf.configs.sections.rules import (
     Natural,
     RowTokens,
     Settings,
+    advanced,
     require,
     require_template_variables,
-    setting,
 )
 
 CheckedTask = Literal["auto", "sft", "reward", "preference", "rl"]
@@ -24,16 +24,23 @@ FormatName = Literal[
 ]
 RankedAs = Literal["ranks", "pairs", "messages"]
 _PARTS_EXAMPLE = "train=0.9,test=0.1"
-_SOURCE = "a data source must be named, got none: give a file, a folder or a hub name"
 
 
-class CheckConfig(Settings):
-    """Read all rows of a source as a training step does, and report columns, lengths, problems and duplicates; exit
-    code 1 if there is a problem, a duplicate, or a held-out row with a prompt of the source."""
+class _SourceConfig(Settings):
+    """Settings of a command on the rows of a source."""
 
     path: str = ""
     """A .jsonl, .json, .csv or .parquet file, a pattern or folder of them, a folder of datasets.save_to_disk, or a hub
     name."""
+
+    def _check(self) -> None:
+        require(bool(self.path), "a data source must be named, got none: give a file, a folder or a hub name")
+
+
+class CheckConfig(_SourceConfig):
+    """Read all rows of a source as a training step does, and report columns, lengths, problems and duplicates; exit
+    code 1 if there is a problem, a duplicate, or a held-out row with a prompt of the source."""
+
     task: CheckedTask = "auto"
     """Step that the rows are for; auto: inferred from the columns of the first row."""
     tokenizer: str | None = None
@@ -49,20 +56,17 @@ class CheckConfig(Settings):
     """Run Python code that comes with the tokenizer. Only for sources you trust."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template; null: the tokenizer's."""
-    chat_template_kwargs: dict[str, Any] = setting(default_factory=dict, advanced=True)
+    chat_template_kwargs: dict[str, Any] = advanced(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}."""
 
     def _check(self) -> None:
-        require(bool(self.path), _SOURCE)
+        super()._check()
         require_template_variables(self.chat_template_kwargs)
 
 
-class ConvertConfig(Settings):
+class ConvertConfig(_SourceConfig):
     """Convert a data set in a published format into rows that every step reads (docs/conversations.md)."""
 
-    path: str = ""
-    """A .jsonl, .json, .csv or .parquet file, a pattern or folder of them, a folder of datasets.save_to_disk, or a hub
-    name."""
     output: str = ""
     """JSONL file to write."""
     format: FormatName = "auto"
@@ -76,16 +80,13 @@ class ConvertConfig(Settings):
     """Replace the output if it exists."""
 
     def _check(self) -> None:
-        require(bool(self.path), _SOURCE)
+        super()._check()
         require(bool(self.output), "--output must name a file, got none: give for example --output rows.jsonl")
 
 
-class SplitConfig(Settings):
+class SplitConfig(_SourceConfig):
     """Split the rows of a source into files without prompts in common."""
 
-    path: str = ""
-    """A .jsonl, .json, .csv or .parquet file, a pattern or folder of them, a folder of datasets.save_to_disk, or a hub
-    name."""
     parts: str = ""
     """Names and shares of the parts, relative to their sum, such as train=0.9,test=0.1. Rows are assigned by a
     hash, so the sizes are approximate and a row stays in its part when others are added."""
@@ -100,7 +101,7 @@ class SplitConfig(Settings):
     """Replace files that exist."""
 
     def _check(self) -> None:
-        require(bool(self.path), _SOURCE)
+        super()._check()
         names = [name for name, _ in self.shares]
         require(len(names) >= 2, f"parts must name two parts or more, got {self.parts!r}: for example {_PARTS_EXAMPLE}")
         require(len(set(names)) == len(names), f"a part is named once, got {self.parts!r}: keep one of each")

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Annotated
 
-from hybrid_rlhf.configs.sections.rules import Count, Settings, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Settings, advanced, require
 
 
 class BranchConfig(Settings):
     """Other continuations of a sample, with the weights of its step, and their scores."""
 
-    token: int = 0
+    token: Annotated[int, "1 or more: give a position beyond the prompt's tokens"] = 0
     """Position at which the continuations begin, among the tokens of prompt and completion; earlier tokens are kept."""
     text: str | None = None
     """Text that replaces the token at this position; null: the token is sampled again."""
     n: Count = 4
     """Number of continuations."""
-
-    def _check(self) -> None:
-        require(
-            self.token >= 1,
-            f"branch.token must be a position in the completion, got {self.token}: give one beyond the prompt's tokens",
-        )
 
 
 class RescoreConfig(Settings):
@@ -38,11 +33,11 @@ class ReplayConfig(Settings):
     """Folder of the run; it is not modified."""
     step: int = 0
     """A step of samples.jsonl."""
-    index: list[int] = field(default_factory=list)
+    index: list[Annotated[int, "0 or more: leave the others out"]] = field(default_factory=list)
     """Rows of the step, their `index` in samples.jsonl; empty: all."""
     branch: BranchConfig | None = None
     rescore: RescoreConfig | None = None
-    scratch: str | None = setting(None, advanced=True)
+    scratch: str | None = advanced(None)
     """Internal: temporary folder shared by the ranks of a replay, which the command creates and removes."""
 
     def _check(self) -> None:
@@ -51,10 +46,7 @@ class ReplayConfig(Settings):
             "a run must be named, got none: give its folder, for example hybrid-rlhf replay output/step3_ppo",
         )
         require(self.step >= 1, f"step must be a step of samples.jsonl, got {self.step}: give --step")
-        require(
-            all(index >= 0 for index in self.index),
-            f"index must have rows from 0 on, got {self.index}: leave the others out",
-        )
+
         for name, value in (("branch", self.branch), ("rescore", self.rescore)):
             require(
                 value is None or len(self.index) == 1,

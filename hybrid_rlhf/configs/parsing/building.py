@@ -45,7 +45,7 @@ def build_config(config_type: type[ConfigT], layers: Sequence[Layer]) -> ConfigT
     Raises:
         UserError: for an unknown key, a wrong value, or a rule of the config.
     """
-    tree = resolved(config_type, layers)
+    tree = resolve(config_type, layers)
     keys = tree.all_keys()
     user = tree.user_keys()
     settings = tree.values() | {key: value for key, value in derived_defaults(tree).items() if key not in user}
@@ -57,7 +57,7 @@ def build_config(config_type: type[ConfigT], layers: Sequence[Layer]) -> ConfigT
 
 def config_tree(config_type: type, argv: Sequence[str] = ()) -> Section:
     """The sections and keys that a config has for a command line."""
-    return resolved(config_type, read_words(argv, config_type)[1])
+    return resolve(config_type, read_words(argv, config_type)[1])
 
 
 def settings_and_defaults(config: Any) -> dict[str, tuple[Any, Any]]:
@@ -65,7 +65,7 @@ def settings_and_defaults(config: Any) -> dict[str, tuple[Any, Any]]:
 
     The defaults include those of the config's algorithm.
     """
-    tree = resolved(type(config), [Layer(plain(config))])
+    tree = resolve(type(config), [Layer(plain(config))])
     values = tree.values()
     for section in tree.walk():
         section.strictly_given.clear()
@@ -109,18 +109,6 @@ def flat(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in content.items():
         dotted |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return dotted
-
-
-def resolved(config_type: type, layers: Sequence[Layer]) -> Section:
-    """The sections and keys of a config, with the values of the layers.
-
-    Raises:
-        UserError: for an unknown key, with the nearest one.
-    """
-    try:
-        return resolve(config_type, layers)
-    except UnknownKey as error:
-        raise unknown_key(error, config_type, layers) from None
 
 
 def read_words(
@@ -192,6 +180,10 @@ def _typed(key: Key, value: Any) -> Any:
             if key.hint == dict[str, Any]:
                 return reading  # JSON makes texts of other names, which the section refuses
             return typed if key.read is None else key.read(typed)
+        except UserError as error:  # an item of a list names its own keys
+            text = str(error)
+            is_item = is_list(key.hint) and not key.name.endswith(text.partition(":")[0])
+            raise UserError(f"{key.name}: {text}" if is_item else text) from None
         except (TypeError, ValueError) as error:  # TypeError: a date, or another type that JSON lacks
             place = next(iter(error.errors()[0]["loc"]), None) if hasattr(error, "errors") else None
             if reading is readings[0]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hybrid_rlhf.configs.parsing.listing import choices_of
@@ -20,107 +22,90 @@ from hybrid_rlhf.configs.parsing.schema import Section, type_name
 _WIDTH = 110
 
 
-def help_text(
-    tree: Section,
-    chosen: Mapping[str, Any],
-    *,
-    prog: str,
-    everything: bool,
-    positional: Sequence[str] = (),
-    options: Mapping[str, str] | None = None,
-) -> str:
-    """Usage, and every key with its meaning, type and default.
+@dataclass(frozen=True)
+class Help:
+    """The help of a command: every key with its meaning, type and default."""
 
-    Args:
-        tree: result of `resolve`.
-        chosen: defaults that follow from the settings, by dotted key.
-        prog: name of the command.
-        everything: true to show advanced keys and the keys of unused sections too.
-        positional: keys whose values the first words of the command line may give.
-        options: options of the command besides its keys, with their meanings.
-    """
-    words = "".join(f" [{key.rpartition('.')[2].upper()}]" for key in positional)
-    lines = [f"usage: {prog}{words} [--config FILE.yaml] [--KEY VALUE ...]", ""]
-    lines += [*textwrap.wrap(_text(inspect.getdoc(tree.kind) or ""), _WIDTH), ""]
-    lines += _entry("--config FILE.yaml", "YAML file of keys; may be given more than once.")
-    for option, about in (options or {}).items():
-        lines += _entry(option, about)
-    lines += _entry("--help", "Show this help without rarely needed keys.")
-    lines += _entry("--help-all", "Show every key, including unused sections.")
-    for section in tree.walk(off=everything):
-        lines += _section_lines(section, chosen, everything=everything)
-    return "\n".join(lines) + "\n"
+    tree: Section
+    """Result of `resolve`."""
+    chosen: Mapping[str, Any]
+    """Defaults that follow from the settings, by dotted key."""
+    prog: str
+    """Name of the command."""
+    everything: bool
+    """True to show advanced keys and the keys of unused sections too."""
+    positional: Sequence[str]
+    """Keys whose values the first words of the command line may give."""
+    options: Mapping[str, str]
+    """Options of the command besides its keys, with their meanings."""
 
+    def text(self) -> str:
+        """The help for readers."""
+        words = "".join(f" [{key.rpartition('.')[2].upper()}]" for key in self.positional)
+        lines = [f"usage: {self.prog}{words} [--config FILE.yaml] [--KEY VALUE ...]", ""]
+        lines += [*textwrap.wrap(_about(self.tree.kind), _WIDTH), ""]
+        lines += _entry("--config FILE.yaml", "YAML file of keys; may be given more than once.")
+        for option, about in self.options.items():
+            lines += _entry(option, about)
+        lines += _entry("--help", "Show this help without rarely needed keys.")
+        lines += _entry("--help-all", "Show every key, including unused sections.")
+        for section in self.tree.walk(off=self.everything):
+            lines += self._section_lines(section)
+        return "\n".join(lines)
 
-def help_document(
-    tree: Section,
-    chosen: Mapping[str, Any],
-    *,
-    prog: str,
-    everything: bool,
-    positional: Sequence[str] = (),
-    options: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """The help for programs; `choices` are the values that a key takes, null if they are not listed."""
-    keys = [key for section in tree.walk(off=everything) for key in _described(section, chosen, everything=everything)]
-    about = _text(inspect.getdoc(tree.kind) or "")
-    config = f"{tree.kind.__module__}.{tree.kind.__name__}"
-    return {
-        "command": prog,
-        "about": about,
-        "config": config,
-        "positional": list(positional),
-        "options": dict(options or {}),
-        "keys": keys,
-    }
+    def document(self) -> dict[str, Any]:
+        """The help for programs; `choices` are the values that a key takes, null if they are not listed."""
+        kind = self.tree.kind
+        return {
+            "command": self.prog,
+            "about": _about(kind),
+            "config": f"{kind.__module__}.{kind.__name__}",
+            "positional": list(self.positional),
+            "options": dict(self.options),
+            "keys": [key for section in self.tree.walk(off=self.everything) for key in self._described(section)],
+        }
 
-
-def _described(section: Section, chosen: Mapping[str, Any], *, everything: bool) -> list[dict[str, Any]]:
-    """The keys of a section that help shows; the choice of its dataclass comes first."""
-    keys: list[dict[str, Any]] = []
-    if section.variants:
-        default = getattr(section.kind, "name", "")
-        choices = list(section.variants)
-        about = field_docs(section.kind)["name"]
-        keys.append(
-            {"name": f"{section.name}.name", "about": about, "type": "str", "default": default, "choices": choices}
-        )
-    for name, key in section.keys.items():
-        if everything or not key.advanced:
-            about = field_docs(key.owner).get(name, "")
-            default = chosen.get(key.name, key.default)
-            kind = type_name(key.hint)
-            choices_or_none = choices_of(key.hint)
+    def _described(self, section: Section) -> list[dict[str, Any]]:
+        """The keys of a section that help shows; the choice of its dataclass comes first."""
+        keys: list[dict[str, Any]] = []
+        if section.variants:
             keys.append(
-                {"name": key.name, "about": about, "type": kind, "default": default, "choices": choices_or_none}
+                {
+                    "name": f"{section.name}.name",
+                    "about": field_docs(section.kind)["name"],
+                    "type": "str",
+                    "default": getattr(section.kind, "name", ""),
+                    "choices": list(section.variants),
+                }
             )
-    return keys
+        for name, key in section.keys.items():
+            if self.everything or not key.advanced:
+                keys.append(
+                    {
+                        "name": key.name,
+                        "about": field_docs(key.owner).get(name, ""),
+                        "type": type_name(key.hint),
+                        "default": self.chosen.get(key.name, key.default),
+                        "choices": choices_of(key.hint),
+                    }
+                )
+        return keys
 
-
-def _unused(section: Section) -> list[Section]:
-    """Its inner sections that are off, except rarely needed ones."""
-    return [inner for inner in section.sections.values() if not (inner.is_on or inner.advanced)]
-
-
-def _section_lines(section: Section, chosen: Mapping[str, Any], *, everything: bool) -> list[str]:
-    keys = _described(section, chosen, everything=everything)
-    unused = [] if everything else _unused(section)
-    if not (keys or unused):
-        return []
-    lines = ["", f"{section.name}: {_text(inspect.getdoc(section.kind) or '')}"] if section.name else []
-    for key in keys:
-        option = f"--{key['name']}"
-        kind = f"type: {key['type']},"
-        default = _shown(key["default"])
-        if key["name"] == f"{section.name}.name" and section.variants:
-            option = f"{option}, --{section.name}"
-            kind = f"one of {', '.join(section.variants)};"
-        lines += _entry(option, f"{key['about']} ({kind} default: {default})")
-    for inner in unused:
-        about = (inspect.getdoc(inner.kind) or "").split("\n\n")[0]
-        names = ", ".join([*inner.keys, *inner.sections])
-        lines += _entry(f"--{inner.name}", f"{_text(about)} (section, default: null; keys: {names})")
-    return lines
+    def _section_lines(self, section: Section) -> list[str]:
+        lines: list[str] = []
+        for key in self._described(section):
+            option = f"--{key['name']}"
+            kind = f"type: {key['type']},"
+            if key["name"] == f"{section.name}.name" and section.variants:
+                option = f"{option}, --{section.name}"
+                kind = f"one of {', '.join(section.variants)};"
+            lines += _entry(option, f"{key['about']} ({kind} default: {_shown(key['default'])})")
+        for inner in () if self.everything else section.sections.values():
+            if not (inner.is_on or inner.advanced):
+                about = _text((inspect.getdoc(inner.kind) or "").split("\n\n")[0])
+                names = ", ".join([*inner.keys, *inner.sections])
+                lines += _entry(f"--{inner.name}", f"{about} (section, default: null; keys: {names})")
+        return ["", f"{section.name}: {_about(section.kind)}", *lines] if lines and section.name else lines
 
 
 @functools.cache
@@ -128,19 +113,11 @@ def field_docs(kind: type) -> dict[str, str]:
     """The docstrings of a dataclass's fields, including inherited ones."""
     docs: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
-        docs |= _own_docs(base)
-    return docs
-
-
-@functools.cache
-def _own_docs(kind: type) -> dict[str, str]:
-    body = _classes(kind.__module__)[kind.__name__]
-    docs = {}
-    for before, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
-            text = after.value if isinstance(after, ast.Expr) else None
-            if isinstance(text, ast.Constant) and isinstance(text.value, str):
-                docs[before.target.id] = _text(text.value)
+        body = _classes(base.__module__)[base.__name__].body
+        for before, after in itertools.pairwise(body):
+            match before, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = _text(text)
     return docs
 
 
@@ -149,6 +126,10 @@ def _classes(module: str) -> dict[str, ast.ClassDef]:
     """The classes of a module by name; parsing a module once is faster than parsing each of its classes."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _about(kind: type) -> str:
+    return _text(inspect.getdoc(kind) or "")
 
 
 def _entry(option: str, about: str) -> list[str]:

@@ -7,12 +7,11 @@ folder after any other change, and a step that resumes from a checkpoint warns o
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybrid_rlhf.configs.parsing.schema import options_of, section_kinds, type_hints
+from hybrid_rlhf.configs.parsing.schema import options_of, typed_fields
 from hybrid_rlhf.configs.sections.rules import marks_of
 
 
@@ -35,13 +34,11 @@ def every_key(config_type: type) -> dict[str, list[str]]:
     waiting: list[tuple[str, type, tuple[str, ...] | None]] = [("", config_type, None)]
     while waiting:
         prefix, kind, read_keys = waiting.pop(0)
-        for declared in dataclasses.fields(kind):
+        for declared, hint, kinds in typed_fields(kind):
             if read_keys is not None and declared.name not in read_keys:
                 continue
-            hint = type_hints(kind)[declared.name]
             marks = marks_of(declared)
             key = f"{prefix}{declared.name}"
-            kinds = section_kinds(declared, hint)
             if marks.variants:
                 choices[f"{key}.name"] = choices[key] = list(marks.variants)
             if not kinds and declared.init:
@@ -59,11 +56,5 @@ def changed_keys(config_type: type, before: Mapping[str, Any], now: Mapping[str,
 def is_mutable(kinds: Sequence[type], names: Sequence[str]) -> bool:
     """Return True if a key, split at its dots, may change in a resumed run; `kinds` are the dataclasses it may be
     in."""
-    for kind in kinds:
-        for declared in dataclasses.fields(kind):
-            if declared.name != names[0]:
-                continue
-            inner = section_kinds(declared, type_hints(kind)[declared.name])
-            if marks_of(declared).mutable or (names[1:] and is_mutable(inner, names[1:])):
-                return True
-    return False
+    named = [(field, inner) for kind in kinds for field, _, inner in typed_fields(kind) if field.name == names[0]]
+    return any(marks_of(field).mutable or (names[1:] and is_mutable(inner, names[1:])) for field, inner in named)

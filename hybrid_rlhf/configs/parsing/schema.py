@@ -12,7 +12,7 @@ import functools
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -95,10 +95,13 @@ def resolve(config_type: type, layers: Sequence[Layer]) -> Section:
     """The sections and keys of a config, with the values of the layers.
 
     Raises:
-        UserError: for a key that the config does not have with these settings, a section that is not a mapping, or null
-            for a key that may not be null.
+        UserError: for a key that the config does not have with these settings, with the nearest one, a section that is
+            not a mapping, or null for a key that may not be null.
     """
-    return _section(config_type, layers, name="", default=None)
+    try:
+        return _section(config_type, layers, name="", default=None)
+    except UnknownKey as error:
+        raise unknown_key(error, config_type, layers) from None
 
 
 @functools.cache
@@ -118,39 +121,43 @@ def section_type(hint: Any) -> type | None:
     return next((option for option in options_of(hint) if dataclasses.is_dataclass(option)), None)  # type: ignore[return-value]
 
 
-def section_kinds(declared: dataclasses.Field[Any], hint: Any) -> list[type]:
-    """The dataclasses that a field may have as a section; [] for a key."""
-    marks = marks_of(declared)
-    kind = section_type(hint)
-    if marks.variants:
-        return [*marks.variants.values()]
-    return [] if kind is None or marks.read else [kind]
+def typed_fields(kind: type) -> Iterator[tuple[dataclasses.Field[Any], Any, list[type]]]:
+    """The fields of a dataclass, each with its type, and the dataclasses that it may have as a section; [] for a
+    key."""
+    for declared in dataclasses.fields(kind):
+        hint = type_hints(kind)[declared.name]
+        marks = marks_of(declared)
+        section = section_type(hint)
+        if marks.variants:
+            yield declared, hint, [*marks.variants.values()]
+        else:
+            yield declared, hint, [] if section is None or marks.read else [section]
 
 
 def find_hints(config_type: type, name: str) -> list[Any]:
     """The types of a dotted key under every algorithm; a dataclass for a section; [] for an unknown key."""
     kinds: list[type] = [config_type]
-    type_options: list[Any] = []
+    hints: list[Any] = []
     for part in name.split("."):
-        fields = [(kind, declared) for kind in kinds for declared in dataclasses.fields(kind) if declared.name == part]
-        hints = [(declared, type_hints(kind)[part]) for kind, declared in fields]
-        kinds = [kind for declared, hint in hints for kind in section_kinds(declared, hint)]
-        type_options = [*kinds] or [hint for _, hint in hints]
-    return type_options
+        named = [(hint, inner) for kind in kinds for field, hint, inner in typed_fields(kind) if field.name == part]
+        kinds = [kind for _, inner in named for kind in inner]
+        hints = [*kinds] or [hint for hint, _ in named]
+    return hints
 
 
 def _section(kind: type, layers: Sequence[Layer], *, name: str, default: Any) -> Section:
     section = Section(name, kind)
     default = _default_instance(kind) if default is None else default
     variant = getattr(kind, "name", None)
-    for declared in dataclasses.fields(kind):
-        hint = type_hints(kind)[declared.name]
+    for declared, hint, kinds in typed_fields(kind):
         marks = marks_of(declared)
         key = section.prefix + declared.name
         inside = [(layer, layer.content[declared.name]) for layer in layers if declared.name in layer.content]
         if not declared.init:
-            _check_name(inside, key, variant)
-        elif section_kinds(declared, hint):
+            for layer, value in inside:
+                if layer.strict and value != variant:
+                    raise UserError(f"{_place(layer)}{key} must be {variant}, got {value}: leave it out")
+        elif kinds:
             _add_section(section, declared, hint, inside, key, default=getattr(default, declared.name, None))
         else:
             if marks.read:
@@ -294,12 +301,6 @@ def _refuse_absent(inside: list[tuple[Layer, Any]], key: str, needs: str, algori
             )
 
 
-def _check_name(inside: list[tuple[Layer, Any]], key: str, variant: str | None) -> None:
-    for layer, value in inside:
-        if layer.strict and value != variant:
-            raise UserError(f"{_place(layer)}{key} must be {variant}, got {value}: leave it out")
-
-
 def _check_value(layer: Layer, key: str, value: Any, hint: Any) -> None:
     """Refuse null for a key that may not be null, and unknown keys in the items of a list."""
     if layer.origin is not None or not isinstance(value, str):
@@ -349,25 +350,10 @@ def unknown_key(error: UnknownKey, config_type: type, layers: Sequence[Layer]) -
 
 def _known_keys(config_type: type, layers: Sequence[Layer]) -> list[str]:
     """Every key of a config under the algorithms that the layers name."""
-    named = [Layer(_names_only(config_type, layer.content), layer.origin) for layer in layers]
-    tree = resolve(config_type, named)
+    tree = resolve(config_type, [replace(layer, strict=False) for layer in layers])
     sections = [section.name for section in tree.walk(off=True) if section.name]
     names = [f"{section.name}.name" for section in tree.walk(off=True) if section.variants]
     return [*tree.all_keys(off=True), *sections, *names]
-
-
-def _names_only(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Only the names of algorithms in nested settings."""
-    names: dict[str, Any] = {}
-    for declared in dataclasses.fields(kind):
-        value = content.get(declared.name)
-        if marks_of(declared).variants:
-            name = value.get("name") if isinstance(value, Mapping) else value
-            if isinstance(name, str):
-                names[declared.name] = name
-        elif isinstance(value, Mapping) and (inner := section_kinds(declared, type_hints(kind)[declared.name])):
-            names[declared.name] = _names_only(inner[0], value)
-    return names
 
 
 def _hint(wrong: str, known: Sequence[str]) -> str:

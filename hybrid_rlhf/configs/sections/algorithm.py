@@ -18,15 +18,16 @@ from hybrid_rlhf.configs.sections.rules import (
     Positive,
     Settings,
     Share,
+    advanced,
     require,
-    setting,
+    require_among,
 )
 
 
 class KLConfig(Settings):
     """KL penalty of the actor against the reference."""
 
-    coef: float = 0.05
+    coef: Annotated[float, "above 0: give --algorithm.kl null for no penalty"] = 0.05
     """Weight of the penalty per token (0.05: N+ details, arXiv 2403.17031)."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL per token: k1 log-ratio, k2 half its square, k3 r - 1 - log r, at most 10 nats
@@ -34,16 +35,12 @@ class KLConfig(Settings):
     case."""
     where: Literal["reward", "loss"] = "reward"
     """reward: subtracted from the reward of each token (InstructGPT); loss: a term of the actor's loss (GRPO)."""
-    target: Nats | None = setting(None, advanced=True)
+    target: Nats | None = advanced(None)
     """KL per completion, in nats, to which coef is adapted; null: coef is constant (N+ details)."""
-    horizon: Count = setting(10000, advanced=True)
+    horizon: Count = advanced(10000)
     """Completions over which coef adapts to target (10000: arXiv 1909.08593, section 2.2)."""
 
     def _check(self) -> None:
-        require(
-            self.coef > 0,
-            f"algorithm.kl.coef must be above 0, got {self.coef}: give --algorithm.kl null for no penalty",
-        )
         require(
             self.target is not None or self.horizon == 10000,
             f"algorithm.kl.horizon needs algorithm.kl.target, got {self.horizon} and no target: leave it out",
@@ -57,7 +54,7 @@ class KLConfig(Settings):
 class PenaltiesConfig(Settings):
     """Penalties that are subtracted from scores."""
 
-    missing_eos: float | Literal["auto"] = 0.0
+    missing_eos: Annotated[float, "auto or 0 or more: give for example 1"] | Literal["auto"] = 0.0
     """Penalty of a completion that does not end with EOS (the EOS trick of N+ details; TRL's examples: 1); auto: the
     standard deviation of the rollout's scores, or 1 if scores are scaled."""
     length: float = 0.0
@@ -69,10 +66,7 @@ class PenaltiesConfig(Settings):
     """Overlong penalty of a completion of max_new_tokens tokens (DAPO: 1)."""
 
     def _check(self) -> None:
-        require(
-            self.missing_eos == "auto" or self.missing_eos >= 0,
-            f"algorithm.penalties.missing_eos must be auto or 0 or more, got {self.missing_eos}: give for example 1",
-        )
+
         require(
             self.overlong_fraction > 0 or self.overlong == 1.0,
             f"algorithm.penalties.overlong needs overlong_fraction above 0, got {self.overlong} and 0: give for "
@@ -92,6 +86,9 @@ class DynamicSamplingConfig(Settings):
 SamplerRatio = Literal["token", "sequence", "geometric"]
 """What a ratio p(training) / p(sampler) is of: a token, a completion (the product), or a completion's geometric
 mean."""
+
+
+LossNormalization = Literal["token", "sequence", "fixed"]
 
 
 class RejectionConfig(Settings):
@@ -121,22 +118,18 @@ class CorrectionConfig(Settings):
     MIS)."""
     clip: Annotated[float, "1 or more"] = 2.0
     """Largest weight (2: TIS, fengyao.notion.site/off-policy-rl)."""
-    low: Share | None = setting(None, advanced=True)
+    low: Share | None = advanced(None)
     """Smallest weight of method mask; null: 1 / clip."""
-    reject: RejectionConfig | None = setting(None, advanced=True)
+    reject: RejectionConfig | None = advanced(None)
     """Reject whole completions by a ratio, besides their weights."""
-    count_masked: bool = setting(True, advanced=True)
+    count_masked: bool = advanced(True)
     """Masked tokens stay in the denominator of the loss (IcePop), or not (slime, verl)."""
 
     def _check(self) -> None:
-        for name, default, serves in (
-            ("low", None, self.method == "mask"),
-            ("count_masked", True, self.method == "mask" or self.reject is not None),
-        ):
-            value = getattr(self, name)
-            require(
-                serves or value == default,
-                f"algorithm.correction.{name} is for method mask, got {value} with {self.method}: leave it out",
+        if self.method != "mask":
+            unread = {"low": [None], "count_masked": [True]} if self.reject is None else {"low": [None]}
+            require_among(
+                self, unread, f"algorithm.correction.method {self.method} masks nothing", prefix="algorithm.correction."
             )
 
     @property
@@ -166,20 +159,11 @@ class EntropyConfig(Settings):
     """Change of the coefficient per rollout (1e-4: the scripts of Skywork-OR1)."""
 
     def _check(self) -> None:
-        for name, default, methods in (
-            ("share", None, ("clip_cov", "kl_cov")),
-            ("bounds", (1.0, 5.0), ("clip_cov",)),
-            ("coef", 1.0, ("kl_cov",)),
-            ("target", 0.2, ("adaptive",)),
-            ("step", 0.0001, ("adaptive",)),
-        ):
-            value = getattr(self, name)
-            given = list(value) if isinstance(value, tuple) else value
-            require(
-                self.method in methods or value == default,
-                f"algorithm.entropy.{name} is for method {' or '.join(methods)}, got {given} with {self.method}: leave "
-                "it out",
-            )
+        read_keys = {"clip_cov": ("share", "bounds"), "kl_cov": ("share", "coef"), "adaptive": ("target", "step")}
+        unread = {"share", "bounds", "coef", "target", "step"}.difference(read_keys[self.method])
+        allowed = {key: [getattr(EntropyConfig, key)] for key in sorted(unread)}
+        rule = f"algorithm.entropy.method {self.method} reads {' and '.join(read_keys[self.method])} only"
+        require_among(self, allowed, rule, prefix="algorithm.entropy.")
         require(
             self.bounds[0] <= self.bounds[1],
             f"algorithm.entropy.bounds is [low, high], got {list(self.bounds)}: exchange them",
@@ -221,7 +205,7 @@ class AlgorithmConfig(Settings):
     mini_batches: Count = 4
     """Optimizer updates per pass over a rollout (4: verl); if left out, the largest divisor of the rollout up to the
     default."""
-    target_kl: Nats | None = setting(None, advanced=True)
+    target_kl: Nats | None = advanced(None)
     """Stop the passes over a rollout once the approximate KL of a mini-batch, in nats, exceeds this; null: never."""
     kl: KLConfig | None = KLConfig()
     penalties: PenaltiesConfig | None = PenaltiesConfig(missing_eos="auto")
@@ -270,13 +254,13 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     mask_truncated: bool = False
     """Exclude completions that do not end with EOS from the loss (DAPO, section 3.4)."""
-    loss_normalization: Literal["token", "sequence", "fixed"] = "token"
+    loss_normalization: LossNormalization = "token"
     """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
     max_new_tokens per sequence (fixed; Dr. GRPO)."""
     correction: CorrectionConfig | None = None
     default_correction: ClassVar[CorrectionConfig] = CorrectionConfig()
     """The correction where other weights than those that train sample."""
-    entropy: EntropyConfig | None = setting(None, advanced=True)
+    entropy: EntropyConfig | None = advanced(None)
 
     def _check(self) -> None:
         super()._check()
@@ -302,9 +286,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 class SequenceMeanConfig(PolicyGradientConfig):
     """Settings of algorithms whose loss is a mean over sequences."""
 
-    loss_normalization: Literal["token", "sequence", "fixed"] = "sequence"
-    """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
-    max_new_tokens per sequence (fixed; Dr. GRPO)."""
+    loss_normalization: LossNormalization = "sequence"
 
 
 class ClippedConfig(PolicyGradientConfig):
@@ -312,13 +294,13 @@ class ClippedConfig(PolicyGradientConfig):
 
     clip: tuple[float, float] = (0.2, 0.2)
     """The policy ratio is clipped to [1 - low, 1 + high] (0.2: PPO, arXiv 1707.06347)."""
-    score_clip: Positive | None = setting(None, advanced=True)
+    score_clip: Positive | None = advanced(None)
     """Scores are clipped to [-score_clip, score_clip] (DeepSpeed-Chat: 5); null: not clipped (TRL, verl)."""
     whiten_advantages: bool = False
     """Advantages of a rollout get mean 0 and variance 1, over all ranks."""
-    whiten_shift_mean: bool = setting(True, advanced=True)
+    whiten_shift_mean: bool = advanced(True)
     """Whitened advantages have mean 0; false: only the variance changes."""
-    whiten_unbiased: bool = setting(True, advanced=True)
+    whiten_unbiased: bool = advanced(True)
     """Whitening divides by the count minus one (TRL, verl), or by the count (false; OpenAI's code of 2019)."""
 
     def _check(self) -> None:
@@ -347,7 +329,7 @@ class ClippedConfig(PolicyGradientConfig):
 class SurrogateConfig(ClippedConfig):
     """Settings of algorithms with PPO's clipped surrogate."""
 
-    dual_clip: Annotated[float, "above 1"] | None = setting(None, advanced=True)
+    dual_clip: Annotated[float, "above 1"] | None = advanced(None)
     """Bound of the loss for negative advantages, as a multiple of the advantage (arXiv 1912.09729: 3); null: none."""
 
 

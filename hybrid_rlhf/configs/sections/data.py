@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from hybrid_rlhf.configs.sections.rules import Count, RowTokens, Settings, require, require_template_variables, setting
+from hybrid_rlhf.configs.sections.rules import Count, RowTokens, Settings, advanced, require, require_template_variables
 
 
 def require_shares(split: list[float]) -> None:
@@ -43,18 +43,18 @@ class DataConfig(Settings):
     """Evaluation data; if empty, eval_fraction of the sources is held out."""
     eval_fraction: Annotated[float, "in [0, 1)"] = 0.05
     """Fraction of the rows held out if there are no eval_sources; 0: none."""
-    max_eval_rows: Count = setting(512, advanced=True)
+    max_eval_rows: Count = advanced(512)
     """Maximum number of rows to hold out or evaluate on."""
-    split: list[float] | None = setting(None, advanced=True)
+    split: list[float] | None = advanced(None)
     """Relative sizes of the three steps' parts of one data set, without overlap, e.g. [2, 4, 4] (DeepSpeed-Chat)."""
     too_long: Literal["truncate", "drop"] = "drop"
     """Rows that are too long are truncated or dropped, counted and reported. A truncated prompt keeps BOS and the
     system message."""
-    cache_dir: str | None = setting(None, advanced=True, mutable=True)
+    cache_dir: str | None = advanced(None, mutable=True)
     """Folder for tokenized rows; null: ~/.cache/hybrid_rlhf."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template and is saved with the model; null: the tokenizer's."""
-    chat_template_kwargs: dict[str, Any] = setting(default_factory=dict, advanced=True)
+    chat_template_kwargs: dict[str, Any] = advanced(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}; saved with the model as its defaults."""
 
     def _check(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any, Literal
 
-from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Settings, is_plain, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Settings, advanced, is_plain, require
 
 
 class EnvironmentConfig(Settings):
@@ -27,9 +27,9 @@ class EnvironmentConfig(Settings):
     """Longest observation, in tokens; longer ones are truncated."""
     timeout_seconds: Positive = 60.0
     """Time limit of a call of reset or step, or of a program, in seconds."""
-    threads: Count = setting(32, advanced=True)
+    threads: Count = advanced(32)
     """Calls of plain functions that run concurrently on a rank; coroutines all do."""
-    retries: Natural = setting(0, advanced=True)
+    retries: Natural = advanced(0)
     """Attempts after the first of a call of reset or step that raises, or of a coroutine that exceeds its time, after
     0.5, 1, 2, ... seconds; for environments whose calls may be repeated."""
     on_failure: Literal["stop", "zero"] = "stop"

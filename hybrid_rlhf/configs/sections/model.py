@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from hybrid_rlhf.configs.sections.rules import Count, Positive, Settings, require, setting
-
-ROUTER_KEYS = ("router_aux_loss_coef", "router_z_loss_coef")
+from hybrid_rlhf.configs.sections.rules import Count, Positive, Settings, advanced, require, setting
 
 
 class ModelConfig(Settings):
@@ -18,35 +16,33 @@ class ModelConfig(Settings):
     """Model to start from: a Hugging Face folder, a hub name or a .gguf file."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights in training; auto: bfloat16 on a GPU, float32 on a CPU."""
-    head_dtype: Literal["float32", "model"] = setting("float32", advanced=True)
+    head_dtype: Literal["float32", "model"] = advanced("float32")
     """Type of the logits in training and sampling: float32 (ScaleRL, arXiv 2510.13786), or that of the model."""
     quantization: Literal["nf4"] | None = None
     """nf4: the base weights of linear layers in 4 bits, with adapters that train (QLoRA, arXiv 2305.14314); needs lora
     and bitsandbytes. For all models of the run, except frozen ones under tensor parallelism."""
-    sequence_parallel: Count = setting(1, advanced=True, mutable=True)
+    sequence_parallel: Count = advanced(1, mutable=True)
     """Number of ranks that compute the tokens of a row together (DeepSpeed-Ulysses, arXiv 2309.14509), in training and
     scoring; a divisor of the number of attention heads and of ranks. For rows too long for one GPU."""
-    expert_parallel: Count = setting(1, advanced=True, mutable=True)
+    expert_parallel: Count = advanced(1, mutable=True)
     """Number of ranks that split the experts of each layer of a mixture (GShard, arXiv 2006.16668), in training and
     scoring; a divisor of the number of experts and of ranks. For mixtures whose experts are most of the memory."""
-    tensor_parallel: Count = setting(1, advanced=True)
+    tensor_parallel: Count = advanced(1)
     """Number of ranks that share the weights of each layer and compute rows together (Megatron-LM, arXiv 1909.08053),
     in training and scoring; a divisor of the numbers of attention and key heads and of ranks. Not with lora."""
-    mlp_parts: Count = setting(1, advanced=True, mutable=True)
+    mlp_parts: Count = advanced(1, mutable=True)
     """Number of parts in which an MLP computes the tokens of a micro-batch, recomputed in the backward pass; 8 or more
     for long rows (ALST, arXiv 2506.13996)."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = setting(
-        "auto", advanced=True
-    )
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = advanced("auto")
     """Attention kernel, by its transformers name; auto: sdpa if the model supports it, else eager."""
     gradient_checkpointing: bool = setting(False, mutable=True)
     """Recompute activations in the backward pass: less memory, about a third more time. With quantization: true."""
-    router_aux_loss_coef: Annotated[float, "0 (off) or more"] | None = setting(None, advanced=True)
+    router_aux_loss_coef: Annotated[float, "0 (off) or more"] | None = advanced(None)
     """Weight of the load-balancing loss of a mixture of experts (Switch, arXiv 2101.03961, eq. 4); null: the model's
     own value if its config sets output_router_logits, as in transformers, else 0."""
-    router_z_loss_coef: Annotated[float, "0 (off) or more"] | None = setting(None, advanced=True)
+    router_z_loss_coef: Annotated[float, "0 (off) or more"] | None = advanced(None)
     """Weight of the router z-loss of a mixture of experts (ST-MoE, arXiv 2202.08906, eq. 5: 0.001); null: as above."""
-    activation_offload: bool = setting(False, advanced=True, mutable=True)
+    activation_offload: bool = advanced(False, mutable=True)
     """Keep activations in host memory until the backward pass; with gradient_checkpointing, one per layer."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
@@ -57,13 +53,12 @@ class ModelConfig(Settings):
         return max(self.sequence_parallel, self.tensor_parallel)
 
     def _check(self) -> None:
-        for key, value, rule in (
-            ("expert_parallel", self.expert_parallel, "splits experts in the dtype of the model"),
-            ("tensor_parallel", self.tensor_parallel, "splits weights in the dtype of the model"),
-        ):
+        for key, parts in (("expert_parallel", "experts"), ("tensor_parallel", "weights")):
+            value = getattr(self, key)
             require(
                 value == 1 or self.quantization is None,
-                f"model.{key} {value} {rule}, got model.quantization {self.quantization}: leave one out",
+                f"model.{key} {value} splits {parts} in the dtype of the model, got model.quantization "
+                f"{self.quantization}: leave one out",
             )
         sizes = {
             f"model.{name}": getattr(self, name) for name in ("sequence_parallel", "tensor_parallel", "expert_parallel")
@@ -87,7 +82,7 @@ class ModelConfig(Settings):
         return {"gradient_checkpointing": True}
 
 
-SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if key.name not in ROUTER_KEYS)
+SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if not key.name.startswith("router_"))
 """Keys of a model that is trained only as a scorer."""
 
 
@@ -98,28 +93,16 @@ class LoraConfig(Settings):
     The default learning rate of adapters is ten times that of all weights (LoRA Without Regret, 2025).
     """
 
-    least_rank: ClassVar[int] = 1
-
-    rank: int = 16
+    rank: Annotated[int, "in [1, 65536]: give for example 16, or lora null to train all weights"] = 16
     """Rank of the adapters (16: a common default of peft users)."""
     alpha: Positive = 16.0
     """The adapters' output is scaled by alpha / rank (16: a common default of peft users)."""
-    target_modules: str | list[str] = setting("all-linear", advanced=True)
+    target_modules: str | list[str] = advanced("all-linear")
     """Names of the linear layers to adapt; all-linear: all except the head (QLoRA, arXiv 2305.14314)."""
-
-    def _check(self) -> None:
-        require(
-            self.least_rank <= self.rank <= 2**16,
-            f"lora.rank must be {self.least_rank} to 65536, got {self.rank}: give for example 16, or lora null to "
-            f"train "
-            "all weights",
-        )
 
 
 class CriticLoraConfig(LoraConfig):
     """Adapters of the critic; rank 0 trains all its weights even if the actor has adapters."""
 
-    least_rank = 0
-
-    rank: int = 16
+    rank: Annotated[int, "in [0, 65536]: give for example 16"] = 16
     """Rank of the adapters (16: a common default of peft users); 0: all weights are trained."""

@@ -6,6 +6,7 @@ as fractions, so that a placement shows where each role is. runtime/placement.py
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,12 +155,8 @@ def read_ranks(value: Any, role: str) -> tuple[int, ...]:
 
 def in_words(ranks: Sequence[int]) -> str:
     """Ranks as ranges: 0-3,6."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
+    runs = itertools.groupby(enumerate(ranks), lambda item: item[1] - item[0])
+    parts = [[rank for _, rank in run] for _, run in runs]
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 

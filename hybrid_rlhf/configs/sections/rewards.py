@@ -3,7 +3,6 @@ weight."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import field
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hybrid_rlhf.configs.credentials import check_url, host_of
-from hybrid_rlhf.configs.sections.rules import Settings, require
+from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Settings, require, require_among
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 
 OnFailure = Literal["stop", "drop", "zero"]
@@ -48,16 +47,16 @@ class RewardComponentConfig(Settings):
     """Column of the data that a verifier reads; null: answer for math, tests for code."""
     partial: bool = False
     """verifier code: the score is the fraction of tests that pass; false: 1 if all pass, else 0."""
-    workers: int | None = None
+    workers: Count | None = None
     """Programs of a verifier that run at once on a rank; null: the processors of the host divided by its ranks."""
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    sandbox: SandboxConfig = SandboxConfig()
     """Where and within which limits a verifier runs programs."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: Positive = 60.0
     """Time limit of a function call or of an attempt of a request, in seconds."""
-    retries: int | None = None
+    retries: Natural | None = None
     """Attempts after the first, with exponential back-off; null: 3 for a request, on another replica if there is one,
     and 1 for a function."""
-    batch_size: int = 64
+    batch_size: Count = 64
     """Completions per request."""
     api_key_env: str | None = None
     """Environment variable that holds the endpoint's key, sent as a bearer token and never logged."""
@@ -69,14 +68,13 @@ class RewardComponentConfig(Settings):
         kinds = [kind for kind in ("model", "function", "urls", "verifier") if getattr(self, kind)]
         require(
             len(kinds) == 1,
-            "an item of reward.components has one of model, function, urls and verifier, got "
-            f"{' and '.join(kinds) or 'none'}: make each an item of its own",
+            f"an item has one of model, function, urls and verifier, got {' and '.join(kinds) or 'none'}: make each an "
+            "item of its own",
         )
         if self.function is not None:
             require(
                 all(self.function.rpartition(":")),
-                f"reward.components: a function is module:function or path/to/file.py:function, got {self.function!r}: "
-                "write it so",
+                f"a function is module:function or path/to/file.py:function, got {self.function!r}: write it so",
             )
         for url in self.urls:
             check_url(
@@ -86,68 +84,27 @@ class RewardComponentConfig(Settings):
             )
         require(
             re.fullmatch(r"[\w.:-]+", self.label) is not None,
-            f"reward.components: a name has letters, digits and . : - _ only, got {self.label!r}: give the "
-            f"component a name",
+            f"a name has letters, digits and . : - _ only, got {self.label!r}: give the component a name",
         )
+        if not self.urls:
+            require_among(self, {"api_key_env": [None]}, f"{self.label} has no urls")
+        if self.model is None:
+            unread = {"head_weights": [{}], "normalize": [False], "steps": ["last"]}
+            require_among(self, unread, f"{self.label} is no model")
         require(
-            self.api_key_env is None or bool(self.urls),
-            f"reward.components: api_key_env {self.api_key_env} goes with urls, {self.label} has none: leave it out",
+            self.steps == "last" or not self.normalize,
+            f"steps {self.steps} of {self.label} is of a model's chances, which are not normalized: leave one out",
         )
-        self._check_verifier()
-        for name in ("head_weights", "normalize"):
-            require(
-                not getattr(self, name) or self.model is not None,
-                f"reward.components: {name} goes with a model, {self.label} is none: leave it out",
-            )
-        require(
-            self.steps == "last" or (self.model is not None and not self.normalize),
-            f"reward.components: steps {self.steps} of {self.label} is of a model's chances, which are not normalized: "
-            "leave one out",
-        )
-        require(
-            math.isfinite(self.weight),
-            f"reward.components: weight of {self.label} must be a finite number, got {self.weight}: give for "
-            f"example 1.0",
-        )
-        require(
-            0 < self.timeout_seconds < math.inf,
-            f"reward.components: timeout_seconds of {self.label} must be above 0, got {self.timeout_seconds}: raise it",
-        )
-        for name, weight in self.head_weights.items():
-            require(
-                math.isfinite(weight),
-                f"reward.components: head_weights of {self.label} are finite numbers, got {weight} of {name}: give for "
-                "example 1.0",
-            )
-        for name, value, least in (
-            ("retries", self.most_retries, 0),
-            ("batch_size", self.batch_size, 1),
-            ("workers", 1 if self.workers is None else self.workers, 1),
-        ):
-            require(
-                value >= least,
-                f"reward.components: {name} of {self.label} must be {least} or more, got {value}: raise it",
-            )
-
-    def _check_verifier(self) -> None:
-        usual = RewardComponentConfig
-        for name in ("column", "workers", "partial"):
-            require(
-                not getattr(self, name) or self.verifier is not None,
-                f"reward.components: {name} goes with a verifier, {self.label} is none: leave it out",
-            )
-        require(
-            self.verifier is not None or self.sandbox == SandboxConfig(),
-            f"reward.components: sandbox goes with a verifier, {self.label} is none: leave it out",
-        )
+        if self.verifier is None:
+            unread = {"column": [None], "workers": [None], "partial": [False], "sandbox": [SandboxConfig()]}
+            require_among(self, unread, f"{self.label} is no verifier")
+        else:
+            unread = {"timeout_seconds": [RewardComponentConfig.timeout_seconds], "retries": [None]}
+            rule = f"{self.label} is a verifier, which has no retries and limits programs by sandbox.timeout_seconds"
+            require_among(self, unread, rule)
         require(
             not self.partial or self.verifier == "code",
-            f"reward.components: partial goes with verifier code, got {self.verifier}: leave it out",
-        )
-        require(
-            self.verifier is None or (self.timeout_seconds == usual.timeout_seconds and self.retries is None),
-            f"reward.components: {self.label} is a verifier, which has no retries and limits each program, got "
-            f"timeout_seconds {self.timeout_seconds:g} and retries {self.retries}: set sandbox.timeout_seconds",
+            f"partial goes with verifier code, got {self.verifier}: leave it out",
         )
 
     @property

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from hybrid_rlhf.configs.credentials import check_url, expanded, is_placeholder
-from hybrid_rlhf.configs.sections.rules import Count, Natural, Port, Positive, Settings, Share, require, setting
-from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_default
+from hybrid_rlhf.configs.credentials import check_url, require_placeholder
+from hybrid_rlhf.configs.sections.rules import (
+    Count,
+    Natural,
+    Port,
+    Positive,
+    Settings,
+    Share,
+    advanced,
+    require,
+    require_among,
+    setting,
+)
+from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_sampled
 
 ROLLOUT_SAMPLING_KEYS = ("n", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "response_format")
 """Sampling parameters that rollouts read. Penalties and forced lengths change the distribution in ways that training
@@ -45,10 +56,10 @@ class StreamingConfig(Settings):
     max_lag: Natural = 4
     """Largest policy lag, in steps: this many steps of prompts are sampled beyond those that the present step trains
     on. 0: none, as in the synchronous loop."""
-    recompute_kv: bool = setting(False, advanced=True)
+    recompute_kv: bool = advanced(False)
     """Compute the keys and values of running completions again after each weight sync; false: keep those of older
     weights. On the actor's ranks they are always computed again."""
-    replay_order: str | None = setting(None, advanced=True)
+    replay_order: str | None = advanced(None)
     """order.jsonl of an earlier run, which this run repeats bit for bit; null: each step of decoding takes what has
     arrived."""
 
@@ -89,19 +100,7 @@ class EndpointConfig(Settings):
     else none."""
 
     def _check(self) -> None:
-        require(
-            self.api_key is None or is_placeholder(self.api_key),
-            "rollout.endpoint.api_key must be ${NAME} of an environment variable, since configs are saved, got a text: "
-            "export the key and give its name",
-        )
-
-    def expanded_api_key(self) -> str | None:
-        """The key with its environment variable replaced; it must not be logged.
-
-        Raises:
-            UserError: when its variable is not set.
-        """
-        return None if self.api_key is None else expanded(self.api_key, key="rollout.endpoint.api_key")
+        require_placeholder(self.api_key, key="rollout.endpoint.api_key")
 
 
 class VLLMConfig(Settings):
@@ -134,21 +133,9 @@ class VLLMConfig(Settings):
             f"rollout.vllm.arguments are for servers that ranks start, got {list(self.arguments)} and urls: give them "
             "where you start those",
         )
-        require(
-            self.api_key is None or is_placeholder(self.api_key),
-            "rollout.vllm.api_key must be ${NAME} of an environment variable, since configs are saved, got a text: "
-            "export the key and give its name",
-        )
+        require_placeholder(self.api_key, key="rollout.vllm.api_key")
         for url in self.urls:
             check_url(url, key="rollout.vllm.urls", remedy="write ${NAME} of a variable in its place")
-
-    def expanded_api_key(self) -> str | None:
-        """The key with its environment variable replaced; it must not be logged.
-
-        Raises:
-            UserError: when its variable is not set.
-        """
-        return None if self.api_key is None else expanded(self.api_key, key="rollout.vllm.api_key")
 
 
 class RolloutConfig(Settings):
@@ -158,21 +145,19 @@ class RolloutConfig(Settings):
     """Prompts per rollout, over all ranks; default: 256 completions, but at least 64 prompts."""
     max_prompt_tokens: Count = 512
     """Longest prompt, in tokens; data.too_long determines what happens to longer prompts."""
-    sampling: SamplingParams = setting(
-        default_factory=lambda: SamplingParams(max_new_tokens=512), keys=ROLLOUT_SAMPLING_KEYS
-    )
+    sampling: SamplingParams = setting(SamplingParams(max_new_tokens=512), keys=ROLLOUT_SAMPLING_KEYS)
     tensor_parallel: Count = setting(1, mutable=True)
     """Number of ranks that share one model in generation; must divide the number of ranks."""
-    backend: Literal["auto", "module", "vllm"] = setting("auto", advanced=True)
+    backend: Literal["auto", "module", "vllm"] = advanced("auto")
     """auto: the generation engine if it supports the model, vLLM if rollout.vllm is given; module: always the model's
     own forward; vllm: the servers of rollout.vllm."""
-    vllm: VLLMConfig | None = setting(None, advanced=True, mutable=True)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", advanced=True)
+    vllm: VLLMConfig | None = advanced(None, mutable=True)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = advanced("auto")
     """Type of the inference weights; auto: as in training."""
-    quantization: Literal["int8", "fp8"] | None = setting(None, advanced=True)
+    quantization: Literal["int8", "fp8"] | None = advanced(None)
     """8-bit matrix multiplications in the layers during sampling (on a CPU int8); training weights and the head keep
     their type. null: none."""
-    routing_replay: bool = setting(False, advanced=True)
+    routing_replay: bool = advanced(False)
     """Scoring and training reuse the experts chosen during sampling (R3, arXiv 2510.11370). For mixtures of experts
     with rollout/router_agreement below 1 and noisy ratios. Takes one byte of host memory on each rank per token, layer
     and chosen expert, two bytes above 128 experts."""
@@ -180,46 +165,31 @@ class RolloutConfig(Settings):
     """KV cache per rank, in GiB; null: half of the free memory on a CPU; 0.9 of it on a GPU, minus the memory of a
     prefill, of tables and of CUDA graphs; with async_sampling, at most these shares of what the memory plan leaves
     free."""
-    max_decode_rows: Count | None = setting(None, advanced=True, mutable=True)
+    max_decode_rows: Count | None = advanced(None, mutable=True)
     """Maximum number of completions that a rank decodes together; null: limited only by memory."""
-    prefill_tokens: Count | None = setting(None, advanced=True, mutable=True)
+    prefill_tokens: Count | None = advanced(None, mutable=True)
     """Maximum number of prompt tokens that a rank computes together; null: 2048 on a CPU, 16384 on a GPU, fewer if
     memory is short."""
-    cuda_graphs: bool = setting(True, advanced=True, mutable=True)
+    cuda_graphs: bool = advanced(True, mutable=True)
     """Capture decoding steps in CUDA graphs on a GPU; false: launch each kernel, which is slower with small models."""
     offload_states: bool = setting(False, mutable=True)
     """Move optimizer states, master weights and gradients to host memory during generation."""
     offload_frozen: bool = setting(False, mutable=True)
     """Keep reward models, reference and teacher in host memory; each is on the device only while it scores."""
-    keep_weights: bool | Literal["auto"] = setting("auto", advanced=True, mutable=True)
+    keep_weights: bool | Literal["auto"] = advanced("auto", mutable=True)
     """Keep inference weights, KV cache and CUDA graphs in memory between rollouts and update them in place; auto: on a
     GPU if they fit into the memory plan in every phase."""
-    endpoint: EndpointConfig | None = setting(None, advanced=True)
+    endpoint: EndpointConfig | None = advanced(None)
     async_sampling: AsyncSamplingConfig | None = None
-    partial: PartialRolloutConfig | None = setting(None, advanced=True)
-    streaming: StreamingConfig | None = setting(None, advanced=True)
-    curriculum: CurriculumConfig | None = setting(None, advanced=True)
+    partial: PartialRolloutConfig | None = advanced(None)
+    streaming: StreamingConfig | None = advanced(None)
+    curriculum: CurriculumConfig | None = advanced(None)
 
     def _check(self) -> None:
-        require_default(self.sampling, ROLLOUT_SAMPLING_KEYS, section="rollout.sampling")
-        require(
-            self.sampling.temperature > 0,
-            f"rollout.sampling.temperature must be above 0, got {self.sampling.temperature}: give for example 1.0",
-        )
-        require(
-            self.quantization is None or self.backend != "module",
-            f"rollout.quantization {self.quantization} needs inference weights, got rollout.backend {self.backend}: "
-            "give auto",
-        )
-        require(
-            not self.routing_replay or self.backend != "module",
-            f"rollout.routing_replay needs experts that inference weights record, got rollout.backend {self.backend}: "
-            "give auto",
-        )
-        require(
-            self.partial is None or self.backend != "module",
-            "rollout.partial continues completions with inference weights, got rollout.backend module: give auto",
-        )
+        require_sampled(self.sampling, ROLLOUT_SAMPLING_KEYS, section="rollout.sampling")
+        if self.backend == "module":
+            allowed = {"quantization": [None], "routing_replay": [False], "partial": [None]}
+            require_among(self, allowed, "rollout.backend module has no inference weights", prefix="rollout.")
         if self.vllm is not None and self.backend == "auto":
             object.__setattr__(self, "backend", "vllm")
         if self.backend == "vllm" or self.vllm is not None:
@@ -241,27 +211,19 @@ class RolloutConfig(Settings):
             f"rollout.vllm is for rollout.backend vllm, got {self.backend}: leave one out",
         )
         by_url = bool(self.vllm and self.vllm.urls)
-        sampling = self.sampling
-        for name, value, is_barred, why in (
-            ("quantization", self.quantization, self.quantization is not None, "vLLM has its own weights"),
-            ("routing_replay", True, self.routing_replay, "vLLM does not report its experts in completions"),
-            ("partial", True, self.partial is not None, "completions of vLLM arrive whole"),
-            ("tensor_parallel", self.tensor_parallel, self.tensor_parallel > 1, "it splits our own inference weights"),
-            ("prefill_tokens", self.prefill_tokens, self.prefill_tokens is not None, "vLLM has its own limit"),
-            ("offload_states", True, self.offload_states, "vLLM does not wait for this memory"),
-            ("keep_weights", True, self.keep_weights is True, "vLLM keeps its own weights"),
-            ("kv_cache_gib", self.kv_cache_gib, by_url and self.kv_cache_gib is not None, "the servers run already"),
-            *(
-                (
-                    f"sampling.{key}",
-                    getattr(sampling, key),
-                    getattr(sampling, key) != usual,
-                    "vLLM reports one log-prob",
-                )
-                for key, usual in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0), ("response_format", None))
-            ),
-        ):
-            require(not is_barred, f"rollout.{name} has no effect in vLLM, got {value} ({why}): leave it out")
+        cuts = {f"sampling.{key}": [getattr(SamplingParams, key)] for key in ("top_p", "top_k", "min_p")}
+        rules: dict[str, dict[str, Any]] = {
+            "vLLM has its own weights": {"quantization": [None], "keep_weights": ["auto", False]},
+            "vLLM does not report its experts in completions": {"routing_replay": [False]},
+            "completions of vLLM arrive whole": {"partial": [None]},
+            "vLLM does not use our inference weights, which it splits": {"tensor_parallel": [1]},
+            "vLLM has its own limit": {"prefill_tokens": [None]},
+            "vLLM does not wait for this memory": {"offload_states": [False]},
+            "vLLM servers of rollout.vllm.urls run already": {"kv_cache_gib": [None]} if by_url else {},
+            "vLLM reports one log-prob": {**cuts, "sampling.response_format": [None]},
+        }
+        for rule, allowed in rules.items():
+            require_among(self, allowed, f"rollout.backend vllm: {rule}", prefix="rollout.")
         require(
             self.policy_lag <= 1,
             f"rollout.backend vllm has one copy of the weights, got rollout.async_sampling.policy_lag {self.policy_lag}"
@@ -313,18 +275,9 @@ class RolloutConfig(Settings):
         return self.samples_older or self.quantization is not None or self.backend == "vllm" or is_constrained
 
     def _check_streaming(self) -> None:
-        for name, barred, needed in (
-            ("async_sampling", self.async_sampling is not None, "null"),
-            ("partial", self.partial is not None, "null"),
-            ("backend", self.backend == "module", "auto"),
-            ("quantization", self.quantization is not None, "null"),
-        ):
-            require(
-                not barred,
-                "rollout.streaming writes new weights under running completions, got "
-                f"rollout.{name} {getattr(self, name)}: give {needed}",
-            )
-
+        allowed = {"async_sampling": [None], "partial": [None], "backend": ["auto", "vllm"], "quantization": [None]}
+        rule = "rollout.streaming writes new weights under running completions"
+        require_among(self, allowed, rule, prefix="rollout.")
         require(
             self.backend != "vllm" or self.streaming is None or self.streaming.replay_order is None,
             "rollout.streaming.replay_order repeats what this library's engine has sampled, got rollout.backend vllm: "
@@ -332,13 +285,6 @@ class RolloutConfig(Settings):
         )
 
     def _check_async(self) -> None:
-        for name, barred, needed in (
-            ("backend", self.backend == "module", "auto"),
-            ("keep_weights", self.keep_weights is True, False),
-            ("offload_states", self.offload_states, False),
-        ):
-            require(
-                not barred,
-                f"rollout.async_sampling samples from a copy of the weights during training, got rollout.{name} "
-                f"{getattr(self, name)}: give {needed}",
-            )
+        allowed = {"backend": ["auto", "vllm"], "keep_weights": ["auto", False], "offload_states": [False]}
+        rule = "rollout.async_sampling samples from a copy of the weights during training"
+        require_among(self, allowed, rule, prefix="rollout.")

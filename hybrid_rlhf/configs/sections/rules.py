@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import SequenceMatcher
 from typing import Annotated, Any
 
@@ -50,12 +51,14 @@ class Marks:
     dataclass converts back with `as_given`."""
 
 
-def setting(default: Any = MISSING, *, default_factory: Callable[[], Any] | None = None, **marks: Any) -> Any:
+def setting(default: Any = MISSING, *, default_factory: Any = MISSING, **marks: Any) -> Any:
     """A dataclass field with marks; the keywords are the fields of `Marks`."""
-    metadata = {"marks": Marks(**marks)}
-    if default_factory is not None:
-        return field(default_factory=default_factory, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, default_factory=default_factory, metadata={"marks": Marks(**marks)})
+
+
+def advanced(default: Any = MISSING, **options: Any) -> Any:
+    """A field that only `--help-all` shows; the options are those of `setting`."""
+    return setting(default, advanced=True, **options)
 
 
 def marks_of(declared: Field[Any]) -> Marks:
@@ -68,8 +71,8 @@ def marks_of(declared: Field[Any]) -> Marks:
 class Settings:
     """Base class of sections: makes them frozen dataclasses with keyword arguments, and checks bounds.
 
-    A bound is a text in the field's annotation, such as "above 0", "2 tokens or more" or "in [0, 1)", which errors
-    quote as the rule. Text after a colon is the fix, by default the field's default.
+    A bound is a text in the annotation of a field or of its items, such as "above 0", "2 tokens or more" or "in [0,
+    1)", which errors quote as the rule. Text after a colon is the fix, by default the field's default.
     """
 
     def __init_subclass__(cls) -> None:
@@ -79,9 +82,10 @@ class Settings:
         for name, (bound, default) in _bounds(type(self)).items():  # type: ignore[arg-type]  # a type is hashable
             value = getattr(self, name)
             rule, _, fix = bound.partition(": ")
-            if isinstance(value, int | float) and (side := _outside(value, rule)):
-                usual = "leave it out" if default is None else f"{side} it, for example to {default}"
-                raise UserError(f"{name} must be {rule}, got {value}: {fix or usual}")
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(item, int | float) and (side := _outside(item, rule)):
+                    usual = "leave it out" if default is None else f"{side} it, for example to {_shown(default)}"
+                    raise UserError(f"{name} must be {rule}, got {_shown(value)}: {fix or usual}")
         self._check()
 
     def _check(self) -> None:
@@ -103,7 +107,7 @@ def _bounds(kind: Any) -> dict[str, tuple[str, Any]]:
 def _outside(value: float, rule: str) -> str:
     """How to change a value that breaks a rule: "raise" or "lower"; empty if it is valid."""
     least, *most = map(float, _NUMBER.findall(rule))
-    if value < least or (value == least and rule.startswith(("above", "in ("))):
+    if not value >= least or (value == least and rule.startswith(("above", "in ("))):  # NaN is outside too
         return "raise"
     return "lower" if most and (value > most[0] or (value == most[0] and rule.endswith(")"))) else ""
 
@@ -112,6 +116,26 @@ def require(condition: bool, message: str) -> None:
     """Raise UserError(message) unless the condition holds."""
     if not condition:
         raise UserError(message)
+
+
+def require_among(config: Any, allowed: Mapping[str, Any], rule: str, *, prefix: str = "") -> None:
+    """Raise UserError unless keys of a config have values that a rule allows, among which is the default.
+
+    Args:
+        config: a config or a section.
+        allowed: the values by dotted key.
+        rule: the beginning of the message.
+        prefix: dotted name of the section, in messages.
+    """
+    for key, values in allowed.items():
+        value = operator.attrgetter(key)(config)
+        shown = "a section" if is_dataclass(value) else _shown(value)
+        require(value in values, f"{rule}, got {prefix}{key} {shown}: leave it out")
+
+
+def _shown(value: Any) -> Any:
+    """A value as it is written in files."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def is_plain(values: Mapping[str, Any]) -> bool:

@@ -7,22 +7,34 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
-from hybrid_rlhf.configs.sections.rules import Count, Natural, NonNegative, Positive, Settings, Share, require, setting
+from hybrid_rlhf.configs.sections.rules import (
+    Count,
+    Natural,
+    NonNegative,
+    Positive,
+    Settings,
+    Share,
+    advanced,
+    require,
+    setting,
+)
+
+_Beta = Annotated[float, "in [0, 1): give for example [0.9, 0.95]"]
 
 
 class OptimizerConfig(Settings):
     """The optimizer, AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) or Muon, and its schedule."""
 
-    name: Literal["adamw", "muon"] = setting("adamw", advanced=True)
+    name: Literal["adamw", "muon"] = advanced("adamw")
     """muon: orthogonalised momentum for the matrices of the layers, AdamW for all other weights. The learning rate is
     AdamW's: Muon's updates are scaled to the size of AdamW's (Moonlight, arXiv 2502.16982). Not with lora."""
     lr: NonNegative | None = None
     """Peak learning rate; null: derived from the model's width and its adapters (docs/defaults.md), and logged."""
     weight_decay: NonNegative = 0.0
     """Weight decay per step, times lr; not applied to norms and biases."""
-    betas: tuple[float, float] = setting((0.9, 0.95), advanced=True)
+    betas: tuple[_Beta, _Beta] = advanced((0.9, 0.95))
     """Adam's averaging coefficients (InstructGPT, appendix C)."""
-    eps: Positive = setting(1e-8, advanced=True)
+    eps: Positive = advanced(1e-8)
     """Added to Adam's denominator (torch's default)."""
     schedule: Literal["linear", "cosine", "constant"] = "cosine"
     """Decay of lr after the warm-up: to 0 (linear, cosine) or none (constant)."""
@@ -47,10 +59,6 @@ class OptimizerConfig(Settings):
             self.name != "muon" or self.max_grad_norm == 0,
             f"max_grad_norm must be 0 with Muon, got {self.max_grad_norm}: set it to 0",
         )
-        require(
-            all(0 <= beta < 1 for beta in self.betas),
-            f"optimizer.betas must be in [0, 1), got {self.betas}: give for example [0.9, 0.95]",
-        )
 
 
 class AdamStep(Settings):
@@ -58,7 +66,7 @@ class AdamStep(Settings):
 
     lr: NonNegative = 1e-4
     """Learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     """Adam's averaging coefficients."""
     eps: Positive = 1e-8
     """Added to Adam's denominator."""
@@ -66,12 +74,6 @@ class AdamStep(Settings):
     """Weight decay per step, times lr."""
     max_grad_norm: Annotated[float, "0 (off) or more"] = 0.0
     """The gradient is clipped to this norm; 0: not clipped."""
-
-    def _check(self) -> None:
-        require(
-            all(0 <= beta < 1 for beta in self.betas),
-            f"betas must be in [0, 1), got {self.betas}: give for example [0.9, 0.95]",
-        )
 
 
 def require_trainable(
@@ -142,15 +144,15 @@ class CheckpointConfig(Settings):
 
     save_every: Natural = setting(0, mutable=True)
     """Steps between checkpoints; 0: none."""
-    save_minutes: NonNegative = setting(0.0, advanced=True, mutable=True)
+    save_minutes: NonNegative = advanced(0.0, mutable=True)
     """Minutes between checkpoints, written at the end of a step; 0: none."""
-    save_async: bool = setting(False, advanced=True, mutable=True)
+    save_async: bool = advanced(False, mutable=True)
     """Write checkpoints in the background, from a copy in host memory."""
-    keep_last: Count = setting(2, advanced=True, mutable=True)
+    keep_last: Count = advanced(2, mutable=True)
     """Number of newest checkpoints to keep; an older one is used if the newest is damaged."""
-    keep_every: Natural = setting(0, advanced=True, mutable=True)
+    keep_every: Natural = advanced(0, mutable=True)
     """Checkpoints of steps divisible by this are never deleted; 0: none."""
-    keep_best: str | None = setting(None, advanced=True, mutable=True)
+    keep_best: str | None = advanced(None, mutable=True)
     """Also keep the checkpoint with the best metric, as max:eval/scores or min:eval/loss; null: none."""
 
     def _check(self) -> None:
@@ -185,7 +187,7 @@ class MicroBatches:
 class LoopConfig(CheckpointConfig):
     """Length and micro-batches of a step."""
 
-    micro_batch_size: Count | None = setting(None, advanced=True, mutable=True)
+    micro_batch_size: Count | None = advanced(None, mutable=True)
     """Rows per micro-batch and rank; null: as many as micro_batch_tokens allows."""
     micro_batch_tokens: Count = setting(8192, mutable=True)
     """Tokens per micro-batch and rank; padding counts only for models that need it."""

@@ -169,11 +169,6 @@ class ServerProcess:
                 start_new_session=True,
             )
 
-    @property
-    def is_running(self) -> bool:
-        """True if the process has not ended."""
-        return self._process.poll() is None
-
     def wait_ready(self, server: VLLMServer) -> None:
         """Wait until a server answers.
 
@@ -184,7 +179,7 @@ class ServerProcess:
             UserError: when the process ends, or takes too long.
         """
         deadline = time.monotonic() + _START_SECONDS
-        while self.is_running and time.monotonic() < deadline:
+        while self._process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(ServerLost):
                 server.call("GET", "/health", seconds=_ANSWER_SECONDS)
                 server.introduce()

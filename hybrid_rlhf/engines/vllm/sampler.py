@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.configs.credentials import expanded_key
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig
 from hybrid_rlhf.configs.sections.rules import require
@@ -111,7 +112,16 @@ class VLLMSampler:
         self._sleeps = section.python is not None and self.device.type == "cuda" and not overlaps
         with shared_user_errors(world):
             self._servers = [self._own_server()] if section.python is not None else self._servers_by_url()
-            self._folder = self._weights_folder()
+            parent = self._weights_parent()
+        folder = None
+        if world.is_main:
+            folder = private_folder(parent)
+            if section.folder is not None:
+                folder.chmod(0o755)  # servers may run as another user
+        shared = world.broadcast_object(folder)
+        assert shared is not None
+        self._folder = shared
+        """Folder of the weights, the same on every rank."""
         config = actor.lm.config.get_text_config()
         self._backend = VLLMBackend(
             self._servers,
@@ -200,34 +210,26 @@ class VLLMSampler:
         return VLLMServer("http://vllm", f"of rank {self.world.rank}", socket=socket)
 
     def _servers_by_url(self) -> list[VLLMServer]:
-        key = self._section.expanded_api_key()
+        key = expanded_key(self._section.api_key, key="rollout.vllm.api_key")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return [
             VLLMServer(expanded_url(url, key="rollout.vllm.urls"), shown_url(url), headers=headers)
             for url in self._section.urls
         ]
 
-    def _weights_folder(self) -> Path:
-        """Return the folder of the weights, the same on every rank."""
-        world = self.world
+    def _weights_parent(self) -> str:
+        """Return the folder in which the main rank makes that of the weights."""
         parent = self._section.folder
         if parent is None:
             require(
-                not world.has_several_hosts or bool(self._section.urls),
+                not self.world.has_several_hosts or bool(self._section.urls),
                 "ranks of several hosts need a folder that all of them see, got no rollout.vllm.folder: give one on a "
                 "shared file system",
             )
             parent = str(_SHARED_MEMORY) if os.access(_SHARED_MEMORY, os.W_OK) else tempfile.gettempdir()
         if not os.access(parent, os.W_OK):
             raise UserError(f"rollout.vllm.folder must be a folder to write to, {parent} is none: give another")
-        folder = None
-        if world.is_main:
-            folder = private_folder(parent)
-            if self._section.folder is not None:
-                folder.chmod(0o755)  # servers may run as another user
-        shared = world.broadcast_object(folder)
-        assert shared is not None
-        return shared
+        return parent
 
     def _start(self) -> None:
         """Start this rank's server with the weights of the folder, in place of the one that there is.
@@ -254,7 +256,10 @@ class VLLMSampler:
         logger.info("vLLM starts on rank %d, its log is %s", self.world.rank, self._log)
         self._process = ServerProcess(command, server_environment(os.environ, self.device), self._log)
         self._process.wait_ready(server)
-        self._label(server)
+        try:
+            self._label(server)
+        except ServerLost as error:
+            raise UserError(f"vLLM must run on, it ended after its start ({error}): read {self._log}") from error
         server.lost = None
         logger.info("vLLM has started on rank %d in %.0f s", self.world.rank, time.perf_counter() - start)
 
@@ -293,13 +298,7 @@ class VLLMSampler:
         if not all(world.all_gather_objects(is_current)):
             self._version = -1  # the servers' weights are mixed until all are loaded
             self._backend.weight_label = f"{self._folder.name}-{self.weight_version}"  # of this run
-            save_model(
-                self._folder,
-                self._weights(),
-                lm=self._actor.lm,
-                tokenizer=self._tokenizer,
-                world=world,
-            )
+            save_model(self._folder, self._weights(), lm=self._actor.lm, tokenizer=self._tokenizer, world=world)
             with shared_user_errors(world):
                 self._load()
             self._share_servers()
@@ -395,17 +394,14 @@ class VLLMSampler:
         try:
             logprobs = server.prompt_logprobs(probe_tokens(self._backend.vocab_size))
         except ServerLost as error:
+            log = "its log" if self._section.python is None else self._log
             raise UserError(
                 f"vLLM must report the log-probs of {len(expected) + 1} tokens, the server {server.shown} does not "
-                f"({error}): {self._remedy}"
+                f"({error}): read {log}"
             ) from error
         require_agreement(
             logprobs, expected, exact=self._exact, limit=self._limit, server=server, updates=self.weight_version
         )
-
-    @property
-    def _remedy(self) -> str:
-        return f"read {self._log}" if self._section.python is not None else "read its log"
 
 
 def require_agreement(

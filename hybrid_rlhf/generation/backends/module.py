@@ -73,7 +73,9 @@ class ModuleBackend:
         self.vocab_size = module.vocab_size
         self.work = DecodeWork()
         self.records_routes = self.continues = False
-        self._load = BatchLoad()
+        self.kv_cache_bytes = 0  # the cache grows with its rows
+        self.load = BatchLoad()
+        """Numbers of running and waiting requests in `run_open`; pages are 0, as the cache has none."""
 
     @property
     def module(self) -> ModuleForward:
@@ -103,19 +105,9 @@ class ModuleBackend:
                     if arrivals.closed:
                         return
                     live = sum(request.finish_reason is None for request in batch)
-                    self._load = BatchLoad(rows=live, waiting=len(requests) - len(batch) + len(later))
+                    self.load = BatchLoad(rows=live, waiting=len(requests) - len(batch) + len(later))
             later = [request for request in later if request.finish_reason is None]
-            self._load = BatchLoad()
-
-    @property
-    def load(self) -> BatchLoad:
-        """Numbers of running and waiting requests in `run_open`; pages are 0, as the cache has none."""
-        return self._load
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        """0: the cache grows with its rows."""
-        return 0
+            self.load = BatchLoad()
 
     @torch.no_grad()
     def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0, top: int = 0) -> PromptLogprobs:
@@ -125,7 +117,7 @@ class ModuleBackend:
 
     def reset(self) -> None:
         """Clear the load after an exception in `run_open`."""
-        self._load = BatchLoad()
+        self.load = BatchLoad()
 
     def close(self) -> None:
         """Release the module. The backend cannot be used afterwards."""
@@ -253,8 +245,8 @@ class _ModuleBatch:
     def _mask(self) -> None:
         """Write the bits of the tokens that grammars allow next; a finished row keeps its last ones."""
         if self._masks is not None and self._rows.allowed is not None:
-            running = [(place, r.grammar) for place, r in enumerate(self._live) if r.finish_reason is None]
-            grammars = [(place, grammar) for place, grammar in running if grammar is not None]
+            running = [(place, r) for place, r in enumerate(self._live) if r.finish_reason is None]
+            grammars = [(place, request.grammar) for place, request in running if request.grammar is not None]
             if grammars:
                 self._masks.begin(grammars).write(self._rows.allowed)
 

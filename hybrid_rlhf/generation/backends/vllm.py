@@ -15,6 +15,7 @@ The client, httpx2, is imported only where there is a server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -101,10 +102,17 @@ class VLLMServer:
         """Ask for the name and the context length of the model.
 
         Raises:
-            ServerLost, UserError: as in `call`.
+            ServerLost, UserError: as in `call`, and UserError without a model in the answer.
         """
-        (card, *_) = self.call("GET", "/v1/models")["data"]
-        self.model = card["id"]
+        answer = self.call("GET", "/v1/models")
+        try:
+            card = answer["data"][0]
+            self.model = card["id"]
+        except (TypeError, LookupError):
+            raise UserError(
+                f"{self.shown} must be a vLLM server, its /v1/models has no model ({shortened(str(answer), 300)}): "
+                "check rollout.vllm"
+            ) from None
         self.max_positions = card.get("max_model_len")
 
     def prompt_logprobs(self, tokens: Sequence[int]) -> list[float]:
@@ -130,7 +138,8 @@ class VLLMServer:
         """
         status = response.status_code
         if status == HTTPStatus.OK:
-            return response.json() if response.content else None
+            with contextlib.suppress(ValueError):  # the page of another kind of server
+                return response.json() if response.content else None
         text = shortened(response.text, 300)
         if status >= 500 or status == HTTPStatus.TOO_MANY_REQUESTS:
             raise ServerLost(f"HTTP {status}: {text}")
@@ -177,8 +186,10 @@ class VLLMBackend:
         self.work = DecodeWork()
         self.records_routes = False
         self.continues = True
+        self.kv_cache_bytes = 0  # the cache is the servers'
+        self.load = BatchLoad()
+        """Number of requests at servers in `run_open`."""
         self._max_positions = max_positions
-        self._load = BatchLoad()
 
     @property
     def max_positions(self) -> int | None:
@@ -221,10 +232,10 @@ class VLLMBackend:
                 for request in arrivals.take_cancelled():
                     running.discard(request)
                     session.cancel(request)
-                self._load = BatchLoad(rows=len(running))
+                self.load = BatchLoad(rows=len(running))
                 if running and (finished := session.next(_OPEN_POLL_SECONDS)) is not None:
                     yield from self._taken(finished, running, session)
-        self._load = BatchLoad()
+        self.load = BatchLoad()
 
     def _taken(self, finished: _Finished, running: set[Request], session: _Session) -> Iterator[NewTokens]:
         """Append the tokens of a request, which is sent again if it was interrupted."""
@@ -240,24 +251,14 @@ class VLLMBackend:
     def renew(self, *, recompute: bool) -> None:
         """Do nothing: servers compute the keys and values of what continues again."""
 
-    @property
-    def load(self) -> BatchLoad:
-        """Number of requests at servers in `run_open`."""
-        return self._load
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        """0: the cache is the servers'."""
-        return 0
-
     def prompt_logprobs(self, tokens: Sequence[int], adapter: int = 0, top: int = 0) -> PromptLogprobs:
         """Return the log-probs of a prompt, without other tokens. There are no adapters."""
-        server = next(server for server in self.servers if server.lost is None)
+        server = next((server for server in self.servers if server.lost is None), self.servers[0])
         return PromptLogprobs(server.prompt_logprobs(tokens), [])
 
     def reset(self) -> None:
         """Clear the load after an exception in `run_open`."""
-        self._load = BatchLoad()
+        self.load = BatchLoad()
 
     def close(self) -> None:
         """Do nothing: the servers belong to the owner of the backend."""

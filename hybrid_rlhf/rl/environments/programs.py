@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_rlhf.configs.credentials import expanded_key
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.environment import EnvironmentConfig
 from hybrid_rlhf.configs.sections.rollout import EndpointConfig, RolloutConfig
@@ -78,7 +79,7 @@ class ProgramRunner(EpisodeRunner):
         self._tokenizer = tokenizer
         endpoint = rollout.endpoint or EndpointConfig()
         with shared_user_errors(world):
-            key = endpoint.expanded_api_key()
+            key = expanded_key(endpoint.api_key, key="rollout.endpoint.api_key")
             require(
                 endpoint.port + world.local_size <= 65536,
                 f"rollout.endpoint.port must leave a port up to 65535 to each rank of a host, got {endpoint.port} and "

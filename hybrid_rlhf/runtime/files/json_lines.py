@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,11 @@ class JsonLinesFile:
         while self._pending_bytes > MAX_PENDING_BYTES:
             self._pending_bytes -= len(self._pending.popleft())
             self._lost += 1
-        with self._errors_logged():
-            self._write()
+        self._write()
 
     def flush(self) -> None:
         """Flush the lines to disk."""
-        with self._errors_logged():
-            self._write()
+        self._write()
         try:
             if self._file is not None:
                 os.fsync(self._file)
@@ -58,34 +56,15 @@ class JsonLinesFile:
 
     def close(self) -> None:
         """Write pending lines, if the disk accepts them now, and close the file."""
-        with self._errors_logged():
-            self._write()
+        self._write()
         if self._pending:
             logger.warning("%s lacks its last %d lines, which could not be written", self._path, len(self._pending))
         self._close()
 
     def _write(self) -> None:
-        if not self._pending:
-            return
-        if self._file is not None and os.fstat(self._file).st_nlink == 0:
-            self._close()  # the file has been removed: create a new one
-        if self._file is None:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            size = os.fstat(self._file).st_size
-            self._complete_bytes = min(size, self._complete_bytes) if self._is_failing else size
-        if self._is_failing:
-            os.ftruncate(self._file, self._complete_bytes)
-        content = memoryview(b"".join(self._pending))
-        while content:
-            content = content[os.write(self._file, content) :]
-        self._complete_bytes = os.fstat(self._file).st_size
-        self._pending.clear()
-        self._pending_bytes = 0
-
-    @contextlib.contextmanager
-    def _errors_logged(self) -> Iterator[None]:
         try:
-            yield
+            if self._pending:
+                self._write_pending()
         except OSError as error:
             if not self._is_failing:
                 reason = error.strerror or type(error).__name__
@@ -101,6 +80,22 @@ class JsonLinesFile:
             logger.warning("%s can be written again%s", self._path, lost)
             self._is_failing = False
             self._lost = 0
+
+    def _write_pending(self) -> None:
+        if self._file is not None and os.fstat(self._file).st_nlink == 0:
+            self._close()  # the file has been removed: create a new one
+        if self._file is None:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            size = os.fstat(self._file).st_size
+            self._complete_bytes = min(size, self._complete_bytes) if self._is_failing else size
+        if self._is_failing:
+            os.ftruncate(self._file, self._complete_bytes)
+        content = memoryview(b"".join(self._pending))
+        while content:
+            content = content[os.write(self._file, content) :]
+        self._complete_bytes = os.fstat(self._file).st_size
+        self._pending.clear()
+        self._pending_bytes = 0
 
     def _close(self) -> None:
         if self._file is not None:
