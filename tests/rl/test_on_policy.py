@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.algorithms.algorithm import per_token
 from hybrid_rlhf.rl.batch import Batch, Rollout
 from hybrid_rlhf.runtime.command_line import parse_config
+from hybrid_rlhf.runtime.world import World, solo_world
+from tests.support.ranks import run_ranks
 from tests.support.rl import rollout_of
 
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
@@ -207,6 +210,28 @@ def test_reinforce_takes_the_mean_of_all_before() -> None:
         torch.testing.assert_close(again.advantages(rewards, rollout), expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(learner.advantages(rewards, rollout), expected, atol=1e-5, rtol=1e-5)
         outcomes.append(outcome)
+
+
+def reinforced(world: World) -> list[list[float]]:
+    """Advantages of two rollouts over all ranks; of two ranks the second holds nothing of the first one."""
+    learner = algorithm("reinforce")
+    found = []
+    for seed, holders in enumerate(([0, 0, 0], [0, 1, 0])):
+        rewards, rollout = scored(SCORES + seed, seed=seed)
+        mine = [row for row, group in enumerate(GROUPS.tolist()) if holders[group] % world.size == world.rank]
+        mask = rollout.response_mask[mine]
+        part = rollout_of(mask, mask, groups=GROUPS[mine])
+        index = part.numbered(world)
+        advantages = learner.advantages(rewards[mine], replace(part, index=index))
+        found.append(index.gather(advantages.sum(dim=1)).tolist())
+    return found
+
+
+def test_the_baseline_of_reinforce_is_that_of_all_ranks(tmp_path: Path) -> None:
+    """Each rank had the mean of its own completions, and one without any ended with a division by zero."""
+    expected = reinforced(solo_world(torch.device("cpu")))
+    for found in run_ranks(reinforced, 2, tmp_path):
+        assert found == [pytest.approx(of_rollout, abs=1e-5) for of_rollout in expected]
 
 
 @dataclass(frozen=True)

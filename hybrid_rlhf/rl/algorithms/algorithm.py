@@ -3,7 +3,7 @@
 The trainer samples, scores, computes log-probs and updates. An algorithm chooses the completions to learn from, turns
 rewards into advantages, and has a loss. It sees tensors only.
 
-Shapes: N completions of a rollout over all ranks, B of a micro-batch, T time.
+Shapes: N completions of a rollout on this rank, which has all completions of its prompts, B of a micro-batch, T time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Algorithm:
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """Return the advantage of each token, [N, T], from rewards [N, T]: scores at the end, KL penalties per
-        token."""
+        token. Every rank calls; `Rollout.total` sums over all ranks."""
         raise NotImplementedError
 
     def returns(self, rewards: Tensor, rollout: Rollout) -> Tensor | None:

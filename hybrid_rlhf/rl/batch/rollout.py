@@ -351,6 +351,11 @@ class Rollout:
         assert self.groups is not None
         return RowIndex.of(self.groups, self.lengths, self.response_mask.sum(dim=1), world)
 
+    def total(self, of_rows: Tensor) -> Tensor:
+        """A sum over these rows, summed over the ranks that hold rows. Every rank calls; rows that are not numbered are
+        all rows."""
+        return of_rows if self.index is None else self.index.world.total(of_rows)
+
     def to(self, device: torch.device) -> Rollout:
         """The rows on a device; recorded experts stay on the host until they are read."""
         here: dict[str, Any] = {name: tensor.to(device) for name, tensor in _tensors_of(self).items()}
