@@ -126,6 +126,8 @@ def test_rows_without_tests_have_no_score_and_invalid_ones_fail(code: VerifierRe
         [1],
         [{"input": "1"}],
         {"inputs": ["1"]},
+        {"inputs": None, "outputs": None},
+        {"inputs": ["1", "2"], "outputs": ["1"]},
         {"inputs": [[1]], "outputs": [2], "fn_name": "f"},
     ]
     for value in invalid:
