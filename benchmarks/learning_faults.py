@@ -34,9 +34,9 @@ def old_logprobs_renewed() -> None:
     """Old log-probs are always the current ones, so that nothing holds the policy near the one that sampled."""
     from hybrid_rlhf.rl.algorithms import algorithm
 
-    loss = algorithm.ppo_policy_loss
-    algorithm.ppo_policy_loss = lambda logprobs, **others: loss(  # type: ignore[assignment]
-        logprobs, **{**others, "old_logprobs": logprobs.detach()}
+    loss = algorithm.clipped_surrogate
+    algorithm.clipped_surrogate = lambda log_ratio, **others: loss(  # type: ignore[assignment]
+        log_ratio - log_ratio.detach(), **others
     )
 
 

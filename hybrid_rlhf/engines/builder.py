@@ -48,9 +48,9 @@ from hybrid_rlhf.models.expert_parallel import (
     require_expert_parallelism,
     split_experts,
 )
-from hybrid_rlhf.models.four_bit import require_bitsandbytes
+from hybrid_rlhf.models.four_bit import quantise_layers, require_bitsandbytes
 from hybrid_rlhf.models.head_check import require_own_logits
-from hybrid_rlhf.models.lora import choose_trained, four_bit_layers, quantise_base
+from hybrid_rlhf.models.lora import choose_trained, four_bit_layers
 from hybrid_rlhf.models.packing import (
     require_sequence_parallelism,
     require_tensor_parallelism,
@@ -203,7 +203,7 @@ def _initialize(
         heads=spec.heads,
     )
     if spec.model.quantization is not None:  # DeepSpeed partitions the quantised weights
-        quantise_base(lm, architecture, device=world.device)
+        quantise_layers(lm, four_bit_layers(lm, architecture), device=world.device)
     if spec.optimizer is not None:
         for name in ("calibration", "step_separator"):  # they describe scores before training
             vars(lm.config).pop(name, None)

@@ -235,8 +235,7 @@ def _logits_gradient(
     logprobs = logits.sub_(normaliser[:, None])
     probs = torch.exp(logprobs, out=buffer)
     if grad_entropy is None:
-        grad = probs if grad_logprobs is None else probs.mul_(-grad_logprobs[:, None])
-        grad = grad.zero_() if grad_logprobs is None else grad
+        grad = probs.zero_() if grad_logprobs is None else probs.mul_(-grad_logprobs[:, None])
     else:
         # logprobs becomes the factor of p: -(g_entropy * (log p + entropy)) - g_logprob
         factor = logprobs.add_(entropy[:, None]).mul_(-grad_entropy[:, None])

@@ -81,10 +81,9 @@ def pairwise_reward_loss(
     return LossSum(loss.sum(), torch.tensor(float(len(chosen)), device=chosen.device), stats)
 
 
-def ppo_policy_loss(
-    logprobs: Tensor,
+def clipped_surrogate(
+    log_ratio: Tensor,
     *,
-    old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
     clip_low: float,
@@ -98,8 +97,7 @@ def ppo_policy_loss(
     arXiv 1912.09729, eq. 5. Deviation: ratios are at most exp(MAX_LOG_RATIO), as in verl.
 
     Args:
-        logprobs: [B, T], log-probs under the current actor.
-        old_logprobs: [B, T], log-probs under the actor that sampled.
+        log_ratio: [B, T], log-ratio of the current actor to the one that sampled, of each token or its sequence (GSPO).
         advantages: [B, T], advantage of each token.
         mask: [B, T], 1 on completion tokens.
         clip_low: the ratio is clipped below 1 - clip_low.
@@ -113,29 +111,6 @@ def ppo_policy_loss(
     Raises:
         ValueError: when dual_clip is 1 or less, which would bound the surrogate itself.
     """
-    log_ratio = keep(logprobs, mask) - keep(old_logprobs, mask)
-    return clipped_surrogate(
-        log_ratio,
-        advantages=advantages,
-        mask=mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        weights=weights,
-    )
-
-
-def clipped_surrogate(
-    log_ratio: Tensor,
-    *,
-    advantages: Tensor,
-    mask: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-    weights: Tensor | None = None,
-) -> LossSum:
-    """`ppo_policy_loss` from log-ratios [B, T] of each token, or of its sequence (GSPO)."""
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip must be above 1 or none, got {dual_clip}")
     advantages = keep(advantages, mask)
@@ -166,7 +141,7 @@ def policy_sum(
         weights: [B, T] or [B, 1], factor of each token's loss; None: 1.
 
     Returns:
-        the loss, with the stats of ppo_policy_loss.
+        the loss, with the stats of clipped_surrogate.
     """
     if weights is not None:
         loss = loss * keep(weights.expand_as(loss), mask)

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import LoraConfig
 from hybrid_rlhf.models.families import WITHOUT_ADAPTERS
-from hybrid_rlhf.models.four_bit import FourBitWeight, is_four_bit, plain_value, quantise_layers
+from hybrid_rlhf.models.four_bit import FourBitWeight, is_four_bit, plain_value
 from hybrid_rlhf.models.pretrained.adapters import LowRank
 from hybrid_rlhf.models.pretrained.folders import reading
 from hybrid_rlhf.models.pretrained.loading import Architecture
@@ -106,13 +106,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, architecture: Architect
         head.requires_grad_(True)
 
 
-def quantise_base(model: PreTrainedModel, architecture: Architecture, *, device: torch.device) -> None:
-    """Quantise the weights that "all-linear" adapts to 4 bits, on a device (models/four_bit.py)."""
-    quantise_layers(model, four_bit_layers(model, architecture), device=device)
-
-
 def four_bit_layers(model: PreTrainedModel, architecture: Architecture) -> list[str]:
-    """Names of the layers that `quantise_base` quantises.
+    """Names of the layers that model.quantization quantises to 4 bits: those that "all-linear" adapts.
 
     Raises:
         UserError: for a model with stacked experts, or with layers that are not linear as torch's.
@@ -191,9 +186,7 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 def lora_layers(module: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
     """The layers with adapters, with their names."""
-    for name, layer in module.named_modules():
-        if _is_adapted(layer):
-            yield name, cast("LoraLayer", layer)
+    return ((name, cast("LoraLayer", layer)) for name, layer in module.named_modules() if _is_adapted(layer))
 
 
 def base_weight(layer: LoraLayer) -> nn.Parameter:

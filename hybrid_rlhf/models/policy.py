@@ -99,15 +99,8 @@ class Policy(nn.Module):
         """`hidden_before` of this model; also computes router losses where gradients are needed."""
         self.router_losses = None
         logits: list[Tensor] | None = [] if self.router_loss is not None and torch.is_grad_enabled() else None
-        hidden_and_mask = hidden_before(
-            self.lm,
-            input_ids,
-            attention_mask,
-            token_mask,
-            router_logits=logits,
-            replay=self.replay,
-            routes=routes,
-        )
+        routing = {"router_logits": logits, "replay": self.replay, "routes": routes}
+        hidden_and_mask = hidden_before(self.lm, input_ids, attention_mask, token_mask, **routing)
         if self.router_loss is not None and logits is not None:
             self.router_losses = self.router_loss(logits, attention_mask.bool())
         return hidden_and_mask
@@ -214,18 +207,12 @@ def values_before(outputs: Tensor) -> Tensor:
 
 
 def hidden_before(
-    lm: PreTrainedModel,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    token_mask: Tensor,
-    *,
-    router_logits: list[Tensor] | None = None,
-    replay: RouterReplay | None = None,
-    routes: Tensor | None = None,
+    lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, **routing: Any
 ) -> tuple[Tensor, Tensor]:
-    """Last hidden states [N, H] before the tokens of a mask, row by row, and the mask [B, T] without first tokens."""
+    """Last hidden states [N, H] before the tokens of a mask, row by row, and the mask [B, T] without first tokens;
+    `routing` as in `backbone_hidden`."""
     real = attention_mask.bool()
-    hidden = backbone_hidden(lm, input_ids, real, router_logits=router_logits, replay=replay, routes=routes)
+    hidden = backbone_hidden(lm, input_ids, real, **routing)
     places, wanted = places_before(real, token_mask)
     return hidden[places], wanted
 

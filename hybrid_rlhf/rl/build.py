@@ -203,29 +203,17 @@ def rl_session(
         partial = None
         if config.rollout.partial is not None:
             partial = PartialRollouts(config.rollout, roles.sampler, total_steps=steps)
-        ahead: AsyncSampler
-        if config.rollout.streaming is not None:
-            ahead = StreamingSampler(
-                sampler,
-                config.rollout.streaming,
-                prompts=prompts.train,
-                stream=stream,
-                per_step=config.rollout.prompts_per_step,
-                total_steps=steps,
-                folder=run.folder,
-                greedy=algorithm.wants_greedy,
-            )
+        order: dict[str, Any] = {
+            "prompts": prompts.train,
+            "stream": stream,
+            "per_step": config.rollout.prompts_per_step,
+            "total_steps": steps,
+            "greedy": algorithm.wants_greedy,
+        }
+        if config.rollout.streaming is None:
+            ahead = AsyncSampler(sampler, policy_lag=config.rollout.policy_lag, partial=partial, **order)
         else:
-            ahead = AsyncSampler(
-                sampler,
-                prompts=prompts.train,
-                stream=stream,
-                per_step=config.rollout.prompts_per_step,
-                total_steps=steps,
-                policy_lag=config.rollout.policy_lag,
-                greedy=algorithm.wants_greedy,
-                partial=partial,
-            )
+            ahead = StreamingSampler(sampler, config.rollout.streaming, folder=run.folder, **order)
         collector = Collector(ahead, parts.scorer, algorithm)
         yield RLSession(config, run, tokenizer, parts, prompts.train, prompts.held_out, collector, watch)
 

@@ -255,7 +255,7 @@ class RLTrainer(Trainer):
         if (carried := self._ahead.carried_state(self._world)) is not None:
             content["carried"] = carried
         if self._rl.ptx is not None:  # only ranks with the actor have the position
-            ptx_state = None if self._updater.ptx is None else self._updater.ptx.state_dict()
+            ptx_state = None if self._updater.ptx is None else self._updater.ptx.loader.state_dict()
             content["ptx"] = next(state for state in self._world.all_gather_objects(ptx_state) if state is not None)
         return LoopState(step, content, tensors=self._ahead.tensors())
 
@@ -310,7 +310,7 @@ class RLTrainer(Trainer):
         self._skipped.load_state_dict(content["skipped"])
         self._ahead.load_state_dict(content.get("ahead", ()), state.shards, self._world, content.get("carried"))
         if self._updater.ptx is not None and "ptx" in content:
-            self._updater.ptx.load_state_dict(content["ptx"])
+            self._updater.ptx.loader.load_state_dict(content["ptx"])
         if state.update is not None:
             stored = content["partial_step"]
             batch = restored_rows(Batch, state.shards, _PARTIAL_STEP, stored["metrics"], self._world)

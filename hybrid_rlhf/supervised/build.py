@@ -30,6 +30,8 @@ from hybrid_rlhf.loop.setup import (
     pad_token,
     record_data,
     require_positions,
+    require_same_tokens,
+    resolve,
     save_condition,
     start_step,
 )
@@ -37,7 +39,7 @@ from hybrid_rlhf.loop.step import Step
 from hybrid_rlhf.runtime.files.checkpoint_folder import read_manifest
 from hybrid_rlhf.runtime.run import Callback, Run
 from hybrid_rlhf.supervised.calibration import calibrate, collect_calibration_data, require_held_out
-from hybrid_rlhf.supervised.objectives.distillation import DistillObjective, find_teacher, with_row_numbers
+from hybrid_rlhf.supervised.objectives.distillation import DistillObjective, with_row_numbers
 from hybrid_rlhf.supervised.objectives.reward_labels import RewardLabelObjective
 from hybrid_rlhf.supervised.objectives.reward_pairs import RewardPairObjective
 from hybrid_rlhf.supervised.objectives.sft import SFTObjective
@@ -81,7 +83,10 @@ def run_sft(config: SFTConfig, callbacks: Sequence[Callback] = ()) -> None:
     with open_step(config, callbacks) as run:
         path, tokenizer = start_step(config, run, config.model.path)
         distill = config.distill
-        teacher_path = None if distill is None else find_teacher(config, distill, run, tokenizer)
+        teacher_path = None
+        if distill is not None:
+            teacher_path = resolve(config, run, distill.teacher, key="distill.teacher")
+            require_same_tokens("teacher", teacher_path, tokenizer, config.model, learner="student")
         data = load_sft_data(
             config.data, tokenizer=tokenizer, seed=config.seed, world=run.world, conditional=config.condition
         )

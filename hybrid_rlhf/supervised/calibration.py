@@ -2,7 +2,7 @@
 
 `calibration` holds a temperature, mean and standard deviation of the scores. sigmoid(difference / temperature) is the
 probability that a completion is preferred; with labels, sigmoid(score / temperature) is the probability that it is
-good. RL standardizes scores by mean and standard deviation where a reward component sets `normalise`. A model with
+good. RL standardizes scores by mean and standard deviation where a reward component sets `normalize`. A model with
 several heads has lists, in the order of id2label.
 
 Source: temperature scaling, Guo et al. 2017 (arXiv 1706.04599).

@@ -13,14 +13,14 @@ from hybrid_rlhf.functional.advantages import gae, shaped_rewards
 from hybrid_rlhf.functional.losses import (
     LossSum,
     bounded_ratio,
+    clipped_surrogate,
     kl_k1,
     kl_k2,
     kl_k3,
-    ppo_policy_loss,
     ppo_value_loss,
     sft_loss,
 )
-from hybrid_rlhf.functional.masking import masked_mean, masked_sum, masked_var, masked_whiten
+from hybrid_rlhf.functional.masking import keep, masked_mean, masked_sum, masked_var, masked_whiten
 from tests.support.strategies import masked_batch, poisoned
 
 Function = Callable[[Sequence[Tensor], Tensor], Sequence[Tensor]]
@@ -31,15 +31,14 @@ def parts(loss: LossSum) -> list[Tensor]:
 
 
 def policy(t: Sequence[Tensor], mask: Tensor, dual_clip: float | None) -> LossSum:
-    return ppo_policy_loss(
-        t[0], old_logprobs=t[1], advantages=t[2], mask=mask, clip_low=0.2, clip_high=0.3, dual_clip=dual_clip
-    )
+    log_ratio = keep(t[0], mask) - keep(t[1], mask)
+    return clipped_surrogate(log_ratio, advantages=t[2], mask=mask, clip_low=0.2, clip_high=0.3, dual_clip=dual_clip)
 
 
 LOSSES: dict[str, Callable[[Sequence[Tensor], Tensor], LossSum]] = {
     "sft_loss": lambda t, mask: sft_loss(t[0], mask=mask),
-    "ppo_policy_loss": lambda t, mask: policy(t, mask, None),
-    "ppo_policy_loss with dual clip": lambda t, mask: policy(t, mask, 1.5),
+    "clipped_surrogate": lambda t, mask: policy(t, mask, None),
+    "clipped_surrogate with dual clip": lambda t, mask: policy(t, mask, 1.5),
     "ppo_value_loss": lambda t, mask: ppo_value_loss(t[0], old_values=t[1], returns=t[2], mask=mask, clip=0.2),
 }
 FUNCTIONS: dict[str, Function] = {

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hybrid_rlhf.functional.losses import (
     LossSum,
+    clipped_surrogate,
     pairwise_reward_loss,
     policy_sum,
-    ppo_policy_loss,
     ppo_value_loss,
     sft_loss,
 )
@@ -85,9 +85,8 @@ def test_policy_loss_is_the_clipped_surrogate(
     batch: tuple[list[Tensor], Tensor], low: float, high: float, dual: float | None
 ) -> None:
     (new, old, advantages), mask = batch
-    loss = ppo_policy_loss(
-        poisoned(new, mask),
-        old_logprobs=poisoned(old, mask),
+    loss = clipped_surrogate(
+        poisoned(new - old, mask),
         advantages=poisoned(advantages, mask),
         mask=mask,
         clip_low=low,
@@ -113,9 +112,8 @@ def test_a_ratio_that_overflows_leaves_a_clipped_loss_and_its_gradient_finite(
     advantage: float, dual_clip: float | None, total: float
 ) -> None:
     logprobs = torch.zeros(1, 1, requires_grad=True)
-    loss = ppo_policy_loss(
-        logprobs,
-        old_logprobs=torch.full((1, 1), -200.0),
+    loss = clipped_surrogate(
+        logprobs + 200,
         advantages=torch.full((1, 1), advantage),
         mask=torch.ones(1, 1),
         clip_low=0.2,
@@ -130,7 +128,7 @@ def test_a_ratio_that_overflows_leaves_a_clipped_loss_and_its_gradient_finite(
 def test_a_dual_clip_that_would_cut_into_the_surrogate_is_refused() -> None:
     one = torch.ones(1, 1)
     with pytest.raises(ValueError, match="dual_clip must be above 1"):
-        ppo_policy_loss(one, old_logprobs=one, advantages=one, mask=one, clip_low=0.2, clip_high=0.2, dual_clip=1.0)
+        clipped_surrogate(one, advantages=one, mask=one, clip_low=0.2, clip_high=0.2, dual_clip=1.0)
 
 
 @fast
@@ -156,7 +154,7 @@ def test_value_loss_takes_the_worse_of_plain_and_clipped(
 def losses(new: Tensor, old: Tensor, other: Tensor, mask: Tensor) -> dict[str, LossSum]:
     return {
         "sft": sft_loss(new, mask=mask),
-        "policy": ppo_policy_loss(new, old_logprobs=old, advantages=other, mask=mask, clip_low=0.2, clip_high=0.2),
+        "policy": clipped_surrogate(new - old, advantages=other, mask=mask, clip_low=0.2, clip_high=0.2),
         "value": ppo_value_loss(new, old_values=old, returns=other, mask=mask, clip=0.2),
         "pairwise": pairwise_reward_loss(new[mask], rejected=old[mask], margin=other[mask], centering_coef=0.1),
     }

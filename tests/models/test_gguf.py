@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GemmaTokenizer, PreTrainedModel
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.generation import GenerationEngine, SamplingParams
 from hybrid_rlhf.models.head_check import module_logprobs
+from hybrid_rlhf.models.pretrained import sources
 from hybrid_rlhf.models.pretrained.gguf import writing
 from hybrid_rlhf.models.pretrained.gguf.positions import read_scaling
 from hybrid_rlhf.models.pretrained.gguf.reading import read_gguf, read_gguf_config
@@ -49,6 +50,11 @@ def mixture(name: str, **changes: Any) -> PreTrainedModel:
     return tiny_of_type(name, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=2, **changes)
 
 
+def write(file: Path, lm: PreTrainedModel, weights: Any = "f32", *, tokenizer: Any = None) -> float:
+    """Write a file; the change of log-probs."""
+    return write_gguf(file, lm, tokenizer or tiny_tokenizer(), weights=weights, name="tiny")
+
+
 def rotary(kind: str, **settings: Any) -> dict[str, Any]:
     """Settings of scaled positions, of a model whose original context is shorter than the probe."""
     known = {} if kind == "linear" else {"original_max_position_embeddings": 16}
@@ -78,7 +84,7 @@ MORE: dict[str, Callable[[], PreTrainedModel]] = {
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"])
 def test_a_family_computes_the_same_after_it_is_read_back(name: str, tmp_path: Path) -> None:
     lm, file = family(name), tmp_path / "model.gguf"
-    assert write_gguf(file, lm, tiny_tokenizer(), weights="f32", name="tiny") < 1e-4
+    assert write(file, lm) < 1e-4
     read = AutoModelForCausalLM.from_pretrained(str(tmp_path), gguf_file=file.name, dtype=torch.float32)
     torch.testing.assert_close(module_logprobs(read, PROBE), module_logprobs(lm, PROBE), atol=1e-4, rtol=1e-4)
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
@@ -87,7 +93,7 @@ def test_a_family_computes_the_same_after_it_is_read_back(name: str, tmp_path: P
 @pytest.mark.parametrize("name", MORE)
 def test_experts_and_scaled_positions_are_read_back(name: str, tmp_path: Path) -> None:
     lm, file = MORE[name](), tmp_path / "model.gguf"
-    assert write_gguf(file, lm, tiny_tokenizer(), weights="f32", name="tiny") < 1e-4
+    assert write(file, lm) < 1e-4
     found, _ = read_gguf(file)
     assert type(found) is type(lm)
     torch.testing.assert_close(module_logprobs(found, PROBE), module_logprobs(lm, PROBE), atol=1e-4, rtol=1e-4)
@@ -96,7 +102,7 @@ def test_experts_and_scaled_positions_are_read_back(name: str, tmp_path: Path) -
 def test_phi_4_has_no_window(tmp_path: Path) -> None:
     """Its files state a window of 0 tokens, by which llama.cpp knows it."""
     lm, file = family("phi3", sliding_window=None), tmp_path / "model.gguf"
-    assert write_gguf(file, lm, tiny_tokenizer(), weights="f32", name="phi") < 1e-4
+    assert write(file, lm) < 1e-4
     from gguf import GGUFReader
 
     assert GGUFReader(file).fields["phi3.attention.sliding_window"].contents() == 0
@@ -108,7 +114,7 @@ def test_phi_4_has_no_window(tmp_path: Path) -> None:
 def test_factors_of_another_scaling_than_llama_3s_are_kept(tmp_path: Path) -> None:
     """A file of another program: its factors are what it computes."""
     lm, file = tiny_model(**rotary("llama3", **LLAMA3)), tmp_path / "model.gguf"
-    write_gguf(file, lm, tiny_tokenizer(), weights="f32", name="tiny")
+    write(file, lm)
     config = read_gguf_config(file)
     factors = torch.tensor([1.0, 1.5, 2.5, 3.0])
     read_scaling(config, {}, {"rope_freqs.weight": factors})
@@ -123,7 +129,7 @@ def test_routers_stay_float32_in_a_small_type(tmp_path: Path) -> None:
     """As llama.cpp reads them."""
     from gguf import GGUFReader
 
-    write_gguf(tmp_path / "m.gguf", mixture("qwen2_moe"), tiny_tokenizer(), weights="q8_0", name="tiny")
+    write(tmp_path / "m.gguf", mixture("qwen2_moe"), "q8_0")
     types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "m.gguf").tensors}
     assert types["blk.0.ffn_gate_inp.weight"] == types["blk.0.ffn_gate_inp_shexp.weight"] == "F32"
     assert types["blk.0.ffn_gate_exps.weight"] == types["blk.0.ffn_up_shexp.weight"] == "Q8_0"
@@ -134,8 +140,8 @@ def test_a_type_rounds_the_weights_and_shrinks_the_file(
     weights: Any, least: float, most: float, tmp_path: Path
 ) -> None:
     lm = tiny_model(hidden_size=64, intermediate_size=96)
-    write_gguf(tmp_path / "wide.gguf", lm, tiny_tokenizer(), weights="f32", name="tiny")
-    change = write_gguf(tmp_path / "model.gguf", lm, tiny_tokenizer(), weights=weights, name="tiny")
+    write(tmp_path / "wide.gguf", lm)
+    change = write(tmp_path / "model.gguf", lm, weights)
     assert least <= change < most
     assert (tmp_path / "model.gguf").stat().st_size < 0.75 * (tmp_path / "wide.gguf").stat().st_size
 
@@ -143,7 +149,7 @@ def test_a_type_rounds_the_weights_and_shrinks_the_file(
 def test_the_engine_completes_and_tokenizes_as_with_the_folder(tmp_path: Path, model_folder: Path) -> None:
     lm, tokenizer = tiny_model(), tiny_tokenizer()
     file = tmp_path / "tiny.gguf"
-    write_gguf(file, lm, tokenizer, weights="f32", name="tiny")
+    write(file, lm)
     world = solo_world(torch.device("cpu"))
     read = load_tokenizer(resolve_model(str(file), world=world, cache_dir=str(tmp_path / "cache")))
     assert read.chat_template == tokenizer.chat_template
@@ -157,6 +163,26 @@ def test_the_engine_completes_and_tokenizes_as_with_the_folder(tmp_path: Path, m
         for path in (folder, str(model_folder))
     )
     assert found == expected
+
+
+def test_a_file_that_another_run_dequantises_meanwhile_is_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two runs could not rename its own folder, and ended with a traceback."""
+    file = tmp_path / "tiny.gguf"
+    write(file, tiny_model())
+
+    def resolve() -> str:
+        return resolve_model(str(file), world=solo_world(torch.device("cpu")), cache_dir=str(tmp_path / "cache"))
+
+    def read(source: Path) -> Any:
+        monkeypatch.undo()
+        resolve()
+        return read_gguf(source)
+
+    monkeypatch.setattr(sources, "read_gguf", read)
+    folder = Path(resolve())
+    assert (folder / "config.json").is_file() and [*folder.parent.iterdir()] == [folder]
 
 
 def test_a_sentencepiece_vocabulary_is_read_back(tmp_path: Path) -> None:
@@ -175,24 +201,24 @@ def test_a_sentencepiece_vocabulary_is_read_back(tmp_path: Path) -> None:
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = GemmaTokenizer(vocab=vocabulary, merges=[("h", "e"), ("l", "l"), ("▁", "w")])
     lm = family("gemma3_text", vocab_size=len(vocabulary) + 3)
-    write_gguf(tmp_path / "model.gguf", lm, tokenizer, weights="f32", name="tiny")
+    write(tmp_path / "model.gguf", lm, tokenizer=tokenizer)
 
 
 def test_what_the_format_cannot_express_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     cases = [
-        (build_model("opt"), "f32", "got OPTForCausalLM"),
-        (tiny_model(**rotary("dynamic")), "f32", "without rotary positions of the kind dynamic"),
-        (family("qwen2", **rotary("llama3", **LLAMA3)), "f32", "without rotary positions of the kind llama3"),
-        (family("qwen2", **rotary("yarn", attention_factor=1.0)), "f32", "attention_scaling of its rotary positions"),
-        (family("qwen3", **rotary("yarn", beta_slow=2.0)), "f32", "inv_freq of its rotary positions changes"),
-        (family("mistral", sliding_window=4), "f32", "without sliding window"),
-        (family("gemma2", attn_logit_softcapping=20.0), "f32", "attn_logit_softcapping 20.0 becomes 50.0"),
-        (mixture("qwen3_moe", norm_topk_prob=False), "f32", "norm_topk_prob False becomes True"),
-        (mixture("qwen2_moe", mlp_only_layers=[1]), "f32", "no name for the weight model.layers.1.mlp.gate_proj"),
+        (build_model("opt"), "got OPTForCausalLM"),
+        (tiny_model(**rotary("dynamic")), "without rotary positions of the kind dynamic"),
+        (family("qwen2", **rotary("llama3", **LLAMA3)), "without rotary positions of the kind llama3"),
+        (family("qwen2", **rotary("yarn", attention_factor=1.0)), "attention_scaling of its rotary positions"),
+        (family("qwen3", **rotary("yarn", beta_slow=2.0)), "inv_freq of its rotary positions changes"),
+        (family("mistral", sliding_window=4), "without sliding window"),
+        (family("gemma2", attn_logit_softcapping=20.0), "attn_logit_softcapping 20.0 becomes 50.0"),
+        (mixture("qwen3_moe", norm_topk_prob=False), "norm_topk_prob False becomes True"),
+        (mixture("qwen2_moe", mlp_only_layers=[1]), "no name for the weight model.layers.1.mlp.gate_proj"),
     ]
-    for lm, weights, rule in cases:
+    for lm, rule in cases:
         with pytest.raises(UserError, match=rule):
-            write_gguf(tmp_path / "model.gguf", lm, tiny_tokenizer(), weights=weights, name="tiny")  # type: ignore[arg-type]
+            write(tmp_path / "model.gguf", lm)
         assert not list(tmp_path.iterdir())
 
 
@@ -201,7 +227,7 @@ def test_a_file_with_other_weights_is_not_given_its_name(tmp_path: Path, monkeyp
     plain = lambda name, weight, family, config: weight.detach().float().contiguous()  # noqa: E731
     monkeypatch.setattr(writing, "written_weight", plain)
     with pytest.raises(UserError, match=r"must compute what the model does, the weight .*q_proj.* changes"):
-        write_gguf(tmp_path / "model.gguf", tiny_model(), tiny_tokenizer(), weights="f32", name="tiny")
+        write(tmp_path / "model.gguf", tiny_model())
     assert not list(tmp_path.iterdir())
 
 
@@ -211,4 +237,4 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     with pytest.raises(UserError, match="got Digits and ByteLevel"):
-        write_gguf(tmp_path / "model.gguf", tiny_model(), tokenizer, weights="f32", name="tiny")
+        write(tmp_path / "model.gguf", tiny_model(), tokenizer=tokenizer)

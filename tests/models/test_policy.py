@@ -13,7 +13,7 @@ from hybrid_rlhf.models import head_check
 from hybrid_rlhf.models import policy as policy_module
 from hybrid_rlhf.models.families import HeadConvention, head_convention, keep_float32_logits
 from hybrid_rlhf.models.head_check import require_own_logits
-from hybrid_rlhf.models.policy import Policy, Scorer, hidden_before, scores_at_end, values_before, wide_logits
+from hybrid_rlhf.models.policy import Policy, Scorer, hidden_before, scores_at_end, wide_logits
 from tests.support.models import HEAD_FAMILIES, build_model, padded_rows
 from tests.support.tensors import LargestTensor
 from tests.support.tiny import tiny_config
@@ -112,11 +112,6 @@ def test_scores_agree_with_the_sequence_classifier_that_users_load() -> None:
     scores = scores_at_end(Scorer(model)(ids, mask), mask)
     torch.testing.assert_close(scores, model(input_ids=ids, attention_mask=mask.long()).logits[:, 0], atol=1e-5, rtol=0)
     assert last_index(mask).tolist() == [8, 3, 6]
-
-
-def test_values_stand_before_their_token() -> None:
-    outputs = torch.arange(6.0).view(2, 3)
-    assert values_before(outputs).tolist() == [[0, 0, 1], [0, 3, 4]]
 
 
 def test_the_largest_tensor_is_not_the_logits() -> None:

@@ -123,10 +123,8 @@ def test_a_model_from_mxfp4_trains_in_partitions(folder: tuple[Path, dict[str, T
 @pytest.mark.parametrize(
     ("part", "rows", "fault"),
     [
-        ("scales", None, r"must have the shape \[4, 64, 1\], in .* it is missing"),
         ("blocks", None, r"must have the shape \[4, 64, 1, 16\], in .* it is missing"),
         ("scales", 32, r"must have the shape \[4, 64, 1\], in .* it has \[4, 32, 1\]"),
-        ("blocks", 32, r"must have the shape \[4, 64, 1, 16\], in .* it has \[4, 32, 1, 16\]"),
     ],
 )
 def test_a_broken_mxfp4_weight_is_named(
@@ -142,8 +140,7 @@ def test_a_broken_mxfp4_weight_is_named(
         load_model(str(folder[0]), "causal_lm", config=ModelConfig(), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "unheard_of"])
-def test_other_quantised_weights_are_refused(folder: tuple[Path, dict[str, Tensor]], method: str) -> None:
-    write_method(folder[0], {"quant_method": method, "bits": 4})
-    with pytest.raises(UserError, match=f"^weights must be unquantised or in MXFP4, those of .* are in {method}: give"):
+def test_other_quantised_weights_are_refused(folder: tuple[Path, dict[str, Tensor]]) -> None:
+    write_method(folder[0], {"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UserError, match="^weights must be unquantised or in MXFP4, those of .* are in gptq: give"):
         load_model(str(folder[0]), "causal_lm", config=ModelConfig(), dtype=torch.float32)

@@ -426,9 +426,16 @@ def test_the_correction_is_that_of_the_weights_that_sampled(model_folder: Path, 
 
 
 @pytest.mark.parametrize(
-    "line", ["--rollout.async_sampling.policy_lag 1", "--rollout.partial.max_lag 1", "--rollout.quantization int8"]
+    "line",
+    [
+        "--rollout.async_sampling.policy_lag 1",
+        "--rollout.partial.max_lag 1",
+        "--rollout.quantization int8",
+        "--rollout.vllm.python python",
+        '--rollout.sampling.response_format={"type":"json_object"}',
+    ],
 )
-def test_samples_of_other_weights_are_corrected_by_default(line: str) -> None:
+def test_samples_of_another_policy_are_corrected_by_default(line: str) -> None:
     assert parse_config(RLConfig, line.split()).algorithm.correction == CorrectionConfig()
     given = [*line.split(), "--algorithm.correction.method", "mask"]
     assert parse_config(RLConfig, given).algorithm.correction == CorrectionConfig(method="mask")
@@ -437,26 +444,3 @@ def test_samples_of_other_weights_are_corrected_by_default(line: str) -> None:
         config = parse_config(RLConfig, [*line.split(), "--algorithm", algorithm]).algorithm
         assert config.correction == type(config).default_correction != CorrectionConfig()
     assert parse_config(RLConfig, []).algorithm.correction is None
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (
-            "--rollout.async_sampling.policy_lag 0 --rollout.kv_cache_gib 1".split(),
-            "policy_lag must be 1 or more, got 0",
-        ),
-        (
-            "--rollout.async_sampling.policy_lag 1 --rollout.keep_weights true".split(),
-            "keep_weights True: leave it out",
-        ),
-        ("--rollout.async_sampling.policy_lag 1 --rollout.tensor_parallel 2".split(), "tensor_parallel 2: give 1"),
-        (
-            "--rollout.async_sampling.policy_lag 1 --rollout.backend module".split(),
-            "got rollout.backend module: leave it out",
-        ),
-    ],
-)
-def test_what_cannot_run_ahead_is_refused(given: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        parse_config(RLConfig, given)

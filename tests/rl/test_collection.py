@@ -16,7 +16,7 @@ from hybrid_rlhf.configs.sections.algorithm import DynamicSamplingConfig, Penalt
 from hybrid_rlhf.configs.sections.training import MicroBatches
 from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.rl.algorithms import ALGORITHMS
-from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner, Rollout
+from hybrid_rlhf.rl.batch import MiniBatchPlanner, Rollout
 from hybrid_rlhf.rl.rollouts.advantages import NothingToLearn
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector, _joined
 from hybrid_rlhf.rl.rollouts.scoring import score_penalties
@@ -138,28 +138,6 @@ def test_metrics_are_of_all_that_was_sampled() -> None:
     assert told["reward/x/dropped"] == 1.0
 
 
-def test_scored_rows_join_at_their_longest() -> None:
-    first = completions_of(
-        [1, 3], groups=torch.tensor([0, 0]), scores=torch.tensor([1.0, 2.0]), penalties=torch.zeros(2)
-    )
-    second = completions_of(
-        [5, 2, 2, 1], groups=torch.tensor([1, 1, 2, 2]), scores=torch.ones(4), penalties=torch.zeros(4)
-    )
-    parts = [
-        replace(first, metrics={"a/mean": 1.0, "a/failures": 2.0}),
-        replace(second, metrics={"a/mean": 4.0, "a/failures": 1.0}),
-    ]
-    whole = _joined(parts, CPU)
-    assert whole.input_ids.shape == (6, 6)
-    assert whole.lengths.tolist() == [2, 4, 6, 3, 3, 2]
-    assert whole.metrics == {"a/mean": pytest.approx(3.0), "a/failures": 3.0}
-    some = whole.select(torch.tensor([True, True, False, False, False, True]))
-    none = whole.select(torch.zeros(6, dtype=torch.bool))
-    assert none.scores is not None and len(none.scores) == len(none) == 0, "none is no mistake"
-    assert some.input_ids.shape == (3, 4)
-    assert some.groups is not None and some.groups.tolist() == [0, 0, 2]
-
-
 def joined_metrics(world: World) -> dict[str, float]:
     """Rank 1 has all rows of the first part, and one of the second."""
     sizes = [[], [2]] if world.rank == 0 else [[1, 2, 3], [2]]
@@ -196,20 +174,6 @@ def test_a_completion_without_an_end_loses_a_deviation_of_the_scores() -> None:
     assert found.tolist() == [0.0, 0.0]
 
 
-def test_a_stream_gives_each_row_once_an_epoch_and_goes_on_where_it_was() -> None:
-    stream = RowStream(5, epochs=3, seed=7)
-    taken = [stream.take(4) for _ in range(5)]
-    assert [len(rows) for rows in taken] == [4, 4, 4, 3, 0] and stream.left == 0
-    flat = [row for rows in taken for row in rows]
-    epochs = [flat[i : i + 5] for i in (0, 5, 10)]
-    assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs) and epochs[0] != epochs[1]
-    again = RowStream(5, epochs=3, seed=7)
-    again.take(6)
-    later = RowStream(5, epochs=3, seed=7)
-    later.load_state_dict(again.state_dict())
-    assert later.take(20) == flat[6:]
-
-
 def test_neighbours_stay_in_one_micro_batch() -> None:
     rollout = completions_of([1, 9, 2, 2, 7, 3, 5, 5, 1, 1])
     for micro in (MicroBatches(rows=1), MicroBatches(rows=4), MicroBatches(rows=None, tokens=12)):
@@ -235,19 +199,3 @@ def test_readers_without_sequence_parallelism_compute_every_row(ranks: int, tens
         parts = plan.micro_batches(World(rank, ranks, rank, ranks, torch.device("cpu")), tensor_parallel)
         seen += [row for part in parts for row in part if row is not None]
     assert sorted(seen) == list(range(6))
-
-
-def test_a_batch_can_leave_rows_out_and_comes_back_from_a_checkpoint() -> None:
-    values, scores = torch.arange(18.0).view(3, 6), torch.tensor([1.0, 2.0, 3.0])
-    rollout = completions_of(
-        [1, 5, 3], scores=scores, penalties=torch.zeros(3), old_logprobs=values, ref_logprobs=values
-    )
-    kept = Batch(rollout, values, values, metrics={"a": 1.0}).rows([0, 2])
-    assert kept.rollout.penalized_scores.tolist() == [1.0, 3.0] and kept.rollout.lengths.tolist() == [2, 4]
-    assert kept.rollout.ref_logprobs is not None and kept.rollout.old_values is None
-    for found in (kept.rollout.ref_logprobs, kept.rewards, kept.advantages):
-        assert torch.equal(found, values[[0, 2], :4])
-    again = Batch.from_tensors(kept.tensors(), kept.metrics)
-    assert again.rollout.old_values is None and torch.equal(again.advantages, kept.advantages)
-    assert again.tensors().keys() == kept.tensors().keys() and again.metrics == {"a": 1.0}
-    assert all(torch.equal(tensor, kept.tensors()[name]) for name, tensor in again.tensors().items())

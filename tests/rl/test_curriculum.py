@@ -96,16 +96,6 @@ def test_a_pass_rate_is_an_exponential_average_over_visits() -> None:
         assert metrics["curriculum/wanted_prompts"] == pytest.approx(len(wanted) / len(expected))
 
 
-def test_a_restored_stream_goes_on_as_the_first() -> None:
-    stream = stream_of({0: 0.0, 1: 1.0, 2: 0.5})
-    stream.take(25)
-    state = json.loads(json.dumps(stream.state_dict()))
-    again = Curriculum(ROWS, epochs=3, seed=1, config=CONFIG)
-    again.load_state_dict(state)
-    step: dict[str, Any] = {"scores": torch.tensor([1.0, 0.0]), "groups": torch.tensor([0, 1]), "rows": [4, 5]}
-    assert stream.observe(**step) == again.observe(**step) and stream.take(35) == again.take(35)
-
-
 def first_letter(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
     """1 for a completion whose first character has an even number: about half of the samples of a random model."""
     return [float(bool(text) and ord(text[0]) % 2 == 0) for text in completions]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,9 @@ from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.batch import Batch
 from hybrid_rlhf.rl.rollouts.entropy import EntropyController, select_tokens
 from hybrid_rlhf.rl.updates.policy_loss import MiniBatch, PolicyLoss
-from hybrid_rlhf.runtime.liveness.signals import STOPPED_EXIT_CODE
 from hybrid_rlhf.runtime.world import World, solo_world
-from tests.support.faults import Point, run_step
-from tests.support.marks import slow
 from tests.support.ranks import run_ranks
 from tests.support.rl import ALGORITHM, build_parts, collect, rollout_of
-from tests.support.steps import MODULES, run_outputs, step_line, write_rows
 
 CPU = solo_world(torch.device("cpu"))
 PROMPTS, SAMPLES, WIDTH = 6, 2, 12
@@ -230,27 +225,3 @@ def test_one_update_reads_the_rollout_first(world: World, paths: dict[str, str])
         batch, _ = collect(build_parts(world, paths, algorithm=config))
         assert config.updates_once and batch.rollout.entropy is not None
         assert (batch.selected is None) == (entropy.method == "adaptive")
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        "--algorithm.entropy.method adaptive --algorithm.entropy.target 5.2 --algorithm.entropy.step 0.01",
-        slow("--algorithm.entropy.share 0.2 --algorithm.entropy.bounds [0,9]"),
-    ],
-    ids=["adaptive", "clip_cov"],
-)
-def test_a_run_that_stops_within_a_step_resumes(more: str, model_folder: Path, tmp_path: Path) -> None:
-    """Catches a coefficient or a selection that is not of the checkpoint: all metrics and weights are the same."""
-    rows = write_rows(tmp_path / "rows.jsonl")
-    few = ["--train.max_steps", "4", "--train.eval_every", "0", *more.split()]
-    whole, cut = (step_line("ppo", tmp_path / name, model_folder, rows, *few) for name in ("whole", "cut"))
-    assert run_step(MODULES["ppo"], 1, whole) == [0]
-    point = Point("hybrid_rlhf.rl.updates.updater:Updater._update_critic", 10, 0, signal=signal.SIGTERM)
-    assert run_step(MODULES["ppo"], 1, cut, point) == [STOPPED_EXIT_CODE]
-    assert run_step(MODULES["ppo"], 1, [*cut, "--resume", "auto"]) == [0]
-    want = run_outputs(tmp_path / "whole")
-    assert run_outputs(tmp_path / "cut") == want
-    name = "policy/entropy_coef" if "adaptive" in more else "policy/selected_tokens"
-    values = [line[name] for line in want["metrics"] if name in line]
-    assert len(values) == 4 and max(values) > 0

@@ -217,18 +217,6 @@ def test_all_that_follows_the_prompt_fits_in_max_new_tokens(world: World, paths:
     torch.testing.assert_close(score_penalties(rollout, overlong, max_new_tokens=64, scores_std=1.0), expected)
 
 
-def test_log_probs_are_the_training_forwards_with_observations_in_between(world: World, paths: dict[str, str]) -> None:
-    parts = build(world, paths["actor"], max_turns=3, algorithm=replace(ALGORITHM, epochs=2), max_turn_tokens=12)
-    rollout = parts.sampler.sample(PROMPTS, step=1)
-    old_logprobs = scored(parts, rollout).old_logprobs
-    mask = rollout.response_mask
-    assert old_logprobs is not None and old_logprobs is not rollout.sampled_logprobs
-    torch.testing.assert_close(old_logprobs, rollout.sampled_logprobs, atol=1e-5, rtol=1e-4)
-    assert (rollout.sampled_logprobs[mask] != 0).all()
-    for outside in (rollout.sampled_logprobs, rollout.drawn_logprobs, old_logprobs):
-        assert (outside[~mask] == 0).all()
-
-
 @pytest.mark.parametrize("replays", [False, True])
 def test_episodes_have_the_experts_of_all_their_turns(replays: bool, world: World, tmp_path: Path) -> None:
     model = variant("qwen3_moe")
@@ -598,24 +586,6 @@ def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
             read_environment(EnvironmentConfig(path=path, options=options))
 
 
-@pytest.mark.parametrize(
-    ("words", "rule"),
-    [
-        (["--environment.path", "calculator"], "must be module:Class"),
-        ("--environment.path a:B --environment.max_turns 0".split(), "max_turns must be 1 or more"),
-        ("--environment.path a:B --environment.timeout_seconds 0".split(), "timeout_seconds must be above 0"),
-        ("--environment.path a:B --environment.options 3".split(), "must be dict"),
-        (["--environment.path", "a:B", "--environment.options", "{1: 2}"], "options are names"),
-        (["--environment.program", "a:b", "--environment.options", "{d: {1: 2}}"], "options are names"),
-        (["--environment.path", "a:B", "--environment.options", "{d: .nan}"], "options are names"),
-        (["--environment.options", "{tries: 2}"], "environment.path must be module:Class"),
-    ],
-)
-def test_wrong_environments_are_refused(words: list[str], rule: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rule):
-        parse_config(RLConfig, words)
-
-
 def test_the_calculator_computes_and_nothing_else() -> None:
     for text, value in {"12*7": 84, " (1 + 2) / 4": 0.75, "-2 ** 2": -4, "7 // 2 % 2": 1, "2**0.5": 2**0.5}.items():
         assert compute(text) == pytest.approx(value)
@@ -667,7 +637,7 @@ def test_python_is_a_tool_in_the_sandbox() -> None:
     path = "hybrid_rlhf.rl.environments.python_tool:PythonTool"
     factory = read_environment(EnvironmentConfig(path=path, options=options))
     assert factory.stop_strings == ("</python>", "</answer>")
-    game: Any = factory()
+    game: Any = factory.make()
     (message,) = game.reset({"prompt": [{"role": "user", "content": "12 * 7?"}], "answer": 84})
     assert message["content"].startswith("12 * 7?\n\nWrite <python>")
     for program, observation, reward in (
@@ -698,24 +668,19 @@ def test_reasoning_gym_makes_and_judges_its_problems(tmp_path: Path, capsys: pyt
     adapter.main(["chain_sum", str(file), "3", "7"])
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len({row["prompt"] for row in rows}) == 3
-    for index, found in enumerate(rows):
-        problem = adapter.problems("chain_sum", 3, 7, "{}")[index]
-        seen = {**found, "prompt": [{"role": "user", "content": found["prompt"]}]}
-        game = adapter.ReasoningGym(tries=2)
-        assert game.reset(seen)[0]["content"] == f"{problem['question']}\n\n{adapter.INSTRUCTION}"
-        observation, reward, done = game.step("<answer>nonsense</answer>")
-        assert observation and reward == 0 and not done, "a second try"
-        assert game.step(f"so <answer>{problem['answer']}</answer>") == StepResult(None, 1.0, True)
+    problem = adapter.problems("chain_sum", 3, 7, "{}")[2]
+    seen = {**rows[2], "prompt": [{"role": "user", "content": rows[2]["prompt"]}]}
+    game = adapter.ReasoningGym(tries=2)
+    assert game.reset(seen)[0]["content"] == f"{problem['question']}\n\n{adapter.INSTRUCTION}"
+    observation, reward, done = game.step("<answer>nonsense</answer>")
+    assert observation and reward == 0 and not done, "a second try"
+    assert game.step(f"so <answer>{problem['answer']}</answer>") == StepResult(None, 1.0, True)
+    for said, score in ((problem["answer"], 1.0), ("no", pytest.approx(0.0, abs=0.1))):
         once = adapter.ReasoningGym()
         once.reset(seen)
-        assert once.step(problem["answer"]) == StepResult(None, 1.0, True)
-        once = adapter.ReasoningGym()
-        once.reset(seen)
-        assert once.step("no") == StepResult(None, pytest.approx(0.0, abs=0.1), True)
-    adapter.write_rows("chain_sum", file, size=1, max_terms=2)
-    assert json.loads(file.read_text())["settings"] == {"max_terms": 2}
+        assert once.step(said) == StepResult(None, score, True)
     adapter.main(["chain_sum", str(tmp_path / "short.jsonl"), "1", "0", '{"max_terms": 2}'])
-    assert (tmp_path / "short.jsonl").read_text() == file.read_text()
+    assert json.loads((tmp_path / "short.jsonl").read_text())["settings"] == {"max_terms": 2}
     with pytest.raises(UserError, match=r"settings must be a JSON object, got '\[2\]'"):
         adapter.main(["chain_sum", str(tmp_path / "other.jsonl"), "1", "0", "[2]"])
     with pytest.raises(UserError, match="no_such_set with {} fails"):
@@ -739,7 +704,7 @@ def test_the_page_is_right(tmp_path: Path, world: World, monkeypatch: pytest.Mon
     for config in configs:
         assert build_runner(config.environment, rollout=SAMPLING, tokenizer=tiny_tokenizer(), world=world) is not None
     assert configs[0].environment is not None
-    game: Any = read_environment(configs[0].environment)()
+    game: Any = read_environment(configs[0].environment).make()
     assert game.reset({"prompt": [], "secret": 7}) == "I think of a number from 1 to 10. Which?"
     told = [game.step(said) for said in ("3", "nine", "9", " 7")]
     assert told == [

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.algorithm import CorrectionConfig
 from hybrid_rlhf.functional.losses import correction_weights, sampler_ratio
 from hybrid_rlhf.generation import SamplingParams
 from hybrid_rlhf.rl.metrics import rollout_metrics
-from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.world import World
 from tests.support.rl import ALGORITHM, SAMPLING, build_parts, collect
 from tests.support.tiny import tiny_tokenizer
@@ -76,11 +73,3 @@ def test_weights_of_sequences_give_the_gradient_of_the_policy_without_a_grammar(
             exact = exact + (first.log_softmax(0)[a] + second.log_softmax(1)[a, b]).exp() * rewards[a, b]
     expected = torch.autograd.grad(exact, [first, second])
     torch.testing.assert_close(found, expected)
-
-
-def test_a_grammar_turns_the_correction_on() -> None:
-    config: Any = parse_config(RLConfig, ["--algorithm", "grpo", *LINE, WORD], prog="rl")
-    assert config.algorithm.correction == config.algorithm.default_correction
-    assert config.rollout.sampling.response_format == FORMAT
-    plain: Any = parse_config(RLConfig, ["--algorithm", "grpo", *LINE], prog="rl")
-    assert plain.algorithm.correction is None

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.rl.trainer import RLTrainer
 from tests.support.ahead import rollout_line
 from tests.support.faults import intercept, run_step
 
@@ -46,17 +43,3 @@ def test_a_sampler_that_disagrees_with_training_stops_the_run(
     assert limit is not None or all(
         part in told[0] for part in ("they differ by 0.1 in the rollout of step 1", "or raise faults.max_logprob_diff")
     )
-
-
-@pytest.mark.parametrize(
-    ("found", "stale", "stops"), [(0.02, None, True), (0.02, 0.0, True), (0.02, 0.5, False), (0.005, 0.0, False)]
-)
-def test_samples_of_older_weights_may_differ(found: float, stale: float | None, stops: bool) -> None:
-    trainer: Any = SimpleNamespace(_max_logprob_diff=0.01)
-    metrics = {"rollout/logprob_abs_diff_mean": found} | ({} if stale is None else {"rollout/stale_updates": stale})
-    try:
-        RLTrainer._require_own_samples(trainer, 3, metrics)
-    except UserError as error:
-        assert stops and "agree to 0.01 nats per token in the mean, they differ by 0.02" in str(error)
-    else:
-        assert not stops

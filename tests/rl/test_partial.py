@@ -12,8 +12,6 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rollout import PartialRolloutConfig, RolloutConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.loaders import RowStream
@@ -23,7 +21,6 @@ from hybrid_rlhf.rl.metrics import staleness_metrics
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
-from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World
 from tests.support.ahead import (
@@ -281,20 +278,3 @@ def test_a_greedy_baseline_is_refused(model_folder: Path, tmp_path: Path) -> Non
     start += ["--rollout.partial.max_lag", "2"]
     assert run_step("hybrid_rlhf.cli.rl", 1, start, errors=tmp_path / "errors.txt") == [2]
     assert "greedy baseline of algorithm remax: leave it out" in (tmp_path / "errors.txt").read_text()
-
-
-CORRECTED = ["--algorithm.correction.method", "truncate"]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--rollout.partial.extra_prompts", "0", *CORRECTED], r"must be in \(0, 1\], got 0"),
-        (["--rollout.partial.max_lag", "0", *CORRECTED], "max_lag must be 1 step or more, got 0"),
-        ("--rollout.partial.max_lag 1 --rollout.backend module".split(), "backend module: give auto"),
-        (["--rollout.partial.max_lag", "1", "--environment.path", "x.py:X", *CORRECTED], "got the section environment"),
-    ],
-)
-def test_what_cannot_be_carried_is_refused(given: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        parse_config(RLConfig, given)

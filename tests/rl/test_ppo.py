@@ -13,8 +13,6 @@ from hybrid_rlhf.configs.sections.training import MicroBatches, OptimizerConfig,
 from hybrid_rlhf.data.collation import collate_tokens
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.engine import Role
-from hybrid_rlhf.functional.losses import LossSum
-from hybrid_rlhf.loop.loss_sums import RunningSums
 from hybrid_rlhf.models.policy import scores_at_end
 from hybrid_rlhf.rl.algorithms.ppo import PPO
 from hybrid_rlhf.rl.batch import Batch, MiniBatchPlanner
@@ -251,13 +249,6 @@ def test_the_kl_controller_follows_ziegler() -> None:
     fixed = KLController(KLConfig(coef=0.2))
     fixed.update(60.0, completions=10)
     assert fixed.kl_coef == 0.2
-
-
-def test_running_sums_divide_once(world: World) -> None:
-    sums = RunningSums(torch.device("cpu"))
-    for total, count in ((6.0, 2), (3.0, 1)):
-        sums.add(LossSum(torch.tensor(total), torch.tensor(count), {"x": torch.tensor(1.5)}))
-    assert sums.means(world) == {"loss": 3.0, "count": 3.0, "x": 1.0}
 
 
 def test_a_row_that_two_roles_skip_is_reported_once(world: World, paths: dict[str, str]) -> None:

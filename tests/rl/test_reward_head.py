@@ -11,10 +11,7 @@ import torch
 from hybrid_rlhf.cli.rl import main
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.model import ModelConfig
-from hybrid_rlhf.configs.sections.training import ZeroConfig
-from hybrid_rlhf.engines.builder import EngineSpec, build_reader
 from hybrid_rlhf.models.pretrained.loading import load_model
-from hybrid_rlhf.runtime.world import World
 from tests.support.steps import step_line, write_rows
 
 RULE = "a reward model must have a score head, {} has none: give one that a reward step saved"
@@ -29,13 +26,6 @@ def test_a_causal_lm_is_no_reward_model_of_rl(
     assert stopped.value.code == 2
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert said == [f"error: {RULE.format(model_folder)}"]
-
-
-def test_a_reader_of_stored_scores_needs_a_head(model_folder: Path, world: World) -> None:
-    spec = EngineSpec("reward", str(model_folder), ModelConfig(), ZeroConfig(), 0, heads=None)
-    with pytest.raises(UserError) as refused:
-        build_reader(spec, world, tensor_parallel=1)
-    assert str(refused.value) == RULE.format(model_folder)
 
 
 def test_the_name_of_a_scorer_is_no_head(model_folder: Path, tmp_path: Path) -> None:

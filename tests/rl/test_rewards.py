@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import ModelConfig
 from hybrid_rlhf.configs.sections.rewards import RewardComponentConfig, require_distinct_names
+from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 from hybrid_rlhf.configs.sections.training import ZeroConfig
 from hybrid_rlhf.engines.builder import EngineSpec, build_engine
 from hybrid_rlhf.engines.engine import ModelEngine
@@ -271,35 +273,20 @@ def test_what_fails_on_one_rank_stops_both(tmp_path: Path, judges: dict[str, str
     assert "ABSENT_KEY is not set" in first["refused"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    components: list[RewardComponentConfig] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Whole:
-    """A config that has reward components."""
-
-    reward: Section = field(default_factory=Section)
-
-
 def test_components_come_from_yaml_and_go_back(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
         "reward:\n  components:\n  - {model: models/judge, weight: 2}\n  - {function: 'a.b:f', on_failure: zero}\n"
         "  - {urls: ['http://u:${P}@host:80/x?k=1'], batch_size: 3}\n"
     )
-    config = parse_config(Whole, ["--config", str(file)])
-    assert [component.label for component in config.reward.components] == ["judge", "f", "host:80"]
-    assert config.reward.components[0].weight == 2.0
+    config = parse_config(RLConfig, ["--config", str(file)])
+    assert [component.label for component in config.reward.named] == ["judge", "f", "host:80"]
+    assert config.reward.named[0].weight == 2.0
     save_config(config, file)
-    assert parse_config(Whole, ["--config", str(file)]) == config
+    assert parse_config(RLConfig, ["--config", str(file)]) == config
     file.write_text("reward:\n  components:\n  - {model: m, retires: 2}\n")
     with pytest.raises(UserError, match="unknown key retires in an item of reward.components: the nearest is retries"):
-        parse_config(Whole, ["--config", str(file)])
-    file.write_text("reward:\n  components:\n  - {model: m, function: 'a:f'}\n")
-    with pytest.raises(UserError, match="has one of model, function, urls and verifier"):
-        parse_config(Whole, ["--config", str(file)])
+        parse_config(RLConfig, ["--config", str(file)])
 
 
 @pytest.mark.parametrize(
@@ -315,11 +302,24 @@ def test_components_come_from_yaml_and_go_back(tmp_path: Path) -> None:
         ({"model": "m", "retries": -1}, "retries must be 0 or more"),
         ({"model": "m", "batch_size": 0}, "batch_size must be 1 or more"),
         ({"model": "m", "api_key_env": "KEY"}, "m has no urls, got api_key_env KEY"),
+        ({"function": "a:b", "normalize": True}, "b is no model, got normalize True: leave it out"),
+        ({"function": "a:b", "steps": "min"}, "b is no model, got steps min: leave it out"),
+        (
+            {"function": "a:b", "verifier": "math"},
+            "has one of model, function, urls and verifier, got function and ver",
+        ),
+        ({"function": "a:b", "column": "x"}, "b is no verifier, got column x: leave it out"),
+        ({"function": "a:b", "sandbox": SandboxConfig(processes=3)}, "b is no verifier, got sandbox a section"),
+        ({"verifier": "math", "partial": True}, "partial goes with verifier code, got math"),
+        ({"verifier": "code", "timeout_seconds": 3.0}, "by sandbox.timeout_seconds, got timeout_seconds 3.0"),
+        ({"verifier": "code", "retries": 2}, "has no retries"),
+        ({"verifier": "code", "workers": 0}, "workers must be 1 or more, got 0"),
     ],
 )
 def test_wrong_components_are_refused(settings: dict[str, Any], rule: str) -> None:
-    with pytest.raises(UserError, match=rule):
+    with pytest.raises(UserError) as refused:
         RewardComponentConfig(**settings)
+    assert rule in str(refused.value)
 
 
 def test_names_are_distinct() -> None:

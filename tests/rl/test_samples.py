@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hybrid_rlhf.rl.batch import Batch, Rollout
+from hybrid_rlhf.rl.batch import Batch
 from hybrid_rlhf.rl.rollouts.samples import token_arrays, token_rows
 from hybrid_rlhf.runtime.observability.token_records import TokenRecord, TokenRecords
 from hybrid_rlhf.runtime.world import World
@@ -56,15 +55,6 @@ def test_a_row_without_response_tokens_is_all_prompt() -> None:
     empty, full = (TokenRecord.of(token_arrays(token_rows(Batch(rollout, zeros, zeros))), row) for row in (0, 1))
     assert (empty.prompt_length, empty.ids, set(empty.columns["rewards"])) == (2, [5, 6], {None})
     assert (full.prompt_length, full.columns["rewards"]) == (2, [None, None, 0.0])
-
-
-def test_scores_of_components_follow_their_rows(tmp_path: Path) -> None:
-    rollout = rollout_of_rows([[1], [2], [3]])
-    rollout = Rollout(**{**vars(rollout), "components": {"a/b": torch.tensor([1.0, math.nan, 3.0])}})
-    again = Rollout.from_tensors(rollout.tensors())
-    assert again.components["a/b"].nan_to_num(-1).tolist() == [1, -1, 3]
-    assert again.rows([2, None, 0]).components["a/b"].tolist()[::2] == [3, 1]
-    assert Rollout.joined([again, again]).components["a/b"].nan_to_num(-1).tolist() == [1, -1, 3] * 2
 
 
 @pytest.mark.parametrize(

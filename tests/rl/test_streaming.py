@@ -18,7 +18,6 @@ import torch
 from datasets import Dataset
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.rollout import RolloutConfig, StreamingConfig
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.data.loaders import RowStream
@@ -28,7 +27,6 @@ from hybrid_rlhf.rl.batch import Rollout
 from hybrid_rlhf.rl.rollouts.live import LiveBatch
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.streaming import StreamingSampler, recorded_order
-from hybrid_rlhf.runtime.command_line import parse_config
 from hybrid_rlhf.runtime.files.json_lines import read_lines
 from hybrid_rlhf.runtime.observability.timers import Timers
 from hybrid_rlhf.runtime.world import World, solo_world
@@ -85,6 +83,20 @@ def marked(placed: str, *more: str, fast: Sequence[str] = ("one rank",)) -> Any:
     return pytest.param(placed, *more, marks=() if placed in fast else pytest.mark.slow, id="-".join([placed, *more]))
 
 
+WAYS = {
+    "synchronous": "",
+    "no_lag": "--rollout.streaming.max_lag 0",
+    "streams": "--rollout.streaming.max_lag 2",
+    "repeats": "--rollout.streaming.max_lag 2 --rollout.streaming.replay_order {folder}/streams/order.jsonl",
+}
+
+
+def run_all_ways(folder: Path, ranks: int, *line: Any) -> None:
+    """Runs without streaming, without a lag, with one, and in the order of that."""
+    lines = [rollout_line(folder / name, *line, *way.format(folder=folder).split()) for name, way in WAYS.items()]
+    run_mains("hybrid_rlhf.cli.rl", ranks, lines)
+
+
 @pytest.mark.parametrize("placed", map(marked, PLACED))
 def test_without_a_lag_it_is_the_synchronous_loop_and_an_order_repeats_a_run(
     placed: str, model: Path, tmp_path: Path
@@ -92,20 +104,12 @@ def test_without_a_lag_it_is_the_synchronous_loop_and_an_order_repeats_a_run(
     """Bit for bit, with the sampler on the actor's ranks and on its own; nothing else compares whole runs."""
     ranks, placement = PLACED[placed]
     rows = write_rows(tmp_path / "rows.jsonl")
-    order = tmp_path / "streams" / "order.jsonl"
-    settings = {
-        "synchronous": [],
-        "no_lag": ["--rollout.streaming.max_lag", "0"],
-        "streams": ["--rollout.streaming.max_lag", "2"],
-        "repeats": ["--rollout.streaming.max_lag", "2", "--rollout.streaming.replay_order", str(order)],
-    }
-    lines = [rollout_line(tmp_path / name, model, rows, *GROUPS, *placement, *more) for name, more in settings.items()]
-    run_mains("hybrid_rlhf.cli.rl", ranks, lines)
+    run_all_ways(tmp_path, ranks, model, rows, *GROUPS, *placement)
     same_metrics(tmp_path / "synchronous", tmp_path / "no_lag")
     assert same_weights(tmp_path / "synchronous", tmp_path / "no_lag")
     same_metrics(tmp_path / "streams", tmp_path / "repeats")
     assert same_weights(tmp_path / "streams", tmp_path / "repeats")
-    assert order.read_text() == (tmp_path / "repeats" / "order.jsonl").read_text()
+    assert (tmp_path / "streams" / "order.jsonl").read_text() == (tmp_path / "repeats" / "order.jsonl").read_text()
     lags = [line["rollout/stale_updates_max"] for line in metrics_without_times(tmp_path / "streams")[1:]]
     assert 0 < max(lags) <= 2, "no token is older than the largest lag"
     assert not same_weights(tmp_path / "synchronous", tmp_path / "streams")
@@ -172,7 +176,7 @@ def test_lengths_that_are_trained_on_are_those_that_were_started(world: World, m
         for step in range(1, steps + 1):
             _, rollout = ahead.take(step)
             trained += rollout.response_mask.sum(dim=1).tolist()
-            assert all(number - step <= 3 for number in ahead._steps), "admission bounds the lag"
+            assert all(number - step <= 3 for number in ahead._ahead), "admission bounds the lag"
     _, synchronous = streaming_of(world, model, tmp_path / "alone", lag=0, steps=steps, longest=100)
     expected: list[int] = []
     with synchronous.running():
@@ -321,17 +325,8 @@ def test_episodes_stream_and_an_order_repeats_them(
     ranks, placement = PLACED[placed]
     episodes = [f"--environment.{kind}", f"{__file__}:{name}", "--rollout.sampling.max_new_tokens", "60"]
     episodes += ["--environment.max_turn_tokens", "6", "--reward.components", "[]", "--logging.samples_every", "1"]
-    order = tmp_path / "streams" / "order.jsonl"
-    settings = {
-        "synchronous": [],
-        "no_lag": ["--rollout.streaming.max_lag", "0"],
-        "streams": ["--rollout.streaming.max_lag", "2"],
-        "repeats": ["--rollout.streaming.max_lag", "2", "--rollout.streaming.replay_order", str(order)],
-    }
-    line = [*GROUPS, *placement, *episodes]
-    lines = [rollout_line(tmp_path / name, model, rows, *line, *more) for name, more in settings.items()]
-    run_mains("hybrid_rlhf.cli.rl", ranks, lines)
-    told = {name: sampled(tmp_path / name) for name in settings}
+    run_all_ways(tmp_path, ranks, model, rows, *GROUPS, *placement, *episodes)
+    told = {name: sampled(tmp_path / name) for name in WAYS}
     first = {name: [line["completion"] for line in lines if line["step"] == 1] for name, lines in told.items()}
     assert first["synchronous"] == first["no_lag"] == first["streams"], "the same weights: the same tokens"
     assert all(version == line["step"] - 1 for line in told["no_lag"] for version, _ in line["weight_versions"])
@@ -352,19 +347,3 @@ def test_an_order_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             recorded_order(str(file), group=0, **changed)
     with pytest.raises(UserError, match="must have a line for step 1"):
         recorded_order(str(tmp_path / "none"), group=0, groups=1, first=1)
-
-
-@pytest.mark.parametrize(
-    ("words", "rule"),
-    [
-        ("--rollout.quantization int8", "got rollout.quantization int8: leave it out"),
-        ("--rollout.partial.extra_prompts 0.5", "rollout.partial"),
-        ("--rollout.async_sampling.policy_lag 1", "rollout.async_sampling"),
-        ("--rollout.backend module", "got rollout.backend module: leave it out"),
-        ("--placement separation --actor.ema_decay 0.9", "actor.ema_decay 0.9: leave one out"),
-    ],
-)
-def test_what_does_not_stream_is_refused(words: str, rule: str) -> None:
-    line = "--model.path x --data.sources y --reward.components z --rollout.streaming.max_lag 2".split()
-    with pytest.raises(UserError, match=rule):
-        parse_config(RLConfig, [*line, *words.split()])

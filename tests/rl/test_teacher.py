@@ -190,11 +190,23 @@ def test_a_student_approaches_its_teacher_without_a_reward(
     assert "teacher: 1 x log(p_teacher / p_actor) of each token is added to its advantage, which is 0 without" in log
 
 
-@pytest.mark.parametrize("more", [ALONE, slow(["--algorithm", "ppo", "--teacher.coef", "0.5"])], ids=["alone", "ppo"])
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ([*ALONE, *"--algorithm.entropy.share 0.2 --algorithm.entropy.bounds [0,9]".split()], "policy/selected_tokens"),
+        slow(
+            "--algorithm ppo --teacher.coef 0.5 --algorithm.entropy.method adaptive --algorithm.entropy.target 5.2 "
+            "--algorithm.entropy.step 0.01".split(),
+            "policy/entropy_coef",
+        ),
+    ],
+    ids=["alone, clip_cov", "ppo, adaptive"],
+)
 def test_a_run_that_stops_within_a_step_resumes(
-    more: list[str], model_folder: Path, teacher_folder: Path, tmp_path: Path
+    more: list[str], name: str, model_folder: Path, teacher_folder: Path, tmp_path: Path
 ) -> None:
-    """Catches teacher log-probs that are not of the checkpoint: all metrics and weights are the same."""
+    """Catches teacher log-probs, a coefficient of the entropy or a selection of tokens that is not of the checkpoint:
+    all metrics and weights are the same."""
     rows = write_rows(tmp_path / "rows.jsonl")
     more = [*more, "--train.max_steps", "4", "--train.eval_every", "0"]
     whole, cut = (line_of(tmp_path / name, model_folder, rows, teacher_folder, *more) for name in ("whole", "cut"))
@@ -203,6 +215,8 @@ def test_a_run_that_stops_within_a_step_resumes(
     assert run_step(MODULES["ppo"], 1, cut, point) == [STOPPED_EXIT_CODE]
     assert run_step(MODULES["ppo"], 1, [*cut, "--resume", "auto"]) == [0]
     assert run_outputs(tmp_path / "cut") == run_outputs(tmp_path / "whole")
+    values = metric(tmp_path / "whole", name)
+    assert len(values) == 4 and max(values) > 0
 
 
 REFUSED = {

@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_rlhf.configs.algorithms import GRPOConfig, OnlineDPOConfig
-from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.configs.sections.rollout import RolloutConfig, VLLMConfig
-from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
 from tests.support.faults import run_step
 from tests.support.ranks import run_main
@@ -81,13 +77,3 @@ def test_a_run_without_servers_ends_in_one_line(model_folder: Path, pair_rows: P
         assert run_step(MODULES["ppo"], 1, line, errors=errors) == [2]
     told = [text for text in errors.read_text().splitlines() if "must answer, all are lost" in text]
     assert len(told) == 1 and fake.url in told[0] and "Traceback" not in errors.read_text()
-
-
-def test_samples_of_vllm_are_corrected_by_default() -> None:
-    """Its kernels round otherwise; an algorithm that learns from samples of any policy needs none."""
-    rollout = RolloutConfig(vllm=VLLMConfig(python="python"), sampling=SamplingParams(n=4))
-    assert rollout.backend == "vllm" and rollout.samples_otherwise
-    config = RLConfig(algorithm=GRPOConfig(), rollout=rollout)
-    assert config.algorithm.correction is not None  # type: ignore[attr-defined]
-    pairs = RolloutConfig(vllm=rollout.vllm, sampling=SamplingParams(n=2))
-    assert getattr(RLConfig(algorithm=OnlineDPOConfig(), rollout=pairs).algorithm, "correction", None) is None

@@ -129,15 +129,6 @@ def test_equal_answers_have_a_known_loss(name: str, value: float) -> None:
     assert float(found.stats["accuracy"]) == 0 and float(found.stats["margin"]) == 0
 
 
-def test_simpo_and_orpo_ask_no_reference() -> None:
-    chosen, rejected = sides()
-    for name in ("simpo", "orpo"):
-        learner = pair_loss(name)
-        other = [replace(side, ref_logprobs=side.ref_logprobs - 3) for side in (chosen, rejected)]
-        assert torch.equal(learner(chosen, rejected).total, learner(other[0], other[1]).total)
-        assert not PREFERENCE_LOSSES[name].needs_reference
-
-
 def test_orpo_bounds_the_odds_of_a_completion_of_probability_1() -> None:
     zero, one = torch.zeros(1), torch.ones(1)
     even, certain = PairSide(zero - math.log(2), zero, one), PairSide(zero, zero, one)

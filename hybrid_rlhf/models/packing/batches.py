@@ -78,10 +78,8 @@ class PackedBatch:
 def pack(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> PackedBatch:
     """Remove padding from rows [B, T], at any position."""
     real = attention_mask.bool()
-    if lm.config._attn_implementation != PACKED_ATTENTION:
-        return PackedBatch(_arguments(lm, input_ids, real, None), None)
-    if has_varlen_kernel(lm, real.device):
-        return PackedBatch(_arguments(lm, input_ids, real, ends(real.sum(dim=1))), None)
+    if (arguments := _in_order(lm, input_ids, real)) is not None:
+        return PackedBatch(arguments, None)
     sizes = real.sum(dim=1).tolist()
     rows = sorted(range(len(sizes)), key=lambda row: -sizes[row])
     longest_first = [sizes[row] for row in rows]
@@ -108,10 +106,8 @@ def pack_parts(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, p
             parts share an attention call only if all rows do.
     """
     real = attention_mask.bool()
-    if lm.config._attn_implementation != PACKED_ATTENTION:
-        return _arguments(lm, input_ids, real, None)
-    if has_varlen_kernel(lm, real.device):
-        return _arguments(lm, input_ids, real, ends(real.sum(dim=1)))
+    if (arguments := _in_order(lm, input_ids, real)) is not None:
+        return arguments
     sizes = real.sum(dim=1).tolist()
     groups = like_lengths(sorted(sizes, reverse=True), real.device)
     if len(groups) > 1:
@@ -121,6 +117,13 @@ def pack_parts(lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, p
             groups += like_lengths(sizes[start : start + part], real.device) if part else []
             start += part
     return _arguments(lm, input_ids, real, places(sizes, groups, device=real.device))
+
+
+def _in_order(lm: PreTrainedModel, input_ids: Tensor, real: Tensor) -> dict[str, Any] | None:
+    """Arguments of the backbone for a kernel that takes rows of any lengths; None for one that needs groups of rows."""
+    if lm.config._attn_implementation != PACKED_ATTENTION:
+        return _arguments(lm, input_ids, real, None)
+    return _arguments(lm, input_ids, real, ends(real.sum(dim=1))) if has_varlen_kernel(lm, real.device) else None
 
 
 def layer_masks(lm: PreTrainedModel, mask: Tensor) -> Tensor | dict[str, Tensor]:

@@ -71,15 +71,10 @@ def heads_of_all_tokens(x: Tensor, world: World) -> Tensor:
     """
     heads = x.shape[1]
     x = x.repeat_interleave(math.lcm(heads, world.size) // heads, dim=1) if heads % world.size else x
-    return _exchanged(x, world)
+    return tokens_of_all_heads(x, world)
 
 
 def tokens_of_all_heads(x: Tensor, world: World) -> Tensor:
-    """The inverse: [1, C, A, D] from [1, N, A / S, D]."""
-    return _exchanged(x, world)
-
-
-def _exchanged(x: Tensor, world: World) -> Tensor:
-    """[1, A / S, N, D] from [1, A, C, D], or [1, C, A, D] from [1, N, A / S, D]; the gradient is the same exchange."""
+    """The inverse: [1, C, A, D] from [1, N, A / S, D]; the same exchange, as is the gradient."""
     parts = with_gradient(x[0].unflatten(0, (world.size, -1)), world.all_to_all, world.all_to_all)
     return parts.transpose(0, 1).flatten(1, 2)[None]

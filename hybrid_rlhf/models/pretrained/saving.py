@@ -40,7 +40,7 @@ def save_model(
     """Write a model; every rank calls, rank 0 writes.
 
     Args:
-        folder: folder of the files; other files in it are kept.
+        folder: folder of the files; other files in it are kept, except for weights of an earlier save.
         tensors: names and weights one by one, on rank 0; see `engines.partition.full_tensors`.
         lm: model whose config and generation config are written.
         tokenizer: tokenizer to write beside the weights, with its chat template.
@@ -81,7 +81,7 @@ def _save_rest(folder: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def _move(beside: Path, folder: Path) -> None:
-    """Flush all files, then rename them, config.json last."""
+    """Flush all files, rename them, config.json last, and remove the weights of an earlier save."""
     files = [file.relative_to(beside) for file in beside.rglob("*") if file.is_file()]
     files.sort(key=lambda file: file == Path("config.json"))
     for file in files:
@@ -89,6 +89,10 @@ def _move(beside: Path, folder: Path) -> None:
     for file in files:
         (folder / file).parent.mkdir(exist_ok=True)  # additional chat templates are in a folder
         os.replace(beside / file, folder / file)
+    for pattern in (_WEIGHTS, _INDEX, "model-?????-of-?????.safetensors"):
+        for stored in folder.glob(pattern):  # transformers would read a single file of an earlier save before shards
+            if stored.relative_to(folder) not in files:
+                stored.unlink()
     shutil.rmtree(beside)
 
 

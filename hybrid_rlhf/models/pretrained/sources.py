@@ -89,10 +89,11 @@ def _try_dequantise(source: Path, target: Path) -> str | None:
             model.hf_quantizer = None
             model.save_pretrained(beside)
             tokenizer.save_pretrained(beside)
+        beside.rename(target)
     except Exception as error:  # noqa: BLE001 - as `folders.reading`
         shutil.rmtree(beside, ignore_errors=True)
-        return f"transformers cannot read {source} ({first_line(error)}): give a Hugging Face folder"
-    beside.rename(target)
+        if not target.exists():  # else another run has written it meanwhile
+            return f"transformers cannot read {source} ({first_line(error)}): give a Hugging Face folder"
     return None
 
 

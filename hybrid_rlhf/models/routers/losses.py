@@ -107,11 +107,9 @@ def router_loss(lm: PreTrainedModel, config: ModelConfig) -> RouterLoss | None:
                     f"a {text.model_type}: leave it out"
                 )
         return None
-    stored = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0}
+    stored = (0.0, 0.0)
     if getattr(text, "output_router_logits", False):
-        stored["router_aux_loss_coef"] = next(
-            (value for name in _AUX_COEFS if (value := getattr(text, name, 0.0))), 0.0
-        )
-        stored["router_z_loss_coef"] = getattr(text, "router_z_loss_coef", None) or 0.0
-    aux, z = (stored[name] if value is None else value for name, value in coefficients.items())
+        stored_aux = next((value for name in _AUX_COEFS if (value := getattr(text, name, 0.0))), 0.0)
+        stored = stored_aux, getattr(text, "router_z_loss_coef", None) or 0.0
+    aux, z = (default if value is None else value for value, default in zip(coefficients.values(), stored, strict=True))
     return RouterLoss(aux, z, per_token) if aux or z else None

@@ -3,7 +3,7 @@
 The trainer samples, scores, computes log-probs and updates. An algorithm chooses the completions to learn from, turns
 rewards into advantages, and has a loss. It sees tensors only.
 
-Shapes: N completions of a rollout over all ranks, B of a micro-batch, T time.
+Shapes: N completions of a rollout on this rank, which has all completions of its prompts, B of a micro-batch, T time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybrid_rlhf.configs.sections.algorithm import (
     SurrogateConfig,
 )
 from hybrid_rlhf.functional.advantages import differs_in_group
-from hybrid_rlhf.functional.losses import LossSum, ppo_policy_loss
+from hybrid_rlhf.functional.losses import LossSum, clipped_surrogate
 from hybrid_rlhf.functional.masking import keep
 from hybrid_rlhf.rl.batch import Batch, Rollout
 
@@ -54,7 +54,7 @@ class Algorithm:
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
         """Return the advantage of each token, [N, T], from rewards [N, T]: scores at the end, KL penalties per
-        token."""
+        token. Every rank calls; `Rollout.total` sums over all ranks."""
         raise NotImplementedError
 
     def returns(self, rewards: Tensor, rollout: Rollout) -> Tensor | None:
@@ -71,13 +71,10 @@ class Algorithm:
             tokens_per_completion: mean over the mini-batch; turns a mean over tokens into one over completions.
         """
         assert isinstance(config := self.config, SurrogateConfig)
-        rollout = batch.rollout
-        assert rollout.old_logprobs is not None
-        return ppo_policy_loss(
-            logprobs,
-            old_logprobs=rollout.old_logprobs,
+        return clipped_surrogate(
+            log_ratios(logprobs, batch.rollout),
             advantages=batch.advantages,
-            mask=rollout.response_mask,
+            mask=batch.rollout.response_mask,
             clip_low=config.clip[0],
             clip_high=config.clip[1],
             dual_clip=config.dual_clip,

@@ -2,7 +2,7 @@
 
 Source: Williams 1992; the moving average of Ahmadian et al. 2024 (arXiv 2402.14740), eq. 4 and 5.
 
-    A = R - b,  b = mean of R over all completions of earlier rollouts
+    A = R - b,  b = mean of R over all completions of earlier rollouts, those of other ranks included
 
 Deviations: the baseline of the first rollout is its own mean. R includes the KL penalty where that is
 in the reward. The loss is PPO's clipped surrogate, whose gradient is REINFORCE's in the first update from a rollout.
@@ -31,12 +31,13 @@ class Reinforce(Algorithm):
         self._sum = 0.0
 
     def advantages(self, rewards: Tensor, rollout: Rollout) -> Tensor:
-        """Return outcomes less the mean outcome of all earlier rollouts, at every response token, [N, T]."""
+        """Return outcomes less the mean outcome of all earlier rollouts, at every response token, [N, T]. Every rank
+        calls."""
         outcomes = row_sums(rewards)
-        total = float(outcomes.sum(dtype=torch.float64))
-        baseline = self._sum / self._count if self._count else total / len(outcomes)
-        self._count = self._count + len(outcomes)
-        self._sum = self._sum + total
+        count, summed = rollout.total(torch.stack([torch.tensor(len(outcomes)), outcomes.sum(dtype=torch.float64)]))
+        baseline = self._sum / self._count if self._count else float(summed / count)
+        self._count += int(count)
+        self._sum += float(summed)
         return per_token(outcomes - baseline, rollout)
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ rows are sharded over the ranks of the role that computes, so a plan serves ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,7 +49,10 @@ class MiniBatchPlan:
             ranks=world.size,
             micro_batches=self.size,
         )
-        return [_neighbours(micro_batch, self.together) for micro_batch in micro_batches]
+        return [
+            [None if unit is None else unit * self.together + place for unit in part for place in range(self.together)]
+            for part in micro_batches
+        ]
 
     def mini_batches(self, world: World) -> list[list[list[int | None]]]:
         """[mini-batch][micro-batch][row] for this rank; None is an empty row."""
@@ -109,8 +111,3 @@ class MiniBatchPlanner:
             together,
             micro_batches,
         )
-
-
-def _neighbours(units: Sequence[int | None], together: int) -> list[int | None]:
-    """Rows of units of `together` neighbouring rows; None stays None."""
-    return [None if unit is None else unit * together + place for unit in units for place in range(together)]

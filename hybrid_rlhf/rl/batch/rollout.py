@@ -288,16 +288,17 @@ class Rollout:
     @property
     def kl(self) -> Tensor | None:
         """[N] KL to the reference of each completion, in nats (k1); None without a reference."""
-        if self.ref_logprobs is None or self.old_logprobs is None:
-            return None
-        return masked_sum(self.old_logprobs - self.ref_logprobs, mask=self.response_mask, dim=1)
+        return self._kl_to(self.ref_logprobs)
 
     @property
     def teacher_kl(self) -> Tensor | None:
         """[N] KL to the teacher of each completion, in nats (k1); None without a teacher."""
-        if self.teacher_logprobs is None or self.old_logprobs is None:
+        return self._kl_to(self.teacher_logprobs)
+
+    def _kl_to(self, logprobs: Tensor | None) -> Tensor | None:
+        if logprobs is None or self.old_logprobs is None:
             return None
-        return masked_sum(self.old_logprobs - self.teacher_logprobs, mask=self.response_mask, dim=1)
+        return masked_sum(self.old_logprobs - logprobs, mask=self.response_mask, dim=1)
 
     @property
     def is_rewarded(self) -> bool:
@@ -350,6 +351,11 @@ class Rollout:
             return self.index
         assert self.groups is not None
         return RowIndex.of(self.groups, self.lengths, self.response_mask.sum(dim=1), world)
+
+    def total(self, of_rows: Tensor) -> Tensor:
+        """A sum over these rows, summed over the ranks that hold rows. Every rank calls; rows that are not numbered are
+        all rows."""
+        return of_rows if self.index is None else self.index.world.total(of_rows)
 
     def to(self, device: torch.device) -> Rollout:
         """The rows on a device; recorded experts stay on the host until they are read."""

@@ -15,13 +15,16 @@ from __future__ import annotations
 import pickle  # between the ranks of a run, as torch's collectives of objects do  # nosec B403
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hybrid_rlhf.runtime.world import World
+
+if TYPE_CHECKING:
+    from hybrid_rlhf.rl.batch.rollout import Batch, Rollout
 
 RAGGED = "routes.experts"
 """End of the name of a tensor that has any number of entries for each row,"""
@@ -34,34 +37,7 @@ _TOKENS = "tokens."
 T = TypeVar("T")
 
 
-class Rows(Protocol):
-    """A rollout or a batch."""
-
-    @property
-    def lengths(self) -> Tensor:
-        """[N] int64, real tokens."""
-
-    def __len__(self) -> int: ...
-
-    def rows(self, indices: Sequence[int | None]) -> Self:
-        """Some rows, cut to the longest of them; None gives an empty row that does not count."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name."""
-
-    def to(self, device: torch.device) -> Self:
-        """The rows on a device."""
-
-    @staticmethod
-    def joined(parts: Sequence[Any]) -> Any:
-        """Rows of several parts, padded to the longest; without metrics."""
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], metrics: Mapping[str, float]) -> Self:
-        """The rows that `tensors()` describes."""
-
-
-R = TypeVar("R", bound=Rows)
+R = TypeVar("R", "Rollout", "Batch")
 
 
 @dataclass(frozen=True)

@@ -44,5 +44,5 @@ def build_runner(
             program = None if config.program is None else read_program(config)
         return ProgramRunner(program, config, rollout=rollout, tokenizer=tokenizer, world=world, samples=samples)
     with shared_user_errors(world):
-        make = read_environment(config)
-    return EnvironmentRunner(make, config, rollout=rollout, tokenizer=tokenizer, device=world.device)
+        factory = read_environment(config)
+    return EnvironmentRunner(factory, config, rollout=rollout, tokenizer=tokenizer, device=world.device)

@@ -36,11 +36,6 @@ class CallFailure:
 
     reason: str
 
-    @classmethod
-    def after(cls, reason: str, tries: int) -> CallFailure:
-        """The failure of the last of several attempts."""
-        return cls(reason if tries == 1 else f"{reason} (try {tries})")
-
 
 class EnvironmentCalls:
     """Makes calls and waits for their results; may be used by several threads."""
@@ -56,6 +51,7 @@ class EnvironmentCalls:
                 function that does is not called again: it still runs.
         """
         self._timeout_seconds = timeout_seconds
+        self._late = CallFailure(f"it took longer than {timeout_seconds:g} s")
         self._device = device
         self._slots = asyncio.Semaphore(threads)
         self._retries = retries
@@ -85,42 +81,40 @@ class EnvironmentCalls:
         attempt = self._in_loop if is_coroutine else self._in_thread
         async with contextlib.nullcontext() if is_coroutine else self._slots:
             for tries in range(1, self._retries + 2):
-                result, raised = await attempt(call, tries)
+                result, raised = await attempt(call)
                 if not raised:
                     break
                 if tries <= self._retries:
                     await asyncio.sleep(retry_delay_seconds(tries))
+        if isinstance(result, CallFailure) and tries > 1:
+            return CallFailure(f"{result.reason} (try {tries})")
         return result
 
-    async def _in_thread(self, call: Callable[[], Any], tries: int) -> _Outcome:
+    async def _in_thread(self, call: Callable[[], Any]) -> _Outcome:
         """Attempt to call a function."""
         ended: Future[_Outcome] = Future()
-        thread = BackgroundCall(partial(_attempt, call, tries, ended), device=self._device)
+        thread = BackgroundCall(partial(_attempt, call, ended), device=self._device)
         if await _ends(ended, self._timeout_seconds):
             return ended.result()
         self._hanging.append(thread)
-        return self._late(tries), False
+        return self._late, False
 
-    async def _in_loop(self, call: Callable[[], Any], tries: int) -> _Outcome:
+    async def _in_loop(self, call: Callable[[], Any]) -> _Outcome:
         """Attempt to call a coroutine function."""
         loop = self._user_loop = self._user_loop or _started_loop()
-        ended = asyncio.run_coroutine_threadsafe(self._caught(call, tries), loop)
+        ended = asyncio.run_coroutine_threadsafe(self._caught(call), loop)
         if await _ends(ended, self._timeout_seconds + _CANCELLED_SECONDS):
             return ended.result()
         if self._user_loop is loop:
             self._user_loop = None  # it is blocked, or the coroutine ignores its cancellation
-        return self._late(tries), False
+        return self._late, False
 
-    async def _caught(self, call: Callable[[], Any], tries: int) -> _Outcome:
+    async def _caught(self, call: Callable[[], Any]) -> _Outcome:
         try:
             async with asyncio.timeout(self._timeout_seconds) as limit:
                 return await call(), False
         except BaseException as error:  # noqa: BLE001 - in this event loop only the environment can raise
-            late = self._late(tries)
-            return late if limit.expired() else CallFailure.after(describe_error(error), tries), True
-
-    def _late(self, tries: int) -> CallFailure:
-        return CallFailure.after(f"it took longer than {self._timeout_seconds:g} s", tries)
+            return self._late if limit.expired() else CallFailure(describe_error(error)), True
 
 
 def _started_loop() -> asyncio.AbstractEventLoop:
@@ -130,12 +124,12 @@ def _started_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _attempt(call: Callable[[], Any], tries: int, ended: Future[_Outcome]) -> None:
+def _attempt(call: Callable[[], Any], ended: Future[_Outcome]) -> None:
     """Call a function; `ended` receives its result, or CallFailure, and true if it raised."""
     try:
         ended.set_result((call(), False))
     except BaseException as error:  # noqa: BLE001 - in this thread only the environment can raise
-        ended.set_result((CallFailure.after(describe_error(error), tries), True))
+        ended.set_result((CallFailure(describe_error(error)), True))
 
 
 async def _ends(future: Future[Any], seconds: float) -> bool:

@@ -56,10 +56,6 @@ class EnvironmentFactory:
     make: Callable[[], Environment]
     stop_strings: tuple[str, ...] = ()
 
-    def __call__(self) -> Environment:
-        """Create an instance."""
-        return self.make()
-
 
 def read_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     """The factory of the configured class.

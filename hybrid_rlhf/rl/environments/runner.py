@@ -52,7 +52,7 @@ class EnvironmentRunner(EpisodeRunner):
 
     def __init__(
         self,
-        make: EnvironmentFactory,
+        factory: EnvironmentFactory,
         config: EnvironmentConfig,
         *,
         rollout: RolloutConfig,
@@ -65,7 +65,7 @@ class EnvironmentRunner(EpisodeRunner):
             UserError: when the chat template cannot show observations.
         """
         super().__init__(config, rollout, device)
-        self._make = make
+        self._factory = factory
         self._tokenizer = tokenizer
         self._turns = ObservationEncoder(tokenizer, max_observation_tokens=config.max_observation_tokens)
 
@@ -85,14 +85,16 @@ class EnvironmentRunner(EpisodeRunner):
             entry.episode.add_turn(completion)
             entry.running = entry.episode.failure is None
             if entry.running:
-                result = await self._calls.result(self._turn(entry, completion))
+                assert entry.environment is not None
+                text = completion_text(completion.token_ids, self._tokenizer)
+                result = await self._calls.result(partial(entry.environment.step, text))
                 self._end_turn(entry, completion, result)
         return [entry.episode]
 
     def _opening(self, entry: _RunningEpisode) -> Callable[[], Any]:
         """Create the environment, and return the call that resets it."""
         try:
-            entry.environment = self._make()
+            entry.environment = self._factory.make()
         except Exception as error:  # noqa: BLE001 - the user's own code
             failed = CallFailure(describe_error(error))
             return lambda: failed
@@ -118,10 +120,6 @@ class EnvironmentRunner(EpisodeRunner):
         entry.episode.stopped = step.done and completion.finish_reason == "stop"
         entry.running = not step.done
         entry.observation = step.observation
-
-    def _turn(self, entry: _RunningEpisode, completion: Completion) -> Callable[[], Any]:
-        assert entry.environment is not None
-        return partial(entry.environment.step, completion_text(completion.token_ids, self._tokenizer))
 
     def _read_opening(self, opening: object, row: Mapping[str, Any]) -> list[int] | None | CallFailure:
         """Token ids of the prompt that reset returned; None for the row's prompt."""
@@ -159,7 +157,7 @@ class EnvironmentRunner(EpisodeRunner):
         left = self._tokens_left(entry.episode, turns)
         limit = min(left, self._config.max_turn_tokens or left)
         seed = derive_seed(entry.params.seed or 0, entry.sample, turn)
-        return replace(entry.params, n=1, max_new_tokens=limit, seed=seed, stop=self._make.stop_strings)
+        return replace(entry.params, n=1, max_new_tokens=limit, seed=seed, stop=self._factory.stop_strings)
 
     def _tokens_left(self, episode: Episode, turns: Turns) -> int:
         """Number of tokens that the episode may still have."""

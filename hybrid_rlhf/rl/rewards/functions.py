@@ -47,8 +47,29 @@ class FunctionReward(RewardComponent):
         self._hanging: list[BackgroundCall[ComponentScores]] = []
 
     def require_columns(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Check that the data has the columns that the function takes by name; see `require_columns`."""
-        require_columns(self._function, self.name, rows)
+        """Check that each argument without a default is a column of some row; rows are read until all are found.
+
+        Raises:
+            UserError: when no row has one of them.
+        """
+        missing = [
+            parameter.name
+            for parameter in inspect.signature(self._function).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            and parameter.name not in RESERVED
+        ]
+        present: dict[str, None] = {}
+        for row in rows:
+            missing = [column for column in missing if column not in row]
+            if not missing:
+                return
+            present |= dict.fromkeys(row)
+        if missing:
+            raise UserError(
+                f"reward function {self.name} needs the column {' and '.join(missing)}, the data has "
+                f"{', '.join(['prompt', *present])}: rename or add it, or give the argument a default"
+            )
 
     def begin(self, batch: RewardBatch) -> Callable[[], ComponentScores]:
         """Start the call in a thread."""
@@ -76,7 +97,7 @@ class FunctionReward(RewardComponent):
         while scores.failures and tries <= self._retries and call not in self._hanging:
             time.sleep(retry_delay_seconds(tries))
             call = self._start(texts)
-            tries = tries + 1
+            tries += 1
             scores = scores.filled_from(self._wait(call, len(texts)))
         return scores.with_tries(tries)
 
@@ -117,32 +138,6 @@ def _explanation(error: BaseException) -> str:
     """A hint for functions that fail because they expect conversations, as TRL passes for conversational data."""
     is_indexed = isinstance(error, TypeError) and "string indices must be integers" in str(error)
     return "; a completion is its text, not a list of messages: use it without [0]['content']" if is_indexed else ""
-
-
-def require_columns(function: RewardFunction, name: str, rows: Iterable[Mapping[str, object]]) -> None:
-    """Check that each argument without a default is a column of some row; rows are read until all are found.
-
-    Raises:
-        UserError: when no row has one of them.
-    """
-    missing = [
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and parameter.name not in RESERVED
-    ]
-    present: dict[str, None] = {}
-    for row in rows:
-        missing = [column for column in missing if column not in row]
-        if not missing:
-            return
-        present |= dict.fromkeys(row)
-    if missing:
-        raise UserError(
-            f"reward function {name} needs the column {' and '.join(missing)}, the data has "
-            f"{', '.join(['prompt', *present])}: rename or add it, or give the argument a default"
-        )
 
 
 def load_function(name: str) -> RewardFunction:

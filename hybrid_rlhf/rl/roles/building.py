@@ -112,16 +112,13 @@ class _Builder:
     def actor(self, path: str) -> HybridEngine | AbsentActor:
         config = self._config
         part = self._part("actor")
-        spec = self._trained("actor", path, config.actor.zero, config.actor.optimizer, config.actor.lora)
-        if config.algorithm.selects:  # completions are learned as in SFT
-            spec = replace(spec, learning="sft")
         actor = None
         alone = self._placement.separate_sampler or self._rollout.backend == "vllm"
         samples = self._placement.with_actor or not alone
         with shared_user_errors(self._run.world):
             if part.is_member:
                 actor = build_actor(
-                    spec,
+                    self._actor_spec(path),
                     part,
                     rollout=self._rollout,
                     max_logprob_diff=config.faults.max_logprob_diff,
@@ -136,13 +133,20 @@ class _Builder:
         return AbsentActor("actor", part, facts, tensor_parallel=together, own=own) if actor is None else actor
 
     def adapter_actor(self, path: str, base: SharedBase) -> AdapterActor:
-        config = self._config
-        spec = self._trained("actor", path, config.actor.zero, config.actor.optimizer, config.actor.lora)
-        if config.algorithm.selects:
-            spec = replace(spec, learning="sft")
-        name = self._run.folder.name
-        limit = config.faults.max_logprob_diff
-        return AdapterActor(base, name, spec, self._run.world, rollout=self._rollout, max_logprob_diff=limit)
+        return AdapterActor(
+            base,
+            self._run.folder.name,
+            self._actor_spec(path),
+            self._run.world,
+            rollout=self._rollout,
+            max_logprob_diff=self._config.faults.max_logprob_diff,
+        )
+
+    def _actor_spec(self, path: str) -> EngineSpec:
+        section = self._config.actor
+        spec = self._trained("actor", path, section.zero, section.optimizer, section.lora)
+        # selected completions are learned as in SFT
+        return replace(spec, learning="sft") if self._config.algorithm.selects else spec
 
     def sampler(
         self, actor: Actor, tokenizer: PreTrainedTokenizerBase

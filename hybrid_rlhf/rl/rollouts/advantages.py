@@ -16,8 +16,7 @@ KL(actor || teacher) at t. MiniLLM (arXiv 2306.08543) also credits a token with 
 gradient of the KL of whole completions at a higher variance; GKD (arXiv 2306.13649) computes the KL over the
 vocabulary, as step 1's `distill` does. Both models have the temperature of the rollout.
 
-Every rank computes its own rows; statistics of scores and
-whitening are those of all rows.
+Every rank computes its own rows; statistics of scores and whitening are those of all rows.
 """
 
 from __future__ import annotations
@@ -141,6 +140,7 @@ def estimate_advantages(
     """
     config = algorithm.config
     mask = rollout.response_mask
+    rollout = replace(rollout, index=rollout.numbered(world))
     assert rollout.scores is not None and rollout.penalties is not None and rollout.old_logprobs is not None
     kl = torch.zeros_like(rollout.old_logprobs)
     if rollout.ref_logprobs is not None and config.kl is not None and config.kl.where == "reward":

@@ -42,7 +42,7 @@ from hybrid_rlhf.runtime.world import World
 
 
 @dataclass
-class _SampledStep:
+class SampledStep:
     """A step whose completions are sampled ahead."""
 
     rows: list[int]
@@ -96,7 +96,7 @@ class AsyncSampler:
         self.extra_prompts = 0 if partial is None else partial.extra
         """Prompts in flight beyond those of a step."""
         self.mixes_versions = self.mixes_versions or partial is not None
-        self._ahead: dict[int, _SampledStep] = {}
+        self._ahead: dict[int, SampledStep] = {}
         self.hidden_seconds = 0.0
         """Seconds of sampling for the last step that overlapped with training."""
         self.metrics: dict[str, float] = {}
@@ -143,13 +143,13 @@ class AsyncSampler:
                 prompts = self.prompts(ahead.rows)
                 ahead.completions = self.sampler.begin(prompts, step=number, greedy=self.greedy, part=ahead.part)
 
-    def _next(self, step: int) -> _SampledStep:
+    def _next(self, step: int) -> SampledStep:
         """A step with the next prompts of the stream."""
         if self._partial is None:
-            return _SampledStep(self.stream.take(self.per_step), None)
+            return SampledStep(self.stream.take(self.per_step), None)
         first = self.stream.taken
         rows = self.stream.take(self._partial.wanted(step))
-        return _SampledStep(rows, None, part=self._partial.begin(step, rows, first=first))
+        return SampledStep(rows, None, part=self._partial.begin(step, rows, first=first))
 
     def resume(self, done: int) -> None:
         """Continue a run after a number of steps; `load_state_dict` was called before if a checkpoint exists."""
@@ -209,14 +209,14 @@ class AsyncSampler:
             )
         for entry in state:
             step = entry["step"]
-            ahead = self._ahead[step] = _SampledStep(entry["rows"], None)
+            ahead = self._ahead[step] = SampledStep(entry["rows"], None)
             stored = restored_rows(Rollout, shards, _prefix(step), {}, world)
             if stored is not None:
                 ahead.completions = stored
             elif self._partial is not None:
                 ahead.part = self._partial.begin(step, [], first=self.stream.taken)
 
-    def _finish(self, ahead: _SampledStep) -> None:
+    def _finish(self, ahead: SampledStep) -> None:
         """Wait for completions. An error, the same on all ranks, is stored, so that a checkpoint can be written."""
         if not isinstance(ahead.completions, Pending):
             return

@@ -71,10 +71,9 @@ class Ticket:
     @property
     def finished(self) -> list[list[Any]]:
         """Completions of each prompt, or sequences of its episodes, once all samples are finished."""
-        whole = [[sample for sample in samples if sample is not None] for samples in self.samples]
         return [
             [row for sample in samples for row in (sample if isinstance(sample, list) else [sample])]
-            for samples in whole
+            for samples in self.samples
         ]
 
 
@@ -342,10 +341,7 @@ class LiveBatch:
         Raises:
             RuntimeError: between two steps, and where several ranks share the model, which would have to call too.
         """
-        batch = self._batch
-        if batch is None or self._together.size > 1:
-            raise RuntimeError("calls need an open batch and a model on one rank")
-        return batch.call(function)
+        return self._only_batch().call(function)
 
     def prepare(self, params: SamplingParams) -> None:
         """As `OpenBatch.prepare`; a batch that is not open compiles later."""
@@ -356,10 +352,13 @@ class LiveBatch:
         self, tokens: Sequence[int], *, adapter: str | None = None, top: int = 0
     ) -> Future[PromptLogprobs]:
         """As `OpenBatch.prompt_logprobs`, with the errors of `call`."""
+        return self._only_batch().prompt_logprobs(tokens, adapter=adapter, top=top)
+
+    def _only_batch(self) -> OpenBatch:
         batch = self._batch
         if batch is None or self._together.size > 1:
-            raise RuntimeError("log-probs of a prompt need an open batch and a model on one rank")
-        return batch.prompt_logprobs(tokens, adapter=adapter, top=top)
+            raise RuntimeError("calls need an open batch and a model on one rank")
+        return batch
 
     @property
     def load(self) -> BatchLoad:
@@ -482,8 +481,10 @@ class LiveBatch:
         for submission, places in ticket.submissions:
             for (place, sample), completion in batch.completions(submission).items():
                 samples[places[place]][sample] = completion
-        begun = [[completion for completion in of_prompt if completion is not None] for of_prompt in samples]
-        return [replace(prompt, begun=of_prompt) for prompt, of_prompt in zip(ticket.prompts, begun, strict=True)]
+        return [
+            replace(prompt, begun=[completion for completion in of_prompt if completion is not None])
+            for prompt, of_prompt in zip(ticket.prompts, samples, strict=True)
+        ]
 
 
 def _capture_now(generation: GenerationEngine) -> None:

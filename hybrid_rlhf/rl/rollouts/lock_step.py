@@ -7,7 +7,7 @@ a run repeats and resumes bit for bit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -96,7 +96,11 @@ class LockStep:
         ended = 0
         while not all(episode.done() for episode in episodes):
             with self.timers("environment"), self._changed:
-                self._changed.wait_for(lambda: _all_wait(zip(episodes, turns, strict=True)))
+                self._changed.wait_for(
+                    lambda: all(
+                        episode.done() or one.asked is not None for episode, one in zip(episodes, turns, strict=True)
+                    )
+                )
             done = [episode.result() for episode in episodes if episode.done()]
             self.on_completed(len(done) - ended)
             ended = len(done)
@@ -124,10 +128,6 @@ class LockStep:
                 on_completed=lambda _: self.on_completed(0),
             )
         return [completion for (completion,) in completions]
-
-
-def _all_wait(episodes: Iterable[tuple[Future[list[Episode]], _Turns]]) -> bool:
-    return all(episode.done() or turns.asked is not None for episode, turns in episodes)
 
 
 def _ended(episode: Future[list[Episode]], prompt: AssignedPrompt) -> list[Episode]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,12 @@ class SampleTexts:
                 "score": json_number(scores[row]),
                 "components": {name: json_number(values[row]) for name, values in rollout.components.items()},
                 "kl": None if kl is None else json_number(kl[row]),
-                "weight_versions": run_lengths(rollout.weight_versions[row][rollout.response_mask[row]].tolist()),
+                "weight_versions": [
+                    (version, len(list(tokens)))
+                    for version, tokens in itertools.groupby(
+                        rollout.weight_versions[row][rollout.response_mask[row]].tolist()
+                    )
+                ],
             }
             for row, number in enumerate(numbers)
         ]
@@ -60,11 +65,6 @@ class SampleTexts:
         means = masked_mean(batch.advantages, mask=batch.rollout.response_mask, dim=1)
         rows = self(batch.rollout, numbers)
         return [{**row, "advantage": json_number(mean)} for row, mean in zip(rows, means, strict=True)]
-
-
-def run_lengths(values: Iterable[int]) -> list[tuple[int, int]]:
-    """Equal neighbours as (value, count)."""
-    return [(value, len(list(equal))) for value, equal in itertools.groupby(values)]
 
 
 def sample_text(rollout: Rollout, row: int, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -170,17 +170,20 @@ class RolloutScorer:
             # Roles on disjoint ranks read at the same time, so no rank waits for another before it has read all.
             if roles.critic_copy is not None:
                 roles.critic_copy.sync()  # first, so that the critic's ranks are free for the actor in the meantime
-            ref = self._read_reference(reading) if reads_ref else {}
-            of_teacher = {} if teacher is None else self._read_frozen(reading, teacher)
-            old, entropy = self._read_actor(reading, agreement) if reads_old else ({}, {})
-            values = self._read_critic(reading) if has_critic else {}
+            ref = self._read_reference(reading) if reads_ref else None
+            of_teacher = None if teacher is None else self._read_frozen(reading, teacher)
+            old, entropy = self._read_actor(reading, agreement) if reads_old else (None, None)
             computed = {
-                **({"ref_logprobs": ref} if reads_ref else {}),
-                **({} if teacher is None else {"teacher_logprobs": of_teacher}),
-                **({"old_logprobs": old, "entropy": entropy} if reads_old else {}),
-                **({"old_values": values} if has_critic else {}),
+                "ref_logprobs": ref,
+                "teacher_logprobs": of_teacher,
+                "old_logprobs": old,
+                "entropy": entropy,
+                "old_values": self._read_critic(reading) if has_critic else None,
             }
-            columns = index.collect(computed, width=rollout.input_ids.shape[1])
+            columns = index.collect(
+                {name: of_rows for name, of_rows in computed.items() if of_rows is not None},
+                width=rollout.input_ids.shape[1],
+            )
             rollout = replace(
                 rollout,
                 old_logprobs=columns.get("old_logprobs", rollout.sampled_logprobs),

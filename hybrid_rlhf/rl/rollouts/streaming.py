@@ -15,23 +15,20 @@ bound.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import StreamingConfig
 from hybrid_rlhf.configs.sections.rules import require
-from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.generation.batching.arrivals import Taken
 from hybrid_rlhf.rl.batch import Rollout, restored_rows
-from hybrid_rlhf.rl.rollouts.collector import AsyncSampler
+from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, SampledStep
 from hybrid_rlhf.rl.rollouts.live import LiveBatch, Order, Ticket
 from hybrid_rlhf.rl.rollouts.partial import begun_state, restored_completions
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
@@ -42,50 +39,24 @@ ORDER_FILE = "order.jsonl"
 """The decoding steps in which prompts began and weights changed: `rollout.streaming.replay_order` of a later run."""
 
 
-@dataclass
-class _StreamedStep:
-    """A step whose prompts are sampled."""
-
-    rows: list[int]
-    """Indices of its prompts in the data set."""
-    ticket: Ticket | None = None
-    """This rank's prompts; none: not added to the batch yet."""
-
-
 class StreamingSampler(AsyncSampler):
     """Takes prompts from a stream and samples them in the batch of a LiveBatch, for the steps of a run in order."""
 
     mixes_versions = True
 
-    def __init__(
-        self,
-        sampler: RolloutSampler,
-        config: StreamingConfig,
-        *,
-        prompts: Dataset,
-        stream: RowStream,
-        per_step: int,
-        total_steps: int,
-        folder: Path,
-        greedy: bool = False,
-    ) -> None:
+    def __init__(self, sampler: RolloutSampler, config: StreamingConfig, *, folder: Path, **settings: Any) -> None:
         """Take the sampler and the prompts.
 
         Args:
             sampler: assigns prompts to ranks and makes rollouts.
             config: settings of streaming.
-            prompts: the data set of prompts.
-            stream: order of the prompts.
-            per_step: prompts per step, before dynamic sampling.
-            total_steps: steps of the run.
             folder: folder of the run, for order.jsonl.
-            greedy: true to add one greedy completion to the samples of each prompt.
+            settings: as in AsyncSampler, without a policy lag and partial rollouts.
         """
-        super().__init__(
-            sampler, prompts=prompts, stream=stream, per_step=per_step, total_steps=total_steps, greedy=greedy
-        )
+        super().__init__(sampler, **settings)
         self._config = config
-        self._steps: dict[int, _StreamedStep] = {}
+        self._tickets: dict[int, Ticket] = {}
+        """This rank's prompts of each step that were added to the batch."""
         self._begun: dict[int, list[Any]] = {}
         """Completions so far of a checkpoint's prompts, by number of the prompt."""
         self._folder = folder
@@ -98,11 +69,6 @@ class StreamingSampler(AsyncSampler):
         """Time of the last step's idle time, and idle time by then."""
         self._tensors: dict[str, Tensor] = {}
 
-    @property
-    def has_next(self) -> bool:
-        """True if there are prompts for another step."""
-        return bool(self._steps) or self.stream.left > 0
-
     def take(self, step: int) -> tuple[list[int], Rollout]:
         """Indices of the prompts of a step, and the completions that this rank holds; see AsyncSampler."""
         sampler = self.sampler
@@ -110,9 +76,8 @@ class StreamingSampler(AsyncSampler):
         live = sampler.live or self._opened(step)
         with live.current(step):
             self._admit(live, step)
-            streamed = self._steps.pop(step)
-            ticket = streamed.ticket
-            assert ticket is not None
+            rows = self._ahead.pop(step).rows
+            ticket = self._tickets.pop(step)
             # a rank that is done goes on with later prompts while it waits for the others
             with sampler.timers("generation"), shared_user_errors(sampler.world):
                 samples = live.wait(ticket)
@@ -120,7 +85,7 @@ class StreamingSampler(AsyncSampler):
         self.metrics = self._log_order(live, step)
         self.hidden_seconds = start - self._left if live.lasts and self._left is not None else 0.0
         self._left = time.perf_counter()
-        return streamed.rows, rollout
+        return rows, rollout
 
     def begin(self, step: int) -> None:
         """Do nothing: prompts begin with the weights of each step."""
@@ -146,19 +111,19 @@ class StreamingSampler(AsyncSampler):
     def _admit(self, live: LiveBatch, step: int) -> None:
         """Sample the prompts of the present step and of those that may begin in it."""
         for number in range(step, min(step + self._config.max_lag, self.total_steps) + 1):
-            if number not in self._steps:
+            if number not in self._ahead:
                 if self.stream.left <= 0:
                     return
-                self._steps[number] = _StreamedStep(self.stream.take(self.per_step))
-            streamed = self._steps[number]
-            if streamed.ticket is None:
-                streamed.ticket = live.add(*self._assigned(number, streamed.rows))
-
-    def _assigned(self, number: int, rows: Sequence[int]) -> Any:
-        mine = self.sampler.assigned(self.prompts(rows), step=number, greedy=self.greedy)
-        begun = [self._begun.pop(self._number(number, prompt.place), []) for prompt in mine]
-        mine = [replace(prompt, begun=so_far) for prompt, so_far in zip(mine, begun, strict=True)]
-        return mine, self.sampler.progress(mine, number)
+                self._ahead[number] = self._next(number)
+            if number not in self._tickets:
+                assigned = self.sampler.assigned(
+                    self.prompts(self._ahead[number].rows), step=number, greedy=self.greedy
+                )
+                mine = [
+                    replace(prompt, begun=self._begun.pop(self._number(number, prompt.place), []))
+                    for prompt in assigned
+                ]
+                self._tickets[number] = live.add(mine, self.sampler.progress(mine, number))
 
     def _number(self, step: int, place: int) -> int:
         """Number of a prompt in the run."""
@@ -198,16 +163,15 @@ class StreamingSampler(AsyncSampler):
     def state_dict(self) -> list[dict[str, Any]]:
         """The steps whose prompts are sampled, for a checkpoint. Every rank calls."""
         self._lines.flush()
-        return [{"step": number, "rows": streamed.rows} for number, streamed in self._steps.items()]
+        return super().state_dict()
 
     def carried_state(self, world: World) -> dict[str, Any]:
         """The completions so far, for a checkpoint; call on every rank after `state_dict`."""
         live = self.sampler.live
-        tickets = {step: streamed.ticket for step, streamed in self._steps.items() if streamed.ticket is not None}
-        begun = [] if live is None else live.begun([*tickets.values()])
+        begun = [] if live is None else live.begun([*self._tickets.values()])
         numbered = [
             replace(prompt, place=self._number(step, prompt.place))
-            for step, prompts in zip(tickets, begun, strict=True)
+            for step, prompts in zip(self._tickets, begun, strict=True)
             for prompt in prompts
             if prompt.begun
         ]
@@ -240,7 +204,7 @@ class StreamingSampler(AsyncSampler):
             "the checkpoint holds completions of rollout.async_sampling or rollout.partial, got rollout.streaming: "
             "resume with that setting",
         )
-        self._steps = {entry["step"]: _StreamedStep(entry["rows"]) for entry in state}
+        self._ahead = {entry["step"]: SampledStep(entry["rows"], None) for entry in state}
         if carried is not None:
             self._begun = restored_completions(shards, carried["finish_reasons"])
 
@@ -266,7 +230,7 @@ def recorded_order(path: str, *, group: int | None, groups: int, first: int) -> 
         lines = [line for line in read_lines(Path(path)) if line["step"] >= first]
         orders = {line["step"]: [[Taken(*entry) for entry in of] for of in line["groups"]] for line in lines}
         opened = {line["opened"] for line in lines}
-    except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"rollout.streaming.replay_order must be the order.jsonl of a run, got {path} ({error}): give such a file"
         ) from error

@@ -23,7 +23,7 @@ class PtxBatches:
         pad_token_id: int,
         world: World,
     ) -> None:
-        self._loader = BatchLoader(
+        self.loader = BatchLoader(
             rows,
             global_batch_size=global_batch_size,
             world_rank=world.rank,
@@ -32,18 +32,11 @@ class PtxBatches:
             seed=seed,
             size_key="the batch size",
         )
-        self._parts = self._loader.iterate()
+        """Its state is the position, which is restored before the first batch is taken."""
+        self._parts = self.loader.iterate()
         self._pad_token_id = pad_token_id
         self._device = world.device
 
     def __next__(self) -> list[TokenBatch]:
         """Return the micro-batches of the next update."""
         return [collate_tokens(part, self._pad_token_id).to(self._device) for part in next(self._parts)]
-
-    def state_dict(self) -> dict[str, int]:
-        """The position, for a checkpoint."""
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore the position of a checkpoint, before the first batch is taken."""
-        self._loader.load_state_dict(state)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_rlhf.configs.sft import DistillConfig, SFTConfig
+from hybrid_rlhf.configs.sft import DistillConfig
 from hybrid_rlhf.data.chat.conversation import stop_token_ids
 from hybrid_rlhf.data.collation import TokenBatch, collate_tokens
 from hybrid_rlhf.data.packing import row_sequences
@@ -28,9 +28,8 @@ from hybrid_rlhf.engines.partition import gathered
 from hybrid_rlhf.functional.distillation import DistillationRule
 from hybrid_rlhf.functional.losses import LossSum
 from hybrid_rlhf.generation.sampling import SamplingParams, derive_seed
-from hybrid_rlhf.loop.setup import pad_token, require_same_tokens, resolve
+from hybrid_rlhf.loop.setup import pad_token
 from hybrid_rlhf.models.distillation import Teacher, TeacherTargets
-from hybrid_rlhf.runtime.run import Run
 from hybrid_rlhf.supervised.trainer import Objective
 
 _Sequence = tuple[Mapping[str, Any] | None, tuple[list[int], SamplingParams] | None]
@@ -172,14 +171,3 @@ def with_row_numbers(rows: RowSequence, config: DistillConfig, *, max_length: in
     most = list(rows["padded_tokens"]) if packed else [limit] * len(lengths)
     grown = [min(m, n + m // limit * config.sampling.max_new_tokens) for n, m in zip(lengths, most, strict=True)]
     return AugmentedRows(rows, lambda place, _: {"place": place}, columns={"length": grown})
-
-
-def find_teacher(config: SFTConfig, distill: DistillConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Path of the teacher.
-
-    Raises:
-        UserError: when it does not exist, or its vocabulary differs from the student's.
-    """
-    path = resolve(config, run, distill.teacher, key="distill.teacher")
-    require_same_tokens("teacher", path, tokenizer, config.model, learner="student")
-    return path

@@ -106,7 +106,7 @@ def read_tests(value: object) -> list[Test]:
     """Tests of a row.
 
     A text is JSON of one of the other forms, or Python with assertions; a list has such texts, or mappings with
-    `input` and `output`; a mapping has the lists `inputs` and `outputs`.
+    `input` and `output`; a mapping has the lists `inputs` and `outputs`, of the same length.
 
     Raises:
         BadRow: for anything else, or no test.
@@ -116,9 +116,10 @@ def read_tests(value: object) -> list[Test]:
             value = json.loads(value)
         except ValueError:
             return [Test(assertions=str(value))]
-    if isinstance(value, Mapping) and {"inputs", "outputs"} <= set(value) and not value.get("fn_name"):
-        pairs = zip(value["inputs"], value["outputs"], strict=False)
-        value = [{"input": stdin, "output": stdout} for stdin, stdout in pairs]
+    if isinstance(value, Mapping) and not value.get("fn_name"):
+        inputs, outputs = value.get("inputs"), value.get("outputs")
+        if isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs):
+            value = [{"input": stdin, "output": stdout} for stdin, stdout in zip(inputs, outputs, strict=True)]
     if isinstance(value, list) and value and all(map(_is_test, value)):
         return [
             Test(assertions=test) if isinstance(test, str) else Test(None, _text(test["input"]), _text(test["output"]))

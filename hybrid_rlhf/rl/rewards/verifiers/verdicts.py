@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 Outcome = Literal["right", "wrong", "no_answer", "error", "timeout"]
 OUTCOMES: tuple[Outcome, ...] = ("wrong", "no_answer", "error", "timeout")
@@ -27,13 +27,8 @@ class BadRow(ValueError):
 Judgement = Verdict | BadRow
 Map = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 """Results of a function of each item, computed by the workers."""
-
-
-class Verifier(Protocol):
-    """Judges completions."""
-
-    def __call__(self, completions: Sequence[str], expected: Sequence[Any], each: Map) -> list[Judgement]:
-        """Judge completions by the values of the column, none of which is None."""
+Verifier = Callable[[Sequence[str], Sequence[Any], Map], list[Judgement]]
+"""Judges completions by the values of the column, none of which is None."""
 
 
 def answer_of(completion: str) -> str:
