@@ -59,7 +59,7 @@ REFUSED = {
     "--rollout.async_sampling.policy_lag 1 --rollout.backend module": "backend module: leave it out",
     "--rollout.partial.extra_prompts 0": "must be in (0, 1], got 0",
     "--rollout.partial.max_lag 0": "max_lag must be 1 step or more, got 0",
-    "--rollout.partial.max_lag 1 --rollout.backend module": "backend module: leave it out",
+    "--rollout.partial.max_lag 1 --rollout.backend module": "rollout.backend module has no inference weights",
     "--rollout.partial.max_lag 1 --environment.path x.py:X": "got the section environment",
     f"{STREAMING} --rollout.quantization int8": "got rollout.quantization int8: leave it out",
     f"{STREAMING} --rollout.partial.extra_prompts 0.5": "rollout.partial",
