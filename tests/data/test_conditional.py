@@ -139,7 +139,7 @@ OPTIONS = {
     "--distill.temperature 0": r"distill\.temperature .* above 0, got 0\.0: .*1\.0",
     "--distill.sft_coef -1": r"distill\.sft_coef .* 0 or more, got -1\.0: raise",
     "--distill.on_policy_fraction 2": r"distill\.on_policy_fraction .*\[0, 1\], got 2\.0: lower",
-    "--distill.sampling.max_new_tokens 0": r"distill\.sampling\.max_new_tokens .* 1 or more, got 0: change",
+    "--distill.sampling.max_new_tokens 0": r"distill\.sampling\.max_new_tokens .* 1 or more, got 0: raise",
     "--distill.on_policy_fraction 1 --distill.sft_coef 0.5": r"distill\.sft_coef 0\.5 .* on_policy_fraction 1.*: lower",
 }
 

@@ -182,7 +182,7 @@ def test_models_that_cannot_replay_are_refused(model_type: str, message: str, wo
 
 
 def test_settings_without_use_for_replay_are_refused() -> None:
-    with pytest.raises(UserError, match="routing_replay needs experts that inference weights record, .* module: give"):
+    with pytest.raises(UserError, match="backend module has no inference weights, got rollout.routing_replay True"):
         RolloutConfig(routing_replay=True, backend="module")
     for name, kind in RL_ALGORITHMS.items():
         n = kind.defaults_elsewhere.get("rollout.sampling.n", max(2, kind.fewest_completions))
