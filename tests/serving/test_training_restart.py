@@ -140,12 +140,25 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.
     store.write_checkpoint(checkpoint, whole, overwrite=False)
     again = Store(tmp_path)
     assert again.find("tinker://run/weights/a", "alice").size_bytes == 3
-    with monkeypatch.context() as patch:  # once the new one has its name, the old one is removed
-        patch.setattr(shutil, "rmtree", Mock(side_effect=[None, Killed]))
-        with pytest.raises(Killed):
-            store.write_checkpoint(replace(checkpoint, seq=2), whole, overwrite=True)
-    again = Store(tmp_path)
-    assert [entry.name for entry in (tmp_path / "runs" / "run" / "weights").iterdir()] == ["a"]
+    rename = Path.rename
+
+    def killed_between(path: Path, target: Path) -> Path:
+        if target.name == "a":
+            raise Killed
+        return rename(path, target)
+
+    # the old one steps aside, the new one gets its name, the old one is removed
+    for patched, name, function, kept in (
+        (Path, "rename", killed_between, 1),
+        (shutil, "rmtree", Mock(side_effect=[None, None, Killed]), 2),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(patched, name, function)
+            with pytest.raises(Killed):
+                again.write_checkpoint(replace(checkpoint, seq=2), whole, overwrite=True)
+        again = Store(tmp_path)
+        assert again.find("tinker://run/weights/a", "alice").seq == kept
+        assert [entry.name for entry in (tmp_path / "runs" / "run" / "weights").iterdir()] == ["a"]
     again.write_checkpoint(replace(checkpoint, seq=2), whole, overwrite=False)  # an answer was lost: it comes again
     with pytest.raises(UserError, match="a checkpoint never changes"):
         again.write_checkpoint(replace(checkpoint, seq=3), whole, overwrite=False)

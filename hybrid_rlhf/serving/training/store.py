@@ -26,6 +26,7 @@ from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.durable import flush
 from hybrid_rlhf.runtime.files.reading import stored_object
+from hybrid_rlhf.runtime.observability.logs import logger
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: dict[str, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -33,6 +34,8 @@ KINDS: dict[str, str] = {"weights": "training", "sampler_weights": "sampler", "e
 META_FILE = "checkpoint.json"
 _PATH = re.compile(r"tinker://([\w.:-]+)/(weights|sampler_weights|external_weights)/([\w.-]+)")
 _NAME = re.compile(r"\w[\w.-]{0,127}", re.ASCII)  # a file's name has at most 255 bytes
+_REPLACED = ".replaced.partial"
+"""End of the name of a checkpoint that is being overwritten."""
 _KEPT_SAMPLERS = 8
 """Number of unnamed sampler checkpoints of a run that are kept."""
 
@@ -124,6 +127,10 @@ class Store:
         """Read what is there, and remove what a killed server has not finished."""
         self._runs_folder = folder / "runs"
         self._runs_folder.mkdir(parents=True, exist_ok=True)
+        for replaced in self._runs_folder.glob(f"*/*/.*{_REPLACED}"):
+            folder_before = replaced.with_name(replaced.name[1:].removesuffix(_REPLACED))
+            if not folder_before.exists():  # killed before the new one had its name
+                replaced.rename(folder_before)
         for partial in self._runs_folder.glob("*/*/.*.partial"):
             shutil.rmtree(partial)
         runs = [Run(**_object(file)) for file in self._runs_folder.glob("*/run.json")]
@@ -164,7 +171,9 @@ class Store:
         kind_folder.mkdir(parents=True, exist_ok=True)
         folder = kind_folder / checkpoint.name
         beside = kind_folder / f".{checkpoint.name}.partial"
+        replaced_folder = kind_folder / f".{checkpoint.name}{_REPLACED}"
         shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(replaced_folder, ignore_errors=True)
         try:
             save(beside)
             checkpoint.size_bytes = sum(file.stat().st_size for file in beside.iterdir())
@@ -172,13 +181,13 @@ class Store:
             for file in beside.iterdir():
                 flush(file)
             if folder.exists():
-                folder.rename(kind_folder / f".{checkpoint.name}.replaced.partial")
+                folder.rename(replaced_folder)
             beside.rename(folder)
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)  # free its space, which a full disk needs
             raise
         flush(kind_folder)
-        shutil.rmtree(kind_folder / f".{checkpoint.name}.replaced.partial", ignore_errors=True)
+        shutil.rmtree(replaced_folder, ignore_errors=True)
         checkpoint.folder = folder
         self.add(checkpoint)
         unnamed = [saved for saved in self.checkpoints(run_id=checkpoint.run_id) if saved.unnamed]
@@ -206,7 +215,10 @@ class Store:
         """Delete the checkpoints whose time is over."""
         for checkpoint in self.checkpoints():
             if checkpoint.expires is not None and checkpoint.expires < time.time():
-                self.delete(checkpoint.path)
+                try:
+                    self.delete(checkpoint.path)
+                except OSError as error:
+                    logger.warning("cannot delete the expired checkpoint %s: %s", checkpoint.path, error)
 
     def checkpoints(self, tenant: str | None = None, run_id: str | None = None) -> list[Checkpoint]:
         """Checkpoints of a key, of a run, or all, oldest first."""
