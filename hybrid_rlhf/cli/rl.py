@@ -5,7 +5,6 @@ With `--adapters` it trains several runs together on one base.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.schema import Layer
 from hybrid_rlhf.configs.rl import RLConfig
-from hybrid_rlhf.runtime.command_line import parse_config, read_file, user_errors
+from hybrid_rlhf.runtime.command_line import is_first_rank, parse_config, read_file, user_errors
 from hybrid_rlhf.runtime.output import print_document, wants_json
 
 _ADAPTERS = "--adapters"
@@ -57,7 +56,7 @@ def _run_together(file: str, words: Sequence[str], prog: str | None) -> None:
     from hybrid_rlhf.rl.adapter_runs import run_together
 
     run_together(configs)
-    if wants_json() and os.environ.get("RANK", "0") == "0":
+    if wants_json() and is_first_rank():
         print_document({"runs": {name: run_document(config.output_dir) for name, config in configs.items()}})
 
 

@@ -32,6 +32,7 @@ from hybrid_rlhf.runtime.command_line import (
     INTERRUPTED_EXIT_CODE,
     PACKAGE,
     USER_ERROR_CODE,
+    is_first_rank,
     parse_config,
     read_config,
     save_config,
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str | None = None) -> None:
 
 def print_run(folder: str) -> None:
     """With --json, print the folder of a step's run and its last metrics; on the main rank."""
-    if wants_json() and os.environ.get("RANK", "0") == "0":
+    if wants_json() and is_first_rank():
         print_document(run_document(folder))
 
 

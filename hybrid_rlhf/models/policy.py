@@ -99,8 +99,15 @@ class Policy(nn.Module):
         """`hidden_before` of this model; also computes router losses where gradients are needed."""
         self.router_losses = None
         logits: list[Tensor] | None = [] if self.router_loss is not None and torch.is_grad_enabled() else None
-        routing = {"router_logits": logits, "replay": self.replay, "routes": routes}
-        hidden_and_mask = hidden_before(self.lm, input_ids, attention_mask, token_mask, **routing)
+        hidden_and_mask = hidden_before(
+            self.lm,
+            input_ids,
+            attention_mask,
+            token_mask,
+            router_logits=logits,
+            replay=self.replay,
+            routes=routes,
+        )
         if self.router_loss is not None and logits is not None:
             self.router_losses = self.router_loss(logits, attention_mask.bool())
         return hidden_and_mask
@@ -207,12 +214,18 @@ def values_before(outputs: Tensor) -> Tensor:
 
 
 def hidden_before(
-    lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, token_mask: Tensor, **routing: Any
+    lm: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    token_mask: Tensor,
+    *,
+    router_logits: list[Tensor] | None = None,
+    replay: RouterReplay | None = None,
+    routes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Last hidden states [N, H] before the tokens of a mask, row by row, and the mask [B, T] without first tokens;
-    `routing` as in `backbone_hidden`."""
+    """Last hidden states [N, H] before the tokens of a mask, row by row, and the mask [B, T] without first tokens."""
     real = attention_mask.bool()
-    hidden = backbone_hidden(lm, input_ids, real, **routing)
+    hidden = backbone_hidden(lm, input_ids, real, router_logits=router_logits, replay=replay, routes=routes)
     places, wanted = places_before(real, token_mask)
     return hidden[places], wanted
 

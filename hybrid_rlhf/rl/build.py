@@ -203,17 +203,29 @@ def rl_session(
         partial = None
         if config.rollout.partial is not None:
             partial = PartialRollouts(config.rollout, roles.sampler, total_steps=steps)
-        order: dict[str, Any] = {
-            "prompts": prompts.train,
-            "stream": stream,
-            "per_step": config.rollout.prompts_per_step,
-            "total_steps": steps,
-            "greedy": algorithm.wants_greedy,
-        }
-        if config.rollout.streaming is None:
-            ahead = AsyncSampler(sampler, policy_lag=config.rollout.policy_lag, partial=partial, **order)
+        ahead: AsyncSampler
+        if config.rollout.streaming is not None:
+            ahead = StreamingSampler(
+                sampler,
+                config.rollout.streaming,
+                prompts=prompts.train,
+                stream=stream,
+                per_step=config.rollout.prompts_per_step,
+                total_steps=steps,
+                folder=run.folder,
+                greedy=algorithm.wants_greedy,
+            )
         else:
-            ahead = StreamingSampler(sampler, config.rollout.streaming, folder=run.folder, **order)
+            ahead = AsyncSampler(
+                sampler,
+                prompts=prompts.train,
+                stream=stream,
+                per_step=config.rollout.prompts_per_step,
+                total_steps=steps,
+                policy_lag=config.rollout.policy_lag,
+                greedy=algorithm.wants_greedy,
+                partial=partial,
+            )
         collector = Collector(ahead, parts.scorer, algorithm)
         yield RLSession(config, run, tokenizer, parts, prompts.train, prompts.held_out, collector, watch)
 

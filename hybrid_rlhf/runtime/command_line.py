@@ -104,6 +104,11 @@ def save_config(config: Any, path: Path) -> None:
     write_whole(path, yaml.safe_dump(plain(config), sort_keys=False))
 
 
+def is_first_rank() -> bool:
+    """True on the rank whose command prints the result, also before the ranks have met."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextlib.contextmanager
 def user_errors(*, is_rank: bool = False) -> Iterator[None]:
     """Context of a command, which turns a user's mistake or a disk's fault into one line on stderr, or JSON on stdout,

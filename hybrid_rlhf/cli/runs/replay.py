@@ -18,7 +18,7 @@ from hybrid_rlhf.cli.runs.processes import launcher, tee
 from hybrid_rlhf.configs.commands.replay import ReplayConfig
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.pipeline import LauncherConfig
-from hybrid_rlhf.runtime.command_line import command, save_config
+from hybrid_rlhf.runtime.command_line import command, is_first_rank, save_config
 from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.output import print_result
 
@@ -64,7 +64,7 @@ def _replay(config: ReplayConfig) -> None:
 
 def _be_a_rank(config: ReplayConfig, scratch: Path) -> None:
     """Compute the result; the first rank writes it. A user's mistake is also a result, which the command reports."""
-    is_main = os.environ.get("RANK", "0") == "0"
+    is_main = is_first_rank()
     try:
         result = _result(config, scratch)
     except UserError as error:

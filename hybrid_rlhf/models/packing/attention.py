@@ -23,9 +23,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,18 +38,34 @@ from hybrid_rlhf.models.packing.rows import groups_of, is_packed
 _LARGEST_HEAD = 256
 
 
-VarlenAttention = Callable[..., Tensor]
-"""A varlen kernel: causal attention within each sequence, [N, A, D].
+class VarlenAttention(Protocol):
+    """A varlen kernel."""
 
-Args:
-    query: [N, A, D].
-    key: [M, K, D].
-    value: [M, K, D].
-    ends: boundaries of the sequences, int32 [B + 1] from 0, in the queries and in the keys.
-    longest: length of the longest sequence, in queries and in keys.
-    scale: factor of the scores; None: 1 / sqrt(D).
-    window: number of tokens that a query attends to, itself included; None: all tokens before it.
-"""
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ends: tuple[Tensor, Tensor],
+        longest: tuple[int, int],
+        *,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Causal attention within each sequence.
+
+        Args:
+            query: [N, A, D].
+            key: [M, K, D].
+            value: [M, K, D].
+            ends: boundaries of the sequences, int32 [B + 1] from 0, in the queries and in the keys.
+            longest: length of the longest sequence, in queries and in keys.
+            scale: factor of the scores; None: 1 / sqrt(D).
+            window: number of tokens that a query attends to, itself included; None: all tokens before it.
+
+        Returns:
+            [N, A, D].
+        """
 
 
 def varlen_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> VarlenAttention | None:

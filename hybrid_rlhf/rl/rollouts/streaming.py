@@ -21,11 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from torch import Tensor
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rollout import StreamingConfig
 from hybrid_rlhf.configs.sections.rules import require
+from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.generation.batching.arrivals import Taken
 from hybrid_rlhf.rl.batch import Rollout, restored_rows
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, SampledStep
@@ -44,16 +46,33 @@ class StreamingSampler(AsyncSampler):
 
     mixes_versions = True
 
-    def __init__(self, sampler: RolloutSampler, config: StreamingConfig, *, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self,
+        sampler: RolloutSampler,
+        config: StreamingConfig,
+        *,
+        prompts: Dataset,
+        stream: RowStream,
+        per_step: int,
+        total_steps: int,
+        folder: Path,
+        greedy: bool = False,
+    ) -> None:
         """Take the sampler and the prompts.
 
         Args:
             sampler: assigns prompts to ranks and makes rollouts.
             config: settings of streaming.
+            prompts: the data set of prompts.
+            stream: order of the prompts.
+            per_step: prompts per step, before dynamic sampling.
+            total_steps: steps of the run.
             folder: folder of the run, for order.jsonl.
-            settings: as in AsyncSampler, without a policy lag and partial rollouts.
+            greedy: true to add one greedy completion to the samples of each prompt.
         """
-        super().__init__(sampler, **settings)
+        super().__init__(
+            sampler, prompts=prompts, stream=stream, per_step=per_step, total_steps=total_steps, greedy=greedy
+        )
         self._config = config
         self._tickets: dict[int, Ticket] = {}
         """This rank's prompts of each step that were added to the batch."""
