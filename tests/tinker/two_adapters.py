@@ -34,11 +34,11 @@ def sampled(client: tinker.SamplingClient, first: int) -> list[list[int]]:
 def main() -> None:
     service = tinker.ServiceClient()
     result = {"base": tinker.RestClient().get_server_capabilities().result().supported_models[0].model_name}
-    clients = [service.create_lora_training_client(base_model="tiny", rank=rank).result() for rank in (4, 8)]
+    clients = [service.create_lora_training_client(base_model="tiny", rank=rank, seed=rank).result() for rank in (4, 8)]
     rows = [SEQUENCE, SEQUENCE[::-1]]
-    adam = types.AdamParams(learning_rate=2e-2)
+    adam = types.AdamParams(learning_rate=1e-2)
     losses = []
-    for _ in range(20):
+    for _ in range(40):
         futures = []
         for client, row in zip(clients, rows, strict=True):
             futures.append(client.forward_backward([sft(row)], "cross_entropy"))
