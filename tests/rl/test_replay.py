@@ -28,6 +28,7 @@ from tests.support.tiny import tiny_tokenizer
 
 RL, REPLAY = "hybrid_rlhf.cli.rl", "hybrid_rlhf.cli.runs.replay"
 AHEAD = ["--rollout.async_sampling.policy_lag", "2"]
+STREAMING = ["--rollout.streaming.max_lag", "2"]
 PARTIAL = "--rollout.partial.extra_prompts 1 --rollout.partial.max_lag 2".split()
 
 
@@ -104,6 +105,8 @@ def test_texts_are_compared_where_tokens_are_missing(ppo_run: Path, tmp_path: Pa
     [
         (["--algorithm", "grpo", "--rollout.sampling.n", "2", *AHEAD], [4], 1),
         (PARTIAL, [3], 1),
+        faults(STREAMING, [3], 1),
+        faults([*STREAMING, "--placement", "separation"], [3], 2),
         faults("--algorithm grpo --rollout.sampling.n 2".split(), [3], 2),
         faults("--algorithm dapo --rollout.sampling.n 3".split(), [4], 1),
         faults(["--algorithm", "remax"], [4], 1),

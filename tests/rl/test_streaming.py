@@ -24,6 +24,7 @@ from hybrid_rlhf.data.loaders import RowStream
 from hybrid_rlhf.generation import GenerationEngine
 from hybrid_rlhf.generation.open_batch import PromptBatch
 from hybrid_rlhf.rl.batch import Rollout
+from hybrid_rlhf.rl.replay.recorded import RecordedStep
 from hybrid_rlhf.rl.rollouts.live import LiveBatch
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
 from hybrid_rlhf.rl.rollouts.streaming import StreamingSampler, recorded_order
@@ -187,7 +188,7 @@ def test_lengths_that_are_trained_on_are_those_that_were_started(world: World, m
 
 def test_a_checkpoint_keeps_prompts_and_tokens(model: Path, tmp_path: Path) -> None:
     """Resumed after its second step, a run trains on the same prompts in each step, and on the tokens that older
-    weights had sampled by then."""
+    weights had sampled by then. A replay repeats its order from that checkpoint."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"say {row}"}) + "\n" for row in range(40)))
     run = tmp_path / "run"
@@ -209,6 +210,14 @@ def test_a_checkpoint_keeps_prompts_and_tokens(model: Path, tmp_path: Path) -> N
     assert [line["step"] for line in read_lines(run / "order.jsonl")] == [1, 2, 3, 4]
     opened = [line["opened"] for line in read_lines(run / "order.jsonl")]
     assert opened == [1, 1, 3, 3]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    run_main("hybrid_rlhf.cli.runs.replay", 1, [str(run), "--step", "4", "--scratch", str(scratch)])
+    result = json.loads((scratch / "result.json").read_text())
+    assert result["identical"] and {sample["compared"] for sample in result["samples"]} == {"tokens"}
+    shutil.rmtree(run / "checkpoints" / "step_2")
+    with pytest.raises(UserError, match="starts where the process of its step did, at step 3, got no checkpoint"):
+        RecordedStep.read(run, 4).resumed_config(tmp_path / "other")
 
 
 @pytest.mark.faults

@@ -179,8 +179,12 @@ def test_only_the_last_unnamed_weights_are_kept(tmp_path: Path) -> None:
         checkpoint = Checkpoint(
             "run", "sampler_weights", f"{number}", "a", 4, number, float(number), 0, unnamed=number != 3
         )
+        checkpoint.sampler = f"session:sample:{number}"
         store.write_checkpoint(checkpoint, lambda folder: folder.mkdir(), overwrite=False)
-    assert sorted(int(entry.name) for entry in store.checkpoints()) == [3, 4, 5, 6, 7, 8, 9, 10, 11]
+        store.samplers.write(checkpoint.sampler, tenant="a", path=checkpoint.path)
+    kept = [3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert sorted(int(entry.name) for entry in store.checkpoints()) == kept
+    assert {*Store(tmp_path).samplers} == {f"session:sample:{number}" for number in kept}, "also on disk"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ bound.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, SampledStep
 from hybrid_rlhf.rl.rollouts.live import LiveBatch, Order, Ticket
 from hybrid_rlhf.rl.rollouts.partial import begun_state, restored_completions
 from hybrid_rlhf.rl.rollouts.sampler import RolloutSampler
+from hybrid_rlhf.runtime.files.atomic import write_whole
 from hybrid_rlhf.runtime.files.json_lines import JsonLinesFile, drop_lines_after, read_lines
 from hybrid_rlhf.runtime.world import World, shared_user_errors
 
@@ -231,6 +233,30 @@ class StreamingSampler(AsyncSampler):
         """Drop what an interrupted run has written to order.jsonl after a step."""
         if self.sampler.world.is_main:
             drop_lines_after(self._folder / ORDER_FILE, done)
+
+
+def copy_order(folder: Path, step: int, file: Path) -> int:
+    """Copy the order of a run up to a step, as far as the process wrote it that computed the step, for `replay_order`.
+
+    Args:
+        folder: folder of the run.
+        step: the last step.
+        file: path of the copy.
+
+    Returns:
+        the first step of that process.
+
+    Raises:
+        UserError: if the run has no order of the step.
+    """
+    lines = read_lines(folder / ORDER_FILE)
+    opened = next((line["opened"] for line in lines if line["step"] == step), None)
+    if opened is None:
+        raise UserError(f"a replay of a streaming run needs the order of step {step}, {folder / ORDER_FILE} has none")
+    kept = [json.dumps(line) + "\n" for line in lines if opened <= line["step"] <= step]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, "".join(kept))
+    return int(opened)
 
 
 def recorded_order(path: str, *, group: int | None, groups: int, first: int) -> dict[int, Order]:

@@ -106,11 +106,16 @@ def newest_complete(run_folder: Path, world: World) -> Path | None:
 def newest_before(run_folder: Path, step: int) -> Path | None:
     """The newest checkpoint from which a run resumes before the rollout of a step, with a valid manifest; or None."""
     for path in checkpoint_paths(run_folder)[::-1]:
-        after, update = _position(path)
         with contextlib.suppress(BrokenCheckpoint):
-            if after + (update >= 0) < step and read_manifest(path):  # a checkpoint within a step contains its rollout
+            if first_rollout(path) <= step and read_manifest(path):
                 return path
     return None
+
+
+def first_rollout(checkpoint: Path) -> int:
+    """The first step whose rollout a run samples that resumes from a checkpoint."""
+    step, update = _position(checkpoint)
+    return step + 1 + (update >= 0)  # a checkpoint within a step contains its rollout
 
 
 def rename_superseded(run_folder: Path, checkpoint: Path | None) -> None:

@@ -46,7 +46,7 @@ from hybrid_rlhf.serving.training.messages import ForwardBackward, forward_backw
 from hybrid_rlhf.serving.training.metrics import TrainingMetrics
 from hybrid_rlhf.serving.training.queue import Command, CommandQueue, ModelQueue, PackedRow, TakenRow
 from hybrid_rlhf.serving.training.sampling import Samplers
-from hybrid_rlhf.serving.training.store import Checkpoint, Kind, Run, Store, UnknownObject, checked_name
+from hybrid_rlhf.serving.training.store import KEPT_SAMPLERS, Checkpoint, Kind, Run, Store, UnknownObject, checked_name
 from hybrid_rlhf.serving.training.tenants import Tenant, Tenants
 from hybrid_rlhf.serving.training.trainer import Trainer
 
@@ -525,7 +525,10 @@ class TrainingService:
         """
         record = self.store.samplers.get(sampler_id)
         if record is None or record["tenant"] != tenant.name:
-            raise UnknownObject(f"there is no sampling session {sampler_id[:200]} of this key: create one")
+            raise UnknownObject(
+                f"there is no sampling session {sampler_id[:200]} of this key, or its unnamed weights are older than "
+                f"the last {KEPT_SAMPLERS} of their run: create one"
+            )
         path: str | None = record["path"]
         return path
 

@@ -36,7 +36,7 @@ _PATH = re.compile(r"tinker://([\w.:-]+)/(weights|sampler_weights|external_weigh
 _NAME = re.compile(r"\w[\w.-]{0,127}", re.ASCII)  # a file's name has at most 255 bytes
 _REPLACED = ".replaced.partial"
 """End of the name of a checkpoint that is being overwritten."""
-_KEPT_SAMPLERS = 8
+KEPT_SAMPLERS = 8
 """Number of unnamed sampler checkpoints of a run that are kept."""
 
 
@@ -191,7 +191,7 @@ class Store:
         checkpoint.folder = folder
         self.add(checkpoint)
         unnamed = [saved for saved in self.checkpoints(run_id=checkpoint.run_id) if saved.unnamed]
-        for saved in unnamed[:-_KEPT_SAMPLERS]:
+        for saved in unnamed[:-KEPT_SAMPLERS]:
             self.delete(saved.path)
 
     def add(self, checkpoint: Checkpoint) -> None:
@@ -205,6 +205,9 @@ class Store:
         if checkpoint.folder.exists():  # else somebody has removed it
             checkpoint.folder.rename(gone)
             shutil.rmtree(gone)
+        sampler = checkpoint.sampler
+        if checkpoint.unnamed and sampler is not None and sampler in self.samplers:
+            self.samplers.delete(sampler)
 
     def set_ttl(self, checkpoint: Checkpoint, seconds: int | None) -> None:
         """Set the time after which a checkpoint is deleted; None: never."""
