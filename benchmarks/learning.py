@@ -130,6 +130,14 @@ than VAPO's."""
 ONE_UPDATE: dict[str, Any] = {"algorithm": {"epochs": 1, "mini_batches": 1}}
 BIGGEST_GROUP = 4
 """Completions of a prompt, at most, in tasks whose rollouts are small."""
+SMALL_TASK: dict[str, dict[str, Any]] = {
+    "pass_at_k": {"algorithm": {"k": BIGGEST_GROUP // 2}},
+    "vapo": {"algorithm": {"length_alpha": 2.5}, "critic": {"warmup_steps": 2}},
+    "grpo_clip_cov": {"algorithm": {"entropy": {"method": "clip_cov", "share": 0.02, "bounds": [0.1, 5.0]}}},
+    "grpo_kl_cov": {"algorithm": {"entropy": {"method": "kl_cov", "share": 0.02}}},
+    "grpo_adaptive": {"algorithm": {"entropy": {"method": "adaptive", "step": 1e-3}}},
+}
+"""Of those tasks: papers' values for groups and answers that are longer, or for rollouts of many more tokens."""
 SEVERAL_UPDATES = ("rloo", "online_dpo")
 """These make the task's own number of updates; ReMax and the others whose papers make one unclipped update make one."""
 HIGHEST_DPO_LR = 5e-4
@@ -259,7 +267,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="none: 100 of copy, 16 of demo, 20 of reasoning, 12 of sharp")
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument(
-        "--algorithms", nargs="*", choices=RL_ALGORITHMS, help="the task by each of these; alone: by all but remax"
+        "--algorithms",
+        nargs="*",
+        choices=sorted({*RL_ALGORITHMS, *SMALL_TASK}),
+        help="the task by each of these; alone: by all but remax",
     )
     parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=[], help="how rollouts are sampled")
     parser.add_argument("--adapters", action="store_true", help="the copy task by all weights, LoRA and QLoRA")
@@ -355,7 +366,12 @@ def taught(folder: Path, *, steps: int) -> dict[str, tuple[Task, dict[str, Any]]
 
 
 def by_algorithm(task: Task, name: str) -> dict[str, Any]:
-    """As many completions as PPO's rollout has, in groups where the algorithm wants them; the task's own KL."""
+    """As many completions as PPO's rollout has, in groups where the algorithm wants them; the task's own KL.
+
+    `name`: an algorithm, or grpo with a method of entropy control.
+    """
+    variant = SMALL_TASK.get(name, {})
+    name = "grpo" if name.startswith("grpo_") else name
     kind = RL_ALGORITHMS[name]
     group = min(BIGGEST_GROUP, kind.defaults_elsewhere.get("rollout.sampling.n", 1))
     prompts = task.config["rollout"]["prompts_per_step"] // group
@@ -364,13 +380,11 @@ def by_algorithm(task: Task, name: str) -> dict[str, Any]:
         | ({"kl": {"where": "loss", "estimator": "k2"}} if kind.selects else {}),
         "rollout": {"prompts_per_step": prompts, "sampling": {"n": group}},
     }
-    if name == "pass_at_k":
-        changes["algorithm"] |= {"k": group // 2}
     if kind.single_update and name not in SEVERAL_UPDATES:
         changes["algorithm"] |= ONE_UPDATE["algorithm"]
     if name == "online_dpo" and task.config["actor"]["optimizer"]["lr"] > HIGHEST_DPO_LR:
         changes["actor"] = {"optimizer": {"lr": HIGHEST_DPO_LR}}
-    return changes
+    return merged(changes, variant)
 
 
 def report(name: str, curves: Sequence[Curve], rows: Sequence[Mapping[str, float]], task: Task) -> None:
