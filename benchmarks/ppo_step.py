@@ -2,6 +2,7 @@
 
     python -m benchmarks.ppo_step                                # this project and the limit
     python -m benchmarks.ppo_step --trl_python ENV/bin/python    # TRL too, see benchmarks/peers/trl_ppo.py
+    python -m benchmarks.ppo_step --vllm_python ENV/bin/python   # this project with rollouts of vLLM too
     python -m benchmarks.ppo_step --prompts_per_step 4 --new_tokens 8 --steps 1 --rounds 1 --calibration 8   # a try
 
 Actor, critic, reward and reference are SmolLM2-135M in float32 on the CPU and trained whole; one epoch, one
@@ -110,16 +111,26 @@ def main() -> None:
     """Make the folders, measure all sides in turn, print a table, write JSON."""
     options = parse()
     torch.set_num_threads(options.threads)
-    limit, ours, trl, versions = Side(), Side(), Side(), {}
+    limit, ours, vllm, trl, versions = Side(), Side(), Side(), Side(), {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         law = prepare(folder, options)
         for number in range(options.rounds):
             measure_limit(limit, folder, law, options)
             measure_ours(ours, folder / f"ours_{number}", folder, options)
+            if options.vllm_python:
+                measure_ours(vllm, folder / f"vllm_{number}", folder, options, vllm_python=options.vllm_python)
             if options.trl_python:
                 versions = measure_trl(trl, folder, options)
-    report(options, law, limit, ours, trl if options.trl_python else None, versions)
+    report(
+        options,
+        law,
+        limit,
+        ours,
+        vllm if options.vllm_python else None,
+        trl if options.trl_python else None,
+        versions,
+    )
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> LengthLaw:
@@ -230,8 +241,11 @@ def older_copy(source: Path, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def measure_ours(side: Side, output: Path, folder: Path, options: argparse.Namespace) -> None:
-    """Step 3 as a user runs it, in a process of its own; figures are read from its metrics."""
+def measure_ours(
+    side: Side, output: Path, folder: Path, options: argparse.Namespace, *, vllm_python: str | None = None
+) -> None:
+    """Step 3 as a user runs it, in a process of its own; figures are read from its metrics. vLLM samples if its python
+    is given."""
     total = options.warmup + options.steps
     learning = {"optimizer": {"lr": LEARNING_RATE, "schedule": "constant"}}
     config = {
@@ -246,6 +260,7 @@ def measure_ours(side: Side, output: Path, folder: Path, options: argparse.Names
             "prompts_per_step": options.prompts_per_step,
             "max_prompt_tokens": options.prompt_tokens,
             "sampling": {"max_new_tokens": options.new_tokens, "temperature": 1.0},
+            "vllm": vllm_python and {"python": vllm_python},
         },
         "algorithm": {"name": "ppo", "epochs": 1, "mini_batches": 1, "kl": {"coef": 0.05}},
         "train": {"max_steps": total, "micro_batch_size": options.prompts_per_step},
@@ -364,7 +379,13 @@ def measure_limit(side: Side, folder: Path, law: LengthLaw, options: argparse.Na
 
 
 def report(
-    options: argparse.Namespace, law: LengthLaw, limit: Side, ours: Side, trl: Side | None, versions: dict[str, str]
+    options: argparse.Namespace,
+    law: LengthLaw,
+    limit: Side,
+    ours: Side,
+    vllm: Side | None,
+    trl: Side | None,
+    versions: dict[str, str],
 ) -> None:
     """A table on the screen, and the same as JSON."""
     print(
@@ -375,7 +396,8 @@ def report(
     if trl:
         print("TRL ran with " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     print(f"length law: mean {law.mean:.1f} tokens, {law.unfinished:.0%} reach the limit")
-    for name, side in (("matrix products", limit), ("this project", ours), ("TRL PPOTrainer", trl)):
+    sides = (("matrix products", limit), ("this project", ours), ("with vLLM", vllm), ("TRL PPOTrainer", trl))
+    for name, side in sides:
         if side is None:
             continue
         line = (
@@ -395,13 +417,15 @@ def report(
     for name, seconds in ours.phases.items():
         part = statistics.median(seconds)
         products = f"   products alone {statistics.median(limit.phases[name]):.2f} s" if name in limit.phases else ""
-        print(f"  {name:10s} {part:8.2f} s  {part / whole:4.0%} of this project's step{products}")
+        sampled = f"   with vLLM {statistics.median(vllm.phases[name]):.2f} s" if vllm else ""
+        print(f"  {name:10s} {part:8.2f} s  {part / whole:4.0%} of this project's step{products}{sampled}")
     if options.json:
         result = {
             "options": vars(options),
             "law": asdict(law),
             "limit": asdict(limit),
             "ours": asdict(ours),
+            "vllm": asdict(vllm) if vllm else None,
             "trl": asdict(trl) if trl else None,
             "platform": platform.platform(),
             "torch": torch.__version__,
@@ -424,6 +448,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trl_python", help="python of an environment with TRL 0.24")
+    parser.add_argument("--vllm_python", help="python of an environment with vLLM")
     parser.add_argument("--json", help="file for the raw figures")
     return parser.parse_args()
 
