@@ -9,6 +9,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -39,6 +40,7 @@ from hybrid_rlhf.rl.algorithms import ALGORITHMS, Algorithm
 from hybrid_rlhf.rl.environments import Environment, build_runner
 from hybrid_rlhf.rl.parts import RLParts, RLSession
 from hybrid_rlhf.rl.roles import build_roles, log_placement, place_roles
+from hybrid_rlhf.rl.roles.roles import Actor
 from hybrid_rlhf.rl.rollouts.collector import AsyncSampler, Collector
 from hybrid_rlhf.rl.rollouts.curriculum import Curriculum
 from hybrid_rlhf.rl.rollouts.partial import PartialRollouts
@@ -168,18 +170,7 @@ def rl_session(
         stack.callback(roles.close)
         roles.reward.require_columns(lambda: map(json.loads, prompts.train["columns"]))
         actor = roles.actor
-        average = None
-        ptx_batches = None
-        if isinstance(actor, ModelEngine):
-            average = WeightAverage(actor.module, decay=config.actor.ema_decay) if config.actor.ema_decay else None
-            ptx_batches = ptx and PtxBatches(
-                ptx,
-                global_batch_size=plan.global_batch_size,
-                micro_batches=replace(plan.micro_batches, padded=not actor.packs),
-                seed=config.seed,
-                pad_token_id=pad_token(tokenizer),
-                world=actor.world,
-            )
+        average, ptx_batches = _beside_training(config, actor, ptx, plan, tokenizer)
         sampler = RolloutSampler(
             roles.sampler,
             config.rollout,
@@ -200,34 +191,78 @@ def rl_session(
             ptx_coef=config.ptx.coef if config.ptx else 0.0,
             teacher_coef=config.teacher.coef if config.teacher else 0.0,
         )
-        partial = None
-        if config.rollout.partial is not None:
-            partial = PartialRollouts(config.rollout, roles.sampler, total_steps=steps)
-        ahead: AsyncSampler
-        if config.rollout.streaming is not None:
-            ahead = StreamingSampler(
-                sampler,
-                config.rollout.streaming,
-                prompts=prompts.train,
-                stream=stream,
-                per_step=config.rollout.prompts_per_step,
-                total_steps=steps,
-                folder=run.folder,
-                greedy=algorithm.wants_greedy,
-            )
-        else:
-            ahead = AsyncSampler(
-                sampler,
-                prompts=prompts.train,
-                stream=stream,
-                per_step=config.rollout.prompts_per_step,
-                total_steps=steps,
-                policy_lag=config.rollout.policy_lag,
-                greedy=algorithm.wants_greedy,
-                partial=partial,
-            )
+        ahead = _async_sampler(
+            config,
+            sampler,
+            prompts=prompts.train,
+            stream=stream,
+            total_steps=steps,
+            folder=run.folder,
+            greedy=algorithm.wants_greedy,
+        )
         collector = Collector(ahead, parts.scorer, algorithm)
         yield RLSession(config, run, tokenizer, parts, prompts.train, prompts.held_out, collector, watch)
+
+
+def _beside_training(
+    config: RLConfig,
+    actor: Actor,
+    ptx: Dataset | None,
+    plan: BatchPlan,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[WeightAverage | None, PtxBatches | None]:
+    """The average of the actor's weights, and the batches of PTX, where they are configured."""
+    if not isinstance(actor, ModelEngine):
+        return None, None
+    average = WeightAverage(actor.module, decay=config.actor.ema_decay) if config.actor.ema_decay else None
+    ptx_batches = ptx and PtxBatches(
+        ptx,
+        global_batch_size=plan.global_batch_size,
+        micro_batches=replace(plan.micro_batches, padded=not actor.packs),
+        seed=config.seed,
+        pad_token_id=pad_token(tokenizer),
+        world=actor.world,
+    )
+    return average, ptx_batches
+
+
+def _async_sampler(
+    config: RLConfig,
+    sampler: RolloutSampler,
+    *,
+    prompts: Dataset,
+    stream: RowStream,
+    total_steps: int,
+    folder: Path,
+    greedy: bool,
+) -> AsyncSampler:
+    """What samples the prompts of the steps in order; arguments as of StreamingSampler."""
+    rollout = config.rollout
+    per_step = rollout.prompts_per_step
+    if rollout.streaming is not None:
+        return StreamingSampler(
+            sampler,
+            rollout.streaming,
+            prompts=prompts,
+            stream=stream,
+            per_step=per_step,
+            total_steps=total_steps,
+            folder=folder,
+            greedy=greedy,
+        )
+    partial = None
+    if rollout.partial is not None:
+        partial = PartialRollouts(rollout, sampler.engine, total_steps=total_steps)
+    return AsyncSampler(
+        sampler,
+        prompts=prompts,
+        stream=stream,
+        per_step=per_step,
+        total_steps=total_steps,
+        policy_lag=rollout.policy_lag,
+        greedy=greedy,
+        partial=partial,
+    )
 
 
 def _read_data(config: RLConfig, run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenizedData, Dataset | None]:
