@@ -252,7 +252,10 @@ def copy_order(folder: Path, step: int, file: Path) -> int:
     lines = read_lines(folder / ORDER_FILE)
     opened = next((line["opened"] for line in lines if line["step"] == step), None)
     if opened is None:
-        raise UserError(f"a replay of a streaming run needs the order of step {step}, {folder / ORDER_FILE} has none")
+        raise UserError(
+            f"a replay of a streaming run needs the order of step {step}, {folder / ORDER_FILE} has none: replay a "
+            "step that it has"
+        )
     kept = [json.dumps(line) + "\n" for line in lines if opened <= line["step"] <= step]
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, "".join(kept))
