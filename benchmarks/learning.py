@@ -133,11 +133,13 @@ BIGGEST_GROUP = 4
 SMALL_TASK: dict[str, dict[str, Any]] = {
     "pass_at_k": {"algorithm": {"k": BIGGEST_GROUP // 2}},
     "vapo": {"algorithm": {"length_alpha": 2.5}, "critic": {"warmup_steps": 2}},
-    "grpo_clip_cov": {"algorithm": {"entropy": {"method": "clip_cov", "share": 0.02, "bounds": [0.1, 5.0]}}},
-    "grpo_kl_cov": {"algorithm": {"entropy": {"method": "kl_cov", "share": 0.02}}},
-    "grpo_adaptive": {"algorithm": {"entropy": {"method": "adaptive", "step": 1e-3}}},
+    "grpo_clip_cov": {
+        "algorithm": {"name": "grpo", "entropy": {"method": "clip_cov", "share": 0.02, "bounds": [0.1, 5.0]}}
+    },
+    "grpo_kl_cov": {"algorithm": {"name": "grpo", "entropy": {"method": "kl_cov", "share": 0.02}}},
+    "grpo_adaptive": {"algorithm": {"name": "grpo", "entropy": {"method": "adaptive", "step": 1e-3}}},
 }
-"""Of those tasks: papers' values for groups and answers that are longer, or for rollouts of many more tokens."""
+"""In these tasks: papers' values are for larger groups, longer answers and rollouts of many more tokens."""
 SEVERAL_UPDATES = ("rloo", "online_dpo")
 """These make the task's own number of updates; ReMax and the others whose papers make one unclipped update make one."""
 HIGHEST_DPO_LR = 5e-4
@@ -368,10 +370,10 @@ def taught(folder: Path, *, steps: int) -> dict[str, tuple[Task, dict[str, Any]]
 def by_algorithm(task: Task, name: str) -> dict[str, Any]:
     """As many completions as PPO's rollout has, in groups where the algorithm wants them; the task's own KL.
 
-    `name`: an algorithm, or grpo with a method of entropy control.
+    `name`: an algorithm, or a variant of SMALL_TASK.
     """
     variant = SMALL_TASK.get(name, {})
-    name = "grpo" if name.startswith("grpo_") else name
+    name = variant.get("algorithm", {}).get("name", name)
     kind = RL_ALGORITHMS[name]
     group = min(BIGGEST_GROUP, kind.defaults_elsewhere.get("rollout.sampling.n", 1))
     prompts = task.config["rollout"]["prompts_per_step"] // group

@@ -122,9 +122,12 @@ class RecordedStep:
             first = copy_order(self.folder, self.step, order)
             rollout = replace(rollout, streaming=replace(streaming, replay_order=str(order)))
             checkpoint = newest_before(self.folder, first)
-            starts = 1 if resume == "never" else first
+            if checkpoint is not None:
+                resumed = first_rollout(checkpoint)
+            else:
+                resumed = 1 if resume == "never" else first  # else from a checkpoint of another folder
             require(
-                (starts if checkpoint is None else first_rollout(checkpoint)) == first,
+                resumed == first,
                 f"a replay of a streaming run starts where the process of its step did, at step {first}, got no "
                 f"checkpoint in {self.folder} after which step {first} is next: replay an earlier step, or one after "
                 "a checkpoint from which the run resumed",

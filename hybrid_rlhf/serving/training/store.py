@@ -117,7 +117,7 @@ class Records(dict[str, dict[str, Any]]):
     def delete(self, name: str) -> None:
         """Forget an object."""
         del self[name]
-        (self._folder / f"{name}.json").unlink()
+        (self._folder / f"{name}.json").unlink(missing_ok=True)  # else somebody has removed it
 
 
 class Store:
