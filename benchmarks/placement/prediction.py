@@ -6,6 +6,8 @@ Random Llamas of several sizes, with completions of several lengths, on 1 to 8 r
 is fitted to these runs; the cases of `drawn` were drawn after the form of the curves was final. The first two steps of
 a run warm up, and medians of the others count. The planner takes the mean length of the completions from the run.
 --measured FILE predicts the runs of an earlier --json again, from other curves.
+A shared machine changes its speed: a fixed piece of work on every core is timed before and after each run. "scaled" is
+the error of the step at the speed of the first of these times, which should follow the calibration at once.
 Beside its prediction: RLinf's linear rule, from the measured phases of the same step under flattening ("linear"), and
 the prediction with communication at no cost, as in ReaL's search ("silent"; rules.py). Run it on an idle machine:
 ranks share its cores.
@@ -21,8 +23,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +127,7 @@ SECOND = (
 )
 """Ten more, which the last change of the form was made after."""
 _DRAWN_SEED = 2026112503
+_PROBE_SECONDS = 2.0
 
 
 def drawn(count: int = 10) -> tuple[Case, ...]:
@@ -150,6 +156,44 @@ def drawn(count: int = 10) -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def work_per_second(seconds: float) -> float:
+    """Rounds per second of a product of matrices, a pass over memory and interpreted code, on one thread."""
+    torch.set_num_threads(1)
+    matrix, large = torch.randn(512, 512), torch.randn(4_000_000)
+    rounds, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        matrix @ matrix
+        large * 2.0
+        sum(range(100_000))
+        rounds += 1
+    return rounds / (time.perf_counter() - start)
+
+
+@dataclass
+class SpeedProbe:
+    """How fast this machine is, with work on every core."""
+
+    speeds: list[float] = field(default_factory=list)
+    """Relative to the first, in the order of the calls."""
+
+    def __post_init__(self) -> None:
+        cores = os.cpu_count() or 1
+        self._workers = ProcessPoolExecutor(cores, mp_context=get_context("spawn"))
+        self._seconds = [_PROBE_SECONDS] * cores
+        self._first = 1.0
+        self._speed()
+        self._first = self._speed()
+        self.speeds.append(1.0)
+
+    def _speed(self) -> float:
+        return statistics.fmean(self._workers.map(work_per_second, self._seconds)) / self._first
+
+    def since_last(self) -> float:
+        """Mean of the speed now and at the last call, relative to the first."""
+        self.speeds.append(self._speed())
+        return statistics.fmean(self.speeds[-2:])
+
+
 def main() -> None:
     """Run all cases and print errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -166,12 +210,16 @@ def main() -> None:
     cases = groups[options.cases]
     earlier: list[dict[str, Any]] = json.loads(options.measured.read_text()) if options.measured else []
     known = {Case(**record["case"]): record["measured"] for record in earlier}
+    probe = None if earlier else SpeedProbe()
     measured: dict[Case, dict[str, float]] = {}
     reports: dict[Case, PredictionReport] = {}
     for case in cases:
         with tempfile.TemporaryDirectory() as name:
             line = prepare(Path(name), case)
             measured[case] = known.get(case) or run(Path(name), line, ranks=case.ranks, steps=options.steps)
+            if probe is not None:
+                measured[case]["speed"] = probe.since_last()
+            measured[case]["scaled"] = measured[case][STEP] * measured[case].get("speed", 1.0)
             predicted = predict(line, curves, case, measured[case])
             flattened = measured.get(replace(case, placement="flattening"))
             if flattened is not None and case.placement != "flattening":
@@ -179,8 +227,8 @@ def main() -> None:
                 predicted["linear"] = linear_rule(flattened, plan, ranks=case.ranks)
                 measured[case]["linear"] = measured[case][STEP]
             reports[case] = PredictionReport.of(predicted, measured[case])
-        print(f"\n{case}", *reports[case].lines(), sep="\n", flush=True)
-    for kind in (STEP, *PHASES, "silent", "linear"):
+        print(f"\n{case}, speed {measured[case].get('speed', 1.0):.3f}", *reports[case].lines(), sep="\n", flush=True)
+    for kind in (STEP, "scaled", *PHASES, "silent", "linear"):
         chosen = [report for report in reports.values() if kind in report.seconds]
         if chosen:
             print(f"{kind} ({len(chosen)} runs):", summary(chosen, kind))
@@ -267,10 +315,11 @@ def predict(line: list[str], curves: MachineCurves, case: Case, measured: dict[s
     lengths = StepLengths(PROMPT_TOKENS, (round(measured["tokens"]),) * case.prompts)
     costs = Costs(read_job(config, torch.device("cpu"), lengths=lengths), curves, case.cluster)
     plan = plan_of(config, case)
-    time = step_time(costs, plan, rows_at_once=ALL_ROWS)
+    predicted = step_time(costs, plan, rows_at_once=ALL_ROWS)
     silent = without_communication(costs, plan, rows_at_once=ALL_ROWS)
-    other = time.phases["gather"] + time.phases["loop"]
-    return {**time.phases, "other": other, STEP: time.step_seconds, "silent": silent}
+    other = predicted.phases["gather"] + predicted.phases["loop"]
+    step = {STEP: predicted.step_seconds, "scaled": predicted.step_seconds}
+    return {**predicted.phases, "other": other, **step, "silent": silent}
 
 
 def plan_of(config: RLConfig, case: Case) -> StepPlan:
