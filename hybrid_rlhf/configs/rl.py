@@ -226,7 +226,7 @@ class RLConfig(StepConfig):
             f"algorithm.dynamic_sampling compares completions of one prompt, got rollout.sampling.n {n}: give 2 or "
             "more",
         )
-        for key in ("selected_per_prompt", "k"):
+        for key in ("selected_per_prompt", "k"):  # numbers of completions that RAFT or pass@k choose
             value = getattr(algorithm, key, 0)
             require(value < n, f"algorithm.{key} must be below rollout.sampling.n {n}, got {value}: lower it")
         require(
