@@ -22,8 +22,7 @@ from hybrid_rlhf.configs.inference import (
     ServeConfig,
     TrainServerConfig,
 )
-from hybrid_rlhf.configs.parsing.building import config_tree
-from hybrid_rlhf.configs.parsing.derived import derived_defaults
+from hybrid_rlhf.configs.parsing.building import config_tree, derived_defaults
 from hybrid_rlhf.configs.parsing.help import field_docs
 from hybrid_rlhf.configs.parsing.listing import is_mutable
 from hybrid_rlhf.configs.parsing.schema import Key, type_hints, type_name
@@ -122,7 +121,7 @@ def _command(
             entries = sections.setdefault(section.name, {})
             for key in section.keys.values():
                 if key.name not in (known or ()):
-                    new = Entry(key, chosen.get(key.name, key.default), is_mutable([kind], key.name.split(".")))
+                    new = Entry(key, chosen.get(key.name, key.default), is_mutable(kind, key.name))
                     entries.setdefault(key.name, new).algorithms.append(algorithm)
     lines = ["", f"## {name}", "", note or _text(kind)]
     for section_name, entries in sections.items():

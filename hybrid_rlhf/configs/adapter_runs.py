@@ -6,12 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.building import flat, nested, plain
 from hybrid_rlhf.configs.rl import RLConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig
-from hybrid_rlhf.configs.sections.rules import require, require_among
-from hybrid_rlhf.configs.sections.training import ZeroConfig
+from hybrid_rlhf.configs.sections.rules import require, require_defaults
 
 DEFAULTS: dict[str, Any] = {"actor": {"lora": {"rank": LoraConfig().rank}}, "resume": "auto"}
 """Settings of runs that give no others: the same command continues them."""
@@ -25,34 +23,33 @@ _SHARED = (
     "rollout.keep_weights",
 )
 """Keys, or beginnings of keys, that are equal in all runs."""
-_ALLOWED: dict[str, list[Any]] = {
-    "actor.optimizer.name": ["adamw"],
-    "actor.ema_decay": [0],
-    "actor.zero": [ZeroConfig()],
-    "model.quantization": [None],
-    "model.activation_offload": [False],
-    "model.sequence_parallel": [1],
-    "model.tensor_parallel": [1],
-    "model.expert_parallel": [1],
-    "rollout.tensor_parallel": [1],
-    "reference.refresh_every": [0],
-    "rollout.backend": ["auto"],
-    "rollout.dtype": ["auto"],
-    "rollout.quantization": [None],
-    "rollout.routing_replay": [False],
-    "rollout.offload_states": [False],
-    "logging.profile_steps": [[]],
-    "deepspeed_config": [None],
-    "resume": ["never", "auto"],
-    "teacher": [None],
-    "environment": [None],
-    "ptx": [None],
-    "placement": [None],
-    "rollout.async_sampling": [None],
-    "rollout.partial": [None],
-    "rollout.streaming": [None],
-}
-"""Values that a run on a shared base may have, by key."""
+_UNSUPPORTED = (
+    "actor.optimizer.name",
+    "actor.ema_decay",
+    "actor.zero",
+    "model.quantization",
+    "model.activation_offload",
+    "model.sequence_parallel",
+    "model.tensor_parallel",
+    "model.expert_parallel",
+    "rollout.tensor_parallel",
+    "reference.refresh_every",
+    "rollout.backend",
+    "rollout.dtype",
+    "rollout.quantization",
+    "rollout.routing_replay",
+    "rollout.offload_states",
+    "logging.profile_steps",
+    "deepspeed_config",
+    "teacher",
+    "environment",
+    "ptx",
+    "placement",
+    "rollout.async_sampling",
+    "rollout.partial",
+    "rollout.streaming",
+)
+"""Keys that have their defaults in a run on a shared base."""
 _GLOBAL_SINKS = {"wandb", "mlflow", "trackio"}
 """Sinks with one run per process."""
 
@@ -63,15 +60,17 @@ def read_runs(content: Mapping[str, Any], file: str) -> dict[str, dict[str, Any]
     Raises:
         UserError: when there is no run, or one without a name for a folder, or without settings.
     """
-    require(bool(content), f"--adapters must name a file of runs, {file} has none: write NAME: {{KEY: VALUE}} lines")
+    require(content, f"--adapters must name a file of runs, {file} has none: write NAME: {{KEY: VALUE}} lines")
     runs = {}
     for name, section in content.items():
         require(
-            isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name) is not None,
+            isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name),
             f"{file}: the name of a run becomes a folder, got {name!r}: use letters, digits, ., _ and -",
         )
-        if section is not None and not isinstance(section, dict):
-            raise UserError(f"{file}: a run is a mapping of keys, {name} is {section!r}: write {name}: {{KEY: VALUE}}")
+        require(
+            section is None or isinstance(section, dict),
+            f"{file}: a run is a mapping of keys, {name} is {section!r}: write {name}: {{KEY: VALUE}}",
+        )
         runs[name] = nested(section or {})
         require(
             "output_dir" not in runs[name],
@@ -95,18 +94,17 @@ def check_runs(configs: Mapping[str, RLConfig], file: str) -> None:
                 f"{file}: runs on one base share {key}, got {shared[key]} in {first} and {value} in {name}: give one "
                 "value to all",
             )
-        kind = other.algorithm.name
         require(
             other.critic is None,
-            f"runs on one base do not support algorithm {kind}, got it in {name}: give one without a critic, such as "
-            "grpo",
+            f"runs on one base do not support algorithm {other.algorithm.name}, got it in {name}: give one without a "
+            "critic, such as grpo",
         )
         require(
             other.actor.lora is not None,
             f"runs on one base do not support actor.lora None, got it in {name}: leave it out",
         )
-        allowed = {**_ALLOWED, "reference.path": [None, other.model.path]}
-        require_among(other, allowed, f"{name} is a run on a base with other runs")
+        others = {"resume": "auto", "reference.path": other.model.path}
+        require_defaults(other, _UNSUPPORTED, f"{name} is a run on a base with other runs", others=others)
         sinks = _GLOBAL_SINKS.intersection(other.logging.sinks)
         require(
             not sinks,

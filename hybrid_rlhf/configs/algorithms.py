@@ -9,8 +9,7 @@ A new algorithm needs a dataclass in `RL_ALGORITHMS`, a file in rl/algorithms/ a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 from hybrid_rlhf.configs.sections.algorithm import (
     AlgorithmConfig,
@@ -26,7 +25,16 @@ from hybrid_rlhf.configs.sections.algorithm import (
     SingleUpdateConfig,
     SurrogateConfig,
 )
-from hybrid_rlhf.configs.sections.rules import Count, Discount, NonNegative, Positive, advanced, require, require_among
+from hybrid_rlhf.configs.sections.rules import (
+    Bounds,
+    Count,
+    Discount,
+    NonNegative,
+    Positive,
+    advanced,
+    require,
+    require_defaults,
+)
 
 
 class ActorCriticConfig(SurrogateConfig):
@@ -65,12 +73,12 @@ class VAPOConfig(ActorCriticConfig):
     """VAPO (Yue et al. 2025, arXiv 2504.05118): PPO whose lambda grows with the completion, a pretrained critic, a
     likelihood term for completions with a positive score, a higher upper clip, no KL."""
 
-    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 16, "critic.warmup_steps": 50}
+    defaults_elsewhere = {"rollout.sampling.n": 16, "critic.warmup_steps": 50}
 
     name = "vapo"
     kl: KLConfig | None = None
     penalties: PenaltiesConfig | None = None
-    clip: tuple[float, float] = (0.2, 0.28)
+    clip: Bounds = (0.2, 0.28)
     """The policy ratio is clipped to [1 - low, 1 + high] ([0.2, 0.28]: the paper)."""
     length_alpha: Positive = 0.05
     """The actor's lambda is 1 - 1 / (length_alpha * tokens of the completion), at least 0 (0.05: the paper)."""
@@ -88,7 +96,7 @@ class RLOOConfig(SingleUpdateConfig, SurrogateConfig):
     """RLOO (Ahmadian et al. 2024, arXiv 2402.14740, section 3.2)."""
 
     fewest_completions = 2
-    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 4}
+    defaults_elsewhere = {"rollout.sampling.n": 4}
 
     name = "rloo"
 
@@ -117,7 +125,7 @@ class ReinforcePPBaselineConfig(ReinforcePPConfig):
 
     fewest_completions = 2
     takes_sequences = False
-    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8}
+    defaults_elsewhere = {"rollout.sampling.n": 8}
 
     name = "reinforce_pp_baseline"
     kl: KLConfig | None = KLConfig(coef=0.01, where="loss", estimator="k2")
@@ -135,7 +143,6 @@ class DrGRPOConfig(GroupConfig, SurrogateConfig):
     """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2): no division by standard deviation or length, no KL."""
 
     name = "dr_grpo"
-    kl: KLConfig | None = None
     divide_by_std: bool = False
     loss_normalization: LossNormalization = "fixed"
 
@@ -146,33 +153,29 @@ class DAPOConfig(GroupConfig, SurrogateConfig):
     """
 
     name = "dapo"
-    kl: KLConfig | None = None
-    clip: tuple[float, float] = (0.2, 0.28)
+    clip: Bounds = (0.2, 0.28)
     """The policy ratio is clipped to [1 - low, 1 + high] ([0.2, 0.28]: the paper)."""
     penalties: PenaltiesConfig | None = PenaltiesConfig(overlong_fraction=0.2)
     dynamic_sampling: DynamicSamplingConfig | None = DynamicSamplingConfig()
 
 
-class GDPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
+class GDPOConfig(GRPOConfig):
     """GDPO (Liu et al. 2026, arXiv 2601.05242): each component of the reward is standardized in the group; else as
     GRPO."""
 
     name = "gdpo"
-    kl: KLConfig | None = KLConfig(coef=0.04, where="loss", estimator="k3")
     whiten_advantages: bool = True
     """Advantages of a rollout get mean 0 and variance 1, over all ranks (the paper)."""
 
     def _check(self) -> None:
-        super()._check()
-        allowed = {"divide_by_std": [True], "score_scaling": ["none"], "score_clip": [None], "dynamic_sampling": [None]}
-        require_among(self, allowed, "algorithm gdpo standardizes each component of the reward", prefix="algorithm.")
+        unread = ("divide_by_std", "score_scaling", "score_clip", "dynamic_sampling")
+        require_defaults(self, unread, "algorithm gdpo standardizes each component of the reward", prefix="algorithm.")
 
 
 class PassAtKConfig(GroupConfig, SurrogateConfig):
     """Pass@k training (Chen et al. 2025, arXiv 2508.10751): the reward is that of the best of k completions, no KL."""
 
     name = "pass_at_k"
-    kl: KLConfig | None = None
     k: Count = 4
     """Number of completions of which the best counts; below rollout.sampling.n."""
 
@@ -186,8 +189,7 @@ class GSPOConfig(GroupConfig, SequenceMeanConfig, SurrogateConfig):
     default_correction = CorrectionConfig(ratio="sequence", method="mask", clip=3.0, low=0.0)
 
     name = "gspo"
-    kl: KLConfig | None = None
-    clip: tuple[float, float] = (3e-4, 4e-4)
+    clip: Bounds = (3e-4, 4e-4)
     """The ratio of a sequence is clipped to [1 - low, 1 + high] ([3e-4, 4e-4]: the paper)."""
 
 
@@ -195,8 +197,7 @@ class GMPOConfig(GroupConfig, SequenceMeanConfig, ClippedConfig):
     """GMPO (Zhao et al. 2025, arXiv 2507.20673): the geometric mean of clipped ratios, no KL."""
 
     name = "gmpo"
-    kl: KLConfig | None = None
-    clip: tuple[float, float] = (0.33, 0.49)
+    clip: Bounds = (0.33, 0.49)
     """The ratio of a token is clipped to [1 - low, 1 + high] ([0.33, 0.49]: exp(-0.4) and exp(0.4), the paper)."""
 
 
@@ -209,8 +210,7 @@ class CISPOConfig(GroupConfig, ClippedConfig):
     default_correction = CorrectionConfig(clip=5.0)
 
     name = "cispo"
-    kl: KLConfig | None = None
-    clip: tuple[float, float] = (1.0, 4.0)
+    clip: Bounds = (1.0, 4.0)
     """The weight of a token is clipped to [1 - low, 1 + high] ([1, 4]: no lower bound, ScaleRL, arXiv 2510.13786)."""
 
 
@@ -218,7 +218,6 @@ class SAPOConfig(GroupConfig, SequenceMeanConfig):
     """SAPO (Gao et al. 2025, arXiv 2511.20347): a sigmoid of the ratio in place of a clip, no KL."""
 
     name = "sapo"
-    kl: KLConfig | None = None
     gate_temperatures: tuple[Positive, Positive] = (1.0, 1.05)
     """Steepness of the sigmoid for positive and for other advantages ([1, 1.05]: the paper)."""
 
@@ -229,7 +228,6 @@ class VESPOConfig(GroupConfig, PolicyGradientConfig):
     default_correction = GSPOConfig.default_correction
 
     name = "vespo"
-    kl: KLConfig | None = None
     gate_power: tuple[Positive, Positive] = (2.0, 3.0)
     """k for advantages of 0 or more, and below 0 ([2, 3]: TRL)."""
     gate_decay: tuple[Positive, Positive] = (3.0, 2.0)
@@ -244,7 +242,7 @@ class OnlineDPOConfig(SingleUpdateConfig):
     uses_sampler_policy = False
     fewest_completions = 2
     takes_sequences = False
-    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 2}
+    defaults_elsewhere = {"rollout.sampling.n": 2}
 
     name = "online_dpo"
     beta: Positive = 0.1
@@ -264,7 +262,7 @@ class RAFTConfig(SingleUpdateConfig, PolicyGradientConfig):
     uses_sampler_policy = False
     fewest_completions = 2
     takes_sequences = False
-    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8}
+    defaults_elsewhere = {"rollout.sampling.n": 8}
 
     name = "raft"
     kl: KLConfig | None = None
@@ -274,7 +272,6 @@ class RAFTConfig(SingleUpdateConfig, PolicyGradientConfig):
     """Train only on completions whose score, minus penalties, exceeds this; null: any."""
 
     def _check(self) -> None:
-        super()._check()
         require(
             self.kl is None or self.kl.where == "loss",
             "algorithm raft selects by scores, got algorithm.kl.where reward: give --algorithm.kl.where loss and "
@@ -288,7 +285,7 @@ class RAFTConfig(SingleUpdateConfig, PolicyGradientConfig):
 
 
 RL_ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
-    str(kind.name): kind
+    kind.name: kind
     for kind in (
         PPOConfig,
         ReinforceConfig,

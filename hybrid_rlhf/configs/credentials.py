@@ -36,8 +36,10 @@ def found_credential(text: str) -> str | None:
         return "a user or a password"
     if _WEBHOOK.search(text):
         return "the key of a webhook"
-    named = next((m[2] for m in _QUERY_PAIR.finditer(text) if _is_secret(m[2]) and not is_placeholder(m[3])), None)
-    return None if named is None else f"a value for {named!r}"
+    for match in _QUERY_PAIR.finditer(text):
+        if _is_secret(match[2]) and not is_placeholder(match[3]):
+            return f"a value for {match[2]!r}"
+    return None
 
 
 def redacted(text: str) -> str:

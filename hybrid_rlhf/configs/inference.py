@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from hybrid_rlhf.configs.credentials import expanded, is_own_host
 from hybrid_rlhf.configs.sections.rules import (
     Count,
+    FloatType,
     Natural,
     Port,
     Positive,
+    Seed,
     Settings,
     advanced,
     require,
@@ -37,26 +38,29 @@ _MEASURES = {"win_rate": "against", "pass_rate": "reward", "harness": "tasks", "
 """The key that a measure needs besides rows; measures that are not listed need none."""
 
 
+_RowTokens = Annotated[int, "2 or more"]
+ModelName = Annotated[str, "a model must be named, got none: give its folder, for example output/step3_ppo/actor"]
+
+
 class SavedModelConfig(Settings):
     """A saved model, and where it runs."""
 
-    path: str = ""
+    path: ModelName = ""
     """Model: a folder that a step saved, a hub name, a .gguf file, or "embedded"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto: a GPU if there is one."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: FloatType = "auto"
     """Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template; null: the tokenizer's."""
-    chat_template_kwargs: dict[str, Any] = advanced(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = advanced({})
     """Variables of the chat template, such as {enable_thinking: false}; the saved model already contains those of
     training."""
 
     def _check(self) -> None:
         require_template_variables(self.chat_template_kwargs)
-        require(bool(self.path), "a model must be named, got none: give its folder, for example output/step3_ppo/actor")
 
 
 class InferenceConfig(SavedModelConfig):
@@ -65,7 +69,6 @@ class InferenceConfig(SavedModelConfig):
     sampling: SamplingParams = SamplingParams(max_new_tokens=256, temperature=0.7, top_p=0.95)
 
     def _check(self) -> None:
-        super()._check()
         require(
             self.sampling.min_new_tokens <= self.sampling.max_new_tokens,
             f"sampling.min_new_tokens must be at most max_new_tokens {self.sampling.max_new_tokens}, got "
@@ -96,7 +99,6 @@ class GenerateConfig(InferenceConfig):
     """Replace the output if it exists."""
 
     def _check(self) -> None:
-        super()._check()
         require(
             self.prompt is None or self.input is None,
             f"generate takes --prompt or --input, got both, input {self.input}: leave one out",
@@ -116,13 +118,13 @@ class ServeConfig(InferenceConfig):
     """Port to listen on; 0: any free port."""
     api_key: str | None = None
     """Required bearer token of requests, usually ${NAME} of an environment variable; null: none."""
-    cors_origins: list[str] = advanced(default_factory=list)
+    cors_origins: list[str] = advanced([])
     """Origins of pages on other sites that may send requests, such as https://app.example; empty: none may."""
     access_log: bool = advanced(False)
     """Log method, path, status and seconds of each request on stderr."""
     model_name: str | None = None
     """Name of the model in requests; null: its path."""
-    adapters: dict[str, str] = field(default_factory=dict)
+    adapters: dict[str, str] = {}
     """LoRA adapters of the model: peft folders by the names that requests use."""
     adapters_from: str | None = advanced(None)
     """Folder of the LoRA adapters that requests may load, replace and unload at /v1/adapters; null: none may."""
@@ -136,7 +138,7 @@ class ServeConfig(InferenceConfig):
     status 429."""
     max_batch_rows: Count = 64
     """Maximum number of completions decoded together."""
-    max_sequence_tokens: Annotated[int, "2 or more"] = 4096
+    max_sequence_tokens: _RowTokens = 4096
     """Maximum number of tokens of a prompt and its completion together."""
     kv_cache_gib: Positive | None = advanced(None)
     """Memory for keys and values, in GiB; null: the size for all rows at maximum length, at most 0.9 of the free memory
@@ -147,7 +149,6 @@ class ServeConfig(InferenceConfig):
     """Sampling parameters of requests that do not set their own."""
 
     def _check(self) -> None:
-        super()._check()
         require(
             self.api_key is not None or is_own_host(self.host),
             f"a server that other machines reach needs an api_key, got host {self.host} without one: give --api_key "
@@ -155,7 +156,7 @@ class ServeConfig(InferenceConfig):
         )
         for origin in self.cors_origins:
             require(
-                _ORIGIN.fullmatch(origin) is not None,
+                _ORIGIN.fullmatch(origin),
                 f"cors_origins must be SCHEME://HOST or SCHEME://HOST:PORT each, got {origin}: write it out",
             )
         require(
@@ -193,16 +194,16 @@ class TrainServerConfig(SavedModelConfig):
     """Address to listen on; 0.0.0.0: all interfaces. An address that other machines can reach needs api_keys."""
     port: Port = 8077
     """Port to listen on; 0: any free port."""
-    api_keys: dict[str, str] = field(default_factory=dict)
+    api_keys: dict[str, str] = {}
     """Keys that clients must have, by the names of their tenants; each begins with tml- and is usually ${NAME} of an
     environment variable; none: any such key, for one tenant."""
     model_name: str | None = None
     """Name of the base model in requests; null: its path."""
-    adapters: dict[str, str] = field(default_factory=dict)
+    adapters: dict[str, str] = {}
     """Adapters that all clients may begin with: peft folders by NAME, as tinker://server/weights/NAME."""
-    max_sequence_tokens: Annotated[int, "2 or more"] = 4096
+    max_sequence_tokens: _RowTokens = 4096
     """Maximum number of tokens of a row, and of a prompt and its completion."""
-    micro_batch_tokens: Annotated[int, "2 or more"] = 8192
+    micro_batch_tokens: _RowTokens = 8192
     """Tokens of a packed forward and backward; the rows of all clients that wait take turns in it."""
     max_batch_rows: Count = 64
     """Maximum number of completions decoded together."""
@@ -227,22 +228,17 @@ class TrainServerConfig(SavedModelConfig):
     """Time for requests to finish after SIGTERM or SIGINT."""
 
     def _check(self) -> None:
-        super()._check()
         require(
-            bool(self.api_keys) or is_own_host(self.host),
+            self.api_keys or is_own_host(self.host),
             f"a server that other machines reach needs api_keys, got host {self.host} without any: give "
             "--api_keys '{NAME: ${KEY}}', or leave host out",
         )
-        for name in self.api_keys:
-            require(
-                re.fullmatch(r"[\w.-]{1,64}", name) is not None,
-                f"api_keys are by names of letters, digits, _, . and -, got {name}: choose another",
-            )
-        for name in self.adapters:
-            require(
-                re.fullmatch(r"\w[\w.-]{0,127}", name) is not None,
-                f"adapters are by names of letters, digits, _, . and -, got {name}: choose another",
-            )
+        for key, pattern in (("api_keys", r"[\w.-]{1,64}"), ("adapters", r"\w[\w.-]{0,127}")):
+            for name in getattr(self, key):
+                require(
+                    re.fullmatch(pattern, name),
+                    f"{key} are by names of letters, digits, _, . and -, got {name}: choose another",
+                )
         require(
             self.micro_batch_tokens >= self.max_sequence_tokens,
             f"micro_batch_tokens must be at least max_sequence_tokens {self.max_sequence_tokens}, got "
@@ -306,11 +302,11 @@ class EvaluateConfig(InferenceConfig):
     another model, by a judge; pass_rate: pass@k and mean@k of a verified reward; harness: tasks of
     lm-evaluation-harness; inspect: tasks of Inspect AI. auto: inferred from the other keys, else accuracy for a reward
     model and perplexity for other models."""
-    data: list[str] = field(default_factory=list)
+    data: list[str] = []
     """Rows with the columns of the corresponding step: files, folders or hub names."""
     max_rows: Count | None = None
     """Number of rows to read, from the beginning of the data; null: all."""
-    max_length: Annotated[int, "2 or more"] = 1024
+    max_length: _RowTokens = 1024
     """Longest row, in tokens; longer conversations and pairs are truncated and counted, longer prompts are rejected."""
     batch_rows: Count = advanced(8)
     """Rows in one forward pass."""
@@ -322,9 +318,9 @@ class EvaluateConfig(InferenceConfig):
     """Reward for pass_rate: a function as module:function or path/to/file.py:function, or a verifier, math or code."""
     pass_score: float = 1.0
     """Completions with at least this reward pass."""
-    k: list[int] = field(default_factory=lambda: [1])
+    k: list[int] = [1]
     """The k of pass@k, each at most sampling.n."""
-    tasks: list[str] = field(default_factory=list)
+    tasks: list[str] = []
     """Tasks of lm-evaluation-harness."""
     tasks_folder: str | None = advanced(None)
     """Folder with additional tasks, as YAML files."""
@@ -332,9 +328,9 @@ class EvaluateConfig(InferenceConfig):
     """Number of examples in the prompts of harness; null: the task's own setting."""
     apply_chat_template: bool = False
     """Render the prompts of harness with the chat template, for models trained on conversations."""
-    inspect_tasks: list[str] = field(default_factory=list)
+    inspect_tasks: list[str] = []
     """Tasks of Inspect AI: FILE.py, FILE.py@TASK, or PACKAGE/TASK of an installed package."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the sampling, of the bootstrap and of few-shot examples."""
     output: str | None = None
     """JSON file to write, with the results, settings and versions; null: none."""
@@ -342,9 +338,8 @@ class EvaluateConfig(InferenceConfig):
     """Replace the output if it exists."""
 
     def _check(self) -> None:
-        super()._check()
         require(
-            bool(self.k) and all(1 <= k for k in self.k),
+            self.k and all(1 <= k for k in self.k),
             f"k must be numbers of 1 or more, got {self.k}: give for example [1, 4]",
         )
         keys = {measure: key for measure, key in _MEASURES.items() if getattr(self, key)}
@@ -362,21 +357,22 @@ class EvaluateConfig(InferenceConfig):
             self.chosen == "win_rate" or self.judge == JudgeConfig(),
             f"judge goes with win_rate, got {self.judge.model or self.judge.url}: give --against, or leave it out",
         )
+        if self.chosen == "win_rate":
+            require(
+                self.judge.model is not None or self.judge.url is not None,
+                "win_rate needs a judge, got none: give --judge.model REWARD_MODEL or --judge.url URL",
+            )
+            require(
+                self.sampling.n == 1,
+                f"win_rate compares one completion per prompt, got sampling.n {self.sampling.n}: leave it out",
+            )
         require(
-            self.chosen != "win_rate" or self.judge.model is not None or self.judge.url is not None,
-            "win_rate needs a judge, got none: give --judge.model REWARD_MODEL or --judge.url URL",
-        )
-        require(
-            self.chosen in ("harness", "inspect") or bool(self.data),
+            self.chosen in ("harness", "inspect") or self.data,
             "evaluate needs rows, got none: give --data FILE, --tasks of lm-evaluation-harness or --inspect_tasks",
         )
         require(
             self.chosen != "pass_rate" or max(self.k) <= self.sampling.n,
             f"k must be at most sampling.n {self.sampling.n}, got {max(self.k)}: raise --sampling.n",
-        )
-        require(
-            self.chosen != "win_rate" or self.sampling.n == 1,
-            f"win_rate compares one completion per prompt, got sampling.n {self.sampling.n}: leave it out",
         )
 
     @property
@@ -389,9 +385,9 @@ class EvaluateConfig(InferenceConfig):
 class ExportConfig(Settings):
     """Export a model: merged adapters, another dtype, shards, or one GGUF file."""
 
-    path: str = ""
+    path: ModelName = ""
     """Model: a folder that a step saved, a hub name, a .gguf file, or "embedded"."""
-    output: str = ""
+    output: Annotated[str, "--output must name what to write, got none: give a folder or a .gguf file"] = ""
     """Output: a folder or a .gguf file, which must not exist."""
     format: Literal["safetensors", "gguf"] = "safetensors"
     """safetensors: a Hugging Face folder; gguf: one file for llama.cpp and programs based on it."""
@@ -412,23 +408,22 @@ class ExportConfig(Settings):
     """Run Python code that comes with the model. Only for sources you trust."""
 
     def _check(self) -> None:
-        require(bool(self.path), "a model must be named, got none: give its folder, for example output/step3_ppo/actor")
-        require(bool(self.output), "--output must name what to write, got none: give a folder or a .gguf file")
+        is_gguf = self.format == "gguf"
         require(
-            (self.format == "gguf") == self.output.endswith(".gguf"),
-            f"output of format {self.format} {'ends' if self.format == 'gguf' else 'does not end'} with .gguf, got "
-            f"{self.output}: change --output or --format",
+            is_gguf == self.output.endswith(".gguf"),
+            f"output of format {self.format} {'ends' if is_gguf else 'does not end'} with .gguf, got {self.output}: "
+            "change --output or --format",
         )
         require(
-            self.dtype != "q8_0" or self.format == "gguf",
+            is_gguf or self.dtype != "q8_0",
             "dtype q8_0 is for format gguf, got safetensors: set --format gguf",
         )
         require(
-            not self.modelfile or self.format == "gguf",
+            is_gguf or not self.modelfile,
             f"modelfile is for format gguf, got {self.format}: set --format gguf, or leave it out",
         )
         require(
-            self.check_vllm is None or self.format == "safetensors",
+            not is_gguf or self.check_vllm is None,
             f"check_vllm is for format safetensors, got {self.format}: leave it out",
         )
 
@@ -436,7 +431,7 @@ class ExportConfig(Settings):
 class PushConfig(Settings):
     """Upload a saved model to the Hugging Face hub."""
 
-    path: str = ""
+    path: ModelName = ""
     """Folder of the model; only the model's own files and its README.md are uploaded."""
     repo: str = ""
     """Repository, as USER/NAME; it is created if it does not exist."""
@@ -446,8 +441,7 @@ class PushConfig(Settings):
     """Message of the commit."""
 
     def _check(self) -> None:
-        require(bool(self.path), "a model must be named, got none: give its folder, for example output/step3_ppo/actor")
         require(
-            re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.repo) is not None,
+            re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", self.repo),
             f"a repository is USER/NAME, got {self.repo or 'none'}: give it after the folder",
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, get_args
 
 from hybrid_rlhf.configs.preference import PreferenceStepConfig
 from hybrid_rlhf.configs.reward import RewardConfig
@@ -14,6 +14,7 @@ from hybrid_rlhf.configs.sections.rules import (
     Count,
     Natural,
     Positive,
+    Seed,
     Settings,
     require,
     require_template_variables,
@@ -21,7 +22,7 @@ from hybrid_rlhf.configs.sections.rules import (
 from hybrid_rlhf.configs.sft import SFTConfig
 
 StepName = Literal["sft", "reward", "preference", "rl"]
-STEP_NAMES: tuple[StepName, ...] = ("sft", "reward", "preference", "rl")
+STEP_NAMES: tuple[StepName, ...] = get_args(StepName)
 FOLDERS = {"sft": "step1_sft", "reward": "step2_reward", "preference": "preference", "rl": "step3_ppo"}
 _OUTPUT = "{output_dir}/"
 """Placeholder in a step's default output_dir for the pipeline's; not a name that a user would choose."""
@@ -42,13 +43,13 @@ class LauncherConfig(Settings):
 class PipelineDataConfig(Settings):
     """One data set for all steps."""
 
-    sources: list[str | DataSource] = field(default_factory=list)
+    sources: list[str | DataSource] = []
     """Paths, or {path, weight, split_name}, for every step without its own data.sources."""
-    split: list[float] = field(default_factory=lambda: [2.0, 4.0, 4.0])
+    split: list[float] = [2.0, 4.0, 4.0]
     """Relative sizes of the three steps' parts of the data, without overlap (DeepSpeed-Chat)."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template, for every step without its own data.chat_template."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, for every step without its own data.chat_template_kwargs."""
 
     def _check(self) -> None:
@@ -60,7 +61,7 @@ class PipelineConfig(Settings):
     """Supervised fine-tuning, reward model and RL; or supervised fine-tuning and a preference loss without a reward
     model."""
 
-    starts_steps: ClassVar[bool] = True
+    starts_steps = True
     """True if the steps run, false if they are planned."""
 
     base_model: str | None = None
@@ -68,7 +69,7 @@ class PipelineConfig(Settings):
     the demo with the embedded SmolLM2-135M-Instruct."""
     output_dir: str = "output"
     """Folder of step1_sft, step2_reward, step3_ppo and preference."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of all steps; null: each step's own."""
     steps: str = "sft,reward,rl"
     """Steps to run, comma-separated: sft, reward, preference, rl; a finished step is skipped."""
@@ -80,9 +81,8 @@ class PipelineConfig(Settings):
     launcher: LauncherConfig = LauncherConfig()
 
     def _check(self) -> None:
-        unknown = [name for name in self.step_names if name not in STEP_NAMES]
         require(
-            not unknown and bool(self.step_names),
+            self.step_names and set(self.step_names) <= {*STEP_NAMES},
             f"--steps takes sft, reward, preference and rl, comma-separated, got {self.steps!r}: for example "
             "--steps sft,reward",
         )
@@ -145,7 +145,6 @@ class PlanConfig(PipelineConfig):
     """Placements to list beside the best of each style, fastest first, each with the reason why it lost."""
 
     def _check(self) -> None:
-        super()._check()
         require(
             self.machine in ("this", *MACHINES) or self.machine.endswith((".yaml", ".yml")),
             f"--machine must be this (the local machine), {', '.join(MACHINES[:-1])} or {MACHINES[-1]}, or a YAML file "
@@ -180,8 +179,8 @@ def step_config(name: str, config: PipelineConfig) -> Any:
         chat_template_kwargs=data.chat_template_kwargs or config.data.chat_template_kwargs,
     )
     seed = step.seed if config.seed is None else config.seed
-    step = replace(step, output_dir=config.folder(name), data=data, seed=seed)
-    step = replace(step, model=replace(step.model, path=step.model.path or config.start(name)))
+    model = replace(step.model, path=step.model.path or config.start(name))
+    step = replace(step, output_dir=config.folder(name), data=data, seed=seed, model=model)
     # An environment or a teacher may be the reward: a reward model is used besides only if this pipeline trains one.
     needed = "reward" in config.step_names or (name == "rl" and step.environment is None and step.teacher is None)
     if name == "rl" and not step.reward.components and needed:

@@ -6,7 +6,7 @@ The losses are in supervised/preference/, one file each; docs/algorithms.md comp
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from hybrid_rlhf.configs.sections.rules import NonNegative, Positive, Settings, require, setting
 from hybrid_rlhf.configs.sections.run import SupervisedConfig
@@ -15,9 +15,9 @@ from hybrid_rlhf.configs.sections.run import SupervisedConfig
 class PreferenceLossConfig(Settings):
     """Settings of all preference losses."""
 
-    needs_reference: ClassVar[bool] = True
+    needs_reference = True
     """True if the loss needs a reference's log-probs."""
-    learns_labels: ClassVar[bool] = False
+    learns_labels = False
     """True if it learns from single completions labelled good or bad, false if from pairs."""
 
     name: str = field(default="", init=False)
@@ -92,7 +92,7 @@ class KTOConfig(PreferenceLossConfig):
 
 
 PREFERENCE_LOSSES: dict[str, type[PreferenceLossConfig]] = {
-    str(kind.name): kind for kind in (DPOConfig, CDPOConfig, IPOConfig, HingeConfig, SimPOConfig, ORPOConfig, KTOConfig)
+    kind.name: kind for kind in (DPOConfig, CDPOConfig, IPOConfig, HingeConfig, SimPOConfig, ORPOConfig, KTOConfig)
 }
 """Every preference loss by its name."""
 
@@ -115,7 +115,6 @@ class PreferenceStepConfig(SupervisedConfig):
     reference: PreferenceReferenceConfig | None = setting(None, needs="needs_reference")
 
     def _check(self) -> None:
-        super()._check()
         if self.algorithm.needs_reference and self.reference is None:
             object.__setattr__(self, "reference", PreferenceReferenceConfig())
         require(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import field
 from typing import Literal
 
 from hybrid_rlhf.configs.sections.model import SCORER_KEYS, ModelConfig
@@ -17,7 +16,7 @@ class RewardObjectiveConfig(Settings):
     loss: Literal["pairwise", "listwise", "binary", "steps"] = "pairwise"
     """pairwise: all pairs of a prompt's completions (Bradley-Terry); listwise: their ranking (Plackett-Luce), without
     margins; binary: completions labelled good or bad; steps: each step of a completion labelled (process reward)."""
-    heads: list[str] = field(default_factory=list)
+    heads: list[str] = []
     """Names of several scores, for example [helpful, harmless]; a row's column `head` selects the one that it trains,
     by default the first. Empty: one score."""
     centering_coef: NonNegative = 0.0
@@ -36,10 +35,10 @@ class RewardObjectiveConfig(Settings):
         )
         for name in self.heads:
             require(
-                re.fullmatch(r"[\w-]+", name) is not None,
+                re.fullmatch(r"[\w-]+", name),
                 f"objective.heads: a name has letters, digits and _ - only, got {name!r}: rename it",
             )
-        require(bool(self.step_separator), "objective.step_separator may not be empty: leave it out for a line break")
+        require(self.step_separator, "objective.step_separator may not be empty: leave it out for a line break")
 
 
 class RewardConfig(SupervisedConfig):
@@ -51,8 +50,7 @@ class RewardConfig(SupervisedConfig):
     objective: RewardObjectiveConfig = RewardObjectiveConfig()
 
     def _check(self) -> None:
-        super()._check()
         require(
-            not self.objective.calibrate or self.data.eval_fraction > 0 or bool(self.data.eval_sources),
+            not self.objective.calibrate or self.data.eval_fraction > 0 or self.data.eval_sources,
             "objective.calibrate needs held-out rows, got data.eval_fraction 0: give for example 0.05",
         )

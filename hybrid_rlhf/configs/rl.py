@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
-from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PassAtKConfig, PPOConfig, RAFTConfig
+from hybrid_rlhf.configs.algorithms import RL_ALGORITHMS, AlgorithmConfig, PPOConfig
 from hybrid_rlhf.configs.credentials import is_own_host
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.algorithm import PolicyGradientConfig
@@ -30,17 +30,15 @@ from hybrid_rlhf.configs.sections.rules import (
     RowTokens,
     Settings,
     Share,
+    ShareBelowOne,
     advanced,
     require,
-    require_among,
+    require_defaults,
     setting,
     whole_number,
 )
 from hybrid_rlhf.configs.sections.run import FaultsConfig, StepConfig
 from hybrid_rlhf.configs.sections.training import LoopConfig, OptimizerConfig, ZeroConfig, require_trainable
-
-_FEWEST_PROMPTS = 64
-"""Smallest default of prompts per rollout, with several completions per prompt."""
 
 
 class PromptDataConfig(DataConfig):
@@ -52,13 +50,13 @@ class PtxConfig(Settings):
 
     coef: Annotated[float, "above 0: give its weight, or --ptx null for no such loss"] = 0.0
     """Weight of the pretraining loss (InstructGPT: 27.8)."""
-    sources: list[str | DataSource] = field(default_factory=list)
+    sources: list[str | DataSource] = []
     """Pretraining text (a `text` column) or conversations: paths, or {path, weight, split_name}."""
     max_length: RowTokens = 1024
     """Longest row, in tokens (1024: TRL's SFT default)."""
 
     def _check(self) -> None:
-        require(bool(self.sources), "ptx.sources must name pretraining text, got none: give --ptx.sources FILE")
+        require(self.sources, "ptx.sources must name pretraining text, got none: give --ptx.sources FILE")
 
 
 class ActorConfig(Settings):
@@ -67,7 +65,7 @@ class ActorConfig(Settings):
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig(schedule="constant")
     zero: ZeroConfig = setting(ZeroConfig(), mutable=True)
-    ema_decay: Annotated[float, "in [0, 1)"] = advanced(0.0)
+    ema_decay: ShareBelowOne = advanced(0.0)
     """Decay per update of a moving average of the actor, which is evaluated and saved as actor_ema (DeepSpeed-Chat:
     0.992); 0: none."""
 
@@ -120,7 +118,7 @@ class RewardSumConfig(Settings):
     """The reward of completions. Under ZeRO-3, reward models are sharded like the critic, or like the actor without a
     critic."""
 
-    components: list[str | RewardComponentConfig] = field(default_factory=list)
+    components: list[str | RewardComponentConfig] = []
     """Reward models (paths), or {model | function | urls | verifier, weight, ...}, whose weighted scores are summed."""
 
     def _check(self) -> None:
@@ -160,8 +158,19 @@ class RLFaultsConfig(FaultsConfig):
     first two syncs are always compared."""
 
 
+def _mini_batches(values: Mapping[str, Any]) -> int:
+    """Default number of mini-batches: the largest up to the algorithm's that divides a rollout."""
+    rows = whole_number(values["rollout.prompts_per_step"]) * whole_number(values["rollout.sampling.n"])
+    most = whole_number(values["algorithm.mini_batches"])
+    unit = whole_number(values["train.micro_batch_size"]) or 1
+    divisors = [count for count in range(1, most + 1) if rows and rows % (count * unit) == 0]
+    return max(divisors, default=1)
+
+
 class RLConfig(StepConfig):
     """RL: trains an actor on its own completions and their rewards, with PPO, GRPO or another algorithm."""
+
+    following = {"algorithm.mini_batches": _mini_batches}
 
     output_dir: str = setting("output/step3_ppo", mutable=True)
     """Folder of the run: actor/, critic/, config.yaml, metrics.jsonl, samples.jsonl, checkpoints."""
@@ -217,17 +226,9 @@ class RLConfig(StepConfig):
             f"algorithm.dynamic_sampling compares completions of one prompt, got rollout.sampling.n {n}: give 2 or "
             "more",
         )
-        if isinstance(algorithm, RAFTConfig):
-            require(
-                algorithm.selected_per_prompt < n,
-                f"algorithm.selected_per_prompt must be below rollout.sampling.n {n}, got "
-                f"{algorithm.selected_per_prompt}: lower it",
-            )
-        if isinstance(algorithm, PassAtKConfig):
-            require(
-                algorithm.k < n,
-                f"algorithm.k must be below rollout.sampling.n {n}, got {algorithm.k}: lower it",
-            )
+        for key in ("selected_per_prompt", "k"):  # numbers of completions that RAFT or pass@k choose
+            value = getattr(algorithm, key, 0)
+            require(value < n, f"algorithm.{key} must be below rollout.sampling.n {n}, got {value}: lower it")
         require(
             self.teacher is None or (isinstance(algorithm, PolicyGradientConfig) and algorithm.uses_sampler_policy),
             f"teacher gives each token an advantage, got algorithm {name}, which selects completions: give another, "
@@ -245,16 +246,33 @@ class RLConfig(StepConfig):
         )
 
     def _check_environment(self) -> None:
-        """Check the rules for episodes of several turns."""
+        """Check the rules for episodes of several turns, of a class or of programs inside and outside of the run."""
         environment = self.environment
+        endpoint = self.rollout.endpoint
         if environment is None:
             return
-        if environment.path is None:
-            self._check_program(self.algorithm.name, environment)
-        require(
-            self.rollout.endpoint is None or environment.path is None,
-            f"rollout.endpoint is for programs, got environment.path {environment.path}: leave one out",
-        )
+        if environment.path is not None:
+            require(
+                endpoint is None,
+                f"rollout.endpoint is for programs, got environment.path {environment.path}: leave one out",
+            )
+        else:
+            has_program = environment.program is not None
+            require(
+                has_program or endpoint is not None,
+                "environment.path must be module:Class or path/to/file.py:Class, got None: give the class, "
+                "environment.program, or --rollout.endpoint true",
+            )
+            require(
+                has_program or endpoint is None or is_own_host(endpoint.host) or endpoint.api_key is not None,
+                "rollout.endpoint.api_key must be given where other machines connect, got none with "
+                f"rollout.endpoint.host {endpoint and endpoint.host}: give ${{NAME}} of an environment variable",
+            )
+            require(
+                self.algorithm.takes_sequences,
+                f"a program has episodes of several sequences, got algorithm {self.algorithm.name}, which counts "
+                "completions: give another, such as grpo",
+            )
         require(
             self.rollout.partial is None,
             "rollout.partial carries completions of one turn, got the section environment: leave one out",
@@ -299,19 +317,35 @@ class RLConfig(StepConfig):
         """Check how the weights of actor and critic are trained, stored and split."""
         actor = self.actor
         critic = self.critic
+        model = self.model
         require(
-            self.model.expert_parallel == 1 or self._samples_on_actor,
-            f"model.expert_parallel {self.model.expert_parallel} needs all roles on all ranks, got placement "
+            model.expert_parallel == 1 or self._samples_on_actor,
+            f"model.expert_parallel {model.expert_parallel} needs all roles on all ranks, got placement "
             f"{self._given_placement}: leave one out",
         )
-        require_trainable(self.model, actor.optimizer, actor.lora, section="actor.lora", stage=actor.zero.stage)
+        require_trainable(model, actor.optimizer, actor.lora, section="actor.lora", stage=actor.zero.stage)
         if critic is not None:
-            stage = self.critic_zero.stage
-            require_trainable(self.model, critic.optimizer, self.critic_lora, section="critic.lora", stage=stage)
-        if self.model.quantization is not None:
-            self._check_quantised_base(self.model.quantization)
-        if self.model.tensor_parallel > 1:
-            self._check_split_weights(self.model.tensor_parallel)
+            require_trainable(
+                model, critic.optimizer, self.critic_lora, section="critic.lora", stage=self.critic_zero.stage
+            )
+        if model.quantization is not None:  # actor and sampler share base weights in 4 bits
+            key = f"model.quantization {model.quantization}"
+            unread = ["rollout.quantization", "rollout.dtype", "reference.refresh_every"]
+            rule = f"{key} keeps the base weights of all models, from which the actor's sampler samples"
+            require_defaults(self, unread, rule, others={"rollout.backend": "module"})
+            require(
+                self._samples_on_actor,
+                f"{key} samples from the weights of the actor on its ranks, got placement {self._given_placement}: "
+                "leave one out",
+            )
+        if model.tensor_parallel > 1:
+            key = f"model.tensor_parallel {model.tensor_parallel}"
+            require(
+                self.placement is None,
+                f"{key} has all models on all ranks, got placement {self._given_placement}: leave one out",
+            )
+            unread = ["rollout.backend", "reference.refresh_every"]
+            require_defaults(self, unread, f"{key} reads and writes weights in parts")
         if critic is not None and critic.share_base:
             self._check_shared_base(critic)
 
@@ -381,76 +415,6 @@ class RLConfig(StepConfig):
             "--algorithm.kl null",
         )
 
-    @staticmethod
-    def following(values: Mapping[str, Any], settled: set[str]) -> dict[str, int]:
-        """Defaults that follow from the size of a rollout: its number of prompts, and the mini-batches it is divided
-        into.
-
-        Args:
-            values: known values by dotted key.
-            settled: keys that are set.
-        """
-        prompts = whole_number(values["rollout.prompts_per_step"])
-        n = whole_number(values["rollout.sampling.n"])
-        defaults = {}
-        if n > 1 and "rollout.prompts_per_step" not in settled:
-            prompts = defaults["rollout.prompts_per_step"] = max(_FEWEST_PROMPTS, prompts // n)
-        if "algorithm.mini_batches" not in settled:
-            rows = prompts * n
-            most = whole_number(values["algorithm.mini_batches"])
-            unit = whole_number(values["train.micro_batch_size"]) or 1
-            divisors = [count for count in range(1, most + 1) if rows and rows % (count * unit) == 0]
-            defaults["algorithm.mini_batches"] = max(divisors, default=1)
-        return defaults
-
-    def _check_quantised_base(self, kind: str) -> None:
-        """Check the rules for base weights in 4 bits, which actor and sampler share."""
-        allowed = {
-            "rollout.quantization": [None],
-            "rollout.backend": ["auto", "module"],
-            "rollout.dtype": ["auto"],
-            "reference.refresh_every": [0],
-        }
-        rule = f"model.quantization {kind} keeps the base weights of all models, from which the actor's sampler samples"
-        require_among(self, allowed, rule)
-        require(
-            self._samples_on_actor,
-            f"model.quantization {kind} samples from the weights of the actor on its ranks, got placement "
-            f"{self._given_placement}: leave one out",
-        )
-
-    def _check_split_weights(self, size: int) -> None:
-        """Check the rules for weights that are split over ranks."""
-        require(
-            self.placement is None,
-            f"model.tensor_parallel {size} has all models on all ranks, got placement "
-            f"{self._given_placement}: leave one out",
-        )
-        allowed = {"rollout.backend": ["auto"], "reference.refresh_every": [0]}
-        require_among(self, allowed, f"model.tensor_parallel {size} reads and writes weights in parts")
-
-    def _check_program(self, name: str, environment: EnvironmentConfig) -> None:
-        """Check the rules for programs, inside and outside of the run."""
-        endpoint = self.rollout.endpoint
-        require(
-            environment.program is not None or endpoint is not None,
-            f"environment.path must be module:Class or path/to/file.py:Class, got {environment.path}: give the class, "
-            "environment.program, or --rollout.endpoint true",
-        )
-        require(
-            environment.program is not None
-            or endpoint is None
-            or is_own_host(endpoint.host)
-            or endpoint.api_key is not None,
-            "rollout.endpoint.api_key must be given where other machines connect, got none with "
-            f"rollout.endpoint.host {endpoint and endpoint.host}: give ${{NAME}} of an environment variable",
-        )
-        require(
-            self.algorithm.takes_sequences,
-            f"a program has episodes of several sequences, got algorithm {name}, which counts completions: "
-            "give another, such as grpo",
-        )
-
     @property
     def _samples_on_actor(self) -> bool:
         """True if the placement leaves the sampler on the actor's ranks."""
@@ -469,10 +433,9 @@ class RLConfig(StepConfig):
     @property
     def critic_lora(self) -> LoraConfig | None:
         """Adapters of the critic, from its section or the actor's; None if all its weights are trained."""
-        lora: LoraConfig | None = None if self.critic is None else self.critic.lora
-        if lora is None:
+        if self.critic is None or self.critic.lora is None:
             return self.actor.lora
-        return lora if lora.rank else None
+        return self.critic.lora if self.critic.lora.rank else None
 
     @property
     def has_reward(self) -> bool:
@@ -487,8 +450,7 @@ class RLConfig(StepConfig):
     @property
     def learned_per_prompt(self) -> int:
         """Maximum number of completions per prompt that are trained on."""
-        selected = getattr(self.algorithm, "selected_per_prompt", None)
-        return self.rollout.sampling.n if selected is None else int(selected)
+        return int(getattr(self.algorithm, "selected_per_prompt", self.rollout.sampling.n))
 
     def reads_without_adapters(self, reference_path: str | None, actor_path: str | None) -> bool:
         """Return True if the reference is the actor without its adapters; it must then not follow the actor."""

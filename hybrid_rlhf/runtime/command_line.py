@@ -17,8 +17,7 @@ import yaml
 
 from hybrid_rlhf.configs.credentials import redacted
 from hybrid_rlhf.configs.errors import RankError, UserError
-from hybrid_rlhf.configs.parsing.building import build_config, flat, plain, read_words
-from hybrid_rlhf.configs.parsing.derived import derived_defaults
+from hybrid_rlhf.configs.parsing.building import build_config, derived_defaults, flat, plain, read_words
 from hybrid_rlhf.configs.parsing.help import Help
 from hybrid_rlhf.configs.parsing.schema import Layer, resolve
 from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml

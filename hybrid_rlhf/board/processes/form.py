@@ -19,8 +19,7 @@ from typing import Any
 from hybrid_rlhf.board.processes.commands import nested_values
 from hybrid_rlhf.board.runs.summary import COMMANDS
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.building import build_config, config_tree
-from hybrid_rlhf.configs.parsing.derived import derived_defaults
+from hybrid_rlhf.configs.parsing.building import build_config, config_tree, derived_defaults
 from hybrid_rlhf.configs.parsing.help import field_docs
 from hybrid_rlhf.configs.parsing.schema import (
     Key,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from hybrid_rlhf.configs.credentials import is_own_host
 from hybrid_rlhf.configs.sections.rules import Port, Settings, require
 
@@ -11,9 +9,9 @@ from hybrid_rlhf.configs.sections.rules import Port, Settings, require
 class BoardConfig(Settings):
     """Show training runs in a browser: curves, rollouts, preferences, chat, start and stop."""
 
-    folders: list[str] = field(default_factory=lambda: ["output"])
+    folders: list[str] = ["output"]
     """Folders with runs, at any depth; new runs and judgements are written to the first."""
-    models: list[str] = field(default_factory=list)
+    models: list[str] = []
     """Models and reward models for the chat besides those below the folders: folders or hub names. A client can name
     no other."""
     host: str = "127.0.0.1"
@@ -27,7 +25,7 @@ class BoardConfig(Settings):
     """Open the page in the local browser."""
 
     def _check(self) -> None:
-        require(bool(self.folders), "folders must name a folder with runs, got none: give for example output")
+        require(self.folders, "folders must name a folder with runs, got none: give for example output")
         require(
             self.token is None or len(self.token) >= 8,
             "token must have 8 characters or more, got fewer: give a longer one, or leave it out",

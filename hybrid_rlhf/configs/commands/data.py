@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import (
     Count,
     Natural,
     RowTokens,
+    Seed,
     Settings,
     advanced,
     require,
@@ -29,12 +29,9 @@ _PARTS_EXAMPLE = "train=0.9,test=0.1"
 class _SourceConfig(Settings):
     """Settings of a command on the rows of a source."""
 
-    path: str = ""
+    path: Annotated[str, "a data source must be named, got none: give a file, a folder or a hub name"] = ""
     """A .jsonl, .json, .csv or .parquet file, a pattern or folder of them, a folder of datasets.save_to_disk, or a hub
     name."""
-
-    def _check(self) -> None:
-        require(bool(self.path), "a data source must be named, got none: give a file, a folder or a hub name")
 
 
 class CheckConfig(_SourceConfig):
@@ -48,7 +45,7 @@ class CheckConfig(_SourceConfig):
     masks and previews."""
     max_length: RowTokens | None = None
     """Longest row, or prompt for RL, in tokens; null: the step's default."""
-    eval_sources: list[str] = field(default_factory=list)
+    eval_sources: list[str] = []
     """Sources of held-out rows; those with a prompt of the source are reported."""
     preview: Natural = 3
     """Number of rows to show as the model reads them."""
@@ -56,18 +53,17 @@ class CheckConfig(_SourceConfig):
     """Run Python code that comes with the tokenizer. Only for sources you trust."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template; null: the tokenizer's."""
-    chat_template_kwargs: dict[str, Any] = advanced(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = advanced({})
     """Variables of the chat template, such as {enable_thinking: false}."""
 
     def _check(self) -> None:
-        super()._check()
         require_template_variables(self.chat_template_kwargs)
 
 
 class ConvertConfig(_SourceConfig):
     """Convert a data set in a published format into rows that every step reads (docs/conversations.md)."""
 
-    output: str = ""
+    output: Annotated[str, "--output must name a file, got none: give for example --output rows.jsonl"] = ""
     """JSONL file to write."""
     format: FormatName = "auto"
     """Format of the source; auto: inferred from the columns of its first row."""
@@ -79,10 +75,6 @@ class ConvertConfig(_SourceConfig):
     overwrite: bool = False
     """Replace the output if it exists."""
 
-    def _check(self) -> None:
-        super()._check()
-        require(bool(self.output), "--output must name a file, got none: give for example --output rows.jsonl")
-
 
 class SplitConfig(_SourceConfig):
     """Split the rows of a source into files without prompts in common."""
@@ -92,7 +84,7 @@ class SplitConfig(_SourceConfig):
     hash, so the sizes are approximate and a row stays in its part when others are added."""
     by: str = "prompt"
     """Key of the assignment of rows to parts: the prompt, or the name of a column."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the hash."""
     output_dir: str | None = None
     """Folder of the files, named after the source and the part: rows.train.jsonl; null: the source's own folder, or the
@@ -101,15 +93,14 @@ class SplitConfig(_SourceConfig):
     """Replace files that exist."""
 
     def _check(self) -> None:
-        super()._check()
         names = [name for name, _ in self.shares]
         require(len(names) >= 2, f"parts must name two parts or more, got {self.parts!r}: for example {_PARTS_EXAMPLE}")
         require(len(set(names)) == len(names), f"a part is named once, got {self.parts!r}: keep one of each")
-        odd = next((name for name in names if not re.fullmatch(r"[\w-]+", name)), None)
-        require(
-            odd is None,
-            f"a part's name has letters, digits, _ and -, got {odd!r}: choose another, as in {_PARTS_EXAMPLE}",
-        )
+        for name in names:
+            require(
+                re.fullmatch(r"[\w-]+", name),
+                f"a part's name has letters, digits, _ and -, got {name!r}: choose another, as in {_PARTS_EXAMPLE}",
+            )
 
     @property
     def shares(self) -> list[tuple[str, float]]:
@@ -121,24 +112,24 @@ class SplitConfig(_SourceConfig):
 class BlendConfig(Settings):
     """Mix rows of several sources into one file in given fractions, without repeating rows."""
 
-    sources: list[str] = field(default_factory=list)
+    sources: list[str] = []
     """SOURCE=SHARE for each source: a file, a folder or a hub name, and its fraction of the rows."""
     output: str = ""
     """JSONL file to write."""
     rows: Count | None = None
     """Number of rows to write; null: as many as the fractions allow."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the selection and order of rows."""
     overwrite: bool = False
     """Replace the output if it exists."""
 
     def _check(self) -> None:
         paths = [path for path, _ in self.shares]
-        require(bool(paths), "sources must name data, got none: give for example a.jsonl=0.7 b.jsonl=0.3")
+        require(paths, "sources must name data, got none: give for example a.jsonl=0.7 b.jsonl=0.3")
         require(
             len(set(paths)) == len(paths), f"a source is given once, got {' '.join(self.sources)}: keep one of each"
         )
-        require(bool(self.output), "--output must name a file, got none: give for example --output rows.jsonl")
+        require(self.output, "--output must name a file, got none: give for example --output rows.jsonl")
 
     @property
     def shares(self) -> list[tuple[str, float]]:

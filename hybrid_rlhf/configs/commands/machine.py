@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from hybrid_rlhf.configs.sections.rules import Settings, require
+from hybrid_rlhf.configs.sections.rules import Settings
 
 Shell = Literal["", "bash", "zsh", "fish"]
 
@@ -17,8 +17,5 @@ class EnvConfig(Settings):
 class CompletionConfig(Settings):
     """Print a script that completes commands, keys and values in a shell."""
 
-    shell: Shell = ""
+    shell: Annotated[Shell, "completion must name a shell, got none: give bash, zsh or fish"] = ""
     """bash, zsh or fish."""
-
-    def _check(self) -> None:
-        require(bool(self.shell), "completion must name a shell, got none: give bash, zsh or fish")

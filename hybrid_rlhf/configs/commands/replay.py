@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Annotated
 
 from hybrid_rlhf.configs.sections.rules import Count, Settings, advanced, require
@@ -29,11 +28,13 @@ class RescoreConfig(Settings):
 class ReplayConfig(Settings):
     """Regenerate samples of an RL run bit for bit, and compare them with the recorded ones."""
 
-    path: str = ""
+    path: Annotated[
+        str, "a run must be named, got none: give its folder, for example hybrid-rlhf replay output/step3_ppo"
+    ] = ""
     """Folder of the run; it is not modified."""
     step: int = 0
     """A step of samples.jsonl."""
-    index: list[Annotated[int, "0 or more: leave the others out"]] = field(default_factory=list)
+    index: list[Annotated[int, "0 or more: leave the others out"]] = []
     """Rows of the step, their `index` in samples.jsonl; empty: all."""
     branch: BranchConfig | None = None
     rescore: RescoreConfig | None = None
@@ -41,15 +42,10 @@ class ReplayConfig(Settings):
     """Internal: temporary folder shared by the ranks of a replay, which the command creates and removes."""
 
     def _check(self) -> None:
-        require(
-            bool(self.path),
-            "a run must be named, got none: give its folder, for example hybrid-rlhf replay output/step3_ppo",
-        )
         require(self.step >= 1, f"step must be a step of samples.jsonl, got {self.step}: give --step")
-
-        for name, value in (("branch", self.branch), ("rescore", self.rescore)):
+        for name in ("branch", "rescore"):
             require(
-                value is None or len(self.index) == 1,
+                getattr(self, name) is None or len(self.index) == 1,
                 f"{name} is for one sample, got index {self.index}: give --index with one",
             )
         require(self.branch is None or self.rescore is None, "branch and rescore are two requests: leave one out")

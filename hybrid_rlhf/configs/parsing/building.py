@@ -14,15 +14,13 @@ import json
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from hybrid_rlhf.configs.errors import UserError
-from hybrid_rlhf.configs.parsing.derived import derived_defaults
 from hybrid_rlhf.configs.parsing.schema import (
     Key,
     Layer,
     Section,
-    UnknownKey,
     find_hints,
     is_list,
     resolve,
@@ -31,10 +29,7 @@ from hybrid_rlhf.configs.parsing.schema import (
 )
 from hybrid_rlhf.configs.parsing.values import check_values, is_text
 from hybrid_rlhf.configs.parsing.yaml_text import parse_yaml, yaml_value
-from hybrid_rlhf.configs.sections.rules import marks_of
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from hybrid_rlhf.configs.sections.rules import marks_of, require
 
 ConfigT = TypeVar("ConfigT")
 
@@ -46,11 +41,9 @@ def build_config(config_type: type[ConfigT], layers: Sequence[Layer]) -> ConfigT
         UserError: for an unknown key, a wrong value, or a rule of the config.
     """
     tree = resolve(config_type, layers)
-    keys = tree.all_keys()
-    user = tree.user_keys()
-    settings = tree.values() | {key: value for key, value in derived_defaults(tree).items() if key not in user}
-    values = {name: _typed(key, settings[name]) if name in settings else key.default for name, key in keys.items()}
-    config: ConfigT = _instance(tree, values)
+    settings = tree.values() | derived_defaults(tree)
+    typed = {name: _typed(key, settings[name]) for name, key in tree.all_keys().items() if name in settings}
+    config: ConfigT = _instance(tree, tree.defaults() | typed)
     check_values(config)
     return config
 
@@ -65,13 +58,35 @@ def settings_and_defaults(config: Any) -> dict[str, tuple[Any, Any]]:
 
     The defaults include those of the config's algorithm.
     """
-    tree = resolve(type(config), [Layer(plain(config))])
+    tree = resolve(type(config), [Layer(plain(config), strict=False)])
+    defaults = tree.defaults() | derived_defaults(tree)
+    return {key: (value, _readable(defaults[key])) for key, value in tree.values().items()}
+
+
+def derived_defaults(tree: Section) -> dict[str, Any]:
+    """The defaults that follow from other settings, by dotted key: an algorithm sets the number of completions per
+    prompt, the size of a rollout sets its mini-batches.
+
+    They override a file of defaults (the demo's), and the user's settings override them, so that the resolved config
+    and `--help` show the number.
+    """
+    user = tree.user_keys()
     values = tree.values()
+    derived: dict[str, Any] = {}
     for section in tree.walk():
-        section.strictly_given.clear()
-    defaults = {key.name: key.default for key in tree.all_keys().values()} | derived_defaults(tree)
-    readable = {key: json.loads(json.dumps(defaults[key], default=dataclasses.asdict)) for key in defaults}
-    return {key: (value, readable.get(key)) for key, value in values.items()}
+        algorithm = section.sections.get("algorithm")
+        for key, value in getattr(algorithm and algorithm.kind, "defaults_elsewhere", {}).items():
+            if section.prefix + key not in user:
+                derived[section.prefix + key] = value
+    settled = {*values} - {*derived}
+    for section in reversed([*tree.walk()]):  # those of inner sections first
+        prefix = section.prefix
+        for name, follow in getattr(section.kind, "following", {}).items():
+            if prefix + name not in settled:
+                known = tree.defaults() | values | derived
+                inside = {key.removeprefix(prefix): known[key] for key in known if key.startswith(prefix)}
+                derived[prefix + name] = follow(inside)
+    return derived
 
 
 def plain(config: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
@@ -87,8 +102,13 @@ def plain(config: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             content[declared.name] = plain(value, marks.keys)
         elif value is not None or marks.needs is None:
-            content[declared.name] = json.loads(json.dumps(value, default=dataclasses.asdict))
+            content[declared.name] = _readable(value)
     return content
+
+
+def _readable(value: Any) -> Any:
+    """A value as JSON represents it."""
+    return json.loads(json.dumps(value, default=dataclasses.asdict))
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,9 +149,8 @@ def read_words(
     files: list[str] = []
     overrides: list[Layer] = []
     wants_help: str | None = None
-    faulty = next((word for word in words if not is_text(word)), None)
-    if faulty is not None:
-        raise UserError(f"the line must be text that UTF-8 can write, got {faulty!r}: write it again")
+    for word in words:
+        require(is_text(word), f"the line must be text that UTF-8 can write, got {word!r}: write it again")
     rest = deque(words)
     while rest:
         word = rest.popleft()
@@ -139,17 +158,14 @@ def read_words(
         if word in ("-h", "--help", "--help-all"):
             wants_help = word if wants_help != "--help-all" else wants_help
             continue
-        if not word.startswith("--"):
-            raise UserError(f"options start with --, got {word!r}: write --KEY VALUE, see --help")
-        if name not in ("config", "local_rank") and not _is_known(config_type, name):
-            raise unknown_key(UnknownKey(name, Layer({})), config_type, [])
+        require(word.startswith("--"), f"options start with --, got {word!r}: write --KEY VALUE, see --help")
         hints = find_hints(config_type, name)
-        if not equals and rest and not rest[0].startswith("--"):
-            value = rest.popleft()
-        elif not equals and bool in hints:
-            value = "true"
-        elif not equals:
-            raise UserError(f"--{name} needs a value, got none: write --{name} VALUE")
+        if not hints and name not in ("config", "local_rank"):
+            raise unknown_key(name, Layer({}), resolve(config_type, []))
+        if not equals:
+            has_value = bool(rest) and not rest[0].startswith("--")
+            require(has_value or bool in hints, f"--{name} needs a value, got none: write --{name} VALUE")
+            value = rest.popleft() if has_value else "true"
         if name == "config":
             files.append(value)
         elif name != "local_rank":  # the deepspeed launcher appends it; LOCAL_RANK has the same value
@@ -158,8 +174,8 @@ def read_words(
 
 
 @functools.cache
-def _adapter(hint: Any) -> TypeAdapter[Any]:
-    """A pydantic reader of values of a type."""
+def _adapter(hint: Any) -> Any:
+    """pydantic's TypeAdapter, which reads values of a type."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(hint)
@@ -218,20 +234,16 @@ def _with_positional(words: list[str], keys: Sequence[str], config_type: type) -
     return [*named, *first, *rest]
 
 
-def _is_known(config_type: type, name: str) -> bool:
-    section, _, last = name.rpartition(".")
-    return bool(find_hints(config_type, name)) or (last == "name" and bool(find_hints(config_type, section)))
-
-
 def _value(name: str, text: str, hints: list[Any]) -> Any:
     """The value of an override: YAML for a list or a section; otherwise text, which is read by the type of its key."""
-    is_section = any(dataclasses.is_dataclass(hint) for hint in hints)
+    is_section = any(map(dataclasses.is_dataclass, hints))
     if is_section and re.fullmatch(r"\w+", text) and text not in ("null", "true", "false"):
         return text  # the name of an algorithm
-    takes_list = any(is_list(hint) for hint in hints)
-    if not (is_section or takes_list):
+    if any(map(is_list, hints)):
+        text = _as_list(text)
+    elif not is_section:
         return text
-    return parse_yaml(f"value: {_as_list(text) if takes_list else text}", f"--{name}")["value"]
+    return parse_yaml(f"value: {text}", f"--{name}")["value"]
 
 
 def _as_list(value: str) -> str:

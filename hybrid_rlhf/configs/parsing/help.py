@@ -10,6 +10,7 @@ import ast
 import functools
 import inspect
 import itertools
+import json
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -44,11 +45,14 @@ class Help:
         words = "".join(f" [{key.rpartition('.')[2].upper()}]" for key in self.positional)
         lines = [f"usage: {self.prog}{words} [--config FILE.yaml] [--KEY VALUE ...]", ""]
         lines += [*textwrap.wrap(_about(self.tree.kind), _WIDTH), ""]
-        lines += _entry("--config FILE.yaml", "YAML file of keys; may be given more than once.")
-        for option, about in self.options.items():
+        options = {
+            "--config FILE.yaml": "YAML file of keys; may be given more than once.",
+            **self.options,
+            "--help": "Show this help without rarely needed keys.",
+            "--help-all": "Show every key, including unused sections.",
+        }
+        for option, about in options.items():
             lines += _entry(option, about)
-        lines += _entry("--help", "Show this help without rarely needed keys.")
-        lines += _entry("--help-all", "Show every key, including unused sections.")
         for section in self.tree.walk(off=self.everything):
             lines += self._section_lines(section)
         return "\n".join(lines)
@@ -60,8 +64,8 @@ class Help:
             "command": self.prog,
             "about": _about(kind),
             "config": f"{kind.__module__}.{kind.__name__}",
-            "positional": list(self.positional),
-            "options": dict(self.options),
+            "positional": self.positional,
+            "options": self.options,
             "keys": [key for section in self.tree.walk(off=self.everything) for key in self._described(section)],
         }
 
@@ -142,5 +146,5 @@ def _text(text: str) -> str:
 
 def _shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -8,10 +8,10 @@ folder after any other change, and a step that resumes from a checkpoint warns o
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from hybrid_rlhf.configs.parsing.schema import options_of, typed_fields
+from hybrid_rlhf.configs.parsing.schema import fields_on_path, options_of, typed_fields
 from hybrid_rlhf.configs.sections.rules import marks_of
 
 
@@ -32,8 +32,7 @@ def every_key(config_type: type) -> dict[str, list[str]]:
     """Every dotted key of a config under every algorithm, with its choices; [] if they are not listed."""
     choices: dict[str, list[str]] = {}
     waiting: list[tuple[str, type, tuple[str, ...] | None]] = [("", config_type, None)]
-    while waiting:
-        prefix, kind, read_keys = waiting.pop(0)
+    for prefix, kind, read_keys in waiting:  # which grows
         for declared, hint, kinds in typed_fields(kind):
             if read_keys is not None and declared.name not in read_keys:
                 continue
@@ -50,11 +49,9 @@ def every_key(config_type: type) -> dict[str, list[str]]:
 def changed_keys(config_type: type, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The dotted keys, sorted, that differ between two configs of a step and affect the results of training."""
     changed = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
-    return [key for key in changed if not is_mutable([config_type], key.split("."))]
+    return [key for key in changed if not is_mutable(config_type, key)]
 
 
-def is_mutable(kinds: Sequence[type], names: Sequence[str]) -> bool:
-    """Return True if a key, split at its dots, may change in a resumed run; `kinds` are the dataclasses it may be
-    in."""
-    named = [(field, inner) for kind in kinds for field, _, inner in typed_fields(kind) if field.name == names[0]]
-    return any(marks_of(field).mutable or (names[1:] and is_mutable(inner, names[1:])) for field, inner in named)
+def is_mutable(config_type: type, key: str) -> bool:
+    """Return True if a dotted key may change in a resumed run."""
+    return any(marks_of(field).mutable for named in fields_on_path(config_type, key) for field, _, _ in named)

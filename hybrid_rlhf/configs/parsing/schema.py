@@ -12,13 +12,13 @@ import functools
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.parsing.trl_names import trl_answer
-from hybrid_rlhf.configs.sections.rules import marks_of, nearest, nearest_hint
+from hybrid_rlhf.configs.sections.rules import Marks, defaults_of, marks_of, nearest, nearest_hint
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Key:
     advanced: bool
     read: Callable[[Any], Any] | None = None
     """Converts the user's value; None: pydantic converts it."""
+    given: tuple[Layer, Any] | None = None
+    """The last layer that sets the key, and its value."""
 
 
 @dataclass
@@ -59,10 +61,8 @@ class Section:
     is_on: bool = True
     keys: dict[str, Key] = field(default_factory=dict)
     sections: dict[str, Section] = field(default_factory=dict)
-    given: dict[str, Any] = field(default_factory=dict)
-    """Values by field name, from all layers."""
-    strictly_given: set[str] = field(default_factory=set)
-    """Fields that a strict layer sets."""
+    unknown: list[tuple[Layer, str]] = field(default_factory=list)
+    """Dotted keys that a strict layer sets, and the section does not have."""
     variants: tuple[str, ...] = ()
     """Names of the dataclasses among which this section selects."""
 
@@ -82,13 +82,17 @@ class Section:
         """Every key by its dotted name."""
         return {key.name: key for section in self.walk(off=off) for key in section.keys.values()}
 
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of the keys in use, by dotted key."""
+        return {name: key.default for name, key in self.all_keys().items()}
+
     def values(self) -> dict[str, Any]:
         """The values that are set, by dotted key."""
-        return {section.keys[name].name: value for section in self.walk() for name, value in section.given.items()}
+        return {name: key.given[1] for name, key in self.all_keys().items() if key.given}
 
     def user_keys(self) -> set[str]:
         """Dotted keys that the user sets."""
-        return {section.keys[name].name for section in self.walk() for name in section.strictly_given}
+        return {name for name, key in self.all_keys().items() if key.given and key.given[0].strict}
 
 
 def resolve(config_type: type, layers: Sequence[Layer]) -> Section:
@@ -98,10 +102,18 @@ def resolve(config_type: type, layers: Sequence[Layer]) -> Section:
         UserError: for a key that the config does not have with these settings, with the nearest one, a section that is
             not a mapping, or null for a key that may not be null.
     """
-    try:
-        return _section(config_type, layers, name="", default=None)
-    except UnknownKey as error:
-        raise unknown_key(error, config_type, layers) from None
+    tree = Section("", config_type)
+    _fill(tree, layers, defaults_of(config_type))
+    for section in tree.walk(off=True):
+        for layer, name in section.unknown:
+            raise unknown_key(name, layer, tree)
+    return tree
+
+
+TypedField = tuple[dataclasses.Field[Any], Any, list[type]]
+"""A field, its type, and the dataclasses that it may have as a section; [] for a key."""
+_Given = list[tuple[Layer, Any]]
+"""The values of a key or a section in the layers that set it."""
 
 
 @functools.cache
@@ -121,130 +133,111 @@ def section_type(hint: Any) -> type | None:
     return next((option for option in options_of(hint) if dataclasses.is_dataclass(option)), None)  # type: ignore[return-value]
 
 
-def typed_fields(kind: type) -> Iterator[tuple[dataclasses.Field[Any], Any, list[type]]]:
+def typed_fields(kind: type) -> Iterator[TypedField]:
     """The fields of a dataclass, each with its type, and the dataclasses that it may have as a section; [] for a
     key."""
     for declared in dataclasses.fields(kind):
-        hint = type_hints(kind)[declared.name]
         marks = marks_of(declared)
+        hint = type_hints(marks.read)["given"] if marks.read else type_hints(kind)[declared.name]
         section = section_type(hint)
-        if marks.variants:
-            yield declared, hint, [*marks.variants.values()]
-        else:
-            yield declared, hint, [] if section is None or marks.read else [section]
+        yield declared, hint, [*(marks.variants or {}).values()] or ([] if section is None else [section])
+
+
+def fields_on_path(config_type: type, name: str) -> Iterator[list[TypedField]]:
+    """For each part of a dotted key, the fields that it may be under every algorithm; [] if there is none."""
+    kinds = [config_type]
+    for part in name.split("."):
+        named = [entry for kind in kinds for entry in typed_fields(kind) if entry[0].name == part]
+        yield named
+        kinds = [kind for _, _, inner in named for kind in inner]
 
 
 def find_hints(config_type: type, name: str) -> list[Any]:
     """The types of a dotted key under every algorithm; a dataclass for a section; [] for an unknown key."""
-    kinds: list[type] = [config_type]
-    hints: list[Any] = []
-    for part in name.split("."):
-        named = [(hint, inner) for kind in kinds for field, hint, inner in typed_fields(kind) if field.name == part]
-        kinds = [kind for _, inner in named for kind in inner]
-        hints = [*kinds] or [hint for hint, _ in named]
-    return hints
+    *_, named = fields_on_path(config_type, name)
+    return [kind for _, hint, inner in named for kind in inner or [hint]]
 
 
-def _section(kind: type, layers: Sequence[Layer], *, name: str, default: Any) -> Section:
-    section = Section(name, kind)
-    default = _default_instance(kind) if default is None else default
+def _fill(section: Section, layers: Sequence[Layer], defaults: Any) -> None:
+    """Add the keys and inner sections of a section with the values of its layers; `defaults` has the defaults."""
+    kind = section.kind
     variant = getattr(kind, "name", None)
     for declared, hint, kinds in typed_fields(kind):
+        field_name = declared.name
+        key = section.prefix + field_name
         marks = marks_of(declared)
-        key = section.prefix + declared.name
-        inside = [(layer, layer.content[declared.name]) for layer in layers if declared.name in layer.content]
+        given = [(layer, layer.content[field_name]) for layer in layers if field_name in layer.content]
         if not declared.init:
-            for layer, value in inside:
+            for layer, value in given:
                 if layer.strict and value != variant:
                     raise UserError(f"{_place(layer)}{key} must be {variant}, got {value}: leave it out")
         elif kinds:
-            _add_section(section, declared, hint, inside, key, default=getattr(default, declared.name, None))
+            algorithm = section.sections.get("algorithm")
+            if marks.needs is None or getattr(algorithm and algorithm.kind, marks.needs, False):
+                inner = _inner_section(marks, hint, given, key, getattr(defaults, field_name))
+                section.sections[field_name] = inner
+            else:
+                _refuse_absent(given, key, marks.needs, algorithm)
         else:
-            if marks.read:
-                hint = type_hints(marks.read)["given"]
-            default_value = getattr(default, declared.name)
-            section.keys[declared.name] = Key(key, hint, default_value, kind, marks.advanced, marks.read)
-            for layer, value in inside:
+            last = None
+            for layer, value in given:
                 _check_value(layer, key, value, hint)
-                section.given[declared.name] = [value] if is_list(hint) and _is_one(value) else value
-                if layer.strict:
-                    section.strictly_given.add(declared.name)
+                last = layer, [value] if is_list(hint) and _is_one(value) else value
+            default = getattr(defaults, field_name)
+            section.keys[field_name] = Key(key, hint, default, kind, marks.advanced, marks.read, last)
+    known = {declared.name for declared in dataclasses.fields(kind)}
     for layer in layers:
-        for unknown in layer.content:
-            if layer.strict and unknown not in {declared.name for declared in dataclasses.fields(kind)}:
-                raise UnknownKey(f"{section.prefix}{unknown}", layer)
-    return section
+        if layer.strict:
+            section.unknown += [(layer, f"{section.prefix}{key}") for key in layer.content if key not in known]
 
 
-class UnknownKey(Exception):
-    """An unknown key; the caller adds the known keys to the message."""
+def _inner_section(marks: Marks, hint: Any, given: _Given, key: str, default: Any) -> Section:
+    """The section of a field with these marks and this type.
 
-    def __init__(self, name: str, layer: Layer) -> None:
-        super().__init__(name)
-        self.name = name
-        self.layer = layer
-
-
-def _add_section(
-    parent: Section,
-    declared: dataclasses.Field[Any],
-    hint: Any,
-    inside: list[tuple[Layer, Any]],
-    key: str,
-    *,
-    default: Any,
-) -> None:
-    """Resolve the section of a field and add it to its parent."""
-    marks = marks_of(declared)
-    field_name = declared.name
+    Args:
+        marks: marks of the field.
+        hint: its type.
+        given: its values.
+        key: its dotted name.
+        default: its default.
+    """
     kind = section_type(hint)
-    algorithm = parent.sections.get("algorithm")
-    if marks.needs is not None and not getattr(getattr(algorithm, "kind", None), marks.needs, False):
-        _refuse_absent(inside, key, marks.needs, algorithm)
-        return
     if marks.variants is not None:
-        kind, inside = _variant(marks.variants, inside, key, default)
+        kind, given = _variant(marks.variants, given, key, default)
         default = default if type(default) is kind else None
     assert kind is not None
-    optional = type(None) in options_of(hint) and marks.needs is None
+    may_be_null = type(None) in options_of(hint)
+    optional = may_be_null and marks.needs is None
     is_on = not optional or default is not None
     layers = list[Layer]()
-    for layer, value in inside:
-        if value is None and (optional or marks.needs is not None):
+    for layer, value in given:
+        content = {} if value is True and optional else value
+        if value is None and may_be_null:
             is_on = not optional
             layers = []
-        elif value is True and optional:
+        elif isinstance(content, Mapping):
             is_on = True
-        elif isinstance(value, Mapping):
-            is_on = True
-            layers = [*layers, Layer(value, layer.origin, layer.strict)]
+            layers.append(Layer(content, layer.origin, layer.strict))
         else:
             raise UserError(
                 f"{_place(layer)}{key} must be a mapping of keys, got {value}: write its keys under it, or leave it out"
             )
-    section = _section(kind, layers, name=key, default=default)
-    section.is_on = is_on
-    section.advanced = marks.advanced
-    section.variants = tuple(marks.variants or ())
-    if marks.keys is not None:
-        for name in [name for name in section.keys if name not in marks.keys]:
-            if name in section.strictly_given:
-                raise UserError(
-                    f"{key} reads {', '.join(marks.keys)} only, got {name} {section.given[name]}: leave it out"
-                )
-            section.keys.pop(name)
-            section.given.pop(name, None)
-    parent.sections[field_name] = section
+    section = Section(key, kind, marks.advanced, is_on, variants=tuple(marks.variants or ()))
+    _fill(section, layers, default or defaults_of(kind))
+    read_keys = marks.keys or tuple(section.keys)
+    for name in [name for name in section.keys if name not in read_keys]:
+        last = section.keys.pop(name).given
+        if last is not None and last[0].strict:
+            raise UserError(f"{key} reads {', '.join(read_keys)} only, got {name} {last[1]}: leave it out")
+    return section
 
 
-def _variant(
-    variants: Mapping[str, type], inside: list[tuple[Layer, Any]], key: str, default: Any
-) -> tuple[type, list[tuple[Layer, Any]]]:
+def _variant(variants: Mapping[str, type], given: _Given, key: str, default: Any) -> tuple[type, _Given]:
     """The dataclass that the name in a section selects, and the section's layers as mappings.
 
     A file of defaults sets keys of its own algorithm only.
     """
-    normal = [(layer, {"name": value} if isinstance(value, str) else value) for layer, value in inside]
+    normal = [(layer, {"name": value} if isinstance(value, str) else value) for layer, value in given]
     names = [(layer, value["name"]) for layer, value in normal if isinstance(value, Mapping) and "name" in value]
     chosen = str(names[-1][1]) if names else str(default.name)
     if chosen not in variants:
@@ -252,18 +245,16 @@ def _variant(
             f"{_place(names[-1][0])}{key} must be one of {', '.join(variants)}, got {chosen}: "
             f"{nearest_hint(chosen, variants, otherwise='give one of them')}"
         )
-    kind = variants[chosen]
     selected = []
     for layer, value in normal:
         if isinstance(value, Mapping):
             if not layer.strict and str(value.get("name", default.name)) != chosen:
                 continue
             value = {name: inner for name, inner in value.items() if name != "name"}
-            for name, inner in value.items():
-                if layer.strict and name not in type_hints(kind):
-                    _refuse_foreign(variants, layer, f"{key}.{name}", inner, chosen)
+            if layer.strict:
+                _refuse_foreign(variants, layer, key, value, chosen)
         selected.append((layer, value))
-    return kind, selected
+    return variants[chosen], selected
 
 
 def is_list(hint: Any) -> bool:
@@ -278,19 +269,22 @@ def _is_one(value: Any) -> bool:
     return isinstance(value, Mapping) or (isinstance(value, str) and not value.lstrip().startswith("["))
 
 
-def _refuse_foreign(variants: Mapping[str, type], layer: Layer, key: str, value: Any, chosen: str) -> None:
-    name = key.rpartition(".")[2]
-    owners = [variant for variant, kind in variants.items() if name in type_hints(kind)]
-    if owners:
-        named = ", ".join(owners[:3]) + " and others" * (len(owners) > 3)
-        raise UserError(
-            f"{_place(layer)}algorithm {chosen} has no key {key} ({named} {'has' if len(owners) == 1 else 'have'}), "
-            f"got {value}: leave it out"
-        )
+def _refuse_foreign(
+    variants: Mapping[str, type], layer: Layer, section: str, content: Mapping[str, Any], chosen: str
+) -> None:
+    """Refuse a key of a section that only other algorithms have."""
+    for name, value in content.items():
+        owners = [variant for variant, kind in variants.items() if name in type_hints(kind)]
+        if owners and chosen not in owners:
+            named = ", ".join(owners[:3]) + " and others" * (len(owners) > 3)
+            raise UserError(
+                f"{_place(layer)}algorithm {chosen} has no key {section}.{name} ({named} "
+                f"{'has' if len(owners) == 1 else 'have'}), got {value}: leave it out"
+            )
 
 
-def _refuse_absent(inside: list[tuple[Layer, Any]], key: str, needs: str, algorithm: Section | None) -> None:
-    for layer, value in inside:
+def _refuse_absent(given: _Given, key: str, needs: str, algorithm: Section | None) -> None:
+    for layer, value in given:
         if layer.strict and value is not None:
             while isinstance(value, Mapping) and value:
                 name, value = next(iter(value.items()))
@@ -303,57 +297,52 @@ def _refuse_absent(inside: list[tuple[Layer, Any]], key: str, needs: str, algori
 
 def _check_value(layer: Layer, key: str, value: Any, hint: Any) -> None:
     """Refuse null for a key that may not be null, and unknown keys in the items of a list."""
-    if layer.origin is not None or not isinstance(value, str):
-        check_null(value, f"{_place(layer)}{key}", hint)
+    _check_null(value, f"{_place(layer)}{key}", hint)
+    item_types = [argument for option in options_of(hint) for argument in typing.get_args(option)]
     for item in value if isinstance(value, list) else ():
-        inner = [
-            kind for option in options_of(hint) for argument in typing.get_args(option) for kind in options_of(argument)
-        ]
-        _check_item(item, layer, f"an item of {key}", [kind for kind in inner if dataclasses.is_dataclass(kind)])
+        for item_type in item_types:
+            _check_item(item, layer, f"an item of {key}", item_type)
 
 
-def _check_item(item: Any, layer: Layer, where: str, kinds: Sequence[Any]) -> None:
-    if not kinds or not isinstance(item, Mapping):
+def _check_item(item: Any, layer: Layer, where: str, hint: Any) -> None:
+    """Refuse unknown and missing keys of a mapping that becomes a dataclass."""
+    kind = section_type(hint)
+    if kind is None or not isinstance(item, Mapping):
         return
-    hints = {name: hint for kind in kinds for name, hint in type_hints(kind).items()}  # type: ignore[arg-type]
+    hints = type_hints(kind)
     for name, value in item.items():
         if name not in hints:
             raise UserError(
                 f"{_place(layer)}unknown key {name} in {where}: "
                 f"{nearest_hint(str(name), hints, otherwise='its keys are ' + ', '.join(hints))}"
             )
-        check_null(value, f"{_place(layer)}{name} in {where}", hints[name])
-        section = section_type(hints[name])
-        _check_item(value, layer, f"{name} of {where}", [] if section is None else [section])
-    for declared in (declared for kind in kinds for declared in dataclasses.fields(kind)):
-        required = declared.default is dataclasses.MISSING and declared.default_factory is dataclasses.MISSING
-        if required and declared.name not in item:
-            raise UserError(f"{_place(layer)}{where} needs {declared.name}, got {item}: add it")
+        _check_null(value, f"{_place(layer)}{name} in {where}", hints[name])
+        _check_item(value, layer, f"{name} of {where}", hints[name])
+    for name, default in vars(defaults_of(kind)).items():
+        if default is dataclasses.MISSING and name not in item:
+            raise UserError(f"{_place(layer)}{where} needs {name}, got {item}: add it")
 
 
-def check_null(value: Any, key: str, hint: Any) -> None:
-    """Raise UserError for null if the type does not allow it."""
+def _check_null(value: Any, key: str, hint: Any) -> None:
     if value is None and type(None) not in options_of(hint):
         raise UserError(f"{key} must be {type_name(hint)}, got null: give a value, or leave it out")
 
 
-def unknown_key(error: UnknownKey, config_type: type, layers: Sequence[Layer]) -> UserError:
-    """The error of an unknown key, with the nearest one."""
-    known = _known_keys(config_type, layers)
+def unknown_key(name: str, layer: Layer, tree: Section) -> UserError:
+    """The error of a key that a config does not have, with the nearest one.
+
+    Args:
+        name: dotted key.
+        layer: the layer that sets it.
+        tree: result of `resolve` for the config.
+    """
+    sections = [section for section in tree.walk(off=True) if section.name]
+    names = [f"{section.name}.name" for section in sections if section.variants]
+    known = [*tree.all_keys(off=True), *(section.name for section in sections), *names]
     if not known:
-        return UserError(f"{_place(error.layer)}unknown option --{error.name}: this command has none")
-    hint = _hint(error.name, known)
-    if error.layer.origin is None:
-        return UserError(f"unknown option --{error.name}: {hint}")
-    return UserError(f"{_place(error.layer)}unknown key {error.name}: {hint}")
-
-
-def _known_keys(config_type: type, layers: Sequence[Layer]) -> list[str]:
-    """Every key of a config under the algorithms that the layers name."""
-    tree = resolve(config_type, [replace(layer, strict=False) for layer in layers])
-    sections = [section.name for section in tree.walk(off=True) if section.name]
-    names = [f"{section.name}.name" for section in tree.walk(off=True) if section.variants]
-    return [*tree.all_keys(off=True), *sections, *names]
+        return UserError(f"{_place(layer)}unknown option --{name}: this command has none")
+    option = f"option --{name}" if layer.origin is None else f"key {name}"
+    return UserError(f"{_place(layer)}unknown {option}: {_hint(name, known)}")
 
 
 def _hint(wrong: str, known: Sequence[str]) -> str:
@@ -371,17 +360,6 @@ def _hint(wrong: str, known: Sequence[str]) -> str:
     siblings = {name.rpartition(".")[2]: name for name in known if section and name.rpartition(".")[0] == section}
     nearest_name = siblings.get(nearest(leaf, siblings) or "") or nearest(wrong, known)
     return "--help lists the keys" if nearest_name is None else f"the nearest is {nearest_name}"
-
-
-def _default_instance(kind: type) -> Any:
-    """An object with the defaults of a section; fields without a default are missing."""
-    values = {}
-    for declared in dataclasses.fields(kind):
-        if declared.default is not dataclasses.MISSING:
-            values[declared.name] = declared.default
-        elif declared.default_factory is not dataclasses.MISSING:
-            values[declared.name] = declared.default_factory()
-    return types.SimpleNamespace(**values)
 
 
 def _place(layer: Layer) -> str:

@@ -8,58 +8,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_KEYS: dict[str, tuple[str, ...]] = {
-    "batch": ("train.global_batch_size", "rollout.prompts_per_step"),
-    "batch_size": ("train.global_batch_size", "rollout.prompts_per_step"),
-    "bf16": ("model.dtype",),
-    "dataset_name": ("data.sources",),
-    "deepspeed": ("zero.stage", "actor.zero.stage"),
-    "delta": ("algorithm.dual_clip",),
-    "epsilon": ("algorithm.clip",),
-    "eval_dataset": ("data.eval_sources",),
-    "eval_steps": ("train.eval_every",),
-    "eval_strategy": ("train.eval_every",),
-    "fp16": ("model.dtype",),
-    "generation_batch_size": ("rollout.prompts_per_step",),
-    "gradient_accumulation_steps": ("train.global_batch_size", "rollout.prompts_per_step"),
-    "kl_coef": ("algorithm.kl.coef",),
-    "learning_rate": ("optimizer.lr", "actor.optimizer.lr"),
-    "log_completions": ("logging.samples_every",),
-    "logging_steps": ("logging.every",),
-    "lora_alpha": ("lora.alpha", "actor.lora.alpha"),
-    "lora_r": ("lora.rank", "actor.lora.rank"),
-    "lora_target_modules": ("lora.target_modules", "actor.lora.target_modules"),
-    "loss_type": ("algorithm.loss_normalization", "algorithm.name"),
-    "lr_scheduler_type": ("optimizer.schedule", "actor.optimizer.schedule"),
-    "mask_truncated_completions": ("algorithm.mask_truncated",),
-    "max_completion_length": ("rollout.sampling.max_new_tokens",),
-    "max_prompt_length": ("rollout.max_prompt_tokens",),
-    "max_seq_length": ("data.max_length",),
-    "missing_eos_penalty": ("algorithm.penalties.missing_eos",),
-    "model_name_or_path": ("model.path",),
-    "num_generations": ("rollout.sampling.n",),
-    "num_iterations": ("algorithm.epochs",),
-    "num_ppo_epochs": ("algorithm.epochs",),
-    "num_train_epochs": ("train.epochs",),
-    "peft_config": ("lora.rank", "actor.lora.rank"),
-    "per_device_train_batch_size": ("train.global_batch_size", "rollout.prompts_per_step"),
-    "ref_model": ("reference.path",),
-    "report_to": ("logging.sinks",),
-    "response_length": ("rollout.sampling.max_new_tokens",),
-    "resume_from_checkpoint": ("resume",),
-    "reward_funcs": ("reward.components",),
-    "reward_model_path": ("reward.components",),
-    "reward_weights": ("reward.components",),
-    "save_steps": ("train.save_every",),
-    "save_total_limit": ("train.keep_last",),
-    "scale_rewards": ("algorithm.divide_by_std",),
-    "steps_per_generation": ("algorithm.mini_batches",),
-    "torch_dtype": ("model.dtype",),
-    "train_dataset": ("data.sources",),
-    "use_peft": ("lora.rank", "actor.lora.rank"),
-    "warmup_ratio": ("optimizer.warmup_fraction", "actor.optimizer.warmup_fraction"),
-    "warmup_steps": ("optimizer.warmup_fraction", "actor.optimizer.warmup_fraction"),
+_BATCH = "train.global_batch_size or rollout.prompts_per_step"
+_KEYS = {
+    "batch": _BATCH,
+    "batch_size": _BATCH,
+    "bf16": "model.dtype",
+    "dataset_name": "data.sources",
+    "deepspeed": "zero.stage",
+    "delta": "algorithm.dual_clip",
+    "epsilon": "algorithm.clip",
+    "eval_dataset": "data.eval_sources",
+    "eval_steps": "train.eval_every",
+    "eval_strategy": "train.eval_every",
+    "fp16": "model.dtype",
+    "generation_batch_size": "rollout.prompts_per_step",
+    "gradient_accumulation_steps": _BATCH,
+    "kl_coef": "algorithm.kl.coef",
+    "learning_rate": "optimizer.lr",
+    "log_completions": "logging.samples_every",
+    "logging_steps": "logging.every",
+    "lora_alpha": "lora.alpha",
+    "lora_r": "lora.rank",
+    "lora_target_modules": "lora.target_modules",
+    "loss_type": "algorithm.loss_normalization or algorithm.name",
+    "lr_scheduler_type": "optimizer.schedule",
+    "mask_truncated_completions": "algorithm.mask_truncated",
+    "max_completion_length": "rollout.sampling.max_new_tokens",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+    "max_seq_length": "data.max_length",
+    "missing_eos_penalty": "algorithm.penalties.missing_eos",
+    "model_name_or_path": "model.path",
+    "num_generations": "rollout.sampling.n",
+    "num_iterations": "algorithm.epochs",
+    "num_ppo_epochs": "algorithm.epochs",
+    "num_train_epochs": "train.epochs",
+    "peft_config": "lora.rank",
+    "per_device_train_batch_size": _BATCH,
+    "ref_model": "reference.path",
+    "report_to": "logging.sinks",
+    "response_length": "rollout.sampling.max_new_tokens",
+    "resume_from_checkpoint": "resume",
+    "reward_funcs": "reward.components",
+    "reward_model_path": "reward.components",
+    "reward_weights": "reward.components",
+    "save_steps": "train.save_every",
+    "save_total_limit": "train.keep_last",
+    "scale_rewards": "algorithm.divide_by_std",
+    "steps_per_generation": "algorithm.mini_batches",
+    "torch_dtype": "model.dtype",
+    "train_dataset": "data.sources",
+    "use_peft": "lora.rank",
+    "warmup_ratio": "optimizer.warmup_fraction",
+    "warmup_steps": "optimizer.warmup_fraction",
 }
+"""The keys for each name; of several, a config has one. A key of a section stands for that key in any section."""
 _ANSWERS = {
     "args": "settings are keywords, for example train={'epochs': 1}",
     "assistant_only_loss": "the loss is always on what the assistant says",
@@ -78,10 +80,8 @@ def trl_answer(name: str, known: Sequence[str]) -> str | None:
         known: the keys of the config.
     """
     leaf = name.rpartition(".")[2]
-    for key in _KEYS.get(leaf, ()):
-        if key in known:
-            return f"give {key}"
-        steps = [key_of_step for key_of_step in known if key_of_step.endswith(f".{key}")]
-        if steps:
-            return f"give {' or '.join(steps[:3])}"
+    for key in _KEYS.get(leaf, "").split(" or "):
+        keys = [key] if key in known else [longer for longer in known if longer.endswith(f".{key}")]
+        if keys:
+            return f"give {' or '.join(keys[:3])}"
     return _ANSWERS.get(leaf)

@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 from hybrid_rlhf.configs.credentials import found_credential
-from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.rules import require
 
 _LARGEST = 2**63 - 1
@@ -19,10 +18,10 @@ def check_values(value: Any, key: str = "") -> None:
     """Check all values of a config.
 
     Raises:
-        UserError: for a number that is not finite or has more than 64 bits, a negative seed, a text that cannot be
+        UserError: for a number that is not finite or has more than 64 bits, a text that cannot be
             encoded, or a credential.
     """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             check_values(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
     elif isinstance(value, (list, tuple)):
@@ -35,8 +34,6 @@ def check_values(value: Any, key: str = "") -> None:
         require(math.isfinite(value), f"{key} must be a finite number, got {value}: give one, or leave it out")
     elif isinstance(value, int):
         require(abs(value) <= _LARGEST, f"{key} must be at most 2**63 - 1 in size, got {_short(value)}: lower it")
-        if key.rpartition(".")[2] == "seed":
-            require(value >= 0, f"{key} must be 0 or more, got {value}: give for example 42")
     elif isinstance(value, str):
         _check_text(value, key)
 
@@ -47,18 +44,17 @@ def is_text(text: str) -> bool:
 
 
 def _check_text(text: str, key: str) -> None:
-    if not is_text(text):
-        raise UserError(f"{key} must be text that UTF-8 can write, got {text!r}: write it again")
+    require(is_text(text), f"{key} must be text that UTF-8 can write, got {text!r}: write it again")
     require(
-        bool(text.strip()) or key.rpartition(".")[2] in _MAY_BE_BLANK,
+        text.strip() or key.rpartition(".")[2] in _MAY_BE_BLANK,
         f"{key} may not be empty: give a value, or leave it out",
     )
     kind = found_credential(text)
-    if kind is not None:
-        raise UserError(
-            f"{key} may not carry {kind}, for a config is saved and shown: log in with `hf auth login` or HF_TOKEN, "
-            "or give a path without it"
-        )
+    require(
+        kind is None,
+        f"{key} may not carry {kind}, for a config is saved and shown: log in with `hf auth login` or HF_TOKEN, or "
+        "give a path without it",
+    )
 
 
 def _short(number: int) -> str:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from hybrid_rlhf.configs.sections.rules import (
+    Bounds,
     Count,
     Nats,
     Natural,
     NonNegative,
     Positive,
+    PositiveShare,
     Settings,
     Share,
     advanced,
     require,
-    require_among,
+    require_defaults,
 )
 
 
@@ -66,7 +69,6 @@ class PenaltiesConfig(Settings):
     """Overlong penalty of a completion of max_new_tokens tokens (DAPO: 1)."""
 
     def _check(self) -> None:
-
         require(
             self.overlong_fraction > 0 or self.overlong == 1.0,
             f"algorithm.penalties.overlong needs overlong_fraction above 0, got {self.overlong} and 0: give for "
@@ -102,7 +104,7 @@ class RejectionConfig(Settings):
     """Smallest ratio; null: 1 / high."""
 
     @property
-    def bounds(self) -> tuple[float, float]:
+    def bounds(self) -> Bounds:
         """Smallest and largest ratio."""
         return 1 / self.high if self.low is None else self.low, self.high
 
@@ -127,13 +129,12 @@ class CorrectionConfig(Settings):
 
     def _check(self) -> None:
         if self.method != "mask":
-            unread = {"low": [None], "count_masked": [True]} if self.reject is None else {"low": [None]}
-            require_among(
-                self, unread, f"algorithm.correction.method {self.method} masks nothing", prefix="algorithm.correction."
-            )
+            unread = ["low", "count_masked"] if self.reject is None else ["low"]
+            rule = f"algorithm.correction.method {self.method} masks nothing"
+            require_defaults(self, unread, rule, prefix="algorithm.correction.")
 
     @property
-    def bounds(self) -> tuple[float, float]:
+    def bounds(self) -> Bounds:
         """Smallest weight of method mask, and the largest weight."""
         return 1 / self.clip if self.low is None else self.low, self.clip
 
@@ -145,9 +146,9 @@ class EntropyConfig(Settings):
     """Some tokens whose log-prob and advantage covary most have no policy gradient (clip_cov), or a penalty of their
     change (kl_cov; both: arXiv 2505.22617, section 4); adaptive: the entropy bonus follows a target (Skywork-OR1,
     arXiv 2505.22312)."""
-    share: Annotated[float, "in (0, 1]"] | None = None
+    share: PositiveShare | None = None
     """Share of a rollout's response tokens that clip_cov (null: 2e-4) or kl_cov (null: 2e-3) selects (the paper)."""
-    bounds: tuple[float, float] = (1.0, 5.0)
+    bounds: Bounds = (1.0, 5.0)
     """Covariances of the tokens from which clip_cov selects at random ([1, 5]: the paper); kl_cov selects the highest
     ones."""
     coef: Positive = 1.0
@@ -161,9 +162,8 @@ class EntropyConfig(Settings):
     def _check(self) -> None:
         read_keys = {"clip_cov": ("share", "bounds"), "kl_cov": ("share", "coef"), "adaptive": ("target", "step")}
         unread = {"share", "bounds", "coef", "target", "step"}.difference(read_keys[self.method])
-        allowed = {key: [getattr(EntropyConfig, key)] for key in sorted(unread)}
         rule = f"algorithm.entropy.method {self.method} reads {' and '.join(read_keys[self.method])} only"
-        require_among(self, allowed, rule, prefix="algorithm.entropy.")
+        require_defaults(self, sorted(unread), rule, prefix="algorithm.entropy.")
         require(
             self.bounds[0] <= self.bounds[1],
             f"algorithm.entropy.bounds is [low, high], got {list(self.bounds)}: exchange them",
@@ -179,23 +179,23 @@ class EntropyConfig(Settings):
 class AlgorithmConfig(Settings):
     """Settings of all RL algorithms."""
 
-    needs_critic: ClassVar[bool] = False
+    needs_critic = False
     """True if it trains a critic."""
-    needs_reference: ClassVar[bool] = False
+    needs_reference = False
     """True if its loss needs the reference even without a KL penalty."""
-    learns_pairs: ClassVar[bool] = False
+    learns_pairs = False
     """True if it learns from pairs of completions."""
-    selects: ClassVar[bool] = False
+    selects = False
     """True if it learns from only some completions of a prompt."""
-    uses_sampler_policy: ClassVar[bool] = True
+    uses_sampler_policy = True
     """True if its gradient is that of the policy that sampled, so that training should route tokens as sampling did."""
-    single_update: ClassVar[bool] = False
+    single_update = False
     """True if its paper makes one update per rollout; the clip of other algorithms needs several to have an effect."""
-    fewest_completions: ClassVar[int] = 1
+    fewest_completions = 1
     """Smallest number of completions per prompt that it can learn from."""
-    takes_sequences: ClassVar[bool] = True
+    takes_sequences = True
     """True if a prompt may have any number of completions, like the sequences of a program's episodes."""
-    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {}
+    defaults_elsewhere: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Defaults that it changes in other sections, by dotted key."""
 
     name: str = field(default="", init=False)
@@ -258,12 +258,11 @@ class PolicyGradientConfig(AlgorithmConfig):
     """The actor's loss is a mean over tokens (DAPO), over sequences of their means (GRPO), or a sum divided by
     max_new_tokens per sequence (fixed; Dr. GRPO)."""
     correction: CorrectionConfig | None = None
-    default_correction: ClassVar[CorrectionConfig] = CorrectionConfig()
+    default_correction = CorrectionConfig()
     """The correction where other weights than those that train sample."""
     entropy: EntropyConfig | None = advanced(None)
 
     def _check(self) -> None:
-        super()._check()
         require(
             self.entropy is None or self.entropy.method != "kl_cov" or not self.updates_once,
             "algorithm.entropy.method kl_cov penalizes changes since the first update of a rollout, got one update: "
@@ -292,7 +291,7 @@ class SequenceMeanConfig(PolicyGradientConfig):
 class ClippedConfig(PolicyGradientConfig):
     """Settings of algorithms that clip the policy ratio."""
 
-    clip: tuple[float, float] = (0.2, 0.2)
+    clip: Bounds = (0.2, 0.2)
     """The policy ratio is clipped to [1 - low, 1 + high] (0.2: PPO, arXiv 1707.06347)."""
     score_clip: Positive | None = advanced(None)
     """Scores are clipped to [-score_clip, score_clip] (DeepSpeed-Chat: 5); null: not clipped (TRL, verl)."""
@@ -304,7 +303,6 @@ class ClippedConfig(PolicyGradientConfig):
     """Whitening divides by the count minus one (TRL, verl), or by the count (false; OpenAI's code of 2019)."""
 
     def _check(self) -> None:
-        super()._check()
         low, high = self.clip
         require(
             0 <= low <= 1 and high >= 0,
@@ -336,12 +334,14 @@ class SurrogateConfig(ClippedConfig):
 class GroupConfig(AlgorithmConfig):
     """Settings of algorithms with advantages relative to a prompt's completions.
 
-    By default there is no penalty of a missing EOS: a program usually checks the answers, and rejects truncated ones.
+    By default there is no KL, and no penalty of a missing EOS: a program usually checks the answers, and rejects
+    truncated ones.
     """
 
     fewest_completions = 2
-    defaults_elsewhere: ClassVar[Mapping[str, Any]] = {"rollout.sampling.n": 8}
+    defaults_elsewhere = {"rollout.sampling.n": 8}
 
+    kl: KLConfig | None = None
     penalties: PenaltiesConfig | None = None
     divide_by_std: bool = True
     """Advantages are divided by the standard deviation of a prompt's scores (GRPO), or not (Dr. GRPO)."""

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from hybrid_rlhf.configs.sections.rules import Count, RowTokens, Settings, advanced, require, require_template_variables
+from hybrid_rlhf.configs.sections.rules import (
+    Count,
+    RowTokens,
+    Settings,
+    ShareBelowOne,
+    advanced,
+    require,
+    require_template_variables,
+)
 
 
 def require_shares(split: list[float]) -> None:
@@ -26,7 +33,7 @@ class DataSource(Settings):
     """Passes over this source per epoch: 0.5 takes half of its rows, 2 takes each row twice."""
     split_name: str = "train"
     """Split to take from a hub name or a DatasetDict folder."""
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str] = {}
     """Names of the source's columns, by the name that steps read: {prompt: question, completion: answer}."""
 
     def _check(self) -> None:
@@ -37,11 +44,11 @@ class DataSource(Settings):
 class DataConfig(Settings):
     """Where rows come from and how they become tokens."""
 
-    sources: list[str | DataSource] = field(default_factory=list)
+    sources: list[str | DataSource] = []
     """Training data: paths, or {path, weight, split_name, columns}, blended."""
-    eval_sources: list[str | DataSource] = field(default_factory=list)
+    eval_sources: list[str | DataSource] = []
     """Evaluation data; if empty, eval_fraction of the sources is held out."""
-    eval_fraction: Annotated[float, "in [0, 1)"] = 0.05
+    eval_fraction: ShareBelowOne = 0.05
     """Fraction of the rows held out if there are no eval_sources; 0: none."""
     max_eval_rows: Count = advanced(512)
     """Maximum number of rows to hold out or evaluate on."""
@@ -54,7 +61,7 @@ class DataConfig(Settings):
     """Folder for tokenized rows; null: ~/.cache/hybrid_rlhf."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template and is saved with the model; null: the tokenizer's."""
-    chat_template_kwargs: dict[str, Any] = advanced(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = advanced({})
     """Variables of the chat template, such as {enable_thinking: false}; saved with the model as its defaults."""
 
     def _check(self) -> None:
@@ -65,7 +72,7 @@ class DataConfig(Settings):
     def require_sources(self) -> None:
         """Raise UserError unless there is training data."""
         require(
-            bool(self.sources),
+            self.sources,
             "data.sources must have at least one file, folder or hub name, got none: set --data.sources FILE.jsonl",
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, Literal
 
 from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Settings, advanced, is_plain, require
@@ -16,7 +15,7 @@ class EnvironmentConfig(Settings):
     program: str | None = None
     """Function that plays an episode with the actor over OpenAI's API, as module:function or path/to/file.py:function;
     instead of a class. Without either, external programs use rollout.endpoint."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = {}
     """Keyword arguments of the class or program; external programs receive them with each episode."""
     max_turns: Count = 8
     """Maximum number of actor turns per episode, or of requests from a program; rollout.sampling.max_new_tokens limits
@@ -47,16 +46,17 @@ class EnvironmentConfig(Settings):
                 value is None or all(value.rpartition(":")),
                 f"environment.{key} must be module:{kind} or path/to/file.py:{kind}, got {value!r}: write it so",
             )
-        require(
-            self.path is not None or self.max_observation_tokens == EnvironmentConfig.max_observation_tokens,
-            "environment.max_observation_tokens is read with environment.path, got "
-            f"{self.max_observation_tokens} without: leave it out",
-        )
-        require(
-            self.path is not None or not self.retries,
-            f"environment.retries is read with environment.path, got {self.retries} without: repeat requests in the "
-            "program",
-        )
+        if self.path is None:
+            require(
+                self.max_observation_tokens == EnvironmentConfig.max_observation_tokens,
+                "environment.max_observation_tokens is read with environment.path, got "
+                f"{self.max_observation_tokens} without: leave it out",
+            )
+            require(
+                not self.retries,
+                f"environment.retries is read with environment.path, got {self.retries} without: repeat requests in "
+                "the program",
+            )
         require(
             is_plain(self.options) and (self.path is None or all(map(str.isidentifier, self.options))),
             f"environment.options are names with texts, numbers, lists and mappings, got {self.options}: quote the "

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from hybrid_rlhf.configs.sections.rules import Count, Positive, Settings, advanced, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, FloatType, Positive, Settings, advanced, require, setting
 
 
 class ModelConfig(Settings):
     """The model, its dtypes and kernels."""
 
+    following = {"gradient_checkpointing": lambda values: values["quantization"] is not None}
+    """4-bit weights are for machines with little memory."""
+
     path: str | None = None
     """Model to start from: a Hugging Face folder, a hub name or a .gguf file."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: FloatType = "auto"
     """Type of the weights in training; auto: bfloat16 on a GPU, float32 on a CPU."""
     head_dtype: Literal["float32", "model"] = advanced("float32")
     """Type of the logits in training and sampling: float32 (ScaleRL, arXiv 2510.13786), or that of the model."""
@@ -68,18 +70,6 @@ class ModelConfig(Settings):
             len(set_keys) < 2,
             f"one of {', '.join(sizes)} can be more than 1, got {' and '.join(set_keys)}: leave one out",
         )
-
-    @staticmethod
-    def following(values: Mapping[str, Any], settled: set[str]) -> dict[str, Any]:
-        """Defaults that follow from other keys: 4-bit weights are for machines with little memory.
-
-        Args:
-            values: known values by key.
-            settled: keys that are set.
-        """
-        if values["quantization"] is None or "gradient_checkpointing" in settled:
-            return {}
-        return {"gradient_checkpointing": True}
 
 
 SCORER_KEYS = tuple(key.name for key in fields(ModelConfig) if not key.name.startswith("router_"))

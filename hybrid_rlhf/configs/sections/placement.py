@@ -109,7 +109,7 @@ def _style_beside(roles: Mapping[str, Any]) -> Style:
 def _read_role(role: str, keys: Any) -> RoleRanks:
     known = ", ".join(_KEYS if role == "sampler" else _KEYS[:-1])
     require(
-        isinstance(keys, Mapping) and bool(keys),
+        isinstance(keys, Mapping) and keys,
         f"placement.{role} must be a mapping with {known}, got {keys}: write for example {{{role}: {{ranks: 0-3}}}}",
     )
     for key in keys:
@@ -146,7 +146,7 @@ def read_ranks(value: Any, role: str) -> tuple[int, ...]:
             f"placement.{role}.ranks must be a list of ranks or ranges, got {value}: write for example 0-3",
         )
         ranks += range(first, last + 1)
-    require(bool(ranks), f"placement.{role}.ranks must name a rank, got none: give some, or leave {role} out")
+    require(ranks, f"placement.{role}.ranks must name a rank, got none: give some, or leave {role} out")
     require(
         len(set(ranks)) == len(ranks), f"placement.{role}.ranks must name each rank once, got {value}: leave one out"
     )

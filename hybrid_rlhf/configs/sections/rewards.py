@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import field
 from pathlib import Path
 from typing import Literal, get_args
 
 from hybrid_rlhf.configs.credentials import check_url, host_of
-from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Settings, require, require_among
+from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Settings, require, require_defaults
 from hybrid_rlhf.configs.sections.sandbox import SandboxConfig
 
 OnFailure = Literal["stop", "drop", "zero"]
@@ -28,7 +27,7 @@ class RewardComponentConfig(Settings):
     """Factor of its scores in the sum over components; 0: only logged."""
     model: str | None = None
     """Reward model: a folder or hub name. One with another tokenizer or chat template encodes the text again."""
-    head_weights: dict[str, float] = field(default_factory=dict)
+    head_weights: dict[str, float] = {}
     """Weights by name of the scores of a model with several heads; heads that are not named have weight 0. Empty: all
     have weight 1."""
     normalize: bool = False
@@ -83,25 +82,22 @@ class RewardComponentConfig(Settings):
                 remedy="name a variable in api_key_env, or write ${NAME} for one in its place",
             )
         require(
-            re.fullmatch(r"[\w.:-]+", self.label) is not None,
+            re.fullmatch(r"[\w.:-]+", self.label),
             f"a name has letters, digits and . : - _ only, got {self.label!r}: give the component a name",
         )
         if not self.urls:
-            require_among(self, {"api_key_env": [None]}, f"{self.label} has no urls")
+            require_defaults(self, ["api_key_env"], f"{self.label} has no urls")
         if self.model is None:
-            unread = {"head_weights": [{}], "normalize": [False], "steps": ["last"]}
-            require_among(self, unread, f"{self.label} is no model")
+            require_defaults(self, ["head_weights", "normalize", "steps"], f"{self.label} is no model")
         require(
             self.steps == "last" or not self.normalize,
             f"steps {self.steps} of {self.label} is of a model's chances, which are not normalized: leave one out",
         )
         if self.verifier is None:
-            unread = {"column": [None], "workers": [None], "partial": [False], "sandbox": [SandboxConfig()]}
-            require_among(self, unread, f"{self.label} is no verifier")
+            require_defaults(self, ["column", "workers", "partial", "sandbox"], f"{self.label} is no verifier")
         else:
-            unread = {"timeout_seconds": [RewardComponentConfig.timeout_seconds], "retries": [None]}
             rule = f"{self.label} is a verifier, which has no retries and limits programs by sandbox.timeout_seconds"
-            require_among(self, unread, rule)
+            require_defaults(self, ["timeout_seconds", "retries"], rule)
         require(
             not self.partial or self.verifier == "code",
             f"partial goes with verifier code, got {self.verifier}: leave it out",
@@ -133,5 +129,7 @@ def require_distinct_names(components: Sequence[RewardComponentConfig]) -> None:
         UserError: when two components share a name.
     """
     names = [component.label for component in components]
-    double = next((name for name in names if names.count(name) > 1), None)
-    require(double is None, f"reward.components: names must differ, {double!r} is used twice: give each a name")
+    for name in names:
+        require(
+            names.count(name) == 1, f"reward.components: names must differ, {name!r} is used twice: give each a name"
+        )

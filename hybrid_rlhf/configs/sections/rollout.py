@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from hybrid_rlhf.configs.credentials import check_url, require_placeholder
 from hybrid_rlhf.configs.sections.rules import (
     Count,
+    FloatType,
     Natural,
     Port,
     Positive,
+    PositiveShare,
     Settings,
     Share,
+    ShareBelowOne,
     advanced,
     require,
-    require_among,
+    require_defaults,
     setting,
+    whole_number,
 )
 from hybrid_rlhf.configs.sections.sampling import SamplingParams, require_sampled
 
@@ -26,6 +31,8 @@ tokens.
 """
 
 
+_FEWEST_PROMPTS = 64
+"""Smallest default of prompts per rollout, with several completions per prompt."""
 _COMPARED_COMPLETIONS = 16
 """Minimum number of completions per rollout whose experts are compared with those of training."""
 
@@ -42,7 +49,7 @@ class PartialRolloutConfig(Settings):
     rollout, with its weights (docs/async.md#partial-rollouts).
     """
 
-    extra_prompts: Annotated[float, "in (0, 1]"] = 0.25
+    extra_prompts: PositiveShare = 0.25
     """Prompts in flight beyond prompts_per_step, as a fraction of it."""
     max_lag: Annotated[int, "1 step or more"] = 4
     """Maximum number of steps that a prompt may be carried; a rollout waits for prompts that reach it."""
@@ -75,9 +82,9 @@ class CurriculumConfig(Settings):
     """Prompts with a lower pass rate are skipped."""
     max_pass_rate: Share = 0.9
     """Prompts with a higher pass rate are skipped."""
-    decay: Annotated[float, "in [0, 1)"] = 0.5
+    decay: ShareBelowOne = 0.5
     """Weight of the earlier pass rate at each further visit of a prompt; 0: the last visit alone."""
-    revisit: Annotated[float, "in (0, 1]"] = 0.1
+    revisit: PositiveShare = 0.1
     """Probability that a prompt that would be skipped is taken all the same, so that its pass rate is renewed."""
 
     def _check(self) -> None:
@@ -138,8 +145,17 @@ class VLLMConfig(Settings):
             check_url(url, key="rollout.vllm.urls", remedy="write ${NAME} of a variable in its place")
 
 
+def _prompts_per_step(values: Mapping[str, Any]) -> int:
+    """Default number of prompts: fewer with several completions of each, but not too few."""
+    prompts = whole_number(values["prompts_per_step"])
+    n = whole_number(values["sampling.n"])
+    return max(_FEWEST_PROMPTS, prompts // n) if n > 1 else prompts
+
+
 class RolloutConfig(Settings):
     """How completions are sampled."""
+
+    following = {"prompts_per_step": _prompts_per_step}
 
     prompts_per_step: Count = 256
     """Prompts per rollout, over all ranks; default: 256 completions, but at least 64 prompts."""
@@ -152,7 +168,7 @@ class RolloutConfig(Settings):
     """auto: the generation engine if it supports the model, vLLM if rollout.vllm is given; module: always the model's
     own forward; vllm: the servers of rollout.vllm."""
     vllm: VLLMConfig | None = advanced(None, mutable=True)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = advanced("auto")
+    dtype: FloatType = advanced("auto")
     """Type of the inference weights; auto: as in training."""
     quantization: Literal["int8", "fp8"] | None = advanced(None)
     """8-bit matrix multiplications in the layers during sampling (on a CPU int8); training weights and the head keep
@@ -188,16 +204,25 @@ class RolloutConfig(Settings):
     def _check(self) -> None:
         require_sampled(self.sampling, ROLLOUT_SAMPLING_KEYS, section="rollout.sampling")
         if self.backend == "module":
-            allowed = {"quantization": [None], "routing_replay": [False], "partial": [None]}
-            require_among(self, allowed, "rollout.backend module has no inference weights", prefix="rollout.")
+            unread = ("quantization", "routing_replay", "partial")
+            require_defaults(self, unread, "rollout.backend module has no inference weights", prefix="rollout.")
         if self.vllm is not None and self.backend == "auto":
             object.__setattr__(self, "backend", "vllm")
         if self.backend == "vllm" or self.vllm is not None:
             self._check_vllm()
         if self.async_sampling is not None:
-            self._check_async()
+            rule = "rollout.async_sampling samples from a copy of the weights during training"
+            others = {"backend": "vllm", "keep_weights": False}
+            require_defaults(self, ["offload_states"], rule, prefix="rollout.", others=others)
         if self.streaming is not None:
-            self._check_streaming()
+            unread = ("async_sampling", "partial", "quantization")
+            rule = "rollout.streaming writes new weights under running completions"
+            require_defaults(self, unread, rule, prefix="rollout.", others={"backend": "vllm"})
+            require(
+                self.backend != "vllm" or self.streaming.replay_order is None,
+                "rollout.streaming.replay_order repeats what this library's engine has sampled, got rollout.backend "
+                "vllm: leave one out",
+            )
 
     def _check_vllm(self) -> None:
         """Check the settings that vLLM does not read, or reads in its own way."""
@@ -210,20 +235,20 @@ class RolloutConfig(Settings):
             self.backend == "vllm",
             f"rollout.vllm is for rollout.backend vllm, got {self.backend}: leave one out",
         )
-        by_url = bool(self.vllm and self.vllm.urls)
-        cuts = {f"sampling.{key}": [getattr(SamplingParams, key)] for key in ("top_p", "top_k", "min_p")}
-        rules: dict[str, dict[str, Any]] = {
-            "vLLM has its own weights": {"quantization": [None], "keep_weights": ["auto", False]},
-            "vLLM does not report its experts in completions": {"routing_replay": [False]},
-            "completions of vLLM arrive whole": {"partial": [None]},
-            "vLLM does not use our inference weights, which it splits": {"tensor_parallel": [1]},
-            "vLLM has its own limit": {"prefill_tokens": [None]},
-            "vLLM does not wait for this memory": {"offload_states": [False]},
-            "vLLM servers of rollout.vllm.urls run already": {"kv_cache_gib": [None]} if by_url else {},
-            "vLLM reports one log-prob": {**cuts, "sampling.response_format": [None]},
+        own = "rollout.backend vllm: vLLM has its own weights"
+        require_defaults(self, ["quantization"], own, prefix="rollout.", others={"keep_weights": False})
+        by_url = self.vllm is not None and self.vllm.urls
+        rules = {
+            "vLLM does not report its experts in completions": ["routing_replay"],
+            "completions of vLLM arrive whole": ["partial"],
+            "vLLM does not use our inference weights, which it splits": ["tensor_parallel"],
+            "vLLM has its own limit": ["prefill_tokens"],
+            "vLLM does not wait for this memory": ["offload_states"],
+            "vLLM servers of rollout.vllm.urls run already": ["kv_cache_gib"] if by_url else [],
+            "vLLM reports one log-prob": [f"sampling.{key}" for key in ("top_p", "top_k", "min_p", "response_format")],
         }
-        for rule, allowed in rules.items():
-            require_among(self, allowed, f"rollout.backend vllm: {rule}", prefix="rollout.")
+        for rule, keys in rules.items():
+            require_defaults(self, keys, f"rollout.backend vllm: {rule}", prefix="rollout.")
         require(
             self.policy_lag <= 1,
             f"rollout.backend vllm has one copy of the weights, got rollout.async_sampling.policy_lag {self.policy_lag}"
@@ -273,18 +298,3 @@ class RolloutConfig(Settings):
         """True if the sampling policy differs from the trained one: older weights, 8-bit products, vLLM, a grammar."""
         is_constrained = self.sampling.response_format is not None
         return self.samples_older or self.quantization is not None or self.backend == "vllm" or is_constrained
-
-    def _check_streaming(self) -> None:
-        allowed = {"async_sampling": [None], "partial": [None], "backend": ["auto", "vllm"], "quantization": [None]}
-        rule = "rollout.streaming writes new weights under running completions"
-        require_among(self, allowed, rule, prefix="rollout.")
-        require(
-            self.backend != "vllm" or self.streaming is None or self.streaming.replay_order is None,
-            "rollout.streaming.replay_order repeats what this library's engine has sampled, got rollout.backend vllm: "
-            "leave one out",
-        )
-
-    def _check_async(self) -> None:
-        allowed = {"backend": ["auto", "vllm"], "keep_weights": ["auto", False], "offload_states": [False]}
-        rule = "rollout.async_sampling samples from a copy of the weights during training"
-        require_among(self, allowed, rule, prefix="rollout.")

@@ -12,9 +12,10 @@ import operator
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from difflib import SequenceMatcher
-from typing import Annotated, Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Annotated, Any, Literal
 
 from hybrid_rlhf.configs.errors import UserError
 
@@ -27,6 +28,12 @@ NonNegative = Annotated[float, "0 or more"]
 Nats = Annotated[float, "above 0 nats"]
 Share = Annotated[float, "in [0, 1]"]
 Discount = Annotated[float, "in [0, 1]: give for example 0.95"]
+PositiveShare = Annotated[float, "in (0, 1]"]
+ShareBelowOne = Annotated[float, "in [0, 1)"]
+Seed = Annotated[int, "0 or more: give for example 42"]
+FloatType = Literal["auto", "float32", "bfloat16", "float16"]
+Bounds = tuple[float, float]
+"""Lower and upper bound."""
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SIMILAR = 0.6
 """Smallest similarity of a name that is suggested."""
@@ -51,12 +58,16 @@ class Marks:
     dataclass converts back with `as_given`."""
 
 
-def setting(default: Any = MISSING, *, default_factory: Any = MISSING, **marks: Any) -> Any:
-    """A dataclass field with marks; the keywords are the fields of `Marks`."""
-    return field(default=default, default_factory=default_factory, metadata={"marks": Marks(**marks)})
+def setting(default: Any, **marks: Any) -> Any:
+    """A dataclass field with marks; the keywords are the fields of `Marks`. Each object has its own copy of a list or a
+    mapping."""
+    metadata = {"marks": Marks(**marks)}
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-def advanced(default: Any = MISSING, **options: Any) -> Any:
+def advanced(default: Any, **options: Any) -> Any:
     """A field that only `--help-all` shows; the options are those of `setting`."""
     return setting(default, advanced=True, **options)
 
@@ -72,24 +83,43 @@ class Settings:
     """Base class of sections: makes them frozen dataclasses with keyword arguments, and checks bounds.
 
     A bound is a text in the annotation of a field or of its items, such as "above 0", "2 tokens or more" or "in [0,
-    1)", which errors quote as the rule. Text after a colon is the fix, by default the field's default.
+    1)", which errors quote as the rule. Text after a colon is the fix, by default the field's default. The bound of a
+    text is the error if it is empty.
+
+    A class may have a method `_check`, which raises UserError for values that contradict each other; those of base
+    classes run first. It may have a mapping `following` from keys whose defaults follow from other values to functions
+    that return these defaults, from the values of the section and its inner ones by key.
     """
 
     def __init_subclass__(cls) -> None:
+        for name in vars(cls).get("__annotations__", ()):
+            default = vars(cls).get(name)
+            if isinstance(default, list | dict):
+                setattr(cls, name, setting(default))
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
         for name, (bound, default) in _bounds(type(self)).items():  # type: ignore[arg-type]  # a type is hashable
             value = getattr(self, name)
+            require(value != "", bound)
             rule, _, fix = bound.partition(": ")
             for item in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(item, int | float) and (side := _outside(item, rule)):
                     usual = "leave it out" if default is None else f"{side} it, for example to {_shown(default)}"
                     raise UserError(f"{name} must be {rule}, got {_shown(value)}: {fix or usual}")
-        self._check()
+        for kind in reversed(type(self).__mro__):
+            if "_check" in vars(kind):
+                vars(kind)["_check"](self)
 
-    def _check(self) -> None:
-        """Raise UserError for values that contradict each other."""
+
+def defaults_of(kind: type) -> SimpleNamespace:
+    """The defaults of a section, by field; MISSING for a field that must be given."""
+    return SimpleNamespace(
+        **{
+            declared.name: declared.default_factory() if callable(declared.default_factory) else declared.default
+            for declared in fields(kind)
+        }
+    )
 
 
 @functools.cache
@@ -112,25 +142,36 @@ def _outside(value: float, rule: str) -> str:
     return "lower" if most and (value > most[0] or (value == most[0] and rule.endswith(")"))) else ""
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: object, message: str) -> None:
     """Raise UserError(message) unless the condition holds."""
     if not condition:
         raise UserError(message)
 
 
-def require_among(config: Any, allowed: Mapping[str, Any], rule: str, *, prefix: str = "") -> None:
-    """Raise UserError unless keys of a config have values that a rule allows, among which is the default.
+def require_defaults(
+    config: Any,
+    keys: Iterable[str],
+    rule: str,
+    *,
+    prefix: str = "",
+    others: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Raise UserError unless keys of a config have their defaults.
 
     Args:
         config: a config or a section.
-        allowed: the values by dotted key.
+        keys: dotted keys.
         rule: the beginning of the message.
         prefix: dotted name of the section, in messages.
+        others: further keys, each with a value that is allowed besides its default.
     """
-    for key, values in allowed.items():
-        value = operator.attrgetter(key)(config)
+    defaults = defaults_of(type(config))
+    for key in (*keys, *others):
+        value_of = operator.attrgetter(key)
+        value = value_of(config)
+        default = value_of(defaults)
         shown = "a section" if is_dataclass(value) else _shown(value)
-        require(value in values, f"{rule}, got {prefix}{key} {shown}: leave it out")
+        require(value in (default, others.get(key, default)), f"{rule}, got {prefix}{key} {shown}: leave it out")
 
 
 def _shown(value: Any) -> Any:

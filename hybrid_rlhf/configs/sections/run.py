@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
-from hybrid_rlhf.configs.credentials import check_url
+from hybrid_rlhf.configs.credentials import check_url, is_placeholder
 from hybrid_rlhf.configs.sections.data import DataConfig, RowDataConfig
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
-from hybrid_rlhf.configs.sections.rules import Count, Settings, advanced, require, setting
+from hybrid_rlhf.configs.sections.rules import Count, Seed, Settings, advanced, require, setting
 from hybrid_rlhf.configs.sections.training import OptimizerConfig, TrainConfig, ZeroConfig, require_trainable
 
 SinkName = Literal["tensorboard", "csv", "wandb", "mlflow", "trackio"]
@@ -19,7 +18,7 @@ class LoggingConfig(Settings):
 
     every: Count = advanced(1)
     """Steps between lines of metrics."""
-    sinks: list[SinkName] = advanced(default_factory=lambda: ["tensorboard"])
+    sinks: list[SinkName] = advanced(["tensorboard"])
     """Destinations of metrics besides metrics.jsonl: tensorboard, csv, wandb, mlflow, trackio; []: none."""
     project: str = advanced("hybrid_rlhf")
     """Project of wandb and trackio, experiment of mlflow."""
@@ -33,7 +32,7 @@ class LoggingConfig(Settings):
     tokens: bool = advanced(True)
     """Record per-token values of the samples in the folder tokens: log-probs, values, advantages, ratios. A recorded
     step takes up to 45 bytes per response token and 5 per prompt token."""
-    profile_steps: list[Annotated[int, "1 or more: leave the others out"]] = advanced(default_factory=list)
+    profile_steps: list[Annotated[int, "1 or more: leave the others out"]] = advanced([])
     """Steps whose torch profiler trace is written to the folder profile of the run."""
 
     def _check(self) -> None:
@@ -41,7 +40,7 @@ class LoggingConfig(Settings):
             len(set(self.sinks)) == len(self.sinks),
             f"logging.sinks must differ, got {', '.join(self.sinks)}: name each once",
         )
-        if self.webhook is not None and re.fullmatch(r"\$\{\w+\}", self.webhook) is None:
+        if self.webhook is not None and not is_placeholder(self.webhook):
             check_url(self.webhook, key="logging.webhook", remedy="write ${NAME} for a variable that holds the URL")
 
 
@@ -68,7 +67,7 @@ class StepConfig(Settings):
 
     output_dir: str = setting("output", mutable=True)
     """Folder of the run: model, config.yaml, metrics.jsonl, checkpoints."""
-    seed: int = 42
+    seed: Seed = 42
     """Seed of all randomness: new heads, data order, sampling."""
     resume: str = setting("never", mutable=True)
     """never: reject a folder that contains a run; auto: resume from its last complete checkpoint, or exit with 0 if the

@@ -7,7 +7,17 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any
 
-from hybrid_rlhf.configs.sections.rules import Count, Natural, Positive, Settings, advanced, require
+from hybrid_rlhf.configs.sections.rules import (
+    Count,
+    Natural,
+    Positive,
+    PositiveShare,
+    Settings,
+    ShareBelowOne,
+    advanced,
+    require,
+    require_defaults,
+)
 
 _LEAST_TEMPERATURE = 1e-5
 """Dividing logits by less can overflow float32."""
@@ -24,11 +34,11 @@ class SamplingParams(Settings):
     temperature: float = 1.0
     """Logits are divided by this; 0: greedy, with log-probs of the model's own distribution (as in vLLM); else at least
     1e-5."""
-    top_p: Annotated[float, "in (0, 1]"] = 1.0
+    top_p: PositiveShare = 1.0
     """Sample from the smallest set of tokens with at least this probability (nucleus sampling); 1: from all."""
     top_k: Annotated[int, "0 (all) or more"] = advanced(0)
     """Sample from this number of most likely tokens; 0: from all."""
-    min_p: Annotated[float, "in [0, 1)"] = advanced(0.0)
+    min_p: ShareBelowOne = advanced(0.0)
     """Sample from tokens with at least this fraction of the most likely token's probability; 0: from all."""
     repetition_penalty: Positive = advanced(1.0)
     """Logits of tokens in the prompt or completion are divided by this if positive, else multiplied; 1: no penalty."""
@@ -36,7 +46,7 @@ class SamplingParams(Settings):
     """Subtracted from the logits of tokens in the completion; 0: no penalty."""
     frequency_penalty: _AddedPenalty = advanced(0.0)
     """Subtracted from the logits of tokens once for each time that they are in the completion; 0: no penalty."""
-    logit_bias: dict[int, float] = advanced(default_factory=dict)
+    logit_bias: dict[int, float] = advanced({})
     """Added to the logits of tokens, by token id."""
     min_new_tokens: Natural = advanced(0)
     """Shortest completion, in tokens; no stop token is sampled before this length."""
@@ -99,10 +109,5 @@ def require_sampled(sampling: SamplingParams, keys: tuple[str, ...], *, section:
         sampling.temperature > 0,
         f"{section}.temperature must be above 0, got {sampling.temperature}: give for example 1.0",
     )
-    plain = SamplingParams()
-    for name in vars(plain):
-        value = getattr(sampling, name)
-        require(
-            name in keys or value == getattr(plain, name),
-            f"{section} reads {', '.join(keys)} only, got {name} {value}: leave it out",
-        )
+    unread = [name for name in vars(sampling) if name not in keys]
+    require_defaults(sampling, unread, f"{section} reads {', '.join(keys)} only")

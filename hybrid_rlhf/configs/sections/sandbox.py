@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from hybrid_rlhf.configs.sections.rules import Count, Positive, Settings, require
@@ -34,7 +33,7 @@ class SandboxConfig(Settings):
     """docker: image of the container."""
     client: str = "docker"
     """docker: client program; podman takes the same options."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = {}
     """Keyword arguments of a class of your own, besides config."""
 
     def _check(self) -> None:
@@ -47,12 +46,10 @@ class SandboxConfig(Settings):
             (self.image is not None) == (self.kind == "docker"),
             f"sandbox.image goes with sandbox.kind docker, got {self.image} with {self.kind}: give both or none",
         )
-        for key, value, allowed in (
-            ("strict", self.strict, self.kind == "local"),
-            ("readable", self.readable, self.kind == "local"),
-            ("options", self.options, is_custom),
-        ):
+        is_local = self.kind == "local"
+        for key, is_read in (("strict", is_local), ("readable", is_local), ("options", is_custom)):
+            value = getattr(self, key)
             require(
-                not value or allowed,
+                is_read or not value,
                 f"sandbox.{key} is not read with sandbox.kind {self.kind}, got {value}: leave it out",
             )

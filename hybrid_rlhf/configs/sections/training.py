@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from hybrid_rlhf.configs.sections.model import LoraConfig, ModelConfig
 from hybrid_rlhf.configs.sections.rules import (
@@ -25,6 +24,8 @@ _Beta = Annotated[float, "in [0, 1): give for example [0.9, 0.95]"]
 class OptimizerConfig(Settings):
     """The optimizer, AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) or Muon, and its schedule."""
 
+    following = {"max_grad_norm": lambda values: 0.0 if values["name"] == "muon" else values["max_grad_norm"]}
+
     name: Literal["adamw", "muon"] = advanced("adamw")
     """muon: orthogonalised momentum for the matrices of the layers, AdamW for all other weights. The learning rate is
     AdamW's: Muon's updates are scaled to the size of AdamW's (Moonlight, arXiv 2502.16982). Not with lora."""
@@ -43,16 +44,6 @@ class OptimizerConfig(Settings):
     max_grad_norm: Annotated[float, "0 (off) or more"] = 1.0
     """Gradients are clipped to this global norm; 0: not clipped, as always with muon, whose updates have a fixed
     size."""
-
-    @staticmethod
-    def following(values: Mapping[str, Any], settled: set[str]) -> dict[str, Any]:
-        """Defaults that follow from other keys: no clipping with Muon.
-
-        Args:
-            values: known values by key.
-            settled: keys that are set.
-        """
-        return {"max_grad_norm": 0.0} if values["name"] == "muon" and "max_grad_norm" not in settled else {}
 
     def _check(self) -> None:
         require(
@@ -157,7 +148,7 @@ class CheckpointConfig(Settings):
 
     def _check(self) -> None:
         require(
-            self.keep_best is None or self.keep_best.partition(":")[0] in ("max", "min") and ":" in self.keep_best,
+            self.keep_best is None or self.keep_best.startswith(("max:", "min:")),
             f"train.keep_best is max:METRIC or min:METRIC, got {self.keep_best!r}: give for example min:eval/loss",
         )
 
