@@ -363,14 +363,14 @@ class Rollout:
         components = {name: scores.to(device) for name, scores in self.components.items()}
         return Rollout(**here, routes=self.routes, components=components, metrics=self.metrics)
 
-    @staticmethod
-    def joined(parts: Sequence[Rollout]) -> Rollout:
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
         """Rows of several rollouts, padded to the longest; without metrics."""
         width = max(part.input_ids.shape[1] for part in parts)
         whole = _joined(parts, width)
         routes = RolloutRoutes.joined([(part.routes, len(part)) for part in parts])
         components = {name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components}
-        return Rollout(**whole, routes=routes, components=components, metrics={})
+        return cls(**whole, routes=routes, components=components, metrics={})
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], metrics: Mapping[str, float] | None = None) -> Self:
@@ -426,12 +426,12 @@ class Batch:
         here = {name: tensor.to(device) for name, tensor in _tensors_of(self).items()}
         return Batch(self.rollout.to(device), **here, metrics=self.metrics)
 
-    @staticmethod
-    def joined(parts: Sequence[Batch]) -> Batch:
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
         """Rows of several batches, padded to the longest; without metrics."""
         rollout = Rollout.joined([part.rollout for part in parts])
         width = rollout.input_ids.shape[1]
-        return Batch(rollout, **_joined(parts, width), metrics={})
+        return cls(rollout, **_joined(parts, width), metrics={})
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], metrics: Mapping[str, float]) -> Self:

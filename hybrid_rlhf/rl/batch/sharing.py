@@ -15,16 +15,13 @@ from __future__ import annotations
 import pickle  # between the ranks of a run, as torch's collectives of objects do  # nosec B403
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hybrid_rlhf.runtime.world import World
-
-if TYPE_CHECKING:
-    from hybrid_rlhf.rl.batch.rollout import Batch, Rollout
 
 RAGGED = "routes.experts"
 """End of the name of a tensor that has any number of entries for each row,"""
@@ -37,7 +34,34 @@ _TOKENS = "tokens."
 T = TypeVar("T")
 
 
-R = TypeVar("R", "Rollout", "Batch")
+class Rows(Protocol):
+    """Rows of a rollout, alone or with their advantages."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def lengths(self) -> Tensor:
+        """[n] int64, tokens of each row."""
+
+    def rows(self, indices: Sequence[int | None]) -> Self:
+        """Some of the rows; None is an empty row that does not count."""
+
+    def to(self, device: torch.device) -> Self:
+        """The rows on a device."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], metrics: Mapping[str, float]) -> Self:
+        """The rows that `tensors` gave."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The rows of several parts."""
+
+
+R = TypeVar("R", bound=Rows)
 
 
 @dataclass(frozen=True)
