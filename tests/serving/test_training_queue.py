@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hybrid_rlhf.serving.training.futures import Future, Futures, Gone
-from hybrid_rlhf.serving.training.queue import Command, CommandQueue, ModelQueue, PackedRow, TakenRow
+from hybrid_rlhf.serving.training.queue import Command, CommandQueue, Model, PackedRow, TakenRow
+from hybrid_rlhf.serving.training.store import Run
 from hybrid_rlhf.serving.training.tenants import QuotaExceeded, Quotas, Tenant, Tenants
 
 QUOTAS = Quotas(requests=3, queued_bytes=100, models=2, stored_bytes=1000)
@@ -23,15 +24,16 @@ def command(owner: Tenant, rows: list[int]) -> Command:
     return Command("forward_backward", future, rows=[PackedRow(None, tokens) for tokens in rows])
 
 
-def model(queue: CommandQueue, owner: Tenant, name: str) -> ModelQueue:
-    queue.models[name] = ModelQueue(name, owner, next_seq=1)
+def model(queue: CommandQueue, owner: Tenant, name: str) -> Model:
+    """A model in the engine."""
+    queue.models[name] = Model(Run(name, owner.name, "session"), owner, next_seq=1, ready=True)
     return queue.models[name]
 
 
 def tokens_by_tenant(rows: list[TakenRow]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for row in rows:
-        counts[row.queue.tenant.name] = counts.get(row.queue.tenant.name, 0) + row.row.tokens
+        counts[row.model.tenant.name] = counts.get(row.model.tenant.name, 0) + row.row.tokens
     return counts
 
 
@@ -39,10 +41,10 @@ def test_a_short_command_is_in_the_next_batch_whatever_others_have_queued() -> N
     queue = CommandQueue(batch_tokens=100)
     alice = tenant("alice")
     bob = tenant("bob")
-    model(queue, alice, "a").add(1, command(alice, [10] * 1000))
+    model(queue, alice, "a").waiting[1] = command(alice, [10] * 1000)
     for _ in range(50):  # alice is alone, and gets all of it
         assert tokens_by_tenant(queue.next_rows()) == {"alice": 100}
-    model(queue, bob, "b").add(1, command(bob, [10, 10, 10]))
+    model(queue, bob, "b").waiting[1] = command(bob, [10, 10, 10])
     assert tokens_by_tenant(queue.next_rows()) == {"alice": 70, "bob": 30}
     assert tokens_by_tenant(queue.next_rows()) == {"alice": 100}
 
@@ -53,12 +55,12 @@ def test_tenants_share_equally_from_now_on_whatever_they_had_before() -> None:
     alice = tenant("alice")
     bob = tenant("bob")
     carol = tenant("carol")
-    model(queue, alice, "a").add(1, command(alice, [10] * 600))
+    model(queue, alice, "a").waiting[1] = command(alice, [10] * 600)
     for _ in range(20):
         queue.next_rows()
     for number in range(5):
-        model(queue, bob, f"b{number}").add(1, command(bob, [5] * 600))
-    model(queue, carol, "c").add(1, command(carol, [20] * 600))
+        model(queue, bob, f"b{number}").waiting[1] = command(bob, [5] * 600)
+    model(queue, carol, "c").waiting[1] = command(carol, [20] * 600)
     counts = {"alice": 0, "bob": 0, "carol": 0}
     for _ in range(30):
         for name, tokens in tokens_by_tenant(queue.next_rows()).items():
@@ -74,10 +76,10 @@ def test_one_that_leaves_and_comes_back_waits_no_longer_for_it() -> None:
     bob = tenant("bob")
     long = model(queue, alice, "a")
     short = model(queue, bob, "b")
-    long.add(1, command(alice, [10] * 10_000))
+    long.waiting[1] = command(alice, [10] * 10_000)
     batches = 0
     for seq in range(1, 101):
-        short.add(seq, command(bob, [10, 10]))
+        short.waiting[seq] = command(bob, [10, 10])
         while (head := short.head) is not None and head.taken < 2:
             queue.next_rows()
             batches += 1
@@ -91,10 +93,10 @@ def test_commands_run_in_order_and_those_after_a_gap_wait() -> None:
     alice = tenant("alice")
     queue_of_model = model(queue, alice, "a")
     step = Command("optim_step", Future("id", alice, 0, 0), run=dict)
-    queue_of_model.add(3, step)
-    queue_of_model.add(2, command(alice, [10]))
+    queue_of_model.waiting[3] = step
+    queue_of_model.waiting[2] = command(alice, [10])
     assert not queue.next_runs() and not queue.next_rows()
-    queue_of_model.add(1, command(alice, [10, 120]))
+    queue_of_model.waiting[1] = command(alice, [10, 120])
     assert [row.row.tokens for row in queue.next_rows()] == [10]
     assert [row.row.tokens for row in queue.next_rows()] == [120], "a row that is longer than a batch is one of its own"
     assert not queue.next_rows(), "the second command waits until the first has ended"
@@ -118,10 +120,13 @@ def test_quotas_count_what_is_in_flight() -> None:
     futures.open("4", alice, b"")
     with pytest.raises(QuotaExceeded, match="3 requests of 80 bytes"):
         futures.open("5", alice, b"")
+    first.cancel = lambda: None
     first.finish({"type": "done"})
+    assert first.cancel is None, "a result that is kept does not keep the work"
     first.fail("too late", by_user=True)
     assert first.answer == {"type": "done"}
     assert (alice.requests, alice.queued_bytes) == (2, 20)
+    futures.open("5", alice, b"x" * 90, is_awaited=True)  # what is in flight waits for it
     futures.open("6", tenant("bob"), b"x" * 200)  # one that is larger than the quota goes alone
     with pytest.raises(Gone):
         futures.find("6", alice)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,10 @@ from hybrid_rlhf.board.runs.summary import RunSummaries
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.inference import TrainServerConfig
 from hybrid_rlhf.runtime.observability.metrics import read_metrics
-from hybrid_rlhf.serving.training.store import Checkpoint, Store, UnknownObject
+from hybrid_rlhf.serving.training.futures import Gone
+from hybrid_rlhf.serving.training.sessions import Sessions
+from hybrid_rlhf.serving.training.store import Checkpoint, Records, Store, UnknownObject
+from hybrid_rlhf.serving.training.tenants import Quotas, Tenant
 from tests.support.training_server import (
     SEQUENCE,
     Client,
@@ -147,6 +152,17 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.
             raise Killed
         return rename(path, target)
 
+    def failing(path: Path, target: Path) -> Path:
+        if path.name == ".a.partial":
+            raise OSError("no space left on device")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(OSError, match="no space"):
+            again.write_checkpoint(replace(checkpoint, seq=2), whole, overwrite=True)
+    assert (tmp_path / "runs" / "run" / "weights" / "a" / "all").exists(), "not only after a restart"
+
     # the old one steps aside, the new one gets its name, the old one is removed
     for patched, name, function, kept in (
         (Path, "rename", killed_between, 1),
@@ -171,6 +187,55 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "runs" / "run" / "weights" / "a" / "checkpoint.json").write_text("{")
     with pytest.raises(UserError, match="a server's folder has the files that it wrote, .*checkpoint.json was changed"):
         Store(tmp_path)
+
+
+def test_a_session_ends_a_week_after_its_last_sign_of_life_also_through_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not because its server was away, and a finished one stays finished."""
+    day = 24 * 3600.0
+    alice = Tenant("alice", Quotas(requests=1, queued_bytes=1, models=1, stored_bytes=1))
+    sessions = Sessions(Records(tmp_path))
+    old, seen, finished = (sessions.create(alice, {"n": 1}) for _ in range(3))
+    sessions.finish(finished, alice)
+    for session_id in (old, seen):
+        os.utime(tmp_path / f"{session_id}.json", (time.time() - 8 * day,) * 2)
+    clock = Mock(wraps=time)
+    monkeypatch.setattr("hybrid_rlhf.serving.training.sessions.time", clock)
+
+    def restarted(days: float) -> Sessions:
+        clock.monotonic = lambda: time.monotonic() + days * day
+        return Sessions(Records(tmp_path))
+
+    sessions = restarted(0)
+    assert sessions.forget([]) == [], "its client has an hour to come back"
+    clock.monotonic = lambda: time.monotonic() + day / 20
+    sessions.see(seen, alice)
+    assert sessions.forget([old]) == [], "its models are in the engine"
+    assert sessions.forget([]) == [old]
+    with pytest.raises(UnknownObject):
+        sessions.find(old, alice)
+    sessions = restarted(0)
+    with pytest.raises(Gone):
+        sessions.find(finished, alice)
+    assert sessions.find(seen, alice).metadata == {"n": 1}
+    clock.monotonic = lambda: time.monotonic() + 6 * day
+    assert sessions.forget([]) == [old]
+    clock.monotonic = lambda: time.monotonic() + 8 * day
+    assert {*sessions.forget([])} == {seen, finished}
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_deleted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was forgotten, and its folder stayed until the next start."""
+    store = Store(tmp_path)
+    checkpoint = Checkpoint("run", "weights", "a", "alice", 4, 1, expires=1.0)
+    store.write_checkpoint(checkpoint, lambda folder: folder.mkdir(), overwrite=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", Mock(side_effect=OSError("busy")))
+        store.expire()
+    assert store.checkpoints() == [checkpoint]
+    store.expire()
+    assert store.checkpoints() == [] and not (tmp_path / "runs" / "run").exists()
 
 
 def test_only_the_last_unnamed_weights_are_kept(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,21 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Trai
 
 @pytest.fixture
 def alice(served: tuple[str, TrainingService]) -> Iterator[Client]:
-    """A client whose session is finished afterwards, so that its models leave."""
-    client = Client(served[0], ALICE)
-    yield client
-    for session in client.get("sessions").json()["sessions"]:
-        client.post(f"sessions/{session}/finish")
+    """A client whose sessions are finished afterwards, so that their models leave."""
+    yield from _client(served[0], ALICE)
 
 
 @pytest.fixture
-def bob(served: tuple[str, TrainingService]) -> Client:
-    return Client(served[0], BOB)
+def bob(served: tuple[str, TrainingService]) -> Iterator[Client]:
+    """Another one, with another key."""
+    yield from _client(served[0], BOB)
+
+
+def _client(url: str, key: str) -> Iterator[Client]:
+    client = Client(url, key)
+    yield client
+    for session in client.get("sessions").json()["sessions"]:
+        client.post(f"sessions/{session}/finish")
 
 
 def logprobs(client: Client, model: str, seq: int) -> np.ndarray:
@@ -246,7 +252,7 @@ class Hold:
 
     def __enter__(self) -> None:
         begun = threading.Event()
-        self._service._thread.submit(lambda: (begun.set(), self._released.wait(30)))
+        self._service.worker._thread.submit(lambda: (begun.set(), self._released.wait(30)))
         assert begun.wait(30)
 
     def __exit__(self, *_: object) -> None:
@@ -313,6 +319,41 @@ def test_a_batch_that_fails_is_computed_one_by_one_and_only_the_cause_fails(
     assert bob.train(bad, 3, 2) == bob.train(bob.model(seed=2), 1, 2), "the step without its gradient was left out"
 
 
+def test_a_command_that_cannot_be_read_fails_in_its_place_too(
+    served: tuple[str, TrainingService], alice: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unexpected error was status 500; sent again, the command had no result, and later ones waited for it."""
+    model = alice.model()
+    with monkeypatch.context() as patch:
+        patch.setattr("hybrid_rlhf.serving.training.rows.read_datum", lambda *_: 1 / 0)
+        request = alice.forward_backward(model, 1)
+    assert alice.result(request)["category"] == "server"
+    assert loss_of(alice.result(alice.forward_backward(model, 2))) > 0
+
+
+def test_an_answer_that_fails_is_not_computed_again(
+    served: tuple[str, TrainingService], alice: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient, and those of the others in its batch, would count twice."""
+    _, service = served
+    engine = service.trainer.engine
+    compute = engine.forward_backward
+    computed: list[int] = []
+    models = [alice.model() for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "forward_backward", lambda rows: (computed.append(len(rows)), compute(rows))[1])
+        patch.setattr("hybrid_rlhf.serving.training.rows.forward_backward_output", lambda *_: 1 / 0)
+        with Hold(service):
+            requests = [alice.forward_backward(models[0], 1, forward_only=True)]
+            wait_until(lambda: service.worker._thread._work_queue.qsize() == 1)
+            requests += [alice.forward_backward(models[0], 2), alice.forward_backward(models[1], 1)]
+        assert [alice.result(request)["category"] for request in requests] == ["server"] * 3
+    assert computed == [1, 2]
+    left_out = alice.done("optim_step", model_id=models[0], seq_id=3, adam_params=ADAM)
+    assert "the step is left out" in left_out["error"]
+    assert alice.train(models[0], 4, 2) == alice.train(alice.model(), 1, 2)
+
+
 def test_a_forward_pass_that_fails_leaves_the_step_alone(
     served: tuple[str, TrainingService], alice: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,7 +396,40 @@ def test_what_a_key_has_too_much_of_is_refused(tmp_path: Path) -> None:
         assert alice.model(session, 3)
 
 
+def test_a_command_that_others_wait_for_is_accepted(tmp_path: Path) -> None:
+    """Those that wait for it had used up the quota, and neither could go on."""
+    with training_server(tmp_path, max_requests=2) as (url, _):
+        alice = Client(url, ALICE)
+        model = alice.model()
+        later = [alice.forward_backward(model, seq) for seq in (3, 4)]
+        assert alice.request("forward_backward", forward_backward(model, 2, [SEQUENCE])).status_code == 429
+        first = alice.forward_backward(model, 1)
+        assert loss_of(alice.result(first)) > 0
+        second = alice.forward_backward(model, 2)
+        for request in (second, *later):
+            assert loss_of(alice.result(request)) > 0
+
+
 # -- checkpoints
+
+
+def test_a_checkpoint_that_is_deleted_twice_at_once_is_not_there(
+    served: tuple[str, TrainingService], alice: Client
+) -> None:
+    """The second request, and one that sets its time meanwhile, failed the server's way."""
+    _, service = served
+    model = alice.model()
+    alice.done("save_weights", model_id=model, seq_id=1, path="a")
+    place = f"training_runs/{model}/checkpoints/weights/a"
+    others = [Client(served[0], ALICE) for _ in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        with Hold(service):
+            answers = [threads.submit(client.delete, place) for client in others[:2]]
+            wait_until(lambda: service.worker._thread._work_queue.qsize() == 2)
+            answers.append(threads.submit(others[2].put, f"{place}/ttl", ttl_seconds=60))
+            wait_until(lambda: service.worker._thread._work_queue.qsize() == 3)
+        statuses = [answer.result().status_code for answer in answers]
+    assert sorted(statuses[:2]) == [200, 404] and statuses[2] == 404
 
 
 def test_a_checkpoint_never_changes(
@@ -520,16 +594,14 @@ def test_a_finished_session_lets_its_models_go(served: tuple[str, TrainingServic
     waiting = alice.forward_backward(alice.model(session, 1), 2)  # the command before it never comes
     alice.post(f"sessions/{session}/finish")
     assert alice.request("session_heartbeat", {"session_id": session}).status_code == 410  # the client stops them
-    deadline = time.monotonic() + 30
-    while model in service.models and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert model not in service.models and model not in service.trainer.engine.names  # type: ignore[attr-defined]
+    wait_until(lambda: model not in service.trainer.engine.names)  # type: ignore[attr-defined]
+    assert model not in service.models
     assert "the model has been unloaded" in alice.result(waiting)["error"]
     assert alice.post("weights_info", tinker_path=path)["lora_rank"] == 4
 
 
 def test_a_session_without_a_sign_of_life_lets_its_models_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid_rlhf.serving.training.service._SWEEP_SECONDS", 0.1)
+    monkeypatch.setattr("hybrid_rlhf.serving.training.worker._SWEEP_SECONDS", 0.1)
     with training_server(tmp_path, session_minutes=0.05) as (url, service):
         alice = Client(url, ALICE)
         session = alice.session()
@@ -541,6 +613,115 @@ def test_a_session_without_a_sign_of_life_lets_its_models_go(tmp_path: Path, mon
             time.sleep(0.05)
         assert set(service.models) == {alive}
         assert service.trainer.engine.names == (alive,)  # type: ignore[attr-defined]
+
+
+def test_models_leave_while_there_is_always_something_to_compute(
+    served: tuple[str, TrainingService], alice: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stayed until the server had nothing to do."""
+    engine = served[1].trainer.engine
+    compute = engine.forward_backward
+    remove = engine.remove
+    begun = threading.Event()
+    released = threading.Event()
+    calls: list[str] = []
+
+    def observed(rows: Any) -> Any:
+        begun.set()
+        assert released.wait(30)
+        calls.append("compute")
+        return compute(rows)
+
+    monkeypatch.setattr(engine, "forward_backward", observed)
+    monkeypatch.setattr(engine, "remove", lambda name: (calls.append(name), remove(name)))
+    session = alice.session()
+    idle = alice.model(session)
+    long = alice.forward_backward(alice.model(), 1, [list(range(3, 60))] * 10)
+    assert begun.wait(30)
+    alice.post(f"sessions/{session}/finish")
+    released.set()
+    alice.result(long)
+    assert calls.count("compute") == 10 and calls.index(idle) <= 2
+
+
+def test_a_command_that_comes_while_its_model_leaves_is_done(
+    served: tuple[str, TrainingService], alice: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It failed, as if the model had been unloaded after it."""
+    engine = served[1].trainer.engine
+    remove = engine.remove
+    begun = threading.Event()
+    released = threading.Event()
+
+    def slow(name: str) -> None:
+        begun.set()
+        assert released.wait(30)
+        remove(name)
+
+    model = alice.model()
+    wanted = alice.train(model, 1, 2)
+    alice.done("save_weights", model_id=model, seq_id=5, path="state")
+    monkeypatch.setattr(engine, "remove", slow)
+    unload = alice.post("unload_model", model_id=model)["request_id"]
+    assert begun.wait(30)
+    request = alice.forward_backward(model, 6)
+    released.set()
+    assert alice.result(unload)["type"] == "unload_model"
+    assert loss_of(alice.result(request)) < wanted[-1]
+
+
+def test_an_unloaded_model_counts_again_when_it_goes_on(tmp_path: Path) -> None:
+    """A key had as many models in the engine as it had saved."""
+    with training_server(tmp_path, max_models=1) as (url, service):
+        alice = Client(url, ALICE)
+        session = alice.session()
+        model = alice.model(session)
+        alice.done("save_weights", model_id=model, seq_id=1, path="state")
+        alice.done("unload_model", model_id=model)
+        other = alice.model(session, 1)
+        refused = alice.result(alice.forward_backward(model, 2))
+        assert refused["category"] == "user" and "may have 1 models in training" in refused["error"]
+        assert set(service.models) == {other}
+
+
+def test_a_session_that_never_finishes_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what only its clients need; what was saved by name stays, and so does all of a session that is seen."""
+    monkeypatch.setattr("hybrid_rlhf.serving.training.worker._SWEEP_SECONDS", 0.1)
+    monkeypatch.setattr("hybrid_rlhf.serving.training.sessions.KEPT_SECONDS", 2.0)
+    with training_server(tmp_path, session_minutes=0.01) as (url, service):
+        alice = Client(url, ALICE)
+        alive = alice.session()
+        lost = alice.session()
+        runs = {session: [alice.model(session, number) for number in range(2)] for session in (alive, lost)}
+        samplers = {}
+        for session, (model, _) in runs.items():
+            alice.done("save_weights", model_id=model, seq_id=1, path="kept")
+            saved = alice.done("save_weights_for_sampler", model_id=model, seq_id=2, sampling_session_seq_id=0)
+            samplers[session] = saved["sampling_session_id"]
+
+        def is_over() -> bool:
+            alice.post("session_heartbeat", session_id=alive)
+            return not (tmp_path / "sessions" / f"{lost}.json").exists()
+
+        wait_until(is_over)
+        assert alice.get("sessions").json()["sessions"] == [alive]
+        assert alice.request("session_heartbeat", {"session_id": lost}).status_code == 404
+        assert {*service.store.runs} == {*runs[alive], runs[lost][0]}
+        assert {*service.store.samplers} == {samplers[alive]}
+        assert [entry.path for entry in service.store.checkpoints(run_id=runs[lost][0])] == [
+            f"tinker://{runs[lost][0]}/weights/kept"
+        ]
+        assert sorted(file.name for file in (tmp_path / "runs").iterdir()) == sorted(service.store.runs)
+        assert sample(alice, 5, sampling_session_id=samplers[alive])
+        assert alice.get(f"sessions/{alive}").json()["sampler_ids"] == [samplers[alive]]
+        path = f"tinker://{runs[lost][0]}/weights/kept"
+        body = {"session_id": alive, "model_seq_id": 2, "path": path, "optimizer": True}
+        assert alice.done("load_weights", **body)["model_id"] == f"{alive}:train:2"
+        assert loss_of(alice.result(alice.forward_backward(runs[lost][0], 3))) > 0, "it was saved by its last command"
+        assert alice.get(f"sessions/{lost}").json()["training_run_ids"] == [runs[lost][0]]
+        assert alice.delete(f"training_runs/{runs[lost][0]}/checkpoints/weights/kept").status_code == 200
+        wait_until(lambda: not (tmp_path / "runs" / runs[lost][0]).exists())
+        assert alice.get(f"training_runs/{runs[lost][0]}").status_code == 404
 
 
 def test_an_unloaded_model_goes_on_only_from_what_it_saved(alice: Client) -> None:
@@ -679,6 +860,20 @@ def test_a_request_that_is_cancelled_while_its_weights_are_loaded_is_not_sampled
         assert "cancelled" in alice.result(request)["error"]
     wait_until(lambda: not samplers._running)
     assert submitted == []
+
+
+def test_a_request_whose_prompt_fails_is_not_decoded_on(
+    served: tuple[str, TrainingService], alice: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kept its rows of the batch, in which others had their turns already."""
+    batch = served[1].samplers.batch
+    with batch.paused(), monkeypatch.context() as patch:
+        failing: Future[Any] = Future()
+        failing.set_exception(RuntimeError("out of memory"))
+        patch.setattr(batch, "prompt_logprobs", lambda *_, **__: failing)
+        body = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 60}, "base_model": BASE}
+        failed = alice.done("asample", **body, prompt_logprobs=True)
+        assert failed["category"] == "server" and not batch._owners
 
 
 # -- bodies

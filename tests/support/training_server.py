@@ -219,7 +219,7 @@ def training_server(
         with served_in_background(app) as url:
             yield url, service
     finally:
-        service.close()
+        service.worker.close()
         base.batch.close()
 
 

@@ -1,10 +1,12 @@
 """A training service with Tinker's API: many adapters of one base, trained and sampled by many clients at once.
 
-Read `service.py` (what the routes do, and the task that feeds the engine), then `queue.py` (which commands run next)
-with `tenants.py` (keys, quotas, whose turn it is), `futures.py` (results that clients poll for), `losses.py`,
-`sampling.py`, `store.py` (what is on disk) and `merging.py`; `app.py` has the routes, `bodies.py` their JSON and
-`messages.py` their protobuf, `metrics.py` the counts, `server.py` the process. `trainer.py` is what the service needs
-of engines/adapters.
+Read `service.py` (what clients ask for), then what owns it: `sessions.py` (the clients), `queue.py` (models and their
+commands in order), `worker.py` (the task that feeds the engine) with `states.py` (what commands do), `rows.py` and
+`losses.py` (what a training command computes), `sampling.py` (sampling requests and resident weights), `store.py`
+(runs, checkpoints and records on disk), `futures.py` (results that clients poll for), `tenants.py` (keys, quotas, whose
+turn it is) and `merging.py`. `app.py` has the application, `routes.py` and `checkpoints.py` its routes, `requests.py`
+what a request carries, `bodies.py` its JSON and `messages.py` its protobuf; `metrics.py` the counts, `record.py` the
+lines for the board, `server.py` the process. `trainer.py` is what the service needs of engines/adapters.
 Its packages are those of the extra `serve` (serving/packages.py), and protobuf and pyarrow, which every installation
 has.
 """

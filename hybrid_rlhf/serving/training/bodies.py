@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.training.store import JsonObject, Kind
 
 _Id = Annotated[str, Field(min_length=1, max_length=200)]
 _Seq = Annotated[int, Field(ge=0, le=2**53)]
@@ -25,10 +26,14 @@ class _Body(BaseModel):
 BodyT = TypeVar("BodyT", bound=_Body)
 
 
+class EmptyBody(_Body):
+    """client/config, client/dynamic_config, telemetry: no key is read."""
+
+
 class SessionBody(_Body):
     """create_session."""
 
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: JsonObject | None = None
 
 
 class SessionId(_Body):
@@ -60,7 +65,7 @@ class CreateModelBody(_Body):
     base_model: _Path
     lora_config: LoraBody = LoraBody()
     optimizer_config: OptimizerBody = OptimizerBody()
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: JsonObject | None = None
 
 
 class ModelId(_Body):
@@ -92,27 +97,38 @@ class OptimStepBody(CommandBody):
     adam_params: AdamBody
 
 
-class _SaveBody(CommandBody):
+class CheckpointBody(CommandBody):
+    """What every command has that writes a checkpoint."""
+
+    command: ClassVar[str]
+    """Its name."""
+    kind: ClassVar[Kind]
     path: _Path | None = None
     ttl_seconds: _Seconds | None = None
     user_metadata: dict[str, str] | None = None
 
 
-class SaveBody(_SaveBody):
+class SaveBody(CheckpointBody):
     """save_weights."""
 
+    command = "save_weights"
+    kind = "weights"
     overwrite: bool = False
 
 
-class SaveForSamplerBody(_SaveBody):
+class SaveForSamplerBody(CheckpointBody):
     """save_weights_for_sampler."""
 
+    command = "save_weights_for_sampler"
+    kind = "sampler_weights"
     sampling_session_seq_id: _Seq | None = None
 
 
-class SaveExternalBody(_SaveBody):
+class SaveExternalBody(CheckpointBody):
     """save_weights_external."""
 
+    command = "save_weights_external"
+    kind = "external_weights"
     path: _Path
     age_encryption_recipients: None = None
 
@@ -126,7 +142,7 @@ class LoadBody(_Body):
     seq_id: _Command | None = None
     session_id: _Id | None = None
     model_seq_id: _Seq | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: JsonObject | None = None
 
 
 class SamplerBody(_Body):

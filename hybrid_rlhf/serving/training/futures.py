@@ -14,12 +14,18 @@ from itertools import takewhile
 from typing import Any
 
 from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.runtime.observability.logs import logger
+from hybrid_rlhf.serving.training.store import UnknownObject
 from hybrid_rlhf.serving.training.tenants import Tenant
 
 Answer = bytes | Mapping[str, Any]
 """A protobuf message, or an object for JSON."""
 _KEPT_SECONDS = 900.0
 """Time after which a finished result is forgotten."""
+
+
+class CommandFailed(Exception):
+    """A command has failed through no fault of the client."""
 
 
 class Gone(Exception):
@@ -50,11 +56,22 @@ class Future:
             self.finished = time.monotonic()
             self.tenant.requests -= 1
             self.tenant.queued_bytes -= self.size
+            self.cancel = None  # it holds the work
             self.done.set()
 
     def fail(self, message: str, *, by_user: bool) -> None:
         """Set an error as the result."""
         self.finish({"error": message, "category": "user" if by_user else "server"})
+
+    def fail_with(self, error: Exception, name: str) -> None:
+        """Set an exception as the result of what has this name. The text of an unexpected one is only in the log, as it
+        may contain data of other clients."""
+        by_user = isinstance(error, (UserError, UnknownObject))
+        text = str(error)
+        if not by_user and not isinstance(error, CommandFailed):
+            logger.error("%s has failed: %s", name, self.request_id, exc_info=error)
+            text = f"{name} has failed, the log of the server tells why"
+        self.fail(text, by_user=by_user)
 
 
 class Futures:
@@ -63,11 +80,11 @@ class Futures:
     def __init__(self) -> None:
         self._by_id: dict[str, Future] = {}
 
-    def open(self, request_id: str, tenant: Tenant, content: bytes) -> tuple[Future, bool]:
-        """The future of a request, and True if it is new.
+    def open(self, request_id: str, tenant: Tenant, content: bytes, *, is_awaited: bool = False) -> tuple[Future, bool]:
+        """The future of a request, and True if it is new; `is_awaited`: requests that were accepted wait for it.
 
         Raises:
-            QuotaExceeded: when the key has too much in flight.
+            QuotaExceeded: when the key has too much in flight, unless it is awaited: what is in flight would never end.
             UserError: when another request had this id.
         """
         self._forget()
@@ -79,7 +96,7 @@ class Futures:
                     f"a request that is sent again must be the same, {request_id} has changed: number it anew"
                 )
             return known, False
-        tenant.admit(len(content))
+        tenant.admit(len(content), always=is_awaited)
         future = self._by_id[request_id] = Future(request_id, tenant, digest, len(content))
         return future, True
 

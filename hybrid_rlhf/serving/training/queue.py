@@ -7,11 +7,12 @@ among the tenants, so that a long batch of one delays another's by one micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid_rlhf.serving.training.futures import Answer, Future
+from hybrid_rlhf.serving.training.store import Run
 from hybrid_rlhf.serving.training.tenants import FairShare, Tenant
 
 
@@ -45,26 +46,31 @@ class Command:
 
 
 @dataclass(eq=False)
-class ModelQueue:
-    """The commands of one model."""
+class Model:
+    """A model in training: its commands in order, and what the engine has of it."""
 
-    model_id: str
+    run: Run
     tenant: Tenant
     next_seq: int
+    """seq_id of the command that runs, or is next."""
     waiting: dict[int, Command] = field(default_factory=dict)
     """Commands by seq_id; those after a gap wait until it is filled."""
-    last_seq: int = 0
-    """Largest seq_id so far."""
     served_tokens: int = 0
     """Tokens of its rows that were taken."""
+    ready: bool = False
+    """True when its adapter is in the engine; it is put there before its next command."""
+    has_gradient: bool = False
+    broken: str | None = None
+    """Why a backward pass since the last step has failed: the step would use a part of the gradient."""
+    saved: bool = True
+    """True if its state is its run's saved one."""
+    leaving: list[Future] = field(default_factory=list)
+    """Requests that end when it has left the engine; not empty: it leaves after its commands."""
 
-    def __post_init__(self) -> None:
-        self.last_seq = self.next_seq - 1
-
-    def add(self, seq: int, command: Command) -> None:
-        """Add a command."""
-        self.waiting[seq] = command
-        self.last_seq = max(self.last_seq, seq)
+    @property
+    def last_seq(self) -> int:
+        """Largest seq_id so far."""
+        return max(self.waiting, default=self.next_seq - 1)
 
     @property
     def head(self) -> Command | None:
@@ -81,7 +87,7 @@ class ModelQueue:
 class TakenRow:
     """A row in a batch, and the command that it belongs to."""
 
-    queue: ModelQueue
+    model: Model
     command: Command
     row: PackedRow
 
@@ -93,19 +99,31 @@ class CommandQueue:
         """Take the number of tokens of a micro-batch; a longer row is one of its own."""
         self._batch_tokens = batch_tokens
         self._share = FairShare()
-        self.models: dict[str, ModelQueue] = {}
-        """Queues by the id of the model."""
+        self.models: dict[str, Model] = {}
+        """Models that have a state, by id."""
 
-    def next_runs(self) -> list[tuple[ModelQueue, Command]]:
+    def models_of(self, tenant: Tenant) -> int:
+        """Number of models of a tenant that are in the engine."""
+        return sum(model.ready for model in self.models.values() if model.tenant is tenant)
+
+    def heads(self, *, ready: bool) -> list[tuple[Model, Command]]:
+        """The next command of each model that has one and is in the engine, or is not."""
+        heads = [(model, model.head) for model in self.models.values() if model.ready == ready]
+        return [(model, head) for model, head in heads if head is not None]
+
+    def next_runs(self) -> list[tuple[Model, Command]]:
         """The commands without rows that can run now, at most one of each model."""
-        heads = ((model, model.head) for model in self.models.values())
-        return [(model, head) for model, head in heads if head is not None and head.run is not None]
+        return [(model, head) for model, head in self.heads(ready=True) if head.run is not None]
 
     def next_rows(self) -> list[TakenRow]:
         """Rows of the next packed batch, in turn among the tenants; empty if none can run."""
+        waiting = [(model, head) for model, head in self.heads(ready=True) if head.rows]
         rows: list[TakenRow] = []
         used = 0
-        while ready := sorted(self._with_rows(), key=lambda entry: entry[0].served_tokens):
+        while ready := sorted(
+            ((model, head) for model, head in waiting if head.taken < len(head.rows)),
+            key=lambda entry: entry[0].served_tokens,
+        ):
             self._share.update(model.tenant for model, _ in ready)
             model, command = self._share.next(ready, lambda entry: entry[0].tenant)
             row = command.rows[command.taken]
@@ -129,10 +147,3 @@ class CommandQueue:
             for command in model.waiting.values()
             for row in command.rows[command.taken :]
         )
-
-    def _with_rows(self) -> Iterator[tuple[ModelQueue, Command]]:
-        """The models whose next command has rows that were not taken."""
-        for model in self.models.values():
-            head = model.head
-            if head is not None and head.taken < len(head.rows):
-                yield model, head

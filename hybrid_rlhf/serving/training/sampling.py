@@ -8,9 +8,10 @@ others are read from their checkpoints when they are asked for.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -20,10 +21,9 @@ from transformers.pytorch_utils import Conv1D
 from hybrid_rlhf.configs.errors import UserError
 from hybrid_rlhf.configs.sections.sampling import SamplingParams
 from hybrid_rlhf.generation import Completion, GenerationEngine
-from hybrid_rlhf.generation.open_batch import OpenBatch, PromptBatch, StreamedToken, Submission
+from hybrid_rlhf.generation.open_batch import OpenBatch, PromptBatch, StreamedToken
 from hybrid_rlhf.generation.sampling import MOST_TOP_LOGPROBS
 from hybrid_rlhf.models.pretrained.adapters import LowRank, stored_adapter
-from hybrid_rlhf.runtime.observability.logs import logger
 from hybrid_rlhf.serving.training.bodies import SampleBody
 from hybrid_rlhf.serving.training.futures import Future
 from hybrid_rlhf.serving.training.messages import sample_response
@@ -39,7 +39,7 @@ class Weights:
     """The adapter of a checkpoint in the generation engine."""
 
     name: str
-    loading: asyncio.Future[None]
+    loading: asyncio.Task[None]
     running: int = 0
     """Number of requests that need it."""
 
@@ -56,16 +56,12 @@ class SampleJob:
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
     """Number of tokens at the end of the prompt whose log-probs are returned; None: none are asked for."""
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    cancelled: bool = False
-    submission: Submission | None = None
-    completions: dict[int, Completion] = field(default_factory=dict)
-    top: dict[int, list[list[tuple[int, float]]]] = field(default_factory=dict)
-    """Alternatives of each token, by sample."""
+    task: asyncio.Task[None] | None = None
+    """What samples it; None: it waits for its turn."""
 
 
 class Samplers:
-    """Samples for all tenants. Used on the event loop only."""
+    """Samples for all tenants. Used on the event loop only, except `keep`."""
 
     def __init__(
         self, lm: nn.Module, engine: GenerationEngine, batch: OpenBatch, *, resident: int, metrics: TrainingMetrics
@@ -79,13 +75,12 @@ class Samplers:
         self._metrics = metrics
         self._share = FairShare()
         self._waiting: list[SampleJob] = []
-        self._running = 0
+        self._running: set[SampleJob] = set()
         self._weights: OrderedDict[str, Weights] = OrderedDict()
         """Adapters by name, the one that was used last at the end."""
         self._kept: dict[str, Factors] = {}
         """Factors of checkpoints that were just saved, until they are first used."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Running tasks, of which the event loop has weak references alone."""
+        self._kept_lock = threading.Lock()
 
     def job(self, body: SampleBody, future: Future, checkpoint: Checkpoint | None) -> SampleJob:
         """The job of a request.
@@ -123,8 +118,9 @@ class Samplers:
         )
 
     def keep(self, checkpoint: Checkpoint, factors: Factors) -> None:
-        """Keep the factors of a checkpoint that was just saved, so that they need not be read."""
-        self._kept = {_name(checkpoint): factors, **dict(islice(self._kept.items(), self._resident - 1))}
+        """Keep the factors of a checkpoint that was just saved, so that they need not be read. Any thread calls it."""
+        with self._kept_lock:
+            self._kept = {_name(checkpoint): factors, **dict(islice(self._kept.items(), self._resident - 1))}
 
     def add(self, job: SampleJob) -> None:
         """Sample when it is its tenant's turn."""
@@ -137,100 +133,99 @@ class Samplers:
             self._share.update(job.future.tenant for job in self._waiting)
             job = self._share.next(self._waiting, lambda job: job.future.tenant)
             samples = job.sampling.n
-            if self._running and self._running + samples > self.batch.rows:
+            if self._running and samples + sum(other.sampling.n for other in self._running) > self.batch.rows:
                 return
             self._waiting.remove(job)
-            if job.cancelled:
-                continue
             self._share.charge(job.future.tenant, len(job.prompt) + samples * job.sampling.max_new_tokens)
-            self._running += samples
-            task = asyncio.get_running_loop().create_task(self._sample(job))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._running.add(job)
+            job.task = asyncio.get_running_loop().create_task(self._sample(job))
+            job.task.add_done_callback(partial(self._end, job))
         self._share.update(())
 
     async def _sample(self, job: SampleJob) -> None:
-        weights = None
+        weights = None if job.checkpoint is None else self._weights_of(job.checkpoint)
         try:
-            weights = await self._loaded(job.checkpoint)
-            if not job.cancelled:
-                job.future.finish(await self._completed(job, None if weights is None else weights.name))
-        except UserError as error:
-            job.future.fail(str(error), by_user=True)
+            if weights is not None:
+                weights.running += 1
+                await asyncio.shield(weights.loading)
+            job.future.finish(await self._completed(job, None if weights is None else weights.name))
         except Exception as error:  # noqa: BLE001 - reported to the client; the server keeps running
-            logger.error("sampling has failed", exc_info=error)
-            job.future.fail("sampling has failed, the log of the server tells why", by_user=False)
+            job.future.fail_with(error, "sampling")
         finally:
             if weights is not None:
                 weights.running -= 1
-            self._running -= job.sampling.n
-            self._start_next()
+
+    def _end(self, job: SampleJob, _: object) -> None:
+        self._running.remove(job)
+        self._start_next()
 
     async def _completed(self, job: SampleJob, adapter: str | None) -> bytes:
         loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        completions: dict[int, Completion] = {}
+        alternatives: dict[int, list[Sequence[tuple[int, float]]]] = {}
 
         def deliver(tokens: list[StreamedToken]) -> None:
             for token in tokens:
                 if job.top_logprobs:
-                    job.top.setdefault(token.sample, []).append(list(token.top))
+                    alternatives.setdefault(token.sample, []).append(token.top)
                 if token.completion is not None:
-                    job.completions[token.sample] = token.completion
-            if not tokens or len(job.completions) == job.sampling.n:
-                loop.call_soon_threadsafe(job.ended.set)
+                    completions[token.sample] = token.completion
+            if not tokens or len(completions) == job.sampling.n:
+                loop.call_soon_threadsafe(ended.set)
 
-        job.submission = self.batch.submit(PromptBatch([job.prompt], job.sampling, job.top_logprobs, adapter), deliver)
-        logprobs = None
-        if job.prompt_logprobs is not None:
-            future = self.batch.prompt_logprobs(job.prompt, adapter=adapter)
-            whole = [float("nan"), *(await asyncio.wrap_future(future)).logprobs]
-            unscored = len(job.prompt) - job.prompt_logprobs
-            logprobs = [float("nan")] * max(0, unscored) + whole[max(0, unscored) :]
-        await job.ended.wait()
-        if len(job.completions) < job.sampling.n and not job.cancelled:
-            raise RuntimeError("the batch has ended, or this request in it has failed") from job.submission.error
-        tokens = sum(len(completion.token_ids) for completion in job.completions.values())
+        submission = self.batch.submit(PromptBatch([job.prompt], job.sampling, job.top_logprobs, adapter), deliver)
+        try:
+            logprobs = None
+            if job.prompt_logprobs is not None:
+                future = self.batch.prompt_logprobs(job.prompt, adapter=adapter)
+                whole = [float("nan"), *(await asyncio.wrap_future(future)).logprobs]
+                unscored = max(0, len(job.prompt) - job.prompt_logprobs)
+                logprobs = [float("nan")] * unscored + whole[unscored:]
+            await ended.wait()
+        finally:
+            self.batch.cancel(submission)  # what is left of it, when the job was cancelled or has failed
+        if len(completions) < job.sampling.n:
+            raise RuntimeError("the batch has ended, or this request in it has failed") from submission.error
+        tokens = sum(len(completion.token_ids) for completion in completions.values())
         self._metrics.sampled_tokens.labels(job.future.tenant.name).inc(tokens)
-        return sample_response(job.completions, job.top, logprobs)
+        return sample_response(completions, alternatives, logprobs)
 
     def _cancel(self, job: SampleJob) -> None:
-        job.cancelled = True
-        if job.submission is not None:
-            self.batch.cancel(job.submission)
-        job.ended.set()
+        if job.task is None:
+            self._waiting.remove(job)
+        else:
+            job.task.cancel()
         job.future.fail("sampling was cancelled", by_user=True)
 
     # -- adapters
 
-    async def _loaded(self, checkpoint: Checkpoint | None) -> Weights | None:
-        """The adapter of a checkpoint, in the engine and counted as needed; None for the base model."""
-        if checkpoint is None:
-            return None
+    def _weights_of(self, checkpoint: Checkpoint) -> Weights:
+        """The adapter of a checkpoint, which is in the engine when it is loaded."""
         name = _name(checkpoint)
         weights = self._weights.get(name)
         if weights is None:
             loading = asyncio.get_running_loop().create_task(self._load(name, checkpoint))
             weights = self._weights[name] = Weights(name, loading)
         self._weights.move_to_end(name)
-        weights.running += 1
-        try:
-            await asyncio.shield(weights.loading)
-        except BaseException:
-            weights.running -= 1
-            self._weights.pop(name, None)
-            raise
         return weights
 
     async def _load(self, name: str, checkpoint: Checkpoint) -> None:
-        for other in list(self._weights.values()):
-            if len(self._weights) <= self._resident:
-                break
-            if not other.running and other.loading.done():
-                del self._weights[other.name]
-                await self._call(partial(self._engine.remove_adapters, [other.name]))
-        factors = self._kept.pop(name, None)
-        if factors is None:
-            factors = await asyncio.to_thread(read_factors, self._lm, str(checkpoint.folder))
-        await self._call(partial(self._engine.set_adapter, name, factors))
+        try:
+            for other in list(self._weights.values()):
+                if len(self._weights) <= self._resident:
+                    break
+                if not other.running and other.loading.done():
+                    del self._weights[other.name]
+                    await self._call(partial(self._engine.remove_adapters, [other.name]))
+            with self._kept_lock:
+                factors = self._kept.pop(name, None)
+            if factors is None:
+                factors = await asyncio.to_thread(read_factors, self._lm, str(checkpoint.folder))
+            await self._call(partial(self._engine.set_adapter, name, factors))
+        except BaseException:
+            del self._weights[name]
+            raise
 
     async def _call(self, function: Callable[[], None]) -> None:
         await asyncio.wrap_future(self.batch.call(function))

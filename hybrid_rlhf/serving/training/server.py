@@ -95,7 +95,7 @@ def serve_training(
     try:
         server.run(sockets=[listener])
     finally:
-        service.close()
+        service.worker.close()
         base.batch.close()
         base.generation.close()
         lock.release()

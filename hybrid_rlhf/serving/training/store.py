@@ -12,8 +12,10 @@ A checkpoint is written beside, with its checkpoint.json, and renamed: it is who
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
 import shutil
 import time
@@ -29,6 +31,7 @@ from hybrid_rlhf.runtime.files.reading import stored_object
 from hybrid_rlhf.runtime.observability.logs import logger
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
+JsonObject = dict[str, Any]
 KINDS: dict[str, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """The client's names of the kinds of checkpoints, by their part of a path."""
 META_FILE = "checkpoint.json"
@@ -52,11 +55,11 @@ class Run:
     tenant: str
     """Name of the key that owns it."""
     session_id: str
-    rank: int
-    targets: list[str]
+    rank: int = 0
+    targets: list[str] = field(default_factory=list)
     """Kinds of layers with an adapter: attn, mlp."""
-    seed: int
-    created: float
+    seed: int = 0
+    created: float = field(default_factory=time.time)
     """Seconds since 1970."""
     initial_path: str | None = None
     """Checkpoint that it began with; None: a new adapter."""
@@ -67,7 +70,7 @@ class Run:
     saved_seq: int = 0
     """Last command after which the state was the saved one."""
     last_request: float = 0.0
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: JsonObject = field(default_factory=dict)
 
 
 @dataclass
@@ -82,9 +85,9 @@ class Checkpoint:
     rank: int
     seq: int
     """Command that wrote it."""
-    created: float
+    created: float = field(default_factory=time.time)
     """Seconds since 1970."""
-    size_bytes: int
+    size_bytes: int = 0
     expires: float | None = None
     unnamed: bool = False
     """True for the weights of one sampling session."""
@@ -100,8 +103,8 @@ class Checkpoint:
         return f"tinker://{self.run_id}/{self.kind}/{self.name}"
 
 
-class Records(dict[str, dict[str, Any]]):
-    """Objects by id, each in a file of a folder."""
+class Records(dict[str, JsonObject]):
+    """Objects by id, each in a file of a folder, whose time is that of its last use."""
 
     def __init__(self, folder: Path) -> None:
         """Read what is there."""
@@ -114,9 +117,18 @@ class Records(dict[str, dict[str, Any]]):
         write_whole(self._folder / f"{name}.json", json.dumps(record))
         self[name] = record
 
+    def age(self, name: str) -> float:
+        """Seconds since an object was written or touched, also by an earlier server."""
+        return max(0.0, time.time() - (self._folder / f"{name}.json").stat().st_mtime)
+
+    def touch(self, name: str) -> None:
+        """Use an object."""
+        with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+            os.utime(self._folder / f"{name}.json")
+
     def delete(self, name: str) -> None:
         """Forget an object."""
-        del self[name]
+        self.pop(name, None)
         (self._folder / f"{name}.json").unlink(missing_ok=True)  # else somebody has removed it
 
 
@@ -137,12 +149,14 @@ class Store:
         self.runs = {run.run_id: run for run in runs}
         """Runs by id."""
         self.sessions = Records(folder / "sessions")
-        """tenant and metadata of sessions by id."""
+        """tenant, metadata and finished of sessions by id."""
         self.samplers = Records(folder / "samplers")
         """tenant and path (None: the base model) of sampling sessions by id."""
         self._checkpoints: dict[str, Checkpoint] = {}
         for meta in self._runs_folder.glob(f"*/*/*/{META_FILE}"):
             self.add(Checkpoint(**_object(meta), folder=meta.parent))
+        for run_id in [*self.runs]:  # of a server that was killed between the end of a session and that of its runs
+            self._delete_unused(run_id)
 
     def write_run(self, run: Run) -> None:
         """Write a run, and know it."""
@@ -185,6 +199,8 @@ class Store:
             beside.rename(folder)
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)  # free its space, which a full disk needs
+            if replaced_folder.exists():
+                replaced_folder.rename(folder)
             raise
         flush(kind_folder)
         shutil.rmtree(replaced_folder, ignore_errors=True)
@@ -192,36 +208,77 @@ class Store:
         self.add(checkpoint)
         unnamed = [saved for saved in self.checkpoints(run_id=checkpoint.run_id) if saved.unnamed]
         for saved in unnamed[:-KEPT_SAMPLERS]:
-            self.delete(saved.path)
+            self.delete(saved)
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Know a checkpoint whose folder is there."""
         self._checkpoints[checkpoint.path] = checkpoint
 
-    def delete(self, path: str) -> None:
-        """Delete a checkpoint: it is renamed first, so that no half of it is ever read."""
-        checkpoint = self._checkpoints.pop(path)
+    def delete(self, checkpoint: Checkpoint) -> None:
+        """Delete a checkpoint: it is renamed first, so that no half of it is ever read.
+
+        Raises:
+            UnknownObject: when it was deleted or replaced meanwhile.
+        """
+        self._require_present(checkpoint)
         gone = checkpoint.folder.with_name(f".{checkpoint.name}.deleted.partial")
+        shutil.rmtree(gone, ignore_errors=True)
         if checkpoint.folder.exists():  # else somebody has removed it
             checkpoint.folder.rename(gone)
-            shutil.rmtree(gone)
+        del self._checkpoints[checkpoint.path]
         sampler = checkpoint.sampler
         if checkpoint.unnamed and sampler is not None and sampler in self.samplers:
             self.samplers.delete(sampler)
+        shutil.rmtree(gone, ignore_errors=True)  # else the next start removes it
+        self._delete_unused(checkpoint.run_id)
 
     def set_ttl(self, checkpoint: Checkpoint, seconds: int | None) -> None:
-        """Set the time after which a checkpoint is deleted; None: never."""
+        """Set the time after which a checkpoint is deleted; None: never. Raises as `delete`."""
+        self._require_present(checkpoint)
         checkpoint.expires = None if seconds is None else time.time() + seconds
         write_whole(checkpoint.folder / META_FILE, _content(checkpoint))
+
+    def _require_present(self, checkpoint: Checkpoint) -> None:
+        if self._checkpoints.get(checkpoint.path) is not checkpoint:
+            raise UnknownObject(f"there is no checkpoint {checkpoint.path} any more: it was deleted or replaced")
 
     def expire(self) -> None:
         """Delete the checkpoints whose time is over."""
         for checkpoint in self.checkpoints():
             if checkpoint.expires is not None and checkpoint.expires < time.time():
                 try:
-                    self.delete(checkpoint.path)
+                    self.delete(checkpoint)
                 except OSError as error:
                     logger.warning("cannot delete the expired checkpoint %s: %s", checkpoint.path, error)
+
+    def end_session(self, session_id: str) -> None:
+        """Delete what only the clients of a session need: its sampling sessions with their unnamed weights, its runs
+        without a checkpoint, and its record."""
+        for sampler in self.samplers_of(session_id):
+            self.samplers.delete(sampler)
+        runs = self.runs_of(session_id)
+        for run in runs:
+            for checkpoint in self.checkpoints(run_id=run):
+                if checkpoint.unnamed:
+                    self.delete(checkpoint)
+        self.sessions.delete(session_id)
+        for run in runs:
+            self._delete_unused(run)
+
+    def _delete_unused(self, run_id: str) -> None:
+        """Delete what is left of a run that nobody can continue, as it has no session and no checkpoint."""
+        run = self.runs.get(run_id)
+        if (run is None or run.session_id not in self.sessions) and not self.checkpoints(run_id=run_id):
+            self.runs.pop(run_id, None)
+            shutil.rmtree(self._runs_folder / run_id, ignore_errors=True)
+
+    def runs_of(self, session_id: str) -> list[str]:
+        """Ids of the runs of a session."""
+        return [run.run_id for run in list(self.runs.values()) if run.session_id == session_id]
+
+    def samplers_of(self, session_id: str) -> list[str]:
+        """Ids of its sampling sessions."""
+        return [sampler for sampler in list(self.samplers) if sampler.startswith(f"{session_id}:sample:")]
 
     def checkpoints(self, tenant: str | None = None, run_id: str | None = None) -> list[Checkpoint]:
         """Checkpoints of a key, of a run, or all, oldest first."""
@@ -264,7 +321,7 @@ def _content(checkpoint: Checkpoint) -> str:
     return json.dumps(content)
 
 
-def _object(file: Path) -> dict[str, Any]:
+def _object(file: Path) -> JsonObject:
     """The object of a file of a server.
 
     Raises:

@@ -43,14 +43,15 @@ class Tenant:
     accepted: int = 0
     """Number of requests so far."""
 
-    def admit(self, size: int) -> None:
+    def admit(self, size: int, *, always: bool = False) -> None:
         """Count a request of this many bytes.
 
         Raises:
-            QuotaExceeded: when that would be too much.
+            QuotaExceeded: when that would be too much, unless it is admitted always.
         """
         quotas = self.quotas
-        if self.requests >= quotas.requests or self.queued_bytes + size > max(quotas.queued_bytes, size):
+        is_full = self.requests >= quotas.requests or self.queued_bytes + size > max(quotas.queued_bytes, size)
+        if is_full and not always:
             raise QuotaExceeded(
                 f"key {self.name} has {self.requests} requests of {self.queued_bytes} bytes in flight, at most "
                 f"{quotas.requests} of {quotas.queued_bytes} bytes: wait for results"

@@ -1,0 +1,145 @@
+"""Routes of sessions, models, commands, samples and their results."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.admission import Activity
+from hybrid_rlhf.serving.training.bodies import (
+    BodyT,
+    CommandBody,
+    CreateModelBody,
+    EmptyBody,
+    LoadBody,
+    ModelId,
+    OptimStepBody,
+    RetrieveBody,
+    SampleBody,
+    SamplerBody,
+    SamplerId,
+    SaveBody,
+    SaveExternalBody,
+    SaveForSamplerBody,
+    SessionBody,
+    SessionId,
+    read_body,
+)
+from hybrid_rlhf.serving.training.messages import read_forward_backward
+from hybrid_rlhf.serving.training.requests import BodyReader, Sender, page
+from hybrid_rlhf.serving.training.service import TrainingService
+from hybrid_rlhf.serving.training.store import JsonObject
+from hybrid_rlhf.serving.training.tenants import Tenant
+
+
+def add_routes(router: APIRouter, service: TrainingService, reader: BodyReader) -> None:
+    """Add the routes that the service answers."""
+
+    def post(path: str, kind: type[BodyT], answer: Callable[[Tenant, BodyT, bytes], JsonObject]) -> None:
+        """Answer JSON bodies of a kind. A faulty command takes its place in the order, if it tells which."""
+
+        @router.post(f"/{path}")
+        async def route(request: Request, tenant: Sender) -> JsonObject:
+            value, content = await reader.json(request)
+            try:
+                body = read_body(value, kind)
+            except UserError as error:
+                if not issubclass(kind, CommandBody):
+                    raise
+                return service.reject(tenant, read_body(value, CommandBody), path, content, error)
+            return answer(tenant, body, content)
+
+    def client_config(tenant: Tenant, *_: object) -> JsonObject:
+        most = min(2000, tenant.quotas.requests)
+        return {"proto_compress_fwdbwd": True, "sample_max_concurrent_requests": most}
+
+    def cancel(tenant: Tenant, body: RetrieveBody, _: bytes) -> JsonObject:
+        future = service.futures.find(body.request_id, tenant)
+        if future.cancel is not None:
+            future.cancel()
+        return {}
+
+    post("client/config", EmptyBody, client_config)
+    post("client/dynamic_config", EmptyBody, lambda *_: {"sample_cancel_enabled": True})
+    post("telemetry", EmptyBody, lambda *_: {"status": "accepted"})  # nothing is kept of it
+    post("create_session", SessionBody, service.create_session)
+    post("session_heartbeat", SessionId, service.heartbeat)
+    post("create_model", CreateModelBody, service.create_model)
+    post("get_info", ModelId, service.info)
+    post("unload_model", ModelId, service.unload)
+    post("optim_step", OptimStepBody, service.optim_step)
+    post("save_weights", SaveBody, service.save)
+    post("save_weights_for_sampler", SaveForSamplerBody, service.save)
+    post("save_weights_external", SaveExternalBody, service.save)
+    post("load_weights", LoadBody, service.load)
+    post("create_sampling_session", SamplerBody, service.create_sampler)
+    post("join_sampling_session", SamplerId, service.join_sampler)
+    post("asample", SampleBody, service.sample)
+    post("cancel_future", RetrieveBody, cancel)
+
+    @router.post("/forward_backward")
+    async def forward_backward(request: Request, tenant: Sender) -> JsonObject:
+        content = await reader.whole(request)
+        return service.forward_backward(tenant, read_forward_backward(content), content)
+
+
+def add_views(router: APIRouter, service: TrainingService, reader: BodyReader) -> None:
+    """Add the routes that show the server, its sessions and sampling sessions, and the one that ends a session."""
+
+    @router.get("/healthz")
+    async def healthz() -> JsonObject:
+        return {"status": "ok"}
+
+    @router.get("/get_server_capabilities")
+    async def capabilities() -> JsonObject:
+        trainer = service.trainer
+        model = {"model_name": trainer.base_model, "max_context_length": trainer.max_tokens}
+        return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
+
+    @router.get("/sessions")
+    async def sessions(request: Request, tenant: Sender) -> JsonObject:
+        return {"sessions": page(request, service.sessions.of_tenant(tenant))[0]}
+
+    @router.get("/sessions/{session_id}")
+    async def session(tenant: Sender, session_id: str) -> JsonObject:
+        return {
+            "training_run_ids": service.store.runs_of(session_id),
+            "sampler_ids": service.store.samplers_of(session_id),
+            "user_metadata": service.sessions.find(session_id, tenant).metadata,
+        }
+
+    @router.post("/sessions/{session_id}/finish")
+    async def finish(request: Request, tenant: Sender, session_id: str) -> JsonObject:
+        await reader.json(request)
+        service.finish_session(tenant, session_id)
+        return {}
+
+    @router.get("/samplers/{sampler_id}")
+    async def sampler(tenant: Sender, sampler_id: str) -> JsonObject:
+        path = service.sampler(tenant, sampler_id)
+        return {"sampler_id": sampler_id, "base_model": service.trainer.base_model, "model_path": path}
+
+
+def add_results(
+    router: APIRouter, service: TrainingService, reader: BodyReader, activity: Activity, poll_seconds: float
+) -> None:
+    """Add the route of results, which waits for one up to a time, or until the server stops."""
+
+    @router.post("/retrieve_future")
+    async def retrieve_future(request: Request, tenant: Sender) -> Response:
+        body = await reader.read(request, RetrieveBody)
+        future = service.futures.find(body.request_id, tenant)
+        end = time.monotonic() + poll_seconds
+        while not future.done.is_set() and not activity.stops and (left := end - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(future.done.wait(), min(1.0, left))
+        if isinstance(future.answer, bytes):
+            return Response(future.answer, media_type="application/x-protobuf")
+        waiting = {"type": "try_again", "request_id": future.request_id, "queue_state": "active"}
+        return JSONResponse(waiting if future.answer is None else future.answer)

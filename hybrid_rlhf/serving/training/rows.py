@@ -1,0 +1,65 @@
+"""The rows of a training command, checked, and its answer from their results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.serving.training.futures import Answer
+from hybrid_rlhf.serving.training.losses import check_loss, sequence_loss
+from hybrid_rlhf.serving.training.messages import ForwardBackward, forward_backward_output, read_datum
+from hybrid_rlhf.serving.training.queue import Command, PackedRow
+from hybrid_rlhf.serving.training.trainer import Trainer
+
+
+def packed_rows(request: ForwardBackward, trainer: Trainer) -> Sequence[PackedRow]:
+    """The rows of a command for the engine.
+
+    Raises:
+        UserError: for a loss, a sequence or an input of it that cannot be computed.
+    """
+    check_loss(request.loss, request.loss_config)
+    if not len(request.data):
+        raise UserError("data must have at least one datum, got none: send some")
+    rows = []
+    for index, message in enumerate(request.data):
+        datum = read_datum(message, index)
+        length = len(datum.tokens)
+        if not 1 <= length <= trainer.max_tokens:
+            raise UserError(
+                f"model_input must have 1 to {trainer.max_tokens} tokens, datum {index} has {length}: split it"
+            )
+        targets = datum.inputs.get("target_tokens")
+        targets = targets.reshape(-1) if targets is not None and targets.ndim == 2 else targets
+        if targets is None or targets.shape != (length,) or targets.dtype.kind != "i":
+            raise UserError(
+                f"target_tokens must be one token id for each of the {length} tokens of model_input, datum {index} "
+                "has others: send as many"
+            )
+        for key, ids in (("model_input", datum.tokens), ("target_tokens", targets)):
+            if ids.min() < 0 or ids.max() >= trainer.vocabulary:
+                raise UserError(
+                    f"{key} must be token ids in 0..{trainer.vocabulary - 1}, datum {index} has "
+                    f"{ids.min()}..{ids.max()}: use the tokenizer of the model"
+                )
+        loss = sequence_loss(request.loss, request.loss_config, datum, index)
+        row = trainer.make_row(
+            request.model_id,
+            tokens=torch.from_numpy(datum.tokens),
+            targets=torch.from_numpy(targets.astype(np.int64)),
+            loss=None if request.forward_only else loss,
+        )
+        rows.append(PackedRow(row, length, loss, learns=not request.forward_only))
+    return rows
+
+
+def forward_backward_answer(command: Command) -> Answer:
+    """The answer of a command whose rows were computed."""
+    logprobs = [result.logprobs.numpy() for result in command.results]
+    total = 0.0
+    for row, result in zip(command.rows, command.results, strict=True):
+        total += float(row.loss(result.logprobs)) if result.loss is None else result.loss
+    return forward_backward_output(logprobs, {"loss:sum": total})

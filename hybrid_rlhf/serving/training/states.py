@@ -1,0 +1,186 @@
+"""What commands do to the state of a model, in the engine and on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hybrid_rlhf.configs.errors import UserError
+from hybrid_rlhf.configs.sections.model import LoraConfig
+from hybrid_rlhf.configs.sections.training import AdamStep
+from hybrid_rlhf.models.lora import linear_layers
+from hybrid_rlhf.models.pretrained.adapters import stored_adapter
+from hybrid_rlhf.serving.training.bodies import CheckpointBody, LoadBody, SaveBody, SaveForSamplerBody
+from hybrid_rlhf.serving.training.futures import Answer, CommandFailed
+from hybrid_rlhf.serving.training.merging import write_merged
+from hybrid_rlhf.serving.training.metrics import TrainingMetrics
+from hybrid_rlhf.serving.training.queue import Model
+from hybrid_rlhf.serving.training.sampling import Samplers
+from hybrid_rlhf.serving.training.store import Checkpoint, Run, Store, checked_name
+from hybrid_rlhf.serving.training.tenants import Tenant
+from hybrid_rlhf.serving.training.trainer import Trainer
+
+LORA_ALPHA = 32.0
+"""Scale of every adapter, times its rank: the client has no key for it."""
+
+
+class ModelStates:
+    """The states of all models. Used on the engine's thread only."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        store: Store,
+        samplers: Samplers,
+        metrics: TrainingMetrics,
+    ) -> None:
+        """Take the engine, the disk, what samples with saved weights, and what counts steps."""
+        self.engine = trainer.engine
+        self.store = store
+        self._tokenizer = trainer.tokenizer
+        self._samplers = samplers
+        self._metrics = metrics
+
+    def bring_in(self, model: Model) -> None:
+        """Give the engine the state that a model has by its run.
+
+        Raises:
+            UserError: when it begins with something that is no adapter.
+            UnknownObject: when its checkpoint is not there any more.
+        """
+        run = model.run
+        if run.saved_path is not None:
+            self.engine.load(run.run_id, self._saved(run.saved_path, run).folder, with_optimizer=True)
+        elif run.initial_path is not None:
+            initial = self._saved(run.initial_path, run)
+            run.rank = initial.rank
+            self.engine.load(run.run_id, initial.folder, with_optimizer=run.initial_optimizer)
+        else:
+            lora = LoraConfig(rank=run.rank, alpha=LORA_ALPHA, target_modules=self._target_modules(run.targets))
+            self.engine.add(run.run_id, lora, seed=run.seed)
+        model.ready = True
+
+    def _saved(self, path: str, run: Run) -> Checkpoint:
+        checkpoint = self.store.find(path, run.tenant)
+        if checkpoint.kind == "external_weights":
+            raise UserError(f"a merged model is no adapter, got {path}: give one of save_weights")
+        return checkpoint
+
+    def _target_modules(self, kinds: list[str]) -> str | list[str]:
+        if len(kinds) == 2:
+            return "all-linear"
+        if not kinds:
+            raise UserError(
+                "an adapter needs attention or MLP layers, as the head has none: set train_attn or train_mlp"
+            )
+        lm = self.engine.lm
+        names = linear_layers(lm, lm.get_output_embeddings())
+        return [name for name in names if ("attn" in name or "attention" in name) == (kinds == ["attn"])]
+
+    def step(self, model: Model, adam: AdamStep) -> Answer:
+        """Update a model with its gradient.
+
+        Raises:
+            CommandFailed: when a backward pass has failed; the gradient is discarded.
+            UserError: when there is no gradient.
+        """
+        broken = model.broken
+        if broken is not None or not model.has_gradient:
+            self.engine.zero_gradient(model.run.run_id)
+            model.has_gradient = False
+            model.broken = None
+            if broken is not None:
+                raise CommandFailed(f"a backward pass of this step has failed, and the step is left out: {broken}")
+            raise UserError("optim_step needs a forward_backward since the last one, got none: send one first")
+        model.saved = False  # also if the step fails half way
+        stats = self.engine.step(model.run.run_id, adam)
+        model.has_gradient = False
+        self._metrics.steps.labels(model.run.tenant).inc()
+        metrics = {key: stats[key] for key in ("grad_norm", "skipped")}  # a step would replace the client's own
+        return {"metrics": metrics, "type": "optim_step"}
+
+    def load(self, model: Model, body: LoadBody) -> Answer:
+        """Replace a model by a saved state; raises as `bring_in`."""
+        run = model.run
+        self.engine.load(run.run_id, self._saved(body.path, run).folder, with_optimizer=body.optimizer)
+        model.has_gradient = False
+        model.broken = None
+        model.saved = False
+        return {"path": body.path, "model_id": run.run_id, "type": "load_weights"}
+
+    def save(self, model: Model, body: CheckpointBody, seq: int) -> Answer:
+        """Write a checkpoint of a model; `seq`: of the command.
+
+        Raises:
+            UserError: for a name that cannot be one or is taken, or when the key has too many checkpoints.
+        """
+        run = model.run
+        kind = body.kind
+        self.require_room(model.tenant)
+        sampler = body.sampling_session_seq_id if isinstance(body, SaveForSamplerBody) else None
+        checkpoint = Checkpoint(
+            run.run_id,
+            kind,
+            checked_name(body.path) if body.path is not None else f"command-{seq}",
+            run.tenant,
+            run.rank,
+            seq,
+            expires=None if body.ttl_seconds is None else time.time() + body.ttl_seconds,
+            unnamed=kind == "sampler_weights" and body.path is None,
+            sampler=None if sampler is None else f"{run.session_id}:sample:{sampler}",
+            metadata=body.user_metadata or {},
+        )
+
+        def write(folder: Path) -> None:
+            if kind == "external_weights":
+                factors = self.engine.factors(run.run_id)
+                write_merged(self.engine.lm, factors, folder, tokenizer=self._tokenizer)
+            else:
+                self.engine.save(run.run_id, folder, with_optimizer=kind == "weights")
+
+        self.store.write_checkpoint(checkpoint, write, overwrite=isinstance(body, SaveBody) and body.overwrite)
+        if checkpoint.sampler is not None:
+            self.store.samplers.write(checkpoint.sampler, tenant=run.tenant, path=checkpoint.path)
+        if kind == "sampler_weights":
+            self._samplers.keep(checkpoint, self.engine.factors(run.run_id))
+        if not model.has_gradient and model.broken is None:  # a gradient is not saved
+            if kind == "weights":
+                model.saved = True
+                run.saved_path = checkpoint.path
+            if model.saved:
+                run.saved_seq = seq
+                self.store.write_run(run)
+        return {**saved_answer(checkpoint), "type": body.command}
+
+    def require_room(self, tenant: Tenant) -> None:
+        """Raise UserError when a key has too many bytes of checkpoints."""
+        stored = self.store.stored_bytes(tenant.name)
+        quota = tenant.quotas.stored_bytes
+        if stored >= quota:
+            raise UserError(
+                f"key {tenant.name} has {stored} bytes of checkpoints, at most {quota}: delete some, or set ttl_seconds"
+            )
+
+    def import_adapter(self, tenant: Tenant, checkpoint: Checkpoint, write: Callable[[Path], None]) -> None:
+        """Store an adapter of peft as a checkpoint of a key; `write` makes its folder.
+
+        Raises:
+            UserError: when it is no adapter of this base, or the key has too many checkpoints.
+        """
+        self.require_room(tenant)
+
+        def save(folder: Path) -> None:
+            write(folder)
+            self.engine.load(checkpoint.run_id, folder)
+            self.engine.remove(checkpoint.run_id)
+            checkpoint.rank = stored_adapter(str(folder)).rank
+
+        self.store.write_checkpoint(checkpoint, save, overwrite=False)
+
+
+def saved_answer(checkpoint: Checkpoint) -> dict[str, str | None]:
+    """What a client learns of a checkpoint that its command wrote."""
+    if checkpoint.unnamed and checkpoint.sampler is not None:
+        return {"path": None, "sampling_session_id": checkpoint.sampler}
+    return {"path": checkpoint.path}
